@@ -1,0 +1,100 @@
+"""What a device mesh means to sharding: which groups gather, scatter and replicate."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from passes.layout import REPLICATED
+
+
+@dataclass(frozen=True)
+class ShardingMesh:
+    """A 1-D mesh (FSDP) or a 2-D one (HSDP: replicate, shard), with its process groups by name.
+
+    Attributes:
+        mesh: the mesh that the DTensor parameters live on.
+        shard_group: name of the group that a parameter is sharded over.
+        shard_size: its number of ranks.
+        shard_rank: this rank's place in it.
+        replicate_group: name of the group of replicas; empty for FSDP.
+        device: where parameters and communication live.
+    """
+
+    mesh: DeviceMesh
+    shard_group: str
+    shard_size: int
+    shard_rank: int
+    replicate_group: str
+    device: torch.device
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None) -> ShardingMesh:
+        """Check a mesh; None: all ranks in one dimension.
+
+        Raises:
+            RuntimeError: there is no process group to make the default mesh of.
+            ValueError: the mesh has more than two dimensions.
+        """
+        if mesh is None:
+            mesh = _default_mesh()
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"fully_shard takes a 1-D mesh (FSDP) or a 2-D mesh (HSDP: replicate, shard), but mesh= has {mesh.ndim} "
+                f"dimensions: {mesh}. Pass a slice of it, such as mesh['dp'] or mesh['replicate', 'shard']."
+            )
+        shard_dim = mesh.ndim - 1
+        return ShardingMesh(
+            mesh=mesh,
+            shard_group=mesh.get_group(shard_dim).group_name,
+            shard_size=mesh.size(shard_dim),
+            shard_rank=mesh.get_local_rank(shard_dim),
+            replicate_group=mesh.get_group(0).group_name if mesh.ndim == 2 else "",
+            device=_device_of(mesh),
+        )
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        """DTensor placements of a parameter cut along ``dim`` (or ``REPLICATED``)."""
+        shard: Placement = Replicate() if dim == REPLICATED else Shard(dim)
+        return (Replicate(), shard) if self.mesh.ndim == 2 else (shard,)
+
+    def post_forward_group(self, size: int) -> str:
+        """Name of this rank's group of ``size`` neighbours, for ``reshard_after_forward=size``.
+
+        Raises:
+            ValueError: ``size`` does not divide the shard dimension.
+        """
+        if size < 1 or self.shard_size % size:
+            raise ValueError(
+                f"reshard_after_forward={size} must be a factor of the shard dimension's size, {self.shard_size}; "
+                "or True, False or None."
+            )
+        return _mesh_of_neighbours(self.mesh, size).get_group(1).group_name
+
+
+@functools.cache
+def _mesh_of_neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    # Cached: making process groups is a collective of its own, and every unit asks for the same ones.
+    return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("replicate", "post_forward"))
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard needs a process group: call torch.distributed.init_process_group() first (torchrun sets what it "
+            "reads), or pass mesh=."
+        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

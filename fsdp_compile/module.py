@@ -1,0 +1,180 @@
+"""The classes that sharding gives to modules.
+
+A module that was passed to ``fully_shard`` becomes an ``FSDP<Class>``; one inside it that registers sharded parameters becomes
+a ``Sharded<Class>``. Both are generated subclasses of the module's own class on which every sharded parameter is a property:
+inside a forward of the unit it is ``unshard(shard, ...)``, outside it is the DTensor parameter. Dynamo traces such properties
+like any other Python, so the operators are in its graph, and nothing of the model's own code has to change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import passes.ops  # noqa: F401 (registers the operators)
+
+from .unit import Unit
+
+_unshard = torch.ops.fsdp_compile.unshard
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that a module belongs to, if it is one's or registers parameters of one."""
+    return module.__dict__.get("_fsdp_unit")
+
+
+class _Sharded:
+    """What both kinds of classes have in common."""
+
+    _fsdp_unit: Unit
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A container makes new containers of its own class when it is sliced; they hold no shards of their own.
+        original = cls._fsdp_original_class  # type: ignore[attr-defined]
+        instance = original.__new__(original)
+        instance.__init__(*args, **kwargs)
+        return instance
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        with _SyncAfterApply(self._fsdp_unit):
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__} holds sharded parameters and cannot be copied. Copy the model before sharding, or build "
+            "another one and load_state_dict."
+        )
+
+
+class _SyncAfterApply:
+    """``Module._apply`` visits modules one by one; units follow when the outermost call is done."""
+
+    _depth = 0
+    _touched: dict[Unit, None] = {}  # noqa: RUF012
+
+    def __init__(self, unit: Unit):
+        self._unit = unit
+
+    def __enter__(self) -> None:
+        _SyncAfterApply._depth += 1
+        _SyncAfterApply._touched[self._unit] = None
+
+    def __exit__(self, *_: Any) -> None:
+        _SyncAfterApply._depth -= 1
+        if _SyncAfterApply._depth == 0:
+            touched, _SyncAfterApply._touched = _SyncAfterApply._touched, {}
+            for unit in touched:
+                unit.sync()
+
+
+class FSDPModule(_Sharded):
+    """Mixin of modules that were passed to ``fully_shard``."""
+
+
+def _sharded_property(name: str) -> property:
+    def read(self: Any) -> Any:
+        sharded = self._fsdp_sharded[name]
+        if not self._fsdp_unit.active:
+            return self._parameters[name]
+        if sharded.unit.is_meta:
+            raise RuntimeError(
+                f"Parameter {sharded.name} is on the meta device in a forward. Give it memory and values first: "
+                "model.to_empty(device=...), then initialise, or load a state dict."
+            )
+        if not torch.compiler.is_compiling():
+            sharded.sync_requires_grad()
+        return _unshard(sharded.shard, *sharded.args, **sharded.kwargs)
+
+    return property(read)
+
+
+def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(cast, tree)
+
+
+def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
+    """Wrap a forward so that the unit's parameters read as full tensors while it runs.
+
+    Args:
+        forward: the function; its first argument is the module.
+        casts: apply the policy's casts of inputs and outputs (the unit's own forward).
+    """
+
+    @functools.wraps(forward)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unit = self._fsdp_unit
+        policy = unit.mp_policy
+        was_active = unit.active
+        unit.active = True
+        try:
+            if casts and policy.param_dtype is not None and policy.cast_forward_inputs:
+                args, kwargs = _cast_floating((args, kwargs), policy.param_dtype)
+            result = forward(self, *args, **kwargs)
+            if casts and policy.output_dtype is not None:
+                result = _cast_floating(result, policy.output_dtype)
+            return result
+        finally:
+            unit.active = was_active
+
+    return wrapped
+
+
+@functools.cache
+def _make_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
+    base, prefix = (FSDPModule, "FSDP") if is_unit else (_Sharded, "Sharded")
+    namespace: dict[str, Any] = {name: _sharded_property(name) for name in names}
+    namespace["forward"] = _in_unit(original.forward, casts=is_unit)
+    namespace["_fsdp_original_class"] = original
+    namespace["__module__"] = original.__module__
+    return type(f"{prefix}{original.__name__}", (base, original), namespace)
+
+
+def make_fsdp_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """``FSDP<Original>``, with properties for the parameters of those names."""
+    return _make_class(original, names, True)
+
+
+def make_owner_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """``Sharded<Original>``, with properties for the parameters of those names."""
+    return _make_class(original, names, False)
+
+
+def swap_class(module: nn.Module, make: Callable[[type[nn.Module], tuple[str, ...]], type[nn.Module]], unit: Unit) -> None:
+    """Make ``module`` an instance of its generated class, in place."""
+    module._fsdp_unit = unit  # type: ignore[assignment]
+    names = tuple(module.__dict__.get("_fsdp_sharded", ()))
+    module.__class__ = make(type(module), names)
+    if "forward" in module.__dict__:
+        # A forward patched onto the instance hides the class's.
+        patched = module.__dict__["forward"]
+        wrapped = _in_unit(lambda self, *args, **kwargs: patched(*args, **kwargs), casts=make is make_fsdp_class)
+        module.__dict__["forward"] = functools.partial(wrapped, module)
+    module.register_load_state_dict_post_hook(lambda _module, _keys: unit.sync())
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than ``forward`` read full parameters too, such as ``generate``.
+
+    Args:
+        module: a module that ``fully_shard`` sharded.
+        method_name: the name of its method.
+
+    Raises:
+        AttributeError: the module has no such method.
+
+    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.
+    """
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise AttributeError(f"{type(module).__name__} has no method {method_name!r} to register.")
+    if isinstance(module, FSDPModule):
+        wrapped = _in_unit(lambda self, *args, **kwargs: method(*args, **kwargs), casts=True)
+        setattr(module, method_name, functools.partial(wrapped, module))

@@ -1,0 +1,243 @@
+"""A unit of sharding: the parameters that one ``fully_shard`` call groups, and where their shards live.
+
+Of each parameter there are three views on one piece of memory:
+
+- the *parameter*: a DTensor, what modules register, optimizers step and checkpoints save;
+- the *shard*: a plain leaf tensor, padded so that all ranks have the same shape, what a forward reads and a graph takes;
+- its run of the unit's *flat storage*, one buffer for each dtype in registration order, what a bucket gathers in place.
+
+Views are made with ``.data``: with a version counter of its own, a step on one parameter is no write to another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from passes.layout import REPLICATED, padded_shard_numel, padded_shard_shape
+
+from .gradients import land_gradients
+from .mesh import ShardingMesh
+
+
+class ShardedParam:
+    """One parameter of a unit.
+
+    Attributes:
+        unit: the unit that it belongs to.
+        owners: every module that registers it, with the name that it has there; several for a tied parameter.
+        name: qualified name, from the outermost sharded module.
+        local_name: name within the unit; equal for the same parameter of equal blocks.
+        shape: full shape.
+        dim: the dimension that is cut, or ``REPLICATED`` for a scalar.
+        param: the DTensor parameter.
+        shard: the padded shard, a leaf.
+        offset: first element of the shard in the unit's storage of its dtype.
+        args, kwargs: what ``unshard`` takes after the shard.
+    """
+
+    def __init__(self, unit: Unit, owners: list[tuple[nn.Module, str]], local_name: str, param: nn.Parameter, dim: int):
+        self.unit = unit
+        self.owners = owners
+        self.name = self.local_name = local_name
+        self.shape = param.shape
+        self.dim = dim
+        self.offset = 0
+        self.param = self._make_param(param)
+        self.shard: nn.Parameter
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+
+    def _make_param(self, full: nn.Parameter) -> nn.Parameter:
+        mesh = self.unit.mesh
+        local = full.detach()
+        if self.dim != REPLICATED:
+            start, length = self._local_span()
+            local = local.narrow(self.dim, start, length).contiguous()
+        meta = TensorMeta(full.shape, full.stride(), full.dtype)
+        spec = DTensorSpec(mesh.mesh, mesh.placements(self.dim), tensor_meta=meta)
+        return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=full.requires_grad)
+
+    def _local_span(self) -> tuple[int, int]:
+        """First row and number of rows, along ``dim``, of this rank's unpadded shard."""
+        size, rows = self.shape[self.dim], self.padded_shape[self.dim]
+        start = min(rows * self.unit.mesh.shard_rank, size)
+        return start, min(rows, size - start)
+
+    @property
+    def padded_shape(self) -> list[int]:
+        return padded_shard_shape(self.shape, self.dim, self.unit.mesh.shard_size)
+
+    @property
+    def padded_numel(self) -> int:
+        return padded_shard_numel(self.shape, self.dim, self.unit.mesh.shard_size)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's unpadded shard, the DTensor's local tensor."""
+        return self.param._local_tensor  # type: ignore[attr-defined]
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """The rows of a padded shard, or of its gradient, that this rank really has."""
+        if self.dim == REPLICATED or padded.size(self.dim) == self._local_span()[1]:
+            return padded
+        return padded.narrow(self.dim, 0, self._local_span()[1])
+
+    def bind(self, storage: Tensor, offset: int) -> None:
+        """Move the local tensor into ``storage`` and make parameter and shard views of it there."""
+        self.offset = offset
+        padded = storage.narrow(0, offset, self.padded_numel).view(self.padded_shape)
+        with torch.no_grad():
+            self.unpad(padded).copy_(self.local)
+        self.param._local_tensor = self.unpad(padded).data  # type: ignore[attr-defined]
+        self.shard = nn.Parameter(padded.data, requires_grad=self.param.requires_grad)
+        self.shard._fsdp_sharded_param = self  # type: ignore[attr-defined]
+        self._watch_gradient()
+        self.update_operator_args()
+
+    def _watch_gradient(self) -> None:
+        if self.shard.requires_grad and not self.shard._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            self.shard.register_post_accumulate_grad_hook(_land_eager_gradient)
+
+    def is_bound(self) -> bool:
+        """Whether the parameter still is a view of the memory that the shard is a view of."""
+        local, shard = self.local, self.shard
+        return local.untyped_storage()._cdata == shard.untyped_storage()._cdata and (
+            local.storage_offset() == shard.storage_offset() or local.numel() == 0
+        )
+
+    def adopt_assigned_parameter(self) -> None:
+        """Take over a parameter that somebody registered in the place of ours (``load_state_dict(assign=True)``)."""
+        for module, name in self.owners:
+            registered = module._parameters[name]
+            if registered is self.param:
+                continue
+            if not isinstance(registered, DTensor) or registered._spec.placements != self.unit.mesh.placements(self.dim):
+                raise ValueError(
+                    f"Parameter {self.name} is sharded and was replaced by {type(registered).__name__} that is not sharded "
+                    "alike. Load a sharded state dict (DTensors), or a full one with "
+                    "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+                )
+            self.param = registered  # type: ignore[assignment]
+            for other, other_name in self.owners:
+                other._parameters[other_name] = self.param
+            return
+
+    def update_operator_args(self) -> None:
+        """Work out what ``unshard`` takes besides the shard. Nothing in it tells equal blocks apart, so that a compiled
+        graph can serve all of them; the backend puts the qualified names in."""
+        mesh, policy = self.unit.mesh, self.unit.mp_policy
+        self.args = (self.local_name, tuple(self.shape), mesh.shard_group)
+        kwargs = {
+            "dim": self.dim,
+            "offset": self.offset,
+            "param_dtype": policy.param_dtype if self.param.is_floating_point() else None,
+            "reduce_dtype": policy.reduce_dtype,
+            "replicate_group": mesh.replicate_group,
+            "reshard_after_forward": self.unit.reshards_after_forward,
+            "post_forward_group": self.unit.post_forward_group,
+        }
+        defaults = {"dim": 0, "reshard_after_forward": True, "post_forward_group": "", "replicate_group": ""}
+        self.kwargs = {key: value for key, value in kwargs.items() if value != defaults.get(key)}
+
+    def sync_requires_grad(self) -> bool:
+        """Let the shard follow the parameter's ``requires_grad``. Returns whether it had to change."""
+        if self.shard.requires_grad is self.param.requires_grad:
+            return False
+        self.shard.requires_grad_(self.param.requires_grad)
+        self._watch_gradient()
+        return True
+
+
+def _land_eager_gradient(shard: Tensor) -> None:
+    """Hook on shards: hand a gradient that autograd accumulated outside of compiled graphs to the parameter."""
+    if shard.grad is None:
+        # A compiled graph landed the gradient itself, and gave autograd None.
+        return
+    grad, shard.grad = shard.grad, None
+    land_gradients([shard._fsdp_sharded_param], [grad])  # type: ignore[attr-defined]
+
+
+class Unit:
+    """The parameters that one ``fully_shard`` call groups.
+
+    Attributes:
+        modules: the modules that were passed (one, or a list).
+        mesh: mesh and process groups.
+        mp_policy: mixed-precision policy.
+        name: qualified name of the first module, from the outermost sharded one; empty for the root.
+        is_root: no other unit encloses this one.
+        active: a forward of the unit is running: parameters read as full tensors.
+        is_meta: parameters have no memory yet.
+        params: its parameters, in registration order.
+        storages: flat storage for each dtype.
+    """
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        mesh: ShardingMesh,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | int | None,
+    ):
+        self.modules = modules
+        self.mesh = mesh
+        self.mp_policy = mp_policy
+        self.name = ""
+        self.is_root = True
+        self.active = False
+        # A plain attribute, not derived: traced code reads it.
+        self.is_meta = False
+        self.params: list[ShardedParam] = []
+        self.storages: dict[torch.dtype, Tensor] = {}
+        self.post_forward_group = ""
+        self._reshard_after_forward = reshard_after_forward
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+            size = reshard_after_forward
+            group = mesh.post_forward_group(size)
+            # The extreme sizes are the two plain answers, as in FSDP2.
+            self._reshard_after_forward = size != 1
+            self.post_forward_group = group if 1 < size < mesh.shard_size else ""
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether backward gathers anew. Unless said, all units do but the root, which backward needs at once."""
+        return not self.is_root if self._reshard_after_forward is None else self._reshard_after_forward is True
+
+    def allocate(self) -> None:
+        """Lay the parameters out in new flat storage, in the dtypes that they have now."""
+        device = torch.device("meta") if self.params and self.params[0].local.is_meta else self.mesh.device
+        sizes: dict[torch.dtype, int] = {}
+        offsets = []
+        for sharded in self.params:
+            dtype = sharded.local.dtype
+            offsets.append(sizes.get(dtype, 0))
+            sizes[dtype] = offsets[-1] + sharded.padded_numel
+        # Padding takes part in gathers and must be finite.
+        self.is_meta = device.type == "meta"
+        self.storages = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+        for sharded, offset in zip(self.params, offsets, strict=True):
+            sharded.bind(self.storages[sharded.local.dtype], offset)
+
+    def sync(self) -> None:
+        """Make storage and shards follow parameters that were replaced, cast, or moved."""
+        for sharded in self.params:
+            sharded.adopt_assigned_parameter()
+        if len({sharded.local.is_meta for sharded in self.params}) > 1:
+            # Half of the parameters have memory yet: a load or an initialisation is under way and syncs again.
+            return
+        layout_holds = all(
+            sharded.local.dtype == sharded.shard.dtype and sharded.local.device == sharded.shard.device
+            for sharded in self.params
+        )
+        if not layout_holds:
+            self.allocate()
+            return
+        for sharded in self.params:
+            if not sharded.is_bound():
+                sharded.bind(self.storages[sharded.local.dtype], sharded.offset)

@@ -1,0 +1,43 @@
+"""Mixed precision: the casts of the policy, as nodes.
+
+Before: ``unshard(shard, ..., param_dtype=p)`` and ``reduce_grad(grad, ..., reduce_dtype=r, grad_dtype=g)``.
+After:  the shard is cast to ``p`` before its gather, which then moves the smaller dtype; the gradient is cast to ``r`` before
+        its reduction and the reduced shard to ``g`` after it. As nodes, the casts fuse with the copies around the collectives.
+
+Leaves alone operators whose dtypes agree already.
+"""
+
+import torch
+from torch.fx import Graph, Node
+
+from .ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
+
+_cast = torch.ops.prims.convert_element_type.default
+
+
+def _emit_cast(graph: Graph, source: Node, dtype: torch.dtype) -> Node:
+    cast = graph.call_function(_cast, (source, dtype))
+    cast.meta["val"] = source.meta["val"].to(dtype)
+    return cast
+
+
+def mixed_precision(graph: Graph) -> None:
+    """Move the dtypes of a forward or backward graph's operators into cast nodes. In place."""
+    for node in unshards(graph.nodes):
+        unshard = Unshard.of(node)
+        if unshard.param_dtype not in (None, unshard.shard.meta["val"].dtype):
+            with graph.inserting_before(node):
+                update_args(node, shard=_emit_cast(graph, unshard.shard, unshard.param_dtype))
+        update_args(node, param_dtype=None, reduce_dtype=None)
+    for node in reduce_grads(graph.nodes):
+        reduce = ReduceGrad.of(node)
+        reduce_dtype = reduce.reduce_dtype or reduce.grad.meta["val"].dtype
+        if reduce.grad.meta["val"].dtype != reduce_dtype:
+            with graph.inserting_before(node):
+                update_args(node, grad=_emit_cast(graph, reduce.grad, reduce_dtype))
+        update_args(node, reduce_dtype=None, grad_dtype=None)
+        node.meta["val"] = node.meta["val"].to(reduce_dtype)
+        if reduce.grad_dtype not in (None, reduce_dtype):
+            with graph.inserting_after(node):
+                cast = _emit_cast(graph, node, reduce.grad_dtype)
+            node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)

@@ -1,0 +1,228 @@
+"""The intermediate representation: operators that stand for sharding in a traced graph.
+
+``unshard``      a rank's padded shard of a parameter to the full parameter in the compute dtype.
+``reduce_grad``  the full gradient on this rank to this rank's padded shard of the averaged gradient.
+``reshard``      the full parameter to this rank's shard in a smaller group, for ``reshard_after_forward=<int>``.
+
+``unshard``'s autograd formula is ``reduce_grad``. All are self-describing: the printed node names the parameter and its full
+shape. Their eager kernels communicate at once, so the part of a model that is not compiled trains just as well.
+
+``reduce_grad`` takes the shard too. It reads no value of it: the shard rides along into the backward graph so that the
+runtime can tell there which parameter a gradient belongs to, also when one compiled graph serves many identical blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Node
+
+from .collectives import (
+    Averaging,
+    finish_gather,
+    finish_reduce,
+    group_size,
+    start_all_reduce,
+    start_gather,
+    start_reduce_scatter,
+)
+from .layout import REPLICATED, disassemble, padded_shard_shape
+
+_library = torch.library.Library("fsdp_compile", "DEF")
+
+_library.define(
+    "unshard(Tensor shard, str name, int[] shape, str group, *, str unit='', int dim=0, int offset=-1, "
+    "ScalarType? param_dtype=None, ScalarType? reduce_dtype=None, str replicate_group='', "
+    "bool reshard_after_forward=True, str post_forward_group='') -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "reduce_grad(Tensor grad, Tensor shard, str name, int[] shape, str group, *, str unit='', int dim=0, "
+    "ScalarType? reduce_dtype=None, ScalarType? grad_dtype=None, str replicate_group='') -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "reshard(Tensor full, str name, str group, *, int dim=0) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+unshard = torch.ops.fsdp_compile.unshard.default
+reduce_grad = torch.ops.fsdp_compile.reduce_grad.default
+reshard = torch.ops.fsdp_compile.reshard.default
+
+
+@dataclass
+class Unshard:
+    """The arguments of an ``unshard`` node.
+
+    Attributes:
+        shard: the padded shard.
+        name: qualified name of the parameter.
+        shape: its full shape.
+        group: name of the process group that it is sharded over.
+        unit: qualified name of its ``fully_shard`` unit, which decides the bucket.
+        dim: the dimension it is cut along, or ``REPLICATED``.
+        offset: where the shard starts in the unit's flat storage, in elements; -1 if it is not there.
+        param_dtype: dtype to cast the shard to before the gather; None: as it is.
+        reduce_dtype: dtype that the gradient is reduced in; None: as it comes.
+        replicate_group: name of the group of replicas (HSDP); empty: none.
+        reshard_after_forward: gather anew for backward rather than keep the parameter.
+        post_forward_group: the smaller group that the parameter is resharded to after forward; empty: none.
+    """
+
+    shard: Node
+    name: str
+    shape: Sequence[int]
+    group: str
+    unit: str = ""
+    dim: int = 0
+    offset: int = -1
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    replicate_group: str = ""
+    reshard_after_forward: bool = True
+    post_forward_group: str = ""
+
+    @staticmethod
+    def of(node: Node) -> "Unshard":
+        return Unshard(*node.args, **node.kwargs)  # type: ignore[arg-type]
+
+
+@dataclass
+class ReduceGrad:
+    """The arguments of a ``reduce_grad`` node: as :class:`Unshard`'s, and
+
+    Attributes:
+        grad: the full gradient.
+        grad_dtype: dtype of the result; None: the reduction's.
+    """
+
+    grad: Node
+    shard: Node
+    name: str
+    shape: Sequence[int]
+    group: str
+    unit: str = ""
+    dim: int = 0
+    reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    replicate_group: str = ""
+
+    @staticmethod
+    def of(node: Node) -> "ReduceGrad":
+        return ReduceGrad(*node.args, **node.kwargs)  # type: ignore[arg-type]
+
+
+_NUM_POSITIONAL = {unshard: 4, reduce_grad: 5}
+
+
+def update_args(node: Node, **changes: Any) -> None:
+    """Set arguments of an ``unshard`` or ``reduce_grad`` node by name; a default value drops the keyword from the node."""
+    spec = Unshard if node.target == unshard else ReduceGrad
+    names = [field.name for field in fields(spec)]
+    defaults = {field.name: field.default for field in fields(spec)}
+    for name, value in changes.items():
+        index = names.index(name)
+        if index < _NUM_POSITIONAL[node.target]:  # type: ignore[index]
+            node.update_arg(index, value)
+        elif value == defaults[name]:
+            node.kwargs = {key: kept for key, kept in node.kwargs.items() if key != name}
+        else:
+            node.update_kwarg(name, value)
+
+
+def unshards(nodes: Sequence[Node] | Any) -> list[Node]:
+    return [node for node in nodes if node.op == "call_function" and node.target == unshard]
+
+
+def reduce_grads(nodes: Sequence[Node] | Any) -> list[Node]:
+    return [node for node in nodes if node.op == "call_function" and node.target == reduce_grad]
+
+
+def _unshard_kernel(
+    shard: Tensor,
+    name: str,
+    shape: Sequence[int],
+    group: str,
+    *,
+    dim: int = 0,
+    param_dtype: torch.dtype | None = None,
+    **_: Any,
+) -> Tensor:
+    if dim == REPLICATED:
+        return shard.to(param_dtype or shard.dtype, copy=True)
+    (full,) = finish_gather(start_gather([shard.to(param_dtype or shard.dtype)], group), [shape], [dim], group)
+    return full
+
+
+def _reduce_grad_kernel(
+    grad: Tensor,
+    shard: Tensor,
+    name: str,
+    shape: Sequence[int],
+    group: str,
+    *,
+    dim: int = 0,
+    reduce_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    replicate_group: str = "",
+    **_: Any,
+) -> Tensor:
+    grad = grad.to(reduce_dtype or grad.dtype)
+    averaging = Averaging.of_groups(group, replicate_group, grad.dtype, grad.device)
+    reduced = start_reduce_scatter([grad], [dim], group, averaging)
+    if replicate_group:
+        reduced = start_all_reduce(reduced, replicate_group, averaging)
+    (shard_grad,) = finish_reduce(reduced, [shape], [dim], group, averaging)
+    return shard_grad.to(grad_dtype or grad.dtype)
+
+
+def _reshard_kernel(full: Tensor, name: str, group: str, *, dim: int = 0) -> Tensor:
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    piece = disassemble(full, dim, process_group.size())[process_group.rank()]
+    return piece.reshape(padded_shard_shape(full.shape, dim, process_group.size())).clone()
+
+
+_library.impl("unshard", _unshard_kernel, "CompositeExplicitAutograd")
+_library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
+_library.impl("reshard", _reshard_kernel, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake(unshard, lib=_library)
+def _(shard: Tensor, name: str, shape: Sequence[int], group: str, **kwargs: Any) -> Tensor:
+    return shard.new_empty(shape, dtype=kwargs.get("param_dtype") or shard.dtype)
+
+
+@torch.library.register_fake(reduce_grad, lib=_library)
+def _(grad: Tensor, shard: Tensor, name: str, shape: Sequence[int], group: str, **kwargs: Any) -> Tensor:
+    dtype = kwargs.get("grad_dtype") or kwargs.get("reduce_dtype") or grad.dtype
+    return shard.new_empty(shard.shape, dtype=dtype)
+
+
+@torch.library.register_fake(reshard, lib=_library)
+def _(full: Tensor, name: str, group: str, *, dim: int = 0) -> Tensor:
+    return full.new_empty(padded_shard_shape(full.shape, dim, group_size(group)))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    shard, ctx.name, ctx.shape, ctx.group = inputs
+    ctx.save_for_backward(shard)
+    ctx.kwargs = {
+        key: value
+        for key in ("unit", "dim", "reduce_dtype", "replicate_group")
+        if (value := keyword_only_inputs[key]) not in ("", None)
+    }
+    reduced_in = keyword_only_inputs["reduce_dtype"] or output.dtype
+    if shard.dtype != reduced_in:
+        ctx.kwargs["grad_dtype"] = shard.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    (shard,) = ctx.saved_tensors
+    return reduce_grad(grad, shard, ctx.name, ctx.shape, ctx.group, **ctx.kwargs), None, None, None
+
+
+torch.library.register_autograd(unshard, _backward, setup_context=_setup_context, lib=_library)

@@ -1,0 +1,119 @@
+"""The order in which the passes run, and the trace that each leaves.
+
+    Dynamo graph             deduplicate
+    joint graph              reshard_after_forward
+    forward, backward graph  name_shards -> reuse_post_forward_shards (backward) -> mixed_precision -> bucket -> flat_storage
+                             -> schedule -> lower (Inductor only)
+
+Every pass is told to an :data:`Observer`; :func:`log_pass` is the one that writes to torch's structured trace (tlparse shows
+it) and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+
+from torch._logging import trace_structured
+from torch.fx import Graph, GraphModule
+
+from .bucket import bucket_gathers, bucket_reductions
+from .deduplicate import deduplicate
+from .flat_storage import Run, flat_storage, locate_shards
+from .lower import lower
+from .mixed_precision import mixed_precision
+from .name_shards import name_shards
+from .reshard_after_forward import reshard_after_forward, reuse_post_forward_shards
+from .schedule import schedule_gathers, schedule_reductions
+
+logger = logging.getLogger(__name__)
+
+#: Called with the stage ("dynamo", "joint", "forward", "backward"), the pass, and the graph's text before and after it.
+Observer = Callable[[str, str, str, str], None]
+
+
+def graph_text(graph: Graph, group_names: Mapping[str, str] | None = None) -> str:
+    """The graph as Python code, without colours, memory addresses or source positions.
+
+    Args:
+        graph: the graph.
+        group_names: names of process groups to the names to print for them.
+    """
+    source = graph.python_code("self", verbose=True, include_stride=False, include_device=False).src
+    lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith("# ")]
+    text = "\n".join(lines).replace("torch.ops.", "")
+    for group, name in (group_names or {}).items():
+        text = text.replace(f"'{group}'", f"'{name}'")
+    return text + "\n"
+
+
+def log_pass(stage: str, pass_name: str, before: str, after: str) -> None:
+    """Write a graph before and after a pass to torch's structured trace and to the log."""
+    for moment, text in (("before", before), ("after", after)):
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda moment=moment: {"name": f"fsdp_{stage}_{pass_name}_{moment}", "encoding": "string"},
+            payload_fn=lambda text=text: text,
+        )
+    logger.debug("%s graph before %s:\n%s", stage, pass_name, before)
+    logger.debug("%s graph after %s:\n%s", stage, pass_name, after)
+
+
+def _is_observed(observer: Observer) -> bool:
+    from torch._logging._internal import trace_log
+
+    return observer is not log_pass or logger.isEnabledFor(logging.DEBUG) or bool(trace_log.handlers)
+
+
+@contextlib.contextmanager
+def _observed(graph: Graph, stage: str, pass_name: str, observer: Observer) -> Iterator[None]:
+    observed = _is_observed(observer)
+    before = graph_text(graph) if observed else ""
+    yield
+    graph.lint()
+    if observed:
+        observer(stage, pass_name, before, graph_text(graph))
+
+
+def run_dynamo_passes(gm: GraphModule, observer: Observer = log_pass) -> None:
+    """Passes over the graph that Dynamo captured. In place."""
+    with _observed(gm.graph, "dynamo", "deduplicate", observer):
+        deduplicate(gm)
+
+
+def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
+    """Passes over the joint graph, ahead of the partitioner. In place."""
+    with _observed(graph, "joint", "reshard_after_forward", observer):
+        reshard_after_forward(graph)
+
+
+def run_passes(
+    gm: GraphModule, *, is_backward: bool, for_inductor: bool = True, observer: Observer = log_pass
+) -> list[Run]:
+    """Passes over a partitioned forward or backward graph. In place.
+
+    Returns:
+        The extra placeholders that the graph takes behind those that it had.
+    """
+    graph = gm.graph
+    stage = "backward" if is_backward else "forward"
+    with _observed(graph, stage, "name_shards", observer):
+        name_shards(graph)
+    if is_backward:
+        with _observed(graph, stage, "reuse_post_forward_shards", observer):
+            reuse_post_forward_shards(graph)
+    locations = locate_shards(graph)
+    with _observed(graph, stage, "mixed_precision", observer):
+        mixed_precision(graph)
+    with _observed(graph, stage, "bucket", observer):
+        bucket_gathers(graph)
+        bucket_reductions(graph)
+    with _observed(graph, stage, "flat_storage", observer):
+        runs = flat_storage(graph, locations)
+    with _observed(graph, stage, "schedule", observer):
+        schedule_gathers(graph)
+        schedule_reductions(graph)
+    if for_inductor:
+        with _observed(graph, stage, "lower", observer):
+            lower(graph)
+    gm.recompile()
+    return runs

@@ -16,8 +16,10 @@ import torch._inductor.config as inductor_config
 from torch import nn
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 
+from passes.keep_order import KeepWaits
 from passes.lower import INDUCTOR_CONFIG
 from passes.ops import Unshard, unshards, update_args
 from passes.pipeline import run_dynamo_passes, run_joint_passes, run_passes
@@ -154,7 +156,8 @@ def _lower(gm: GraphModule, inputs: Sequence[Any], options: Options, **kwargs: A
     captured = snapshot(gm) if is_capturing() else None
     if for_inductor:
         extra = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :]]
-        lowered: Any = compile_fx_inner(gm, [*inputs, *extra], **kwargs)
+        with V.set_choices_handler(KeepWaits()):
+            lowered: Any = compile_fx_inner(gm, [*inputs, *extra], **kwargs)
         code = getattr(lowered, "source_code", None)
     else:
         lowered = boxed(lambda args: gm(*_emptied(args)))

@@ -15,6 +15,7 @@ import torch._inductor.inductor_prims  # registers the operator below
 from torch.fx import Graph
 
 from .graph import role
+from .keep_order import KeepOrder
 
 _pin = torch.ops.prims.inductor_force_stride_order.default
 
@@ -22,6 +23,7 @@ INDUCTOR_CONFIG: dict[str, Any] = {
     # Both reorder the graph by memory alone, and put every all-gather next to its wait: nothing would overlap.
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
+    "_post_fusion_custom_pass": KeepOrder(),
 }
 
 

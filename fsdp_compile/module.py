@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import passes.ops  # noqa: F401 (registers the operators)
+from passes.ops import unshard
 
 from .unit import Unit
-
-_unshard = torch.ops.fsdp_compile.unshard
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -88,7 +86,7 @@ def _sharded_property(name: str) -> property:
             )
         if not torch.compiler.is_compiling():
             sharded.sync_requires_grad()
-        return _unshard(sharded.shard, *sharded.args, **sharded.kwargs)
+        return unshard(sharded.shard, *sharded.args, **sharded.kwargs)
 
     return property(read)
 

@@ -6,7 +6,7 @@ After:  one ``unshard`` for each shard, ahead of all compute. Its readers share 
         before the one reduction. At the top the grad mode is the caller's, so a first read under ``no_grad`` does not cut
         off a later one. (Where the gather really runs is for bucketing and the schedule to say.)
 
-Leaves alone bodies of higher-order operators other than activation checkpoints.
+An ``unshard`` in the body of any other higher-order operator is refused: its bucket would be unknown.
 """
 
 from torch.fx import Graph, GraphModule, Node
@@ -44,13 +44,20 @@ def _lift_out_of_checkpoints(graph: Graph, owner: GraphModule) -> None:
         body.recompile()
 
 
+def _refuse_nested(gm: GraphModule) -> None:
+    for name, body in gm.named_modules():
+        if body is not gm and isinstance(body, GraphModule) and (nested := unshards(body.graph.nodes)):
+            raise NotImplementedError(
+                f"Parameter {Unshard.of(nested[0]).name} is read inside the body {name} of a higher-order operator (such as "
+                "torch.cond). Read it before, and pass it in as an operand."
+            )
+
+
 def deduplicate(gm: GraphModule) -> None:
     """Leave one ``unshard`` for each shard, at the top of a Dynamo graph. In place."""
     graph = gm.graph
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target == unshard.overloadpacket:
-            node.target = unshard
     _lift_out_of_checkpoints(graph, gm)
+    _refuse_nested(gm)
     placeholders = graph.find_nodes(op="placeholder")
     if not placeholders:
         return

@@ -3,6 +3,7 @@
 ``unshard``      a rank's padded shard of a parameter to the full parameter in the compute dtype.
 ``reduce_grad``  the full gradient on this rank to this rank's padded shard of the averaged gradient.
 ``reshard``      the full parameter to this rank's shard in a smaller group, for ``reshard_after_forward=<int>``.
+``tie``          its first argument. While the partitioner works it makes forward depend on the second, too; never lowered.
 
 ``unshard``'s autograd formula is ``reduce_grad``. All are self-describing: the printed node names the parameter and its full
 shape. Their eager kernels communicate at once, so the part of a model that is not compiled trains just as well.
@@ -48,10 +49,12 @@ _library.define(
     "reshard(Tensor full, str name, str group, *, int dim=0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define("tie(Tensor full, Tensor kept) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 unshard = torch.ops.fsdp_compile.unshard.default
 reduce_grad = torch.ops.fsdp_compile.reduce_grad.default
 reshard = torch.ops.fsdp_compile.reshard.default
+tie = torch.ops.fsdp_compile.tie.default
 
 
 @dataclass
@@ -191,6 +194,9 @@ _library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
 _library.impl("reshard", _reshard_kernel, "CompositeExplicitAutograd")
 
 
+_library.impl("tie", lambda full, kept: full.clone(), "CompositeExplicitAutograd")
+
+
 @torch.library.register_fake(unshard, lib=_library)
 def _(shard: Tensor, name: str, shape: Sequence[int], group: str, **kwargs: Any) -> Tensor:
     return shard.new_empty(shape, dtype=kwargs.get("param_dtype") or shard.dtype)
@@ -205,6 +211,11 @@ def _(grad: Tensor, shard: Tensor, name: str, shape: Sequence[int], group: str, 
 @torch.library.register_fake(reshard, lib=_library)
 def _(full: Tensor, name: str, group: str, *, dim: int = 0) -> Tensor:
     return full.new_empty(padded_shard_shape(full.shape, dim, group_size(group)))
+
+
+@torch.library.register_fake(tie, lib=_library)
+def _(full: Tensor, kept: Tensor) -> Tensor:
+    return torch.empty_like(full)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:

@@ -2,7 +2,7 @@
 
     Dynamo graph             deduplicate
     joint graph              reshard_after_forward
-    forward, backward graph  name_shards -> reuse_post_forward_shards (backward) -> mixed_precision -> bucket -> flat_storage
+    forward, backward graph  name_shards -> resolve_ties -> mixed_precision -> bucket -> flat_storage
                              -> schedule -> lower (Inductor only)
 
 Every pass is told to an :data:`Observer`; :func:`log_pass` is the one that writes to torch's structured trace (tlparse shows
@@ -22,7 +22,7 @@ from .flat_storage import Run, flat_storage, locate_shards
 from .lower import lower
 from .mixed_precision import mixed_precision
 from .name_shards import name_shards
-from .reshard_after_forward import reshard_after_forward, reuse_post_forward_shards
+from .reshard_after_forward import reshard_after_forward, resolve_ties
 from .schedule import schedule_gathers, schedule_reductions
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,8 @@ def run_passes(
     stage = "backward" if is_backward else "forward"
     with _observed(graph, stage, "name_shards", observer):
         name_shards(graph)
-    if is_backward:
-        with _observed(graph, stage, "reuse_post_forward_shards", observer):
-            reuse_post_forward_shards(graph)
+    with _observed(graph, stage, "resolve_ties", observer):
+        resolve_ties(graph)
     locations = locate_shards(graph)
     with _observed(graph, stage, "mixed_precision", observer):
         mixed_precision(graph)

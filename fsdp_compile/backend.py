@@ -24,7 +24,7 @@ from passes.lower import INDUCTOR_CONFIG
 from passes.ops import Unshard, unshards, update_args
 from passes.pipeline import run_dynamo_passes, run_joint_passes, run_passes
 
-from .capture import CapturedGraph, is_capturing, record, snapshot
+from .capture import CapturedGraph, is_capturing, observer, record, snapshot
 from .runtime import BoxedFunction, bind_backward, bind_forward, boxed, gradient_outputs, sharded_param
 from .sharding import warn_once
 
@@ -70,7 +70,7 @@ def fsdp_backend(
     parsed = Options.parse(options)
     if mode is not None:
         raise ValueError(f"fsdp_backend does not take mode={mode!r}; leave mode out.")
-    run_dynamo_passes(gm)
+    run_dynamo_passes(gm, observer())
     shards = _qualify_names(gm.graph, example_inputs)
     if not shards:
         if any(isinstance(value, nn.Parameter) for value in example_inputs):
@@ -122,7 +122,7 @@ class _JointPass(CustomGraphPass):
         self._following = following
 
     def __call__(self, graph: Graph) -> None:
-        run_joint_passes(graph)
+        run_joint_passes(graph, observer())
         if self._following is not None:
             self._following(graph)
 
@@ -152,7 +152,7 @@ def _lower(gm: GraphModule, inputs: Sequence[Any], options: Options, **kwargs: A
     for_inductor = options.lowering == "inductor"
     gradients = gradient_outputs(gm.graph) if is_backward else []
     group_names = _group_names(gm.graph)
-    runs = run_passes(gm, is_backward=is_backward, for_inductor=for_inductor)
+    runs = run_passes(gm, is_backward=is_backward, for_inductor=for_inductor, observer=observer())
     captured = snapshot(gm) if is_capturing() else None
     if for_inductor:
         extra = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, GraphModule
 
-from passes.pipeline import graph_text
+from passes.pipeline import Observer, graph_text, log_pass
 
 
 @dataclass
@@ -30,6 +30,22 @@ class CapturedGraph:
         return graph_text(self.graph_module.graph, self.group_names)
 
 
+@dataclass(frozen=True)
+class CapturedPass:
+    """A graph before and after one pass.
+
+    Attributes:
+        stage: "dynamo", "joint", "forward" or "backward".
+        name: the pass.
+        before, after: the graph's text.
+    """
+
+    stage: str
+    name: str
+    before: str
+    after: str
+
+
 @dataclass
 class Capture:
     """What a :func:`capture` saw.
@@ -37,10 +53,12 @@ class Capture:
     Attributes:
         forward: forward graphs, those for inference included, in the order they were lowered.
         backward: backward graphs, in the order they were lowered.
+        passes: every pass over any of the graphs, in the order they ran.
     """
 
     forward: list[CapturedGraph] = field(default_factory=list)
     backward: list[CapturedGraph] = field(default_factory=list)
+    passes: list[CapturedPass] = field(default_factory=list)
 
 
 _active: list[Capture] = []
@@ -78,6 +96,17 @@ def snapshot(gm: GraphModule) -> GraphModule:
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
     return GraphModule(gm, graph)
+
+
+def observer() -> Observer:
+    """What the passes are to be told to: the log, and every capture that is under way."""
+    return _record_pass if _active else log_pass
+
+
+def _record_pass(stage: str, name: str, before: str, after: str) -> None:
+    log_pass(stage, name, before, after)
+    for active in _active:
+        active.passes.append(CapturedPass(stage, name, before, after))
 
 
 def record(captured: CapturedGraph, is_backward: bool) -> None:

@@ -63,8 +63,13 @@ def bucket_gathers(graph: Graph) -> None:
         specs = [Unshard.of(node) for node in nodes]
         shapes, dims = [spec.shape for spec in specs], [spec.dim for spec in specs]
         group = specs[0].group
-        with graph.inserting_before(min(reader for node in nodes for reader in node.users)):
-            shards = [spec.shard for spec in specs]
+        shards = [spec.shard for spec in specs]
+        first_reader = min(reader for node in nodes for reader in node.users)
+        for shard in shards:
+            if shard > first_reader:
+                # A cast shard: the cast stands where its own unshard stood.
+                first_reader.prepend(shard)
+        with graph.inserting_before(first_reader):
             started = emit(graph, start_gather, shards, group=group, role=f"start_gather:{name}")
             fulls = emit(
                 graph, finish_gather, started, shapes=shapes, dims=dims, group=group, role=f"finish_gather:{name}"

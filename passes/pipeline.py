@@ -11,6 +11,7 @@ it) and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 from torch._logging import trace_structured
@@ -40,6 +41,8 @@ def graph_text(graph: Graph, group_names: Mapping[str, str] | None = None) -> st
     """
     source = graph.python_code("self", verbose=True, include_stride=False, include_device=False).src
     lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith("# ")]
+    # What remains says which operator reads what; where values die is for the generated code to show.
+    lines = [re.sub(r";  (\w+ = )+None$", "", line) for line in lines]
     text = "\n".join(lines).replace("torch.ops.", "")
     for group, name in (group_names or {}).items():
         text = text.replace(f"'{group}'", f"'{name}'")

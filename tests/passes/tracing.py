@@ -1,0 +1,47 @@
+"""Small graphs for the tests of passes, on the fake process group: eight ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from passes.pipeline import graph_text
+
+WORLD_SIZE = 8
+
+
+class PassTestCase(expecttest.TestCase):
+    """A test with a fake process group of eight ranks, and a second one of two for replicas."""
+
+    shard: str
+    replicate: str
+
+    def setUp(self) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+        self.shard = dist.group.WORLD.group_name
+        self.replicate = dist.new_group([0, 4]).group_name
+        self.addCleanup(dist.destroy_process_group)
+
+    def trace(self, function: Callable[..., Any], *inputs: torch.Tensor, names: str = "") -> GraphModule:
+        """The graph of a function of tensors; ``names`` are those of its placeholders."""
+        with FakeTensorMode() as mode:
+            gm = make_fx(function)(*[mode.from_tensor(tensor) for tensor in inputs])
+        for placeholder, name in zip(gm.graph.find_nodes(op="placeholder"), names.split(), strict=bool(names)):
+            placeholder._rename(name)
+            placeholder.target = name
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        return gm
+
+    def text(self, graph: Graph) -> str:
+        """The graph as the goldens show it."""
+        graph.lint()
+        return graph_text(graph, {self.shard: "shard", self.replicate: "replicate"})

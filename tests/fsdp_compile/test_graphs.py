@@ -1,0 +1,234 @@
+"""The graphs and the generated code of a whole model, on the fake process group: eight ranks in one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_compile import Capture, MixedPrecisionPolicy, capture, fsdp_backend, fully_shard
+
+_all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+_reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+_all_reduce = torch.ops._c10d_functional.all_reduce.default
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, depth: int = 4, width: int = 16, vocabulary: int = 32, context: int = 8):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.fixture(autouse=True)
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    torch._dynamo.reset()
+    yield
+    dist.destroy_process_group()
+
+
+def compile_gpt(lowering: str = "aot_eager", hsdp: bool = False, depth: int = 2, **policy: Any) -> Capture:
+    """The graphs of one training step of a GPT of ``depth + 1`` units."""
+    names = ("replicate", "shard") if hsdp else ("shard",)
+    mesh = init_device_mesh("cpu", (2, 4) if hsdp else (8,), mesh_dim_names=names)
+    torch.manual_seed(0)
+    model = GPT(depth)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **policy)
+    fully_shard(model, mesh=mesh, **policy)
+    compiled = torch.compile(model, backend=fsdp_backend, fullgraph=True, options={"lowering": lowering})
+    with capture() as captured:
+        compiled(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+    return captured
+
+
+def count(captured: Capture, target: Any) -> tuple[int, int]:
+    """How often the forward and the backward graph call an operator."""
+    assert (len(captured.forward), len(captured.backward)) == (1, 1)
+    graphs = (captured.forward[0].graph_module.graph, captured.backward[0].graph_module.graph)
+    forward, backward = (len(graph.find_nodes(op="call_function", target=target)) for graph in graphs)
+    return forward, backward
+
+
+def test_units_are_gathered_and_reduced_once() -> None:
+    captured = compile_gpt()
+    # Backward gathers blocks only: the root keeps its parameters.
+    assert count(captured, _all_gather) == (3, 2)
+    assert count(captured, _reduce_scatter) == (0, 3)
+    assert count(captured, _all_reduce) == (0, 0)
+
+
+def test_replicas_are_reduced_once_a_unit() -> None:
+    captured = compile_gpt(hsdp=True)
+    assert count(captured, _all_gather) == (3, 2)
+    assert count(captured, _reduce_scatter) == (0, 3)
+    assert count(captured, _all_reduce) == (0, 3)
+
+
+@pytest.mark.parametrize(("policy", "backward_gathers"), [(True, 3), (False, 0), (2, 3), (None, 2)])
+def test_reshard_after_forward(policy: bool | int | None, backward_gathers: int) -> None:
+    captured = compile_gpt(reshard_after_forward=policy)
+    assert count(captured, _all_gather) == (3, backward_gathers)
+
+
+def test_backward_gathers_no_parameter_that_it_does_not_read() -> None:
+    backward = compile_gpt().backward[0].graph_module.graph
+    gathered = sum(node.meta["val"].numel() for node in backward.find_nodes(op="call_function", target=_all_gather))
+    block = Block(16)
+    read = sum(p.numel() for name, p in block.named_parameters() if not name.endswith("bias"))
+    # norm1's and norm2's activations are recomputed from their weight and bias.
+    assert gathered <= 2 * (read + block.norm1.bias.numel() + block.norm2.bias.numel())
+    assert gathered < 2 * sum(p.numel() for p in block.parameters())
+
+
+def test_no_unsharded_parameter_is_saved_when_resharding() -> None:
+    captured = compile_gpt(reshard_after_forward=True)
+    saved = captured.forward[0].graph_module.graph.output_node().args[0][1:]
+    assert not any(map(_made_of_gathers_alone, saved))
+
+
+def _made_of_gathers_alone(node: torch.fx.Node) -> bool:
+    """Whether a node is computed from gathered parameters and nothing else."""
+    if node.op == "placeholder":
+        return False
+    if node.target == _all_gather:
+        return True
+    return bool(node.all_input_nodes) and all(map(_made_of_gathers_alone, node.all_input_nodes))
+
+
+def test_kept_parameters_are_saved() -> None:
+    saved = compile_gpt(reshard_after_forward=False).forward[0].graph_module.graph.output_node().args[0][1:]
+    assert any(map(_made_of_gathers_alone, saved))
+
+
+def test_graphs_are_the_same_every_time() -> None:
+    texts = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        captured = compile_gpt(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        names = {f"'{group}'" for group in captured.forward[0].group_names}
+        text = captured.forward[0].readable() + captured.backward[0].readable()
+        assert not any(name in text for name in names)
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+def outline(code: str) -> str:
+    """The collectives, waits and kernels of generated code, in order; a stretch of kernels is one line."""
+    lines: list[str] = []
+    gathers = 0
+    buffers: dict[str, str] = {}
+    for line in code.splitlines():
+        started = re.match(r"\s+(buf\d+) = torch.ops._c10d_functional.(\w+).default\((.*)", line)
+        waited = re.match(r"\s+torch.ops._c10d_functional.wait_tensor.default\((buf\d+)\)", line)
+        if started:
+            kind = started[2].replace("all_gather_into_tensor", "gather").replace("reduce_scatter_tensor", "reduce")
+            buffers[started[1]] = f"{kind} {gathers}"
+            lines.append(f"start {buffers[started[1]]}")
+            gathers += 1
+        elif waited:
+            lines.append(f"wait {buffers[waited[1]]}")
+        elif re.match(r"\s+(cpp_fused\w*|extern_kernels\.\w+)\(", line) and lines[-1:] != ["kernels"]:
+            lines.append("kernels")
+    return "\n".join(lines) + "\n"
+
+
+class TestGeneratedCode(expecttest.TestCase):
+    def test_prefetches_survive_inductor(self) -> None:
+        captured = compile_gpt("inductor", depth=3)
+        forward, backward = captured.forward[0].code, captured.backward[0].code
+        assert forward is not None and backward is not None
+        self.assertExpectedInline(outline(forward), """\
+start gather 0
+start gather 1
+wait gather 0
+kernels
+start gather 2
+wait gather 1
+kernels
+start gather 3
+wait gather 2
+kernels
+wait gather 3
+kernels
+""")
+        self.assertExpectedInline(outline(backward), """\
+kernels
+start gather 0
+kernels
+start gather 1
+wait gather 0
+kernels
+start reduce 2
+kernels
+start gather 3
+wait gather 1
+kernels
+start reduce 4
+kernels
+wait gather 3
+kernels
+wait reduce 2
+kernels
+start reduce 5
+kernels
+wait reduce 4
+kernels
+start reduce 6
+wait reduce 5
+kernels
+wait reduce 6
+kernels
+""")
+
+    def test_half_precision_is_cast_around_collectives(self) -> None:
+        captured = compile_gpt("inductor", depth=1, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        backward = captured.backward[0]
+        dtypes = {
+            target: {node.args[0].meta["val"].dtype for node in graph.find_nodes(op="call_function", target=target)}
+            for graph in (backward.graph_module.graph,)
+            for target in (_all_gather, _reduce_scatter)
+        }
+        assert dtypes == {_all_gather: {torch.bfloat16}, _reduce_scatter: {torch.float32}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._functorch.config as functorch_config
@@ -78,7 +78,9 @@ def fsdp_backend(
                 "fsdp_backend compiles a model without a sharded parameter, as plain Inductor would. Call fully_shard on the "
                 "model before its first compiled call if it should be sharded."
             )
-        return compile_fx(gm, example_inputs) if parsed.lowering == "inductor" else _compile(gm, example_inputs, parsed)
+        if parsed.lowering == "inductor":
+            return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
+        return _compile(gm, example_inputs, parsed)
     # compile_fx consumes its graph; this one can still be run operator by operator.
     uncompiled = snapshot(gm)
     return _guard_requires_grad(_compile(gm, example_inputs, parsed), uncompiled, shards)
@@ -118,17 +120,20 @@ def _guard_requires_grad(compiled: Callable[..., Any], uncompiled: GraphModule, 
 class _JointPass(CustomGraphPass):
     """Inductor's hook for a pass over the joint graph."""
 
-    def __init__(self, following: Callable[[Graph], None] | None):
-        self._following = following
+    def __init__(self, users_passes: Any):
+        as_list = users_passes if isinstance(users_passes, (list, tuple)) else [users_passes]
+        self._following: list[Callable[[Graph], None]] = [function for function in as_list if function is not None]
 
     def __call__(self, graph: Graph) -> None:
         run_joint_passes(graph, observer())
-        if self._following is not None:
-            self._following(graph)
+        for function in self._following:
+            function(graph)
 
     def uuid(self) -> Any:
-        # The pass only tags and splits unshards, and what Inductor caches is keyed by the graphs that come of it.
-        return "fsdp_compile.reshard_after_forward"
+        # Inductor's cache is keyed by the graphs that come of this pass anyhow; None would turn the cache off, which is for
+        # passes of the user's that do not say what they are.
+        uuids = [getattr(function, "uuid", lambda: None)() for function in self._following]
+        return None if None in uuids else ["fsdp_compile.reshard_after_forward", *uuids]
 
 
 def _compile(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -143,7 +148,13 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -
     }
     # The cache of AOTAutograd stores Inductor's own output; what inner_compile returns is bound to this process.
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches)
+        compiled = compile_fx(
+            gm,
+            example_inputs,
+            inner_compile=inner_compile,  # type: ignore[arg-type]
+            config_patches=config_patches,
+        )
+    return cast("Callable[..., Any]", compiled)
 
 
 def _lower(gm: GraphModule, inputs: Sequence[Any], options: Options, **kwargs: Any) -> BoxedFunction:

@@ -125,8 +125,17 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
     return wrapped
 
 
-@functools.cache
 def _make_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
+    key = (original, names, is_unit)
+    if key not in _classes:
+        _classes[key] = _new_class(*key)
+    return _classes[key]
+
+
+_classes: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
+
+
+def _new_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
     base, prefix = (FSDPModule, "FSDP") if is_unit else (_Sharded, "Sharded")
     namespace: dict[str, Any] = {name: _sharded_property(name) for name in names}
     namespace["forward"] = _in_unit(original.forward, casts=is_unit)

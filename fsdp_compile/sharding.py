@@ -183,9 +183,7 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
     return found
 
 
-def _shard_dim(
-    param: nn.Parameter, owners: _Owners, mesh: ShardingMesh, shard_placement_fn: ShardPlacementFn | None
-) -> int:
+def _shard_dim(param: nn.Parameter, owners: _Owners, mesh: ShardingMesh, shard_placement_fn: ShardPlacementFn | None) -> int:
     if param.dim() == 0:
         return REPLICATED
     name = owners[0][2]

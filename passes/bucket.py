@@ -71,9 +71,7 @@ def bucket_gathers(graph: Graph) -> None:
                 first_reader.prepend(shard)
         with graph.inserting_before(first_reader):
             started = emit(graph, start_gather, shards, group=group, role=f"start_gather:{name}")
-            fulls = emit(
-                graph, finish_gather, started, shapes=shapes, dims=dims, group=group, role=f"finish_gather:{name}"
-            )
+            fulls = emit(graph, finish_gather, started, shapes=shapes, dims=dims, group=group, role=f"finish_gather:{name}")
         for node, full in zip(nodes, fulls, strict=True):
             node.replace_all_uses_with(full)
             graph.erase_node(node)

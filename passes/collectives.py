@@ -16,9 +16,14 @@ from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shap
 _c10d = torch.ops._c10d_functional
 
 
+def resolve_group(group: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+
+
 def group_size(group: str) -> int:
     """Number of ranks of the process group of that name; 1 for the empty name (no group)."""
-    return dist.distributed_c10d._resolve_process_group(group).size() if group else 1
+    return resolve_group(group).size() if group else 1
 
 
 def supports_averaging(group: str, device: torch.device) -> bool:
@@ -26,7 +31,7 @@ def supports_averaging(group: str, device: torch.device) -> bool:
 
     The fake backend has no arithmetic; on a CUDA device it stands for NCCL.
     """
-    process_group = dist.distributed_c10d._resolve_process_group(group)
+    process_group = resolve_group(group)
     try:
         backend = process_group._get_backend(device).name()
     except RuntimeError:
@@ -75,9 +80,7 @@ def start_gather(shards: Sequence[Tensor], group: str) -> Tensor:
     return _c10d.all_gather_into_tensor(flat[0] if len(flat) == 1 else torch.cat(flat), group_size(group), group)
 
 
-def finish_gather(
-    gathered: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str
-) -> list[Tensor]:
+def finish_gather(gathered: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str) -> list[Tensor]:
     """Wait for a gather that :func:`start_gather` began and cut the full parameters out of its buffer."""
     world_size = group_size(group)
     rows = _c10d.wait_tensor(gathered).view(world_size, -1)

@@ -9,8 +9,8 @@ After:  one ``unshard`` for each shard, ahead of all compute. Its readers share 
 An ``unshard`` in the body of any other higher-order operator is refused: its bucket would be unknown.
 """
 
-from torch.fx import Graph, GraphModule, Node
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch.fx import Graph, GraphModule, Node
 
 from .ops import Unshard, unshard, unshards
 

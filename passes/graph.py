@@ -37,6 +37,11 @@ def derived(graph: Graph, roots: list[Node]) -> dict[Node, None]:
     return dict.fromkeys(sorted(found))
 
 
+def replace_other_uses(node: Node, replacement: Node) -> None:
+    """Let every user of ``node`` read ``replacement``, which is made of it, instead."""
+    node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user is not replacement)
+
+
 def role(node: Node) -> str:
     """What a node does for a bucket (see :mod:`passes.bucket`), or the empty string."""
     return node.meta.get("fsdp", "").partition(":")[0]

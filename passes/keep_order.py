@@ -2,13 +2,14 @@
 
 Inductor fuses kernels and then sorts them anew. Two things can undo a schedule there, and each has its remedy:
 
-- A kernel that fuses work from before a wait with work from behind it must run behind it. If somebody before the wait needs the
-  first part, the wait is dragged forward and hides nothing. :class:`KeepWaits` refuses such a fusion; it allows all others, also
-  across a wait where nobody is kept waiting (the sum that ends one block with the normalisation that starts the next).
+- A kernel that fuses work from before a wait with work from behind it must run behind it. If somebody before the wait needs
+  the first part, the wait is dragged forward and hides nothing. :class:`KeepWaits` refuses such a fusion; it allows all
+  others, also across a wait where nobody is kept waiting (the sum that ends a block with the norm that starts the next).
 - A fused kernel is placed where its *first* operation stood. :func:`keep_order` places it where its *last* one stood, or just
   ahead of its first reader, so that collectives keep their places among the kernels.
 
-Sources of the hooks: ``InductorChoices`` in torch/_inductor/choices.py, ``_post_fusion_custom_pass`` in torch/_inductor/config.py.
+Sources of the hooks: ``InductorChoices`` in torch/_inductor/choices.py, ``_post_fusion_custom_pass`` in
+torch/_inductor/config.py.
 """
 
 from __future__ import annotations

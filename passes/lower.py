@@ -14,7 +14,7 @@ import torch
 import torch._inductor.inductor_prims  # registers the operator below
 from torch.fx import Graph
 
-from .graph import role
+from .graph import replace_other_uses, role
 from .keep_order import KeepOrder
 
 _pin = torch.ops.prims.inductor_force_stride_order.default
@@ -34,4 +34,4 @@ def lower(graph: Graph) -> None:
             with graph.inserting_after(node):
                 pinned = graph.call_function(_pin, (node, list(node.meta["val"].stride())))
             pinned.meta = dict(node.meta)
-            node.replace_all_uses_with(pinned, delete_user_cb=lambda user, pinned=pinned: user is not pinned)
+            replace_other_uses(node, pinned)

@@ -10,6 +10,7 @@ Leaves alone operators whose dtypes agree already.
 import torch
 from torch.fx import Graph, Node
 
+from .graph import replace_other_uses
 from .ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
 
 _cast = torch.ops.prims.convert_element_type.default
@@ -40,4 +41,4 @@ def mixed_precision(graph: Graph) -> None:
         if reduce.grad_dtype not in (None, reduce_dtype):
             with graph.inserting_after(node):
                 cast = _emit_cast(graph, node, reduce.grad_dtype)
-            node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+            replace_other_uses(node, cast)

@@ -1,6 +1,7 @@
 """Name shards: call a graph's inputs after the parameters whose shards they are.
 
-Before: ``primals_3``. After: ``shard_layers_0_wq_weight``; or ``piece_...`` where it is a smaller group's shard that forward kept.
+Before: ``primals_3``.
+After:  ``shard_layers_0_wq_weight``; or ``piece_...`` where it is a smaller group's shard that forward kept.
 """
 
 import re

@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Node
 
@@ -26,6 +25,7 @@ from .collectives import (
     finish_gather,
     finish_reduce,
     group_size,
+    resolve_group,
     start_all_reduce,
     start_gather,
     start_reduce_scatter,
@@ -184,7 +184,7 @@ def _reduce_grad_kernel(
 
 
 def _reshard_kernel(full: Tensor, name: str, group: str, *, dim: int = 0) -> Tensor:
-    process_group = dist.distributed_c10d._resolve_process_group(group)
+    process_group = resolve_group(group)
     piece = disassemble(full, dim, process_group.size())[process_group.rank()]
     return piece.reshape(padded_shard_shape(full.shape, dim, process_group.size())).clone()
 

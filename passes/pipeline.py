@@ -32,17 +32,23 @@ logger = logging.getLogger(__name__)
 Observer = Callable[[str, str, str, str], None]
 
 
-def graph_text(graph: Graph, group_names: Mapping[str, str] | None = None) -> str:
+def graph_text(graph: Graph, group_names: Mapping[str, str] | None = None, *, tags: bool = False) -> str:
     """The graph as Python code, without colours, memory addresses or source positions.
 
     Args:
         graph: the graph.
         group_names: names of process groups to the names to print for them.
+        tags: append to each node what it tells the partitioner.
     """
     source = graph.python_code("self", verbose=True, include_stride=False, include_device=False).src
     lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith("# ")]
     # What remains says which operator reads what; where values die is for the generated code to show.
     lines = [re.sub(r";  (\w+ = )+None$", "", line) for line in lines]
+    if tags:
+        policies = {node.name: node.meta["recompute"].name for node in graph.nodes if "recompute" in node.meta}
+        for index, line in enumerate(lines):
+            policy = policies.get(re.split(r"[:= ]", line.strip(), maxsplit=1)[0])
+            lines[index] = f"{line}  # {policy}" if policy else line
     text = "\n".join(lines).replace("torch.ops.", "")
     for group, name in (group_names or {}).items():
         text = text.replace(f"'{group}'", f"'{name}'")
@@ -51,14 +57,13 @@ def graph_text(graph: Graph, group_names: Mapping[str, str] | None = None) -> st
 
 def log_pass(stage: str, pass_name: str, before: str, after: str) -> None:
     """Write a graph before and after a pass to torch's structured trace and to the log."""
-    for moment, text in (("before", before), ("after", after)):
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda moment=moment: {"name": f"fsdp_{stage}_{pass_name}_{moment}", "encoding": "string"},
-            payload_fn=lambda text=text: text,
-        )
-    logger.debug("%s graph before %s:\n%s", stage, pass_name, before)
-    logger.debug("%s graph after %s:\n%s", stage, pass_name, after)
+    _log_graph(f"fsdp_{stage}_{pass_name}_before", before)
+    _log_graph(f"fsdp_{stage}_{pass_name}_after", after)
+
+
+def _log_graph(name: str, text: str) -> None:
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+    logger.debug("%s:\n%s", name, text)
 
 
 def _is_observed(observer: Observer) -> bool:
@@ -70,11 +75,11 @@ def _is_observed(observer: Observer) -> bool:
 @contextlib.contextmanager
 def _observed(graph: Graph, stage: str, pass_name: str, observer: Observer) -> Iterator[None]:
     observed = _is_observed(observer)
-    before = graph_text(graph) if observed else ""
+    before = graph_text(graph, tags=stage == "joint") if observed else ""
     yield
     graph.lint()
     if observed:
-        observer(stage, pass_name, before, graph_text(graph))
+        observer(stage, pass_name, before, graph_text(graph, tags=stage == "joint"))
 
 
 def run_dynamo_passes(gm: GraphModule, observer: Observer = log_pass) -> None:
@@ -89,9 +94,7 @@ def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
         reshard_after_forward(graph)
 
 
-def run_passes(
-    gm: GraphModule, *, is_backward: bool, for_inductor: bool = True, observer: Observer = log_pass
-) -> list[Run]:
+def run_passes(gm: GraphModule, *, is_backward: bool, for_inductor: bool = True, observer: Observer = log_pass) -> list[Run]:
     """Passes over a partitioned forward or backward graph. In place.
 
     Returns:

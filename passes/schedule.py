@@ -1,6 +1,6 @@
 """Schedule: put communication in flight while the graph computes.
 
-Before: a gather starts and finishes just ahead of its unit's first reader; a reduction starts and finishes at its last gradient.
+Before: a gather starts and finishes just ahead of its unit's first reader; a reduction, at its unit's last gradient.
 After:  *gathers* start ``prefetch`` units ahead: the gather of the next unit starts just before the graph waits for this one's.
         The first starts at the top. *Reductions* start where they did, as soon as their gradients exist; waits sink to the end,
         where the results are needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before
@@ -53,10 +53,7 @@ def schedule_gathers(graph: Graph, prefetch: int = 1) -> None:
     first_compute = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     for position, finish in enumerate(finishes):
         start = _with_sources(starts[bucket(finish[0])])
-        if position == 0:
-            anchor = first_compute
-        else:
-            anchor = finishes[max(position - prefetch, 0)][0]
+        anchor = first_compute if position == 0 else finishes[max(position - prefetch, 0)][0]
         if anchor not in start:
             _move_before(anchor, start)
 

@@ -180,7 +180,9 @@ class TestGeneratedCode(expecttest.TestCase):
         captured = compile_gpt("inductor", depth=3)
         forward, backward = captured.forward[0].code, captured.backward[0].code
         assert forward is not None and backward is not None
-        self.assertExpectedInline(outline(forward), """\
+        self.assertExpectedInline(
+            outline(forward),
+            """\
 start gather 0
 start gather 1
 wait gather 0
@@ -193,8 +195,11 @@ wait gather 2
 kernels
 wait gather 3
 kernels
-""")
-        self.assertExpectedInline(outline(backward), """\
+""",
+        )
+        self.assertExpectedInline(
+            outline(backward),
+            """\
 kernels
 start gather 0
 kernels
@@ -221,7 +226,8 @@ wait reduce 5
 kernels
 wait reduce 6
 kernels
-""")
+""",
+        )
 
     def test_half_precision_is_cast_around_collectives(self) -> None:
         captured = compile_gpt("inductor", depth=1, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))

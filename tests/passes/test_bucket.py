@@ -17,7 +17,9 @@ class TestBucketGathers(PassTestCase):
 
         gm = self.trace(forward, torch.zeros(2), torch.zeros(2, 4), torch.zeros(3, 4), names="bias weight x")
         bucket_gathers(gm.graph)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, bias: "f32[2]", weight: "f32[2, 4]", x: "f32[3, 4]"):
     relu: "f32[3, 4]" = aten.relu.default(x)
     view: "f32[8]" = aten.view.default(weight, [-1])
@@ -36,7 +38,8 @@ def forward(self, bias: "f32[2]", weight: "f32[2, 4]", x: "f32[3, 4]"):
     t: "f32[4, 16]" = aten.t.default(_unsafe_view)
     addmm: "f32[3, 16]" = aten.addmm.default(_unsafe_view_1, relu, t)
     return addmm
-""")
+""",
+        )
 
     def test_uneven_rows_and_columns(self) -> None:
         def forward(rows, columns):
@@ -47,7 +50,9 @@ def forward(self, bias: "f32[2]", weight: "f32[2, 4]", x: "f32[3, 4]"):
 
         gm = self.trace(forward, torch.zeros(2, 4), torch.zeros(3, 2), names="rows columns")
         bucket_gathers(gm.graph)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, rows: "f32[2, 4]", columns: "f32[3, 2]"):
     view: "f32[8]" = aten.view.default(rows, [-1])
     view_1: "f32[6]" = aten.view.default(columns, [-1])
@@ -68,7 +73,8 @@ def forward(self, rows: "f32[2, 4]", columns: "f32[3, 2]"):
     relu: "f32[13, 4]" = aten.relu.default(slice_1)
     relu_1: "f32[3, 16]" = aten.relu.default(_unsafe_view_1)
     return (relu, relu_1)
-""")
+""",
+        )
 
     def test_units_dtypes_and_groups_stay_apart(self) -> None:
         def forward(a, b, c, d):
@@ -83,7 +89,9 @@ def forward(self, rows: "f32[2, 4]", columns: "f32[3, 2]"):
             forward, torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2), torch.zeros(2), names="a b c d"
         )
         bucket_gathers(gm.graph)
-        started = [node.meta["fsdp"] for node in gm.graph.nodes if role(node) == "start_gather" and not node.name.startswith("view")]
+        started = [
+            node.meta["fsdp"] for node in gm.graph.nodes if role(node) == "start_gather" and not node.name.startswith("view")
+        ]
         assert started == ["start_gather:up", "start_gather:up.1", "start_gather:up.2", "start_gather:down"]
 
     def test_scalars_and_unread_parameters_are_not_gathered(self) -> None:
@@ -93,17 +101,18 @@ def forward(self, rows: "f32[2, 4]", columns: "f32[3, 2]"):
 
         gm = self.trace(forward, torch.zeros(()), torch.zeros(2), torch.zeros(3), names="scale unread x")
         bucket_gathers(gm.graph)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, scale: "f32[]", unread: "f32[2]", x: "f32[3]"):
     mul: "f32[3]" = aten.mul.Tensor(x, scale)
     return mul
-""")
+""",
+        )
 
     def test_leaves_the_models_own_collectives_alone(self) -> None:
         def forward(x):
-            return torch.ops._c10d_functional.wait_tensor(
-                torch.ops._c10d_functional.all_gather_into_tensor(x, 8, self.shard)
-            )
+            return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x, 8, self.shard))
 
         gm = self.trace(forward, torch.zeros(4), names="x")
         before = self.text(gm.graph)
@@ -123,7 +132,9 @@ class TestBucketReductions(PassTestCase):
             backward, torch.zeros(3, 16), torch.zeros(3, 4), torch.zeros(2, 4), torch.zeros(2), names="grad x weight bias"
         )
         bucket_reductions(gm.graph)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]"):
     sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
     t: "f32[16, 3]" = aten.t.default(grad)
@@ -142,7 +153,8 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
     view_4: "f32[2, 4]" = aten.view.default(getitem_1, [2, 4])
     relu: "f32[3, 16]" = aten.relu.default(grad)
     return (view_4, view_3, relu)
-""")
+""",
+        )
 
     def test_replicas_are_reduced_after_shards(self) -> None:
         def backward(grad, weight):
@@ -150,7 +162,9 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
 
         gm = self.trace(backward, torch.zeros(13, 4), torch.zeros(2, 4), names="grad weight")
         bucket_reductions(gm.graph)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, grad: "f32[13, 4]", weight: "f32[2, 4]"):
     constant_pad_nd: "f32[16, 4]" = aten.constant_pad_nd.default(grad, [0, 0, 0, 3])
     view: "f32[8, 8]" = aten.view.default(constant_pad_nd, [8, -1])
@@ -162,7 +176,8 @@ def forward(self, grad: "f32[13, 4]", weight: "f32[2, 4]"):
     div: "f32[8]" = aten.div.Tensor(wait_tensor_1, 16.0)
     view_2: "f32[2, 4]" = aten.view.default(div, [2, 4])
     return view_2
-""")
+""",
+        )
 
     def test_half_precision_divides_on_either_side(self) -> None:
         def backward(grad, weight):
@@ -172,7 +187,9 @@ def forward(self, grad: "f32[13, 4]", weight: "f32[2, 4]"):
             backward, torch.zeros(16, dtype=torch.float16), torch.zeros(2, dtype=torch.float16), names="grad weight"
         )
         bucket_reductions(gm.graph)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, grad: "f16[16]", weight: "f16[2]"):
     view: "f16[8, 2]" = aten.view.default(grad, [8, -1])
     view_1: "f16[16]" = aten.view.default(view, [-1])
@@ -182,4 +199,5 @@ def forward(self, grad: "f16[16]", weight: "f16[2]"):
     div_1: "f16[2]" = aten.div.Tensor(wait_tensor, 2.0)
     view_2: "f16[2]" = aten.view.default(div_1, [2])
     return view_2
-""")
+""",
+        )

@@ -31,7 +31,9 @@ class TestDeduplicate(PassTestCase):
 
         gm = self.dynamo_graph(forward, torch.zeros(2, 4), torch.zeros(3, 4))
         deduplicate(gm)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, L_shard_: "f32[2, 4]", L_x_: "f32[3, 4]"):
     l_shard_ = L_shard_
     l_x_ = L_x_
@@ -40,7 +42,8 @@ def forward(self, L_shard_: "f32[2, 4]", L_x_: "f32[3, 4]"):
     matmul: "f32[3, 16]" = l_x_ @ t
     matmul_1: "f32[3, 4]" = matmul @ unshard_default
     return (matmul_1,)
-""")
+""",
+        )
 
     def test_first_read_without_gradients_does_not_cut_off_the_second(self) -> None:
         def forward(shard, x):
@@ -50,7 +53,9 @@ def forward(self, L_shard_: "f32[2, 4]", L_x_: "f32[3, 4]"):
 
         gm = self.dynamo_graph(forward, torch.zeros(2, 4), torch.zeros(3, 4))
         deduplicate(gm)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, L_shard_: "f32[2, 4]", L_x_: "f32[3, 4]"):
     l_shard_ = L_shard_
     l_x_ = L_x_
@@ -63,7 +68,8 @@ def forward(self, L_shard_: "f32[2, 4]", L_x_: "f32[3, 4]"):
     matmul_1: "f32[3, 16]" = l_x_ @ t_1
     sub: "f32[3, 16]" = matmul_1 - target
     return (sub,)
-""")
+""",
+        )
 
     def test_checkpoint_bodies_take_full_parameters(self) -> None:
         def forward(shard, x):
@@ -76,7 +82,9 @@ def forward(self, L_shard_: "f32[2, 4]", L_x_: "f32[3, 4]"):
         gm = self.dynamo_graph(forward, torch.zeros(2, 4), torch.zeros(3, 4))
         deduplicate(gm)
         body = next(module for name, module in gm.named_modules() if name and isinstance(module, GraphModule))
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, L_x_: "f32[3, 4]", L_shard_: "f32[2, 4]"):
     l_x_ = L_x_
     l_shard_ = L_shard_
@@ -86,14 +94,18 @@ def forward(self, L_x_: "f32[3, 4]", L_shard_: "f32[2, 4]"):
     y: "f32[3, 16]" = tag_activation_checkpoint[0]
     matmul: "f32[3, 4]" = y @ unshard_default_1
     return (matmul,)
-""")
-        self.assertExpectedInline(self.text(body.graph), """\
+""",
+        )
+        self.assertExpectedInline(
+            self.text(body.graph),
+            """\
 def forward(self, l_x_: "f32[3, 4]", unsharded_l_shard_: "f32[16, 4]"):
     t: "f32[4, 16]" = unsharded_l_shard_.t()
     matmul: "f32[3, 16]" = l_x_ @ t
     relu: "f32[3, 16]" = matmul.relu()
     return (relu,)
-""")
+""",
+        )
 
     def test_different_shards_stay_apart(self) -> None:
         def forward(shard_a, shard_b, x):
@@ -101,7 +113,9 @@ def forward(self, l_x_: "f32[3, 4]", unsharded_l_shard_: "f32[16, 4]"):
 
         gm = self.dynamo_graph(forward, torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(3, 4))
         deduplicate(gm)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, L_shard_a_: "f32[2, 4]", L_x_: "f32[3, 4]", L_shard_b_: "f32[2, 4]"):
     l_shard_a_ = L_shard_a_
     l_x_ = L_x_
@@ -112,7 +126,8 @@ def forward(self, L_shard_a_: "f32[2, 4]", L_x_: "f32[3, 4]", L_shard_b_: "f32[2
     matmul: "f32[3, 16]" = l_x_ @ t
     matmul_1: "f32[3, 4]" = matmul @ unshard_default_1
     return (matmul_1,)
-""")
+""",
+        )
 
     def test_refuses_unshards_in_other_bodies(self) -> None:
         def forward(shard, x):

@@ -28,39 +28,51 @@ class TestFlatStorage(PassTestCase):
     def test_a_bucket_of_neighbours_is_gathered_in_place(self) -> None:
         text, runs = self.run_passes((0, 8, 16))
         assert runs == [Run(member=0, offset=0, numel=24)]
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0_a: "f32[24]"):
     all_gather_into_tensor: "f32[192]" = _c10d_functional.all_gather_into_tensor.default(run_0_a, 8, 'shard')
-""")
+""",
+        )
 
     def test_a_cast_is_one_pass_over_the_run(self) -> None:
         text, runs = self.run_passes((0, 8, 16), param_dtype=torch.bfloat16)
         assert runs == [Run(member=0, offset=0, numel=24)]
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0_a: "f32[24]"):
     convert_element_type_default_3: "bf16[24]" = prims.convert_element_type.default(run_0_a, torch.bfloat16)
     all_gather_into_tensor: "bf16[192]" = _c10d_functional.all_gather_into_tensor.default(convert_element_type_default_3, 8, 'shard')
-""")
+""",
+        )
 
     def test_a_gap_splits_a_run(self) -> None:
         # As in backward, which does not read what lies at 8.
         text, runs = self.run_passes((0, 16, 24))
         assert runs == [Run(member=1, offset=16, numel=16)]
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0_b: "f32[16]"):
     view: "f32[8]" = aten.view.default(shard_a, [-1])
     cat: "f32[24]" = aten.cat.default([view, run_0_b])
     all_gather_into_tensor: "f32[192]" = _c10d_functional.all_gather_into_tensor.default(cat, 8, 'shard')
-""")
+""",
+        )
 
     def test_leaves_shards_without_neighbours_alone(self) -> None:
         text, runs = self.run_passes((0, 16, 32))
         assert runs == []
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]"):
     view: "f32[8]" = aten.view.default(shard_a, [-1])
     view_1: "f32[8]" = aten.view.default(shard_b, [-1])
     view_2: "f32[8]" = aten.view.default(shard_c, [-1])
     cat: "f32[24]" = aten.cat.default([view, view_1, view_2])
     all_gather_into_tensor: "f32[192]" = _c10d_functional.all_gather_into_tensor.default(cat, 8, 'shard')
-""")
+""",
+        )

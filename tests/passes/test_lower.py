@@ -16,7 +16,9 @@ class TestLower(PassTestCase):
         gm = self.trace(forward, torch.zeros(2, 4), torch.zeros(2), torch.zeros(3, 4), names="weight bias x")
         bucket_gathers(gm.graph)
         lower(gm.graph)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, weight: "f32[2, 4]", bias: "f32[2]", x: "f32[3, 4]"):
     view: "f32[8]" = aten.view.default(weight, [-1])
     view_1: "f32[2]" = aten.view.default(bias, [-1])
@@ -36,7 +38,8 @@ def forward(self, weight: "f32[2, 4]", bias: "f32[2]", x: "f32[3, 4]"):
     t: "f32[4, 16]" = aten.t.default(_unsafe_view)
     addmm: "f32[3, 16]" = aten.addmm.default(_unsafe_view_1, x, t)
     return addmm
-""")
+""",
+        )
 
     def test_leaves_a_bucket_of_one_and_the_models_clones_alone(self) -> None:
         def forward(weight, x):

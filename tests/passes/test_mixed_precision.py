@@ -13,14 +13,17 @@ class TestMixedPrecision(PassTestCase):
 
         gm = self.trace(forward, torch.zeros(2, 4), torch.zeros(3, 4, dtype=torch.bfloat16), names="shard x")
         mixed_precision(gm.graph)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, shard: "f32[2, 4]", x: "bf16[3, 4]"):
     convert_element_type_default: "bf16[2, 4]" = prims.convert_element_type.default(shard, torch.bfloat16)
     unshard: "bf16[16, 4]" = fsdp_compile.unshard.default(convert_element_type_default, 'up.weight', [16, 4], 'shard')
     t: "bf16[4, 16]" = aten.t.default(unshard)
     mm: "bf16[3, 16]" = aten.mm.default(x, t)
     return mm
-""")
+""",
+        )
 
     def test_gradient_is_cast_around_its_reduction(self) -> None:
         def backward(grad, shard):
@@ -41,13 +44,16 @@ def forward(self, shard: "f32[2, 4]", x: "bf16[3, 4]"):
             names="grad shard",
         )
         mixed_precision(gm.graph)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, grad: "f16[16, 4]", shard: "bf16[2, 4]"):
     convert_element_type_default: "f32[16, 4]" = prims.convert_element_type.default(grad, torch.float32)
     reduce_grad: "f32[2, 4]" = fsdp_compile.reduce_grad.default(convert_element_type_default, shard, 'up.weight', [16, 4], 'shard')
     convert_element_type_default_1: "bf16[2, 4]" = prims.convert_element_type.default(reduce_grad, torch.bfloat16)
     return convert_element_type_default_1
-""")
+""",
+        )
 
     def test_leaves_agreeing_dtypes_alone(self) -> None:
         def both(grad, shard):
@@ -58,9 +64,12 @@ def forward(self, grad: "f16[16, 4]", shard: "bf16[2, 4]"):
 
         gm = self.trace(both, torch.zeros(16, 4), torch.zeros(2, 4), names="grad shard")
         mixed_precision(gm.graph)
-        self.assertExpectedInline(self.text(gm.graph), """\
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
 def forward(self, grad: "f32[16, 4]", shard: "f32[2, 4]"):
     unshard: "f32[16, 4]" = fsdp_compile.unshard.default(shard, 'up.weight', [16, 4], 'shard')
     reduce_grad: "f32[2, 4]" = fsdp_compile.reduce_grad.default(grad, shard, 'up.weight', [16, 4], 'shard')
     return (unshard, reduce_grad)
-""")
+""",
+        )

@@ -36,7 +36,9 @@ class TestReshardAfterForward(PassTestCase):
 
     def test_resharded_parameter_is_gathered_again(self) -> None:
         forward, backward = self.partitioned()
-        self.assertExpectedInline(self.text(forward), """\
+        self.assertExpectedInline(
+            self.text(forward),
+            """\
 def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]"):
     unshard: "f32[16, 4]" = fsdp_compile.unshard.default(primals_1, 'up.weight', [16, 4], 'shard', unit = 'up', offset = 0)
     t: "f32[4, 16]" = aten.t.default(unshard)
@@ -44,8 +46,11 @@ def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]"):
     relu: "f32[3, 16]" = aten.relu.default(mm)
     mm_1: "f32[3, 4]" = aten.mm.default(relu, unshard)
     return (mm_1, primals_1, primals_2, relu)
-""")
-        self.assertExpectedInline(self.text(backward), """\
+""",
+        )
+        self.assertExpectedInline(
+            self.text(backward),
+            """\
 def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]", relu: "f32[3, 16]", tangents_1: "f32[3, 4]"):
     t_1: "f32[16, 3]" = aten.t.default(relu)
     mm_2: "f32[16, 4]" = aten.mm.default(t_1, tangents_1)
@@ -64,11 +69,14 @@ def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]", relu: "f32[3, 
     add: "f32[16, 4]" = aten.add.Tensor(mm_2, t_6)
     reduce_grad: "f32[2, 4]" = fsdp_compile.reduce_grad.default(add, primals_1, 'up.weight', [16, 4], 'shard', unit = 'up')
     return (reduce_grad, mm_5)
-""")
+""",
+        )
 
     def test_kept_parameter_is_saved(self) -> None:
         forward, backward = self.partitioned(reshard_after_forward=False)
-        self.assertExpectedInline(self.text(forward), """\
+        self.assertExpectedInline(
+            self.text(forward),
+            """\
 def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]"):
     unshard: "f32[16, 4]" = fsdp_compile.unshard.default(primals_1, 'up.weight', [16, 4], 'shard', unit = 'up', offset = 0, reshard_after_forward = False)
     t: "f32[4, 16]" = aten.t.default(unshard)
@@ -76,8 +84,11 @@ def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]"):
     relu: "f32[3, 16]" = aten.relu.default(mm)
     mm_1: "f32[3, 4]" = aten.mm.default(relu, unshard)
     return (mm_1, primals_1, primals_2, t, relu)
-""")
-        self.assertExpectedInline(self.text(backward), """\
+""",
+        )
+        self.assertExpectedInline(
+            self.text(backward),
+            """\
 def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]", t: "f32[4, 16]", relu: "f32[3, 16]", tangents_1: "f32[3, 4]"):
     t_1: "f32[16, 3]" = aten.t.default(relu)
     mm_2: "f32[16, 4]" = aten.mm.default(t_1, tangents_1)
@@ -94,12 +105,15 @@ def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]", t: "f32[4, 16]
     add: "f32[16, 4]" = aten.add.Tensor(mm_2, t_6)
     reduce_grad: "f32[2, 4]" = fsdp_compile.reduce_grad.default(add, primals_1, 'up.weight', [16, 4], 'shard', unit = 'up')
     return (reduce_grad, mm_5)
-""")
+""",
+        )
 
     def test_smaller_group_keeps_its_shard(self) -> None:
         # The group of two stands for this rank's neighbours.
         forward, backward = self.partitioned(post_forward_group=self.replicate)
-        self.assertExpectedInline(self.text(forward), """\
+        self.assertExpectedInline(
+            self.text(forward),
+            """\
 def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]"):
     unshard: "f32[16, 4]" = fsdp_compile.unshard.default(primals_1, 'up.weight', [16, 4], 'shard', unit = 'up', offset = 0, post_forward_group = 'replicate')
     reshard_default: "f32[8, 4]" = fsdp_compile.reshard.default(unshard, 'up.weight', 'replicate', dim = 0)
@@ -108,8 +122,11 @@ def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]"):
     relu: "f32[3, 16]" = aten.relu.default(mm)
     mm_1: "f32[3, 4]" = aten.mm.default(relu, unshard)
     return (mm_1, primals_1, primals_2, reshard_default, relu)
-""")
-        self.assertExpectedInline(self.text(backward), """\
+""",
+        )
+        self.assertExpectedInline(
+            self.text(backward),
+            """\
 def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]", reshard_default: "f32[8, 4]", relu: "f32[3, 16]", tangents_1: "f32[3, 4]"):
     t_1: "f32[16, 3]" = aten.t.default(relu)
     mm_2: "f32[16, 4]" = aten.mm.default(t_1, tangents_1)
@@ -128,4 +145,5 @@ def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]", reshard_defaul
     add: "f32[16, 4]" = aten.add.Tensor(mm_2, t_6)
     reduce_grad: "f32[2, 4]" = fsdp_compile.reduce_grad.default(add, primals_1, 'up.weight', [16, 4], 'shard', unit = 'up')
     return (reduce_grad, mm_5)
-""")
+""",
+        )

@@ -28,9 +28,7 @@ class TestSchedule(PassTestCase):
             reduced = []
             for index, shard in enumerate(shards):
                 grad = grad.relu()
-                reduced.append(
-                    reduce_grad(grad, shard, f"{index}.weight", [8, 8], self.shard, unit=str(index), **policy)
-                )
+                reduced.append(reduce_grad(grad, shard, f"{index}.weight", [8, 8], self.shard, unit=str(index), **policy))
             return reduced
 
         return self.trace(backward, torch.zeros(8, 8), *[torch.zeros(1, 8) for _ in range(units)])
@@ -49,7 +47,9 @@ class TestSchedule(PassTestCase):
     def test_gathers_start_one_unit_ahead(self) -> None:
         gm = self.forward_graph(3)
         bucket_gathers(gm.graph)
-        self.assertExpectedInline(self.outline(gm.graph), """\
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
 start_gather 0
 finish_gather 0
 mm
@@ -62,9 +62,12 @@ start_gather 2
 finish_gather 2
 mm
 relu
-""")
+""",
+        )
         schedule_gathers(gm.graph)
-        self.assertExpectedInline(self.outline(gm.graph), """\
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
 start_gather 0
 start_gather 1
 finish_gather 0
@@ -77,13 +80,16 @@ relu
 finish_gather 2
 mm
 relu
-""")
+""",
+        )
 
     def test_gathers_start_two_units_ahead(self) -> None:
         gm = self.forward_graph(4)
         bucket_gathers(gm.graph)
         schedule_gathers(gm.graph, prefetch=2)
-        self.assertExpectedInline(self.outline(gm.graph), """\
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
 start_gather 0
 start_gather 1
 start_gather 2
@@ -100,7 +106,8 @@ relu
 finish_gather 3
 mm
 relu
-""")
+""",
+        )
 
     def test_a_single_gather_starts_at_the_top(self) -> None:
         def forward(x, shard):
@@ -109,18 +116,23 @@ relu
         gm = self.trace(forward, torch.zeros(3, 8), torch.zeros(1, 8), names="x shard")
         bucket_gathers(gm.graph)
         schedule_gathers(gm.graph)
-        self.assertExpectedInline(self.outline(gm.graph), """\
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
 start_gather root
 relu
 exp
 finish_gather root
 mm
-""")
+""",
+        )
 
     def test_reductions_finish_late_but_hold_two_gradients(self) -> None:
         gm = self.backward_graph(4)
         bucket_reductions(gm.graph)
-        self.assertExpectedInline(self.outline(gm.graph), """\
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
 relu
 start_reduce 0
 finish_reduce 0
@@ -133,9 +145,12 @@ finish_reduce 2
 relu
 start_reduce 3
 finish_reduce 3
-""")
+""",
+        )
         schedule_reductions(gm.graph)
-        self.assertExpectedInline(self.outline(gm.graph), """\
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
 relu
 start_reduce 0
 relu
@@ -148,13 +163,16 @@ finish_reduce 1
 start_reduce 3
 finish_reduce 2
 finish_reduce 3
-""")
+""",
+        )
 
     def test_all_reduces_go_on_until_the_end(self) -> None:
         gm = self.backward_graph(3, replicate_group=self.replicate)
         bucket_reductions(gm.graph)
         schedule_reductions(gm.graph)
-        self.assertExpectedInline(self.outline(gm.graph), """\
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
 relu
 start_reduce 0
 relu
@@ -167,7 +185,8 @@ finish_reduce 0
 finish_reduce 1
 all_reduce 2
 finish_reduce 2
-""")
+""",
+        )
 
     def test_leaves_a_graph_without_buckets_alone(self) -> None:
         gm = self.trace(lambda x: x.relu(), torch.zeros(3), names="x")

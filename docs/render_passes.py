@@ -44,6 +44,7 @@ class Model(nn.Module):
     def forward(self, x):
         return self.down(self.up(x).relu())
 
+
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 fully_shard(model.up, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=policy)

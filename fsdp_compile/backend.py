@@ -109,9 +109,10 @@ def _guard_requires_grad(compiled: Callable[..., Any], uncompiled: GraphModule, 
     """
 
     def call(*args: Any) -> Any:
-        # No short circuit: every shard has to follow.
-        if torch.is_grad_enabled() and any([sharded_param(args[index]).sync_requires_grad() for index in shards]):
-            return uncompiled(*args)
+        if torch.is_grad_enabled():
+            changed = [sharded_param(args[index]).sync_requires_grad() for index in shards]
+            if any(changed):
+                return uncompiled(*args)
         return compiled(*args)
 
     return call

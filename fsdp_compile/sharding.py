@@ -125,8 +125,8 @@ def _check_modules(module: Any) -> list[nn.Module]:
         for name, inner in member.named_modules():
             if name and any(inner is other for other in modules):
                 raise ValueError(
-                    f"fully_shard got a list whose modules nest: {type(inner).__name__} is '{name}' of {type(member).__name__}. "
-                    "List only modules that do not contain each other."
+                    f"fully_shard got a list whose modules nest: {type(inner).__name__} is '{name}' of "
+                    f"{type(member).__name__}. List only modules that do not contain each other."
                 )
     return modules
 

@@ -8,7 +8,7 @@ In a bucket, parameters stand in the order of flat storage, never of a hash. Sca
 without a gather; their gradients ride in the bucket like all others.
 
 Nodes are marked ``meta["fsdp"]`` = ``"<role>:<bucket>"`` with the roles ``start_gather``, ``finish_gather``, ``start_reduce``,
-``all_reduce`` and ``finish_reduce``, which is what the schedule moves. Collectives that the model itself issues are not touched.
+``all_reduce`` and ``finish_reduce``, which is what the schedule moves. Collectives of the model's own are not touched.
 """
 
 from collections.abc import Hashable

@@ -72,9 +72,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=True,
         help="free the gathered parameters of a block after its forward and gather them again in backward",
     )
-    system.add_argument(
-        "--bf16", action=switch, default=False, help="compute in bfloat16, reduce gradients in float32"
-    )
+    system.add_argument("--bf16", action=switch, default=False, help="compute in bfloat16, reduce gradients in float32")
     system.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to run")
 
     size = parser.add_argument_group("model size")
@@ -424,9 +422,7 @@ def train(
     return meter
 
 
-def count_bytes(
-    first_step: Callable[[], float], model: GPT, args: argparse.Namespace
-) -> tuple[float, float, bool]:
+def count_bytes(first_step: Callable[[], float], model: GPT, args: argparse.Namespace) -> tuple[float, float, bool]:
     """Run the first step: its loss, the bytes a rank sends per step and whether those are an estimate.
 
     Only what the model itself communicates is counted, not the few scalars of the gradient norm and the loss.
@@ -443,9 +439,7 @@ def count_bytes(
 
 
 @torch.no_grad()
-def validate(
-    compiled: Callable[..., Tensor], text: Tensor, args: argparse.Namespace, device: torch.device
-) -> float:
+def validate(compiled: Callable[..., Tensor], text: Tensor, args: argparse.Namespace, device: torch.device) -> float:
     """Mean loss on held-out text; the same batches whatever the seed, so that seeds can be compared."""
     losses = [compiled(*crops(text, args, device, "validation", i)) for i in range(args.val_batches)]
     return mean_over_ranks(torch.stack(losses).mean())
@@ -494,9 +488,7 @@ def load_checkpoint(
     dcp.load(run, checkpoint_id=path)
     loaded = json.loads(run["run"])
     theirs = loaded["config"]
-    differing = [
-        f"{key} {theirs.get(key)}, not {config[key]}" for key in config if theirs.get(key) != config[key]
-    ]
+    differing = [f"{key} {theirs.get(key)}, not {config[key]}" for key in config if theirs.get(key) != config[key]]
     if differing:
         raise SystemExit(f"--resume: {path} is of a run with other settings: {'; '.join(differing)}")
 
@@ -533,18 +525,14 @@ def generate(compiled: Callable[..., Tensor], args: argparse.Namespace, device: 
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def write_results(
-    losses: list[float], val_loss: float, title: str, config: dict[str, Any], args: argparse.Namespace
-) -> None:
+def write_results(losses: list[float], val_loss: float, title: str, config: dict[str, Any], args: argparse.Namespace) -> None:
     history = {"system": args.system, "config": config, "losses": losses, "val_loss": val_loss}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "losses.json").write_text(json.dumps(history, indent=1) + "\n")
     plot_losses(losses, val_loss, title, args.out / "loss.png")
 
 
-def print_summary(
-    losses: list[float], val_loss: float, sample: str, meter: Meter, args: argparse.Namespace
-) -> None:
+def print_summary(losses: list[float], val_loss: float, sample: str, meter: Meter, args: argparse.Namespace) -> None:
     if sample:
         print(f"\n----- sample -----\n{sample}\n------------------\n")
     last = losses[-20:]

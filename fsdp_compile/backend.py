@@ -6,6 +6,8 @@ where a pass belongs, and nothing of them is patched.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
@@ -26,7 +28,6 @@ from passes.pipeline import run_dynamo_passes, run_joint_passes, run_passes
 
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
 from .runtime import BoxedFunction, bind_backward, bind_forward, boxed, gradient_outputs, sharded_param
-from .sharding import warn_once
 
 _LOWERINGS = ("inductor", "aot_eager")
 
@@ -73,17 +74,23 @@ def fsdp_backend(
     run_dynamo_passes(gm, observer())
     shards = _qualify_names(gm.graph, example_inputs)
     if not shards:
-        if any(isinstance(value, nn.Parameter) for value in example_inputs):
-            warn_once(
-                "fsdp_backend compiles a model without a sharded parameter, as plain Inductor would. Call fully_shard on the "
-                "model before its first compiled call if it should be sharded."
-            )
+        if any(isinstance(value, nn.Parameter) and not hasattr(value, "_fsdp_ignored") for value in example_inputs):
+            _warn_once_that_nothing_is_sharded()
         if parsed.lowering == "inductor":
             return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
         return _compile(gm, example_inputs, parsed)
     # compile_fx consumes its graph; this one can still be run operator by operator.
     uncompiled = snapshot(gm)
     return _guard_requires_grad(_compile(gm, example_inputs, parsed), uncompiled, shards)
+
+
+@functools.cache
+def _warn_once_that_nothing_is_sharded() -> None:
+    warnings.warn(
+        "fsdp_backend compiles a model without a sharded parameter, as plain Inductor would. Call fully_shard on the model "
+        "before its first compiled call if it should be sharded.",
+        stacklevel=2,
+    )
 
 
 def _qualify_names(graph: Graph, example_inputs: Sequence[Any]) -> list[int]:

@@ -46,7 +46,7 @@ class CapturedPass:
     after: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Capture:
     """What a :func:`capture` saw.
 

@@ -42,6 +42,14 @@ class _Sharded:
         with _SyncAfterApply(self._fsdp_unit):
             return super()._apply(fn, recurse)  # type: ignore[misc]
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        sharded = self.__dict__.get("_fsdp_sharded", {}).get(name)
+        if sharded is not None:
+            sharded.check_replacement(param)
+        super().register_parameter(name, param)  # type: ignore[misc]
+        if sharded is not None:
+            sharded.unit.sync()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise NotImplementedError(
             f"{type(self).__name__} holds sharded parameters and cannot be copied. Copy the model before sharding, or build "
@@ -163,7 +171,7 @@ def swap_class(module: nn.Module, make: Callable[[type[nn.Module], tuple[str, ..
         # A forward patched onto the instance hides the class's.
         patched = module.__dict__["forward"]
         wrapped = _in_unit(lambda self, *args, **kwargs: patched(*args, **kwargs), casts=make is make_fsdp_class)
-        module.__dict__["forward"] = functools.partial(wrapped, module)
+        module.__dict__["forward"] = functools.wraps(patched)(lambda *args, **kwargs: wrapped(module, *args, **kwargs))
     module.register_load_state_dict_post_hook(lambda _module, _keys: unit.sync())
 
 
@@ -184,4 +192,4 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise AttributeError(f"{type(module).__name__} has no method {method_name!r} to register.")
     if isinstance(module, FSDPModule):
         wrapped = _in_unit(lambda self, *args, **kwargs: method(*args, **kwargs), casts=True)
-        setattr(module, method_name, functools.partial(wrapped, module))
+        setattr(module, method_name, functools.wraps(method)(lambda *args, **kwargs: wrapped(module, *args, **kwargs)))

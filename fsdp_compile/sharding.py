@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast, overload
 
@@ -94,8 +93,11 @@ def fully_shard(
     sharding_mesh = ShardingMesh.of(mesh)
     dims = {param: _shard_dim(param, owners, sharding_mesh, shard_placement_fn) for param, owners in found.items()}
     _check_dtypes(found)
+    _check_devices(found)
 
     unit = Unit(modules, sharding_mesh, mp_policy, reshard_after_forward)
+    for param in ignored:
+        param._fsdp_ignored = True  # type: ignore[attr-defined]
     _install(unit, found, dims)
     for member in modules:
         swap_class(member, make_fsdp_class, unit)
@@ -121,6 +123,9 @@ def _check_modules(module: Any) -> list[nn.Module]:
                 f"fully_shard cannot shard a {type(member).__name__}, which has no forward. Shard its modules one by one, "
                 "or pass them as a list to make one unit."
             )
+    if len(set(modules)) < len(modules):
+        twice = next(member for index, member in enumerate(modules) if any(member is other for other in modules[:index]))
+        raise ValueError(f"fully_shard got a list that holds the same {type(twice).__name__} twice. List each module once.")
     for member in modules:
         for name, inner in member.named_modules():
             if name and any(inner is other for other in modules):
@@ -203,6 +208,17 @@ def _shard_dim(param: nn.Parameter, owners: _Owners, mesh: ShardingMesh, shard_p
     return dim
 
 
+def _check_devices(found: dict[nn.Parameter, _Owners]) -> None:
+    names: dict[bool, str] = {}
+    for param, owners in found.items():
+        names.setdefault(param.is_meta, owners[0][2])
+    if len(names) > 1:
+        raise ValueError(
+            f"Parameters of one unit must all be on the meta device or none, but {names[True]} is on it and {names[False]} is "
+            "not. Move one of them, or shard the module that holds it separately."
+        )
+
+
 def _check_dtypes(found: dict[nn.Parameter, _Owners]) -> None:
     first: dict[torch.dtype, str] = {}
     for param, owners in found.items():
@@ -280,13 +296,3 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
             source = torch.distributed.get_global_rank(group, 0)
             for _, tensor in tensors:
                 torch.distributed.broadcast(tensor.detach(), source, group=group)
-
-
-def warn_once(message: str) -> None:
-    """Warn about something the first time it is met in a process."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=3)
-
-
-_warned: set[str] = set()

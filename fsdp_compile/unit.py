@@ -111,18 +111,28 @@ class ShardedParam:
             local.storage_offset() == shard.storage_offset() or local.numel() == 0
         )
 
+    def check_replacement(self, param: Any) -> None:
+        """Refuse a parameter that cannot take this one's place."""
+        spec = getattr(param, "_spec", None)
+        if (
+            spec is None
+            or spec.mesh != self.unit.mesh.mesh
+            or spec.placements != self.unit.mesh.placements(self.dim)
+            or spec.shape != self.shape
+        ):
+            raise ValueError(
+                f"Parameter {self.name} is sharded and cannot be replaced by a {type(param).__name__} that is not sharded "
+                "alike. Load a sharded state dict (DTensors), or a full one with "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+            )
+
     def adopt_assigned_parameter(self) -> None:
         """Take over a parameter that somebody registered in the place of ours (``load_state_dict(assign=True)``)."""
         for module, name in self.owners:
             registered = module._parameters[name]
             if registered is self.param:
                 continue
-            if not isinstance(registered, DTensor) or registered._spec.placements != self.unit.mesh.placements(self.dim):
-                raise ValueError(
-                    f"Parameter {self.name} is sharded and was replaced by {type(registered).__name__} that is not sharded "
-                    "alike. Load a sharded state dict (DTensors), or a full one with "
-                    "torch.distributed.checkpoint.state_dict.set_model_state_dict."
-                )
+            self.check_replacement(registered)
             self.param = registered  # type: ignore[assignment]
             for other, other_name in self.owners:
                 other._parameters[other_name] = self.param

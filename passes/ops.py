@@ -189,9 +189,9 @@ def _reshard_kernel(full: Tensor, name: str, group: str, *, dim: int = 0) -> Ten
     return piece.reshape(padded_shard_shape(full.shape, dim, process_group.size())).clone()
 
 
-_library.impl("unshard", _unshard_kernel, "CompositeExplicitAutograd")
-_library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
-_library.impl("reshard", _reshard_kernel, "CompositeExplicitAutograd")
+_library.impl("unshard", torch._disable_dynamo(_unshard_kernel), "CompositeExplicitAutograd")
+_library.impl("reduce_grad", torch._disable_dynamo(_reduce_grad_kernel), "CompositeExplicitAutograd")
+_library.impl("reshard", torch._disable_dynamo(_reshard_kernel), "CompositeExplicitAutograd")
 
 
 _library.impl("tie", lambda full, kept: full.clone(), "CompositeExplicitAutograd")

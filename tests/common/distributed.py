@@ -1,0 +1,279 @@
+"""A persistent pool of Gloo ranks.
+
+Starting a rank costs seconds (a Python process that imports torch, then a rendezvous), whereas training a
+tiny model for a few steps costs tenths of a second. A process per rank and test would therefore spend nearly
+all of the suite's time on start-up. A :class:`RankPool` starts its ranks once; they then execute any number
+of jobs, a job being a module-level function that every rank calls with the same keyword arguments.
+
+A job that fails on one rank usually leaves the others waiting in a collective, and the process group unusable
+for whatever comes next. So a pool is never reused after a failure: its processes are ended, and the next job
+starts new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# What ranks need in any case.
+_PRELOAD = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+]
+# Time for the remaining ranks to report after the first failure, before they count as stuck in a collective.
+_GRACE_S = 5.0
+
+
+class RankFailure(RuntimeError):
+    """A job failed on at least one rank; the message holds what is known of every rank."""
+
+
+@functools.cache
+def device_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    """The CPU mesh of this shape, kept for the life of the rank: creating one creates process groups."""
+    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    saved = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _execute(message: bytes) -> tuple[str, Any]:
+    try:
+        module, name, kwargs = pickle.loads(message)
+        function = getattr(importlib.import_module(module), name)
+        torch.manual_seed(0)
+        return "ok", function(**kwargs)
+    except BaseException:
+        return "error", traceback.format_exc()
+
+
+def _serve(
+    rank: int,
+    world_size: int,
+    store: str,
+    stack_file: str,
+    inductor_cache: str,
+    timeout_s: float,
+    jobs: Connection,
+) -> None:
+    """The main loop of one rank: receive a job, execute it, send back its value or its traceback."""
+    # Shared, so that ranks that compile the same kernel build it once.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_cache
+    torch.set_num_threads(1)
+    # A rank blocked in a collective cannot run Python code; the C-level handler can still write its stack.
+    stacks = open(stack_file, "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    while True:
+        # What has survived a collection between jobs, torch's modules and caches, will survive the next one:
+        # leave it out, as traversing it would take longer than many a job.
+        gc.collect()
+        gc.freeze()
+        try:
+            message = jobs.recv_bytes()
+        except EOFError:
+            break
+        if not message:
+            break
+        # Pickled here rather than by the connection, whose pickler would move tensors to shared memory.
+        reply = pickle.dumps(_execute(message))
+        try:
+            jobs.send_bytes(reply)
+        except BrokenPipeError:
+            break
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+@dataclass
+class _Rank:
+    process: Any
+    jobs: Connection
+    stack_file: Path
+
+
+class RankPool:
+    """Ranks ``0 .. world_size - 1`` of one Gloo world, started by the first job and kept for the next."""
+
+    def __init__(self, world_size: int, inductor_cache: Path | str, deadline_s: float = 120.0) -> None:
+        self.world_size = world_size
+        self.deadline_s = deadline_s
+        self._inductor_cache = str(inductor_cache)
+        self._ranks: list[_Rank] = []
+        self._scratch: Path | None = None
+
+    def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Call ``function(**kwargs)`` on every rank and return the values in rank order.
+
+        The function travels as its qualified name, so it must be at module level.
+        """
+        if not self._ranks:
+            self._start()
+        job = pickle.dumps((function.__module__, function.__qualname__, kwargs))
+        try:
+            for rank in self._ranks:
+                # A rank that has died shows up as the end of its replies.
+                with contextlib.suppress(BrokenPipeError):
+                    rank.jobs.send_bytes(job)
+            replies = self._collect()
+            if len(replies) < self.world_size or any(state != "ok" for state, _ in replies.values()):
+                raise RankFailure(self._describe(replies))
+        except BaseException:
+            self._end()
+            raise
+        return [replies[rank][1] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Let the ranks leave their loops, then end whichever has not."""
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.jobs.send_bytes(b"")
+        for rank in self._ranks:
+            rank.process.join(timeout=5)
+        self._end()
+
+    def _start(self) -> None:
+        self._scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
+        # The server imports torch once; a rank is then forked in milliseconds, with everything imported.
+        # Unlike this process, the server starts no threads and creates no tensors, so forking it is safe.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        environment = {
+            # One thread per rank: the ranks together already use every core.
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            # Inductor's own pool of compile workers would cost more to start than it saves on tiny kernels.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+        with _environment(environment):
+            for index in range(self.world_size):
+                ours, theirs = context.Pipe()
+                stack_file = self._scratch / f"stack-{index}"
+                arguments = (
+                    index,
+                    self.world_size,
+                    str(self._scratch / "store"),
+                    str(stack_file),
+                    self._inductor_cache,
+                    self.deadline_s,
+                    theirs,
+                )
+                process = context.Process(
+                    target=_serve, args=arguments, name=f"rank-{index}-of-{self.world_size}", daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._ranks.append(_Rank(process, ours, stack_file))
+
+    def _collect(self) -> dict[int, tuple[str, Any]]:
+        replies: dict[int, tuple[str, Any]] = {}
+        pending = {rank.jobs: index for index, rank in enumerate(self._ranks)}
+        deadline = time.monotonic() + self.deadline_s
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                index = pending.pop(connection)
+                try:
+                    replies[index] = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    self._ranks[index].process.join(timeout=1)
+                    replies[index] = ("died", f"exit code {self._ranks[index].process.exitcode}")
+                if replies[index][0] != "ok":
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return replies
+
+    def _describe(self, replies: dict[int, tuple[str, Any]]) -> str:
+        """One section per distinct state, naming the ranks that share it."""
+        for index, rank in enumerate(self._ranks):
+            if index not in replies and rank.process.is_alive():
+                os.kill(rank.process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        sections: dict[str, list[int]] = {}
+        for index, rank in enumerate(self._ranks):
+            state, value = replies.get(index, ("stuck", None))
+            if state == "ok":
+                text = "finished"
+            elif state == "stuck":
+                stack = rank.stack_file.read_text() if rank.stack_file.exists() else ""
+                text = f"did not finish; its stack, innermost call first:\n{stack}"
+            else:
+                text = f"{state}:\n{value}"
+            sections.setdefault(text, []).append(index)
+        return "\n" + "\n".join(
+            f"--- rank {', '.join(map(str, who))} {text}" for text, who in sections.items()
+        )
+
+    def _end(self) -> None:
+        for rank in self._ranks:
+            if rank.process.is_alive():
+                rank.process.kill()
+            rank.process.join()
+            rank.jobs.close()
+        self._ranks = []
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+
+class RankPools:
+    """The pools of a test session by world size, each started when a test first asks for it."""
+
+    def __init__(self, inductor_cache: Path | str, deadline_s: float = 120.0) -> None:
+        self._inductor_cache = inductor_cache
+        self._deadline_s = deadline_s
+        self._pools: dict[int, RankPool] = {}
+
+    def __getitem__(self, world_size: int) -> RankPool:
+        if world_size not in self._pools:
+            self._pools[world_size] = RankPool(world_size, self._inductor_cache, self._deadline_s)
+        return self._pools[world_size]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

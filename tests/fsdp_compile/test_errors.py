@@ -1,0 +1,615 @@
+"""What the library refuses: the message names the culprit and the remedy, and nothing is half-applied.
+
+All of it runs in this process. The ``fake`` process group stands in for any number of ranks where nothing is
+computed; where something is, it is a Gloo world of one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_compile import FSDPModule, OffloadPolicy, capture, fsdp_backend, fully_shard
+from fsdp_compile.backend import _warn_once_that_nothing_is_sharded
+from tests.common import models
+
+WORLD_SIZE = 8
+_EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "aot_eager"}}
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[None]:
+    """Eight ranks of which this is the first; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A world of one rank, in which everything really runs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def warn_anew() -> None:
+    """Forget what this process has warned about already."""
+    _warn_once_that_nothing_is_sharded.cache_clear()
+
+
+def _mesh(*shape: int) -> DeviceMesh:
+    names = {1: ("shard",), 2: ("replicate", "shard"), 3: ("replicate", "shard", "tensor")}
+    shape = shape or (dist.get_world_size(),)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names[len(shape)])
+
+
+def _state(model: nn.Module) -> list[Any]:
+    """All that sharding could have left on a model: classes, parameters, attributes, hooks."""
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        found += [name, module, type(module), sorted(module.__dict__), type(module).forward]
+        found += [len(value) for key, value in sorted(module.__dict__.items()) if key.endswith("_hooks")]
+        for key, parameter in module._parameters.items():
+            found += [key, parameter]
+            if parameter is not None:
+                found += [parameter.requires_grad, parameter.shape, sorted(parameter.__dict__)]
+    return found
+
+
+def _same(before: list[Any], after: list[Any]) -> bool:
+    # Identity for objects: parameters compare element by element.
+    return len(before) == len(after) and all(
+        one is other or (not isinstance(one, (Tensor, nn.Module)) and one == other)
+        for one, other in zip(before, after, strict=True)
+    )
+
+
+@contextlib.contextmanager
+def _refused(
+    model: nn.Module, kind: type[Exception] | tuple[type[Exception], ...], match: str, shardable: bool = True
+) -> Iterator[None]:
+    """The block raises, leaves the model as it was, and the model can still be sharded (``shardable``)."""
+    before = _state(model)
+    with pytest.raises(kind, match=match):
+        yield
+    assert _same(before, _state(model)), "the call that failed changed the model"
+    if shardable:
+        fully_shard(model, mesh=_mesh())
+        assert isinstance(model, FSDPModule)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _model() -> nn.Module:
+    return models.MLP()
+
+
+# --- Arguments of fully_shard ---------------------------------------------------------------------
+
+
+def test_mesh_of_three_dimensions(fake_ranks: None) -> None:
+    model = _model()
+    with _refused(model, ValueError, r"1-D mesh .* 2-D mesh .* 3 dimensions.*slice"):
+        fully_shard(model, mesh=_mesh(2, 2, 2))
+
+
+def test_mixed_dtypes_of_trainable_parameters(fake_ranks: None) -> None:
+    model = _model()
+    model.head.double()
+    before = _state(model)
+    with pytest.raises(ValueError, match=r"bias is torch\.float32 and head\.weight is torch\.float64.*freeze"):
+        fully_shard(model, mesh=_mesh())
+    assert _same(before, _state(model))
+    # The remedies that the message offers: a unit of its own, or to freeze it.
+    fully_shard(model.head, mesh=_mesh())
+    fully_shard(model, mesh=_mesh())
+
+    frozen = _model()
+    frozen.head.double().requires_grad_(False)
+    fully_shard(frozen, mesh=_mesh())
+    assert all(isinstance(parameter, DTensor) for parameter in frozen.parameters())
+
+
+def test_uneven_columns(fake_ranks: None) -> None:
+    model = models.MLP(dim=8, hidden=12)
+    with _refused(
+        model,
+        NotImplementedError,
+        r"blocks\.0\.down\.weight of shape \(8, 12\) cannot be sharded evenly as (Shard\(dim=1\)|S\(1\)) "
+        r"over 8 ranks\. Only Shard\(0\) may be uneven",
+    ):
+        fully_shard(
+            model,
+            mesh=_mesh(),
+            shard_placement_fn=lambda parameter: Shard(1) if parameter.ndim == 2 else None,
+        )
+
+
+@pytest.mark.parametrize(
+    ("placement", "match"),
+    [
+        (Replicate(), r"must return a Shard or None, but returned Replicate\(\) for parameter weight"),
+        (0, r"must return a Shard or None, but returned 0 for parameter weight"),
+        (Shard(2), r"returned (Shard\(dim=2\)|S\(2\)) for parameter weight of shape \(16, 8\)"),
+        (Shard(-3), r"returned (Shard\(dim=-3\)|S\(-3\)) for parameter weight of shape \(16, 8\)"),
+    ],
+    ids=str,
+)
+def test_bad_placement(placement: Any, match: str, fake_ranks: None) -> None:
+    model = nn.Linear(8, 16)
+    with _refused(model, ValueError, match):
+        fully_shard(model, mesh=_mesh(), shard_placement_fn=lambda parameter: placement)
+
+
+def test_placement_function_that_raises(fake_ranks: None) -> None:
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        if parameter.ndim == 1:
+            raise LookupError("no rule for it")
+        return None
+
+    model = _model()
+    with _refused(model, LookupError, "no rule for it"):
+        fully_shard(model, mesh=_mesh(), shard_placement_fn=placement)
+
+
+@pytest.mark.parametrize("size", [3, 0, -2, 16])
+def test_reshard_after_forward_that_does_not_divide(size: int, fake_ranks: None) -> None:
+    model = _model()
+    with _refused(model, ValueError, rf"reshard_after_forward={size} must be a factor .* 8"):
+        fully_shard(model, mesh=_mesh(), reshard_after_forward=size)
+
+
+def test_sharding_twice(fake_ranks: None) -> None:
+    model = _model()
+    fully_shard(model.blocks[0], mesh=_mesh())
+    with _refused(model, ValueError, r"FSDPBlock is sharded already\. Call fully_shard once"):
+        fully_shard(model.blocks[0], mesh=_mesh())
+
+
+def test_outer_before_inner(fake_ranks: None) -> None:
+    model = _model()
+    fully_shard(model, mesh=_mesh())
+    with _refused(model, ValueError, r"up\.weight is sharded already.*inner modules first", shardable=False):
+        fully_shard(model.blocks[0], mesh=_mesh())
+    with _refused(model, ValueError, r"weight is sharded already.*inner modules first", shardable=False):
+        fully_shard(model.head, mesh=_mesh())
+
+
+def test_list_whose_modules_nest(fake_ranks: None) -> None:
+    model = _model()
+    with _refused(model, ValueError, r"modules nest: Linear is 'up' of Block"):
+        fully_shard([model.head, model.blocks[0], model.blocks[0].up], mesh=_mesh())
+
+
+def test_module_twice_in_a_list(fake_ranks: None) -> None:
+    model = _model()
+    with _refused(model, ValueError, r"Linear.*(twice|once)"):
+        fully_shard([model.head, model.head], mesh=_mesh())
+
+
+def test_empty_list(fake_ranks: None) -> None:
+    with pytest.raises(ValueError, match="empty list of modules"):
+        fully_shard([], mesh=_mesh())
+
+
+@pytest.mark.parametrize("culprit", [torch.zeros(2), None, "head", nn.Linear], ids=lambda value: str(value)[:8])
+def test_not_a_module(culprit: Any, fake_ranks: None) -> None:
+    with pytest.raises(TypeError, match=rf"a module or a list of modules, but got {type(culprit).__name__}"):
+        fully_shard(culprit, mesh=_mesh())
+    model = _model()
+    with _refused(model, TypeError, rf"but got {type(culprit).__name__}"):
+        fully_shard([model.head, culprit], mesh=_mesh())
+
+
+def test_ignored_params_by_name(fake_ranks: None) -> None:
+    model = _model()
+    culprits: Any = {model.head.bias, "head.weight"}
+    with _refused(model, TypeError, r"ignored_params .* has str \('head\.weight'\)\. Pass the parameters"):
+        fully_shard(model, mesh=_mesh(), ignored_params=culprits)
+
+
+def test_no_process_group() -> None:
+    assert not dist.is_initialized()
+    model = _model()
+    with _refused(model, RuntimeError, r"init_process_group\(\) first .*or pass mesh=", shardable=False):
+        fully_shard(model)
+
+
+def test_default_mesh_is_all_ranks(fake_ranks: None) -> None:
+    weight = fully_shard(nn.Linear(8, 16)).weight
+    assert isinstance(weight, DTensor)
+    assert weight.device_mesh.mesh.tolist() == list(range(WORLD_SIZE))
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
+def test_container_without_forward(kind: type[nn.Module], fake_ranks: None) -> None:
+    model = _model()
+    container = model.blocks if kind is nn.ModuleList else nn.ModuleDict({"a": model.head})
+    with _refused(model, ValueError, rf"cannot shard a {kind.__name__}, which has no forward\..*pass them as a list"):
+        fully_shard(container, mesh=_mesh())
+
+
+def test_container_with_forward(fake_ranks: None) -> None:
+    class Stack(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = layer(x)
+            return x
+
+    stack = Stack([nn.Linear(8, 8), nn.Linear(8, 8)])
+    fully_shard(stack, mesh=_mesh())
+    assert type(stack).__name__ == "FSDPStack"
+    assert stack(torch.zeros(2, 8)).shape == (2, 8)
+
+
+def test_offload_policy(fake_ranks: None) -> None:
+    model = _model()
+    with _refused(model, NotImplementedError, r"CPUOffloadPolicy.* not supported yet; leave it at OffloadPolicy\(\)"):
+        fully_shard(model, mesh=_mesh(), offload_policy=CPUOffloadPolicy())
+    fully_shard(nn.Linear(8, 8), mesh=_mesh(), offload_policy=OffloadPolicy())
+
+
+def test_tensor_parallel_parameter(fake_ranks: None) -> None:
+    model = _model()
+    plain = model.head.weight
+    model.head.weight = nn.Parameter(distribute_tensor(plain.detach(), _mesh(), [Shard(0)]))
+    before = _state(model)
+    with pytest.raises(NotImplementedError, match=r"head\.weight is a DTensor already.*ignored_params"):
+        fully_shard(model, mesh=_mesh())
+    assert _same(before, _state(model))
+    # The message's remedy.
+    fully_shard(model, mesh=_mesh(), ignored_params={model.head.weight})
+    assert isinstance(model.head.bias, DTensor) and type(model.head).__name__ == "ShardedLinear"
+
+
+def test_parameter_that_is_not_contiguous(fake_ranks: None) -> None:
+    model = _model()
+    model.head.weight = nn.Parameter(torch.zeros(8, 4).t())
+    before = _state(model)
+    with pytest.raises(NotImplementedError, match=r"head\.weight is not contiguous \(stride \(1, 4\)\)"):
+        fully_shard(model, mesh=_mesh())
+    assert _same(before, _state(model))
+    model.head.weight = nn.Parameter(model.head.weight.detach().contiguous())
+    fully_shard(model, mesh=_mesh())
+
+
+def test_failed_list_leaves_all_its_modules(fake_ranks: None) -> None:
+    """Modules ahead of the culprit in the list are as untouched as those behind it."""
+    model = _model()
+    model.head.double()
+    before = _state(model)
+    with pytest.raises(ValueError, match=r"0\.up\.weight is torch\.float32 and 1\.weight is torch\.float64"):
+        fully_shard([model.blocks[0], model.head], mesh=_mesh())
+    assert _same(before, _state(model))
+    fully_shard(model.blocks[0], mesh=_mesh())
+    fully_shard(model.head, mesh=_mesh())
+    fully_shard(model, mesh=_mesh())
+
+
+# --- The state of a sharded model -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_meta_parameter_in_forward(compiled: bool, one_rank: None, warn_anew: None) -> None:
+    with torch.device("meta"):
+        model = _model()
+    for block in model.blocks:
+        fully_shard(block, mesh=_mesh())
+    fully_shard(model, mesh=_mesh())
+    forward = torch.compile(model, **_EAGER_LOWERING) if compiled else model
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight is on the meta device.*to_empty"):
+        forward(torch.zeros(2, 8))
+    # The remedy, after which the same model (and the same compiled one) works.
+    model.to_empty(device="cpu")
+    twin = _model()
+    with torch.no_grad():
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            parameter.fill_(0.1)
+            other.fill_(0.1)
+    with _warnings_of_the_backend() as messages, capture() as captured:
+        torch.testing.assert_close(forward(torch.zeros(2, 8)), twin(torch.zeros(2, 8)))
+    assert not messages
+    # What is compiled are the model's frames, not the eager kernels of its operators.
+    for graph in captured.forward:
+        assert "shard_" in graph.readable(), graph.readable()
+
+
+def test_meta_parameter_of_the_root_only(one_rank: None) -> None:
+    """The error names the parameter, wherever in the model it is."""
+    model = _model()
+    model.head.to("meta")
+    for part in (*model.blocks, model.head):
+        fully_shard(part, mesh=_mesh())
+    with pytest.raises(RuntimeError, match=r"weight is on the meta device"):
+        model(torch.zeros(2, 8))
+    fully_shard(model, mesh=_mesh())
+    with pytest.raises(RuntimeError, match=r"head\.weight is on the meta device"):
+        model(torch.zeros(2, 8))
+
+
+def test_partly_meta_unit(one_rank: None) -> None:
+    """One unit cannot be half on the meta device: the error says which parameter differs from the others."""
+    model = _model()
+    model.head.to("meta")
+    with _refused(model, ValueError, r"(head\.(weight|bias).*meta|meta.*head\.(weight|bias))", shardable=False):
+        fully_shard(model, mesh=_mesh())
+
+
+def test_deepcopy(fake_ranks: None) -> None:
+    model = _model()
+    fully_shard(model.blocks[0], mesh=_mesh())
+    # Also from a module that is not sharded, and from one that owns shards without being a unit.
+    for culprit, name in (
+        (model.blocks[0], "FSDPBlock"),
+        (model.blocks[0].up, "ShardedLinear"),
+        (model, "FSDPBlock"),
+    ):
+        with _refused(model, NotImplementedError, rf"{name} holds sharded parameters.*before sharding", shardable=False):
+            copy.deepcopy(culprit)
+
+
+def _shard_all(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=_mesh())
+    return fully_shard(model, mesh=_mesh())
+
+
+def test_assigning_a_full_state_dict(one_rank: None) -> None:
+    model = _shard_all(_model())
+    full = _model().state_dict()
+    inputs = torch.randn(2, 8)
+    expected = model(inputs)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with _refused(model, (ValueError, RuntimeError), r"weight is sharded (.|\n)*set_model_state_dict", shardable=False):
+        model.load_state_dict(full, assign=True)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        assert torch.equal(parameter.to_local(), values[name].to_local()), name
+    torch.testing.assert_close(model(inputs), expected, rtol=0, atol=0)
+    # A valid load goes through afterwards.
+    model.load_state_dict({name: value + 1 for name, value in values.items()}, assign=True)
+    assert torch.equal(model.head.bias.to_local(), values["head.bias"].to_local() + 1)
+
+
+def test_assigning_other_placements(fake_ranks: None) -> None:
+    model = fully_shard(nn.Linear(8, 16), mesh=_mesh())
+    other = fully_shard(nn.Linear(8, 16), mesh=_mesh(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    with _refused(model, (ValueError, RuntimeError), r"weight is sharded(.|\n)*not sharded alike", shardable=False):
+        model.load_state_dict({"weight": other.weight, "bias": model.bias}, assign=True)
+
+
+def test_copying_a_full_state_dict(one_rank: None) -> None:
+    """torch refuses to copy plain tensors into DTensors, which is right; the model keeps its values."""
+    model = _shard_all(_model())
+    before = _state(model)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        model.load_state_dict(_model().state_dict())
+    assert _same(before, _state(model))
+
+
+class _Picky(models.MLP):
+    """Refuses negative inputs: before, inside and behind a unit, by ``where``."""
+
+    where = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "before":
+            raise ValueError("refused before")
+        x = self.blocks[0](x)
+        if self.where == "after":
+            raise ValueError("refused after")
+        return self.head(self.blocks[1](x) + self.bias)
+
+
+class _PickyBlock(models.Block):
+    where = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        if self.where == "inside":
+            raise ValueError("refused inside")
+        return x + self.down(torch.tanh(hidden))
+
+
+def _picky() -> nn.Module:
+    torch.manual_seed(0)
+    model = _Picky()
+    torch.manual_seed(0)
+    model.blocks[0] = _PickyBlock(8, 16)
+    return model
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_forward_that_raises_leaves_the_model_usable(compiled: bool, where: str, one_rank: None) -> None:
+    plain = _picky()
+    model = _shard_all(copy.deepcopy(plain))
+    forward = torch.compile(model, **_EAGER_LOWERING) if compiled else model
+    inputs = torch.randn(2, 8)
+
+    def set_where(value: str) -> None:
+        model.where = value
+        model.blocks[0].where = value
+
+    for warm in (False, True):
+        set_where(where)
+        with pytest.raises(ValueError, match=f"refused {where}"):
+            forward(inputs)
+        # Outside of a forward, parameters are shards; in the next one, full tensors.
+        assert isinstance(model.head.weight, DTensor) and isinstance(model.blocks[0].up.weight, DTensor)
+        set_where("")
+        if not warm:
+            plain.zero_grad()
+            model.zero_grad()
+        output, expected = forward(inputs), plain(inputs)
+        torch.testing.assert_close(output, expected)
+        output.sum().backward()
+        expected.sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert isinstance(ours.grad, DTensor)
+            torch.testing.assert_close(ours.grad.to_local(), theirs.grad)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_wrong_input_leaves_the_model_usable(compiled: bool, one_rank: None) -> None:
+    model = _shard_all(_model())
+    forward = torch.compile(model, **_EAGER_LOWERING) if compiled else model
+    with pytest.raises(RuntimeError, match=r"2, 7|2x7"):
+        forward(torch.zeros(2, 7))
+    assert isinstance(model.head.weight, DTensor)
+    assert forward(torch.zeros(2, 8)).shape == (2, 4)
+
+
+def test_unregistered_forward_method(fake_ranks: None) -> None:
+    from fsdp_compile import register_fsdp_forward_method
+
+    model = fully_shard(_model(), mesh=_mesh())
+    with pytest.raises(AttributeError, match="FSDPMLP has no method 'generate' to register"):
+        register_fsdp_forward_method(model, "generate")
+
+
+# --- The backend ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"options": {"lowring": "inductor"}}, r"no option 'lowring'; it has: lowering"),
+        (
+            {"options": {"lowering": "tvm"}},
+            r"options\['lowering'\] must be one of .*inductor.*aot_eager.*'tvm'",
+        ),
+        ({"mode": "max-autotune"}, r"does not take mode='max-autotune'; leave mode out"),
+    ],
+    ids=["option", "lowering", "mode"],
+)
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
+def test_bad_arguments_of_compile(arguments: dict[str, Any], match: str, sharded: bool, one_rank: None) -> None:
+    model = _shard_all(_model()) if sharded else _model()
+    compiled = torch.compile(model, backend=fsdp_backend, **arguments)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=match):
+        compiled(torch.zeros(2, 8))
+    valid = torch.compile(model, **_EAGER_LOWERING)
+    assert valid(torch.zeros(2, 8)).shape == (2, 4)
+
+
+@contextlib.contextmanager
+def _warnings_of_the_backend() -> Iterator[list[str]]:
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(entry.message) for entry in caught if "fsdp_backend" in str(entry.message)]
+
+
+@pytest.mark.parametrize("lowering", ["inductor", "aot_eager"])
+def test_plain_model_warns_once(lowering: str, one_rank: None, warn_anew: None) -> None:
+    """A forgotten ``fully_shard`` gets one warning, and the model that Inductor would make of it."""
+    model, inputs = nn.Linear(8, 4), torch.randn(2, 8)
+    expected = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+    with _warnings_of_the_backend() as messages:
+        for plain in (nn.Linear(8, 4, bias=False), model):
+            compiled = torch.compile(plain, backend=fsdp_backend, options={"lowering": lowering})
+            compiled(inputs).sum().backward()
+            with torch.no_grad():
+                compiled(inputs)
+    assert len(messages) == 1, messages
+    assert "Call fully_shard on the model" in messages[0]
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_plain_model_compiles_as_with_inductor(one_rank: None) -> None:
+    """To the same code, that is; nothing is captured, because nothing of the library is in it."""
+    model, inputs = nn.Linear(8, 4), torch.randn(2, 8)
+    with capture() as captured:
+        _, by_fsdp = run_and_get_code(torch.compile(model, backend=fsdp_backend), inputs)
+    torch._dynamo.reset()
+    _, by_inductor = run_and_get_code(torch.compile(model), inputs)
+    assert [_body(code) for code in by_fsdp] == [_body(code) for code in by_inductor]
+    assert not captured.forward
+
+
+def _body(code: str) -> str:
+    """Generated code without the comments that say where it came from."""
+    return "\n".join(line for line in code.splitlines() if not line.lstrip().startswith("#"))
+
+
+class _ComputesBetween(nn.Module):
+    """The graph between the breaks has no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([models.Block(8, 16)])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = torch.tanh(x) * 2
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_piece_without_parameters_does_not_warn(one_rank: None, warn_anew: None) -> None:
+    model = _shard_all(_ComputesBetween())
+    compiled = torch.compile(model, **_EAGER_LOWERING)
+    with _warnings_of_the_backend() as messages:
+        compiled(torch.randn(2, 8)).sum().backward()
+    assert not messages
+
+
+def test_piece_with_ignored_parameters_does_not_warn(one_rank: None, warn_anew: None) -> None:
+    """The model is sharded; that a piece of it has only parameters left out on purpose is no mistake."""
+    model = _ComputesBetween()
+    fully_shard(model.blocks[0], mesh=_mesh())
+    fully_shard(model, mesh=_mesh(), ignored_params=set(model.head.parameters()))
+    compiled = torch.compile(model, **_EAGER_LOWERING)
+    with _warnings_of_the_backend() as messages:
+        compiled(torch.randn(2, 8)).sum().backward()
+    assert not messages
+
+
+def test_backend_by_name() -> None:
+    """By entry point: nobody has to import the backend. In a process that has not."""
+    program = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        from fsdp_compile import fully_shard
+        assert "fsdp" in torch._dynamo.list_backends()
+        model = fully_shard(torch.nn.Linear(4, 4))
+        compiled = torch.compile(model, backend="fsdp", options={"lowering": "aot_eager"})
+        compiled(torch.ones(2, 4)).sum().backward()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        print(type(model.weight.grad).__name__)
+        dist.destroy_process_group()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "DTensor"

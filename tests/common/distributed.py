@@ -73,14 +73,17 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _execute(message: bytes) -> tuple[str, Any]:
+def _execute(message: bytes) -> bytes:
+    """The pickled value of the pickled job, or its traceback.
+
+    Pickled here rather than by the connection, whose pickler would move tensors to shared memory.
+    """
     try:
         module, name, kwargs = pickle.loads(message)
-        function = getattr(importlib.import_module(module), name)
         torch.manual_seed(0)
-        return "ok", function(**kwargs)
+        return pickle.dumps(("ok", getattr(importlib.import_module(module), name)(**kwargs)))
     except BaseException:
-        return "error", traceback.format_exc()
+        return pickle.dumps(("error", traceback.format_exc()))
 
 
 def _serve(
@@ -117,8 +120,7 @@ def _serve(
             break
         if not message:
             break
-        # Pickled here rather than by the connection, whose pickler would move tensors to shared memory.
-        reply = pickle.dumps(_execute(message))
+        reply = _execute(message)
         try:
             jobs.send_bytes(reply)
         except BrokenPipeError:
@@ -201,9 +203,7 @@ class RankPool:
                     self.deadline_s,
                     theirs,
                 )
-                process = context.Process(
-                    target=_serve, args=arguments, name=f"rank-{index}-of-{self.world_size}", daemon=True
-                )
+                process = context.Process(target=_serve, args=arguments, name=f"rank-{index}-of-{self.world_size}", daemon=True)
                 process.start()
                 theirs.close()
                 self._ranks.append(_Rank(process, ours, stack_file))
@@ -245,9 +245,7 @@ class RankPool:
             else:
                 text = f"{state}:\n{value}"
             sections.setdefault(text, []).append(index)
-        return "\n" + "\n".join(
-            f"--- rank {', '.join(map(str, who))} {text}" for text, who in sections.items()
-        )
+        return "\n" + "\n".join(f"--- rank {', '.join(map(str, who))} {text}" for text, who in sections.items())
 
     def _end(self) -> None:
         for rank in self._ranks:

@@ -31,9 +31,7 @@ class Block(nn.Module):
 class MLP(nn.Module):
     """Blocks, then a bias and a head of the root; ``checkpointed`` recomputes each block in backward."""
 
-    def __init__(
-        self, dim: int = 8, hidden: int = 16, out: int = 4, layers: int = 2, checkpointed: bool = False
-    ) -> None:
+    def __init__(self, dim: int = 8, hidden: int = 16, out: int = 4, layers: int = 2, checkpointed: bool = False) -> None:
         super().__init__()
         self.checkpointed = checkpointed
         self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(layers))

@@ -41,9 +41,7 @@ FLOOR = 1e-8
 _EVALUATE_AFTER = (0, 2)
 
 
-def regression_batch(
-    step: int, rank: int, world: int, sizes: Sequence[int] = (3,), dim: int = 8, out: int = 4
-) -> Batch:
+def regression_batch(step: int, rank: int, world: int, sizes: Sequence[int] = (3,), dim: int = 8, out: int = 4) -> Batch:
     """Inputs and targets of this rank; ``sizes`` are the batch sizes of successive steps."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     size = sizes[step % len(sizes)]
@@ -198,9 +196,7 @@ def _train(
                 history[name].append(_snapshot(parameter.grad))
                 steps[name].append(step)
         if step == 0:
-            run.layout = {
-                name: f"{_describe(p)}; gradient {_describe(p.grad)}" for name, p in model.named_parameters()
-            }
+            run.layout = {name: f"{_describe(p)}; gradient {_describe(p.grad)}" for name, p in model.named_parameters()}
         if case.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
             run.norms.append(_full([norm])[0].item())
@@ -249,9 +245,7 @@ def _initialise_shards(model: nn.Module, values: nn.Module) -> None:
                 nn.init.zeros_(parameter)
             else:
                 assert isinstance(parameter, DTensor)
-                parameter.copy_(
-                    distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)
-                )
+                parameter.copy_(distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements))
         for buffer, initial in zip(model.buffers(), values.buffers(), strict=True):
             buffer.copy_(initial)
 

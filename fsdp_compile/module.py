@@ -2,7 +2,7 @@
 
 A module that was passed to ``fully_shard`` becomes an ``FSDP<Class>``; one inside it that registers sharded parameters becomes
 a ``Sharded<Class>``. Both are generated subclasses of the module's own class on which every sharded parameter is a property:
-inside a forward of the unit it is ``unshard(shard, ...)``, outside it is the DTensor parameter. Dynamo traces such properties
+inside a forward it is ``unshard(shard, ...)``, outside it is the DTensor parameter. Dynamo traces such properties
 like any other Python, so the operators are in its graph, and nothing of the model's own code has to change.
 """
 
@@ -85,7 +85,7 @@ class FSDPModule(_Sharded):
 def _sharded_property(name: str) -> property:
     def read(self: Any) -> Any:
         sharded = self._fsdp_sharded[name]
-        if not self._fsdp_unit.active:
+        if not self._fsdp_unit.scope.active:
             return self._parameters[name]
         if sharded.unit.is_meta:
             raise RuntimeError(
@@ -107,7 +107,7 @@ def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
-    """Wrap a forward so that the unit's parameters read as full tensors while it runs.
+    """Wrap a forward so that parameters read as full tensors while it runs.
 
     Args:
         forward: the function; its first argument is the module.
@@ -118,8 +118,9 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._fsdp_unit
         policy = unit.mp_policy
-        was_active = unit.active
-        unit.active = True
+        scope = unit.scope
+        was_active = scope.active
+        scope.active = True
         try:
             if casts and policy.param_dtype is not None and policy.cast_forward_inputs:
                 args, kwargs = _cast_floating((args, kwargs), policy.param_dtype)
@@ -128,7 +129,7 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
                 result = _cast_floating(result, policy.output_dtype)
             return result
         finally:
-            unit.active = was_active
+            scope.active = was_active
 
     return wrapped
 

@@ -256,10 +256,14 @@ def _install(unit: Unit, found: dict[nn.Parameter, _Owners], dims: dict[nn.Param
 def _name_units(root: nn.Module) -> None:
     """Name all units in ``root``, and their parameters, from there; those inside are no roots."""
     prefixes = {module: prefix for prefix, module in root.named_modules()}
+    root_unit = unit_of(root)
+    assert root_unit is not None
+    scope = root_unit.scope
     units = dict.fromkeys(unit for module in prefixes if (unit := unit_of(module)) is not None)
     for unit in units:
         unit.name = prefixes.get(unit.modules[0], unit.name)
         unit.is_root = unit.is_root and root in unit.modules
+        unit.scope = scope
         for sharded in unit.params:
             module, name = sharded.owners[0]
             sharded.name = ".".join(part for part in (prefixes.get(module, ""), name) if part)

@@ -173,6 +173,18 @@ def _land_eager_gradient(shard: Tensor) -> None:
     land_gradients([shard._fsdp_sharded_param], [grad])  # type: ignore[attr-defined]
 
 
+class Scope:
+    """Shared by all units of a tree of modules.
+
+    Attributes:
+        active: a forward of one of the units is running: the parameters of all of them read as full tensors, so that a module
+            can use a parameter of a module inside it that is a unit of its own.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+
+
 class Unit:
     """The parameters that one ``fully_shard`` call groups.
 
@@ -182,7 +194,7 @@ class Unit:
         mp_policy: mixed-precision policy.
         name: qualified name of the first module, from the outermost sharded one; empty for the root.
         is_root: no other unit encloses this one.
-        active: a forward of the unit is running: parameters read as full tensors.
+        scope: what the unit shares with the units around and inside it.
         is_meta: parameters have no memory yet.
         params: its parameters, in registration order.
         storages: flat storage for each dtype.
@@ -200,7 +212,7 @@ class Unit:
         self.mp_policy = mp_policy
         self.name = ""
         self.is_root = True
-        self.active = False
+        self.scope = Scope()
         # A plain attribute, not derived: traced code reads it.
         self.is_meta = False
         self.params: list[ShardedParam] = []

@@ -79,6 +79,11 @@ def _shard_tied_units(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShar
     shard_units(model, mesh, fully_shard)
 
 
+def _shard_child(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard) -> None:
+    fully_shard(model.child, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 def _shard_root_only(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard) -> None:
     fully_shard(model, mesh=mesh)
 
@@ -184,6 +189,8 @@ _TABLE = [
     Case("buffers", models.Buffers),
     Case("containers", models.Containers),
     Case("reads_child", models.ReadsChild),
+    # FSDP2 gives the parent a shard, which it cannot multiply with.
+    Case("reads_child_unit", models.ReadsChild, _shard_child, fsdp2=False),
     Case("keywords_and_tuples", models.KeywordsAndTuples),
     Case("list_of_modules", models.MLP, _shard_list),
     Case("ignored_params", _one_block, _shard_except_ignored, ignored=_IGNORED),
@@ -288,10 +295,8 @@ def _parameters() -> list[Any]:
 def test_parity(
     case: Case, world: int, system: str, rank_pools: RankPools, fsdp2_runs: Callable[[str, int], list[Run]]
 ) -> None:
-    if system == "fsdp2":
-        runs = fsdp2_runs(case.name, world)
-    else:
-        runs = rank_pools[world].run(run_case, name=case.name, system=system)
+    ours = system != "fsdp2"
+    runs = rank_pools[world].run(run_case, name=case.name, system=system) if ours else fsdp2_runs(case.name, world)
     if system in ("aot_eager", "inductor"):
         assert all(run.graphs > 0 for run in runs)
     if case.reference_rtol is not None:

@@ -65,16 +65,18 @@ class ShardingMesh:
         return (Replicate(), shard) if self.mesh.ndim == 2 else (shard,)
 
     def post_forward_group(self, size: int) -> str:
-        """Name of this rank's group of ``size`` neighbours, for ``reshard_after_forward=size``.
+        """Name of this rank's group of ``size`` neighbours, for ``reshard_after_forward=size``; empty for one rank and for all.
 
         Raises:
-            ValueError: ``size`` does not divide the shard dimension.
+            ValueError: ``size`` is no number that divides the shard dimension.
         """
-        if size < 1 or self.shard_size % size:
+        if not isinstance(size, int) or size < 1 or self.shard_size % size:
             raise ValueError(
-                f"reshard_after_forward={size} must be a factor of the shard dimension's size, {self.shard_size}; "
+                f"reshard_after_forward={size!r} must be a factor of the shard dimension's size, {self.shard_size}; "
                 "or True, False or None."
             )
+        if size in (1, self.shard_size):
+            return ""
         return _mesh_of_neighbours(self.mesh, size).get_group(1).group_name
 
 

@@ -35,6 +35,8 @@ class ShardedParam:
         local_name: name within the unit; equal for the same parameter of equal blocks.
         shape: full shape.
         dim: the dimension that is cut, or ``REPLICATED`` for a scalar.
+        padded_shape, padded_numel: of every rank's padded shard.
+        rows: first index and number of indices, along ``dim``, that this rank really has.
         param: the DTensor parameter.
         shard: the padded shard, a leaf.
         offset: first element of the shard in the unit's storage of its dtype.
@@ -47,6 +49,9 @@ class ShardedParam:
         self.name = self.local_name = local_name
         self.shape = param.shape
         self.dim = dim
+        self.padded_shape = padded_shard_shape(self.shape, dim, unit.mesh.shard_size)
+        self.padded_numel = padded_shard_numel(self.shape, dim, unit.mesh.shard_size)
+        self.rows = (0, 0) if dim == REPLICATED else self._rows_of_rank(unit.mesh.shard_rank)
         self.offset = 0
         self.param = self._make_param(param)
         self.shard: nn.Parameter
@@ -57,25 +62,15 @@ class ShardedParam:
         mesh = self.unit.mesh
         local = full.detach()
         if self.dim != REPLICATED:
-            start, length = self._local_span()
-            local = local.narrow(self.dim, start, length).contiguous()
+            local = local.narrow(self.dim, *self.rows).contiguous()
         meta = TensorMeta(full.shape, full.stride(), full.dtype)
         spec = DTensorSpec(mesh.mesh, mesh.placements(self.dim), tensor_meta=meta)
         return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=full.requires_grad)
 
-    def _local_span(self) -> tuple[int, int]:
-        """First row and number of rows, along ``dim``, of this rank's unpadded shard."""
+    def _rows_of_rank(self, rank: int) -> tuple[int, int]:
         size, rows = self.shape[self.dim], self.padded_shape[self.dim]
-        start = min(rows * self.unit.mesh.shard_rank, size)
+        start = min(rows * rank, size)
         return start, min(rows, size - start)
-
-    @property
-    def padded_shape(self) -> list[int]:
-        return padded_shard_shape(self.shape, self.dim, self.unit.mesh.shard_size)
-
-    @property
-    def padded_numel(self) -> int:
-        return padded_shard_numel(self.shape, self.dim, self.unit.mesh.shard_size)
 
     @property
     def local(self) -> Tensor:
@@ -84,9 +79,9 @@ class ShardedParam:
 
     def unpad(self, padded: Tensor) -> Tensor:
         """The rows of a padded shard, or of its gradient, that this rank really has."""
-        if self.dim == REPLICATED or padded.size(self.dim) == self._local_span()[1]:
+        if self.dim == REPLICATED or padded.size(self.dim) == self.rows[1]:
             return padded
-        return padded.narrow(self.dim, 0, self._local_span()[1])
+        return padded.narrow(self.dim, 0, self.rows[1])
 
     def bind(self, storage: Tensor, offset: int) -> None:
         """Move the local tensor into ``storage`` and make parameter and shard views of it there."""
@@ -220,11 +215,9 @@ class Unit:
         self.post_forward_group = ""
         self._reshard_after_forward = reshard_after_forward
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-            size = reshard_after_forward
-            group = mesh.post_forward_group(size)
-            # The extreme sizes are the two plain answers, as in FSDP2.
-            self._reshard_after_forward = size != 1
-            self.post_forward_group = group if 1 < size < mesh.shard_size else ""
+            self.post_forward_group = mesh.post_forward_group(reshard_after_forward)
+            # A group of one rank holds the whole parameter, which is to keep it.
+            self._reshard_after_forward = reshard_after_forward != 1
 
     @property
     def reshards_after_forward(self) -> bool:

@@ -3,6 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.common.distributed import RankPools
 
@@ -13,3 +16,13 @@ def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
     pools = RankPools(tmp_path_factory.mktemp("inductor"))
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[None]:
+    """Eight ranks of which this is the first; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    torch._dynamo.reset()
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()

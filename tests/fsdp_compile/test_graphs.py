@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import expecttest
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import Capture, MixedPrecisionPolicy, capture, fsdp_backend, fully_shard
 
@@ -61,12 +58,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-@pytest.fixture(autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    torch._dynamo.reset()
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("fake_ranks")
 
 
 def compile_gpt(lowering: str = "aot_eager", hsdp: bool = False, depth: int = 2, **policy: Any) -> Capture:

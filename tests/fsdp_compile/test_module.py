@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,24 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import FSDPModule, capture, fsdp_backend, fully_shard, register_fsdp_forward_method
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import shard_units
 
-WORLD_SIZE = 8
 _EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "aot_eager"}}
-
-
-@pytest.fixture
-def fake_ranks() -> Iterator[None]:
-    """Eight ranks of which this is the first; collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
-    yield
-    dist.destroy_process_group()
-    torch._dynamo.reset()
 
 
 # --- Classes --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule
 
 from passes.keep_order import KeepWaits
 from passes.lower import INDUCTOR_CONFIG
-from passes.ops import Unshard, unshards, update_args
+from passes.ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
 from passes.pipeline import run_dynamo_passes, run_joint_passes, run_passes
 
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
@@ -193,10 +193,13 @@ def _emptied(args: list[Any]) -> list[Any]:
 
 
 def _group_names(graph: Graph) -> dict[str, str]:
+    """What the process groups of a graph are in the mesh. To be asked before the passes replace the operators."""
     names: dict[str, str] = {}
-    for node in unshards(graph.nodes):
-        spec = Unshard.of(node)
-        names[spec.group] = "post_forward" if spec.offset == -1 else "shard"
+    specs: list[Unshard | ReduceGrad] = [Unshard.of(node) for node in unshards(graph.nodes)]
+    specs += [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]
+    for spec in specs:
+        names[spec.group] = "shard"
         names[spec.replicate_group] = "replicate"
+        names[getattr(spec, "post_forward_group", "")] = "post_forward"
     names.pop("", None)
     return names

@@ -135,6 +135,15 @@ def test_kept_parameters_are_saved() -> None:
     assert any(map(_made_of_gathers_alone, saved))
 
 
+@pytest.mark.parametrize("policy", [True, False, 2])
+def test_groups_are_named_after_the_mesh(policy: bool | int) -> None:
+    captured = compile_gpt(hsdp=True, depth=1, reshard_after_forward=policy)
+    forward, backward = captured.forward[0].readable(), captured.backward[0].readable()
+    groups = set(re.findall(r"_c10d_functional\.\w+\.default\(.*'(\w+)'\)", forward + backward))
+    groups |= set(re.findall(r"fsdp_compile\.reshard\.default\(.*, '(\w+)'\)", forward))
+    assert groups == {"shard", "replicate"} | ({"post_forward"} if policy == 2 else set())
+
+
 def test_graphs_are_the_same_every_time() -> None:
     texts = []
     for _ in range(2):

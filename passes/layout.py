@@ -51,7 +51,8 @@ def assemble(pieces: Tensor, shape: Sequence[int], dim: int) -> Tensor:
 def disassemble(full: Tensor, dim: int, world_size: int) -> Tensor:
     """All ranks' pieces of ``full``, padded with zeros: ``[world_size, padded_shard_numel]``. Inverse of :func:`assemble`."""
     if dim == REPLICATED:
-        return full.reshape(1, -1).expand(world_size, -1)
+        # Contiguous: a collective takes its flattened input as memory, and an expanded tensor has only one element of it.
+        return full.reshape(1, -1).expand(world_size, -1).contiguous()
     piece = padded_shard_shape(full.shape, dim, world_size)
     if dim == 0:
         padding = piece[0] * world_size - full.size(0)

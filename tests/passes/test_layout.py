@@ -31,4 +31,6 @@ def test_rows_are_cut_as_dtensor_cuts_them(shape: tuple[int, ...], world_size: i
 
 def test_scalars_are_whole_everywhere() -> None:
     assert padded_shard_shape((), REPLICATED, 4) == []
-    assert torch.equal(disassemble(torch.tensor(2.0), REPLICATED, 4), torch.full((4, 1), 2.0))
+    pieces = disassemble(torch.tensor(2.0), REPLICATED, 4)
+    assert torch.equal(pieces, torch.full((4, 1), 2.0))
+    assert pieces.reshape(-1).is_contiguous()

@@ -28,6 +28,7 @@ from passes.pipeline import run_dynamo_passes, run_joint_passes, run_passes
 
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
 from .runtime import BoxedFunction, bind_backward, bind_forward, boxed, gradient_outputs, sharded_param
+from .unit import Unit
 
 _LOWERINGS = ("inductor", "aot_eager")
 
@@ -99,13 +100,25 @@ def _qualify_names(graph: Graph, example_inputs: Sequence[Any]) -> list[int]:
     The code that Dynamo traces knows parameters by their names within a unit, so that equal blocks can share a graph.
     """
     index_of = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
+    unit_names: dict[Unit, str] = {}
     indices = []
     for node in unshards(graph.nodes):
         index = index_of[Unshard.of(node).shard]
         sharded = sharded_param(example_inputs[index])
-        update_args(node, name=sharded.name, unit=sharded.unit.name)
+        if sharded.unit not in unit_names:
+            unit_names[sharded.unit] = _unique_name(sharded.unit.name, set(unit_names.values()))
+        update_args(node, name=sharded.name, unit=unit_names[sharded.unit])
         indices.append(index)
     return indices
+
+
+def _unique_name(name: str, taken: set[str]) -> str:
+    """Units have names within the outermost sharded module; one graph may hold several of those, whose names can be equal."""
+    candidate, number = name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name or 'root'}_{number}"
+    return candidate
 
 
 def _guard_requires_grad(compiled: Callable[..., Any], uncompiled: GraphModule, shards: list[int]) -> Callable[..., Any]:

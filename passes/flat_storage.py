@@ -9,6 +9,8 @@ After:  shards that are neighbours in storage enter as one extra placeholder, a 
 Leaves alone shards without neighbours, and pieces that have no place in storage.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 
@@ -24,10 +26,15 @@ _cast = torch.ops.prims.convert_element_type.default
 
 @dataclass(frozen=True)
 class Location:
-    """Where a shard lies: which unit's storage, and at which element it starts."""
+    """Where a shard lies: in which unit's storage of which dtype, and at which element it starts."""
 
     unit: str
+    dtype: torch.dtype
     offset: int
+
+    def after(self, numel: int) -> Location:
+        """Where a neighbour behind ``numel`` elements starts."""
+        return Location(self.unit, self.dtype, self.offset + numel)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,9 @@ def locate_shards(graph: Graph) -> dict[Node, Location]:
     """Where the shards that a graph unshards lie in storage. To be asked before bucketing consumes the unshards."""
     specs = [Unshard.of(node) for node in unshards(graph.nodes)]
     return {
-        spec.shard: Location(spec.unit, spec.offset) for spec in specs if spec.offset >= 0 and spec.shard.op == "placeholder"
+        spec.shard: Location(spec.unit, spec.shard.meta["val"].dtype, spec.offset)
+        for spec in specs
+        if spec.offset >= 0 and spec.shard.op == "placeholder"
     }
 
 
@@ -67,16 +76,15 @@ def _strip(piece: Node) -> tuple[Node, torch.dtype | None]:
 
 def _split_into_runs(pieces: list[Node], locations: dict[Node, Location]) -> list[list[Node]]:
     runs: list[list[Node]] = []
-    end: tuple[str, int] | None = None
+    end: Location | None = None
     for piece in pieces:
         shard, _ = _strip(piece)
         location = locations.get(shard)
-        start = (location.unit, location.offset) if location else None
-        if runs and start is not None and start == end:
+        if runs and location is not None and location == end:
             runs[-1].append(piece)
         else:
             runs.append([piece])
-        end = (location.unit, location.offset + math.prod(shard.meta["val"].shape)) if location else None
+        end = location.after(math.prod(shard.meta["val"].shape)) if location else None
     return runs
 
 

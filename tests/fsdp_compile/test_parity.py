@@ -115,6 +115,11 @@ def _shard_two(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard) -> N
         shard_units(part, mesh, fully_shard)
 
 
+def _shard_parts(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard) -> None:
+    for part in model.children():
+        fully_shard(part, mesh=mesh)
+
+
 def _compile_first_block(model: nn.Module, options: Compile) -> Forward:
     model.get_submodule("blocks.0").compile(**options)
     return model
@@ -247,6 +252,10 @@ _TABLE = [
     Case("compile_first_block", models.MLP, compile=_compile_first_block),
     Case("compile_each_block", models.MLP, compile=_compile_each_block),
     Case("two_models", models.TwoModels, _shard_two, compile=_compile_children),
+    # Units of both models go by the same names, in one graph.
+    Case("two_models_in_one_graph", models.TwoModels, _shard_two),
+    # Several outermost sharded modules of one unit each.
+    Case("outermost_units", models.TwoModels, _shard_parts),
     Case("dynamic_batch", _one_block, batch=partial(regression_batch, sizes=(3, 5, 2, 6, 4))),
     Case("evaluation_no_grad", _one_block, evaluation=torch.no_grad),
     Case("evaluation_inference_mode", _one_block, evaluation=torch.inference_mode),

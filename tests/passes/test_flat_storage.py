@@ -62,6 +62,19 @@ def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0
 """,
         )
 
+    def test_storages_of_different_dtypes_are_no_neighbours(self) -> None:
+        def forward(a, b):
+            return [
+                unshard(a, "a", [64], self.shard, unit="up", offset=0, param_dtype=torch.bfloat16).relu(),
+                unshard(b, "b", [64], self.shard, unit="up", offset=8, param_dtype=torch.bfloat16).relu(),
+            ]
+
+        gm = self.trace(forward, torch.zeros(8), torch.zeros(8, dtype=torch.float16), names="shard_a shard_b")
+        locations = locate_shards(gm.graph)
+        mixed_precision(gm.graph)
+        bucket_gathers(gm.graph)
+        assert flat_storage(gm.graph, locations) == []
+
     def test_leaves_shards_without_neighbours_alone(self) -> None:
         text, runs = self.run_passes((0, 16, 32))
         assert runs == []

@@ -357,3 +357,14 @@ class TwoModels(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.critic(torch.tanh(self.generator(x)))
+
+
+class Twins(nn.Module):
+    """Two equal blocks; this class itself is no unit."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = Block(dim, 2 * dim), Block(dim, 2 * dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))

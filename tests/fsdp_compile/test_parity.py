@@ -254,8 +254,8 @@ _TABLE = [
     Case("two_models", models.TwoModels, _shard_two, compile=_compile_children),
     # Units of both models go by the same names, in one graph.
     Case("two_models_in_one_graph", models.TwoModels, _shard_two),
-    # Several outermost sharded modules of one unit each.
-    Case("outermost_units", models.TwoModels, _shard_parts),
+    # Two outermost units: without a name of their own, and laid out alike.
+    Case("outermost_units", models.Twins, _shard_parts, batch=partial(regression_batch, out=8)),
     Case("dynamic_batch", _one_block, batch=partial(regression_batch, sizes=(3, 5, 2, 6, 4))),
     Case("evaluation_no_grad", _one_block, evaluation=torch.no_grad),
     Case("evaluation_inference_mode", _one_block, evaluation=torch.inference_mode),

@@ -153,27 +153,28 @@ def _new_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool)
     return type(f"{prefix}{original.__name__}", (base, original), namespace)
 
 
-def make_fsdp_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """``FSDP<Original>``, with properties for the parameters of those names."""
-    return _make_class(original, names, True)
+def swap_class(module: nn.Module, unit: Unit, is_unit: bool) -> None:
+    """Make ``module`` an instance of its generated class, in place.
 
-
-def make_owner_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """``Sharded<Original>``, with properties for the parameters of those names."""
-    return _make_class(original, names, False)
-
-
-def swap_class(module: nn.Module, make: Callable[[type[nn.Module], tuple[str, ...]], type[nn.Module]], unit: Unit) -> None:
-    """Make ``module`` an instance of its generated class, in place."""
+    Args:
+        module: a module that the unit was made of, or one inside it that registers parameters of it.
+        unit: the unit.
+        is_unit: the former: it becomes ``FSDP<Class>``, else ``Sharded<Class>``.
+    """
     module._fsdp_unit = unit  # type: ignore[assignment]
     names = tuple(module.__dict__.get("_fsdp_sharded", ()))
-    module.__class__ = make(type(module), names)
+    module.__class__ = _make_class(type(module), names, is_unit)
     if "forward" in module.__dict__:
         # A forward patched onto the instance hides the class's.
-        patched = module.__dict__["forward"]
-        wrapped = _in_unit(lambda self, *args, **kwargs: patched(*args, **kwargs), casts=make is make_fsdp_class)
-        module.__dict__["forward"] = functools.wraps(patched)(lambda *args, **kwargs: wrapped(module, *args, **kwargs))
+        _wrap_on_instance(module, "forward", casts=is_unit)
     module.register_load_state_dict_post_hook(lambda _module, _keys: unit.sync())
+
+
+def _wrap_on_instance(module: nn.Module, name: str, casts: bool) -> None:
+    """Let a module's own method read full parameters, under the signature that it has."""
+    method = getattr(module, name)
+    wrapped = _in_unit(lambda self, *args, **kwargs: method(*args, **kwargs), casts)
+    setattr(module, name, functools.wraps(method)(lambda *args, **kwargs: wrapped(module, *args, **kwargs)))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -188,9 +189,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.
     """
-    method = getattr(module, method_name, None)
-    if not callable(method):
+    if not callable(getattr(module, method_name, None)):
         raise AttributeError(f"{type(module).__name__} has no method {method_name!r} to register.")
     if isinstance(module, FSDPModule):
-        wrapped = _in_unit(lambda self, *args, **kwargs: method(*args, **kwargs), casts=True)
-        setattr(module, method_name, functools.wraps(method)(lambda *args, **kwargs: wrapped(module, *args, **kwargs)))
+        _wrap_on_instance(module, method_name, casts=True)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from passes.layout import REPLICATED
 
 from .mesh import ShardingMesh
-from .module import FSDPModule, make_fsdp_class, make_owner_class, swap_class, unit_of
+from .module import FSDPModule, swap_class, unit_of
 from .unit import ShardedParam, Unit
 
 M = TypeVar("M", bound=nn.Module)
@@ -100,7 +100,7 @@ def fully_shard(
         param._fsdp_ignored = True  # type: ignore[attr-defined]
     _install(unit, found, dims)
     for member in modules:
-        swap_class(member, make_fsdp_class, unit)
+        swap_class(member, unit, is_unit=True)
     for member in modules:
         _name_units(member)
     unit.allocate()
@@ -250,7 +250,7 @@ def _install(unit: Unit, found: dict[nn.Parameter, _Owners], dims: dict[nn.Param
             module._parameters[name] = sharded.param
         module._fsdp_sharded = params  # type: ignore[assignment]
         if module not in unit.modules:
-            swap_class(module, make_owner_class, unit)
+            swap_class(module, unit, is_unit=False)
 
 
 def _name_units(root: nn.Module) -> None:

@@ -26,16 +26,21 @@ def group_size(group: str) -> int:
     return resolve_group(group).size() if group else 1
 
 
+def backend_name(group: str, device: torch.device) -> str:
+    """The backend that serves ``device`` in a group: "nccl", "gloo", "fake"."""
+    process_group = resolve_group(group)
+    try:
+        return process_group._get_backend(device).name()
+    except RuntimeError:
+        return dist.get_backend(process_group)
+
+
 def supports_averaging(group: str, device: torch.device) -> bool:
     """Whether the backend that serves ``device`` reduces with an average. NCCL does, Gloo does not.
 
     The fake backend has no arithmetic; on a CUDA device it stands for NCCL.
     """
-    process_group = resolve_group(group)
-    try:
-        backend = process_group._get_backend(device).name()
-    except RuntimeError:
-        backend = dist.get_backend(process_group)
+    backend = backend_name(group, device)
     return backend == "nccl" or ("fake" in backend and device.type == "cuda")
 
 
@@ -76,8 +81,16 @@ class Averaging:
 
 def start_gather(shards: Sequence[Tensor], group: str) -> Tensor:
     """Begin gathering padded shards of one dtype. Returns the flat buffer in flight, ``[world_size * sum of numels]``."""
-    flat = [shard.reshape(-1) for shard in shards]
-    return _c10d.all_gather_into_tensor(flat[0] if len(flat) == 1 else torch.cat(flat), group_size(group), group)
+    pieces = [shard.reshape(-1) for shard in shards]
+    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    world_size = group_size(group)
+    if backend_name(group, flat.device) == "gloo":
+        # Gloo's worker threads record the name of the collective that they finished in one string, without a lock. Names of
+        # more than 15 characters live on the heap, where two threads free the same one: the process aborts. The functional
+        # all-gather is "ALLGATHER_COALESCED"; this one, "_ALLGATHER_BASE". (torch 2.13, ProcessGroupGloo::runLoop.)
+        gathered = flat.new_empty(world_size * flat.numel())
+        return _c10d.all_gather_into_tensor_out(flat, world_size, group, out=gathered)
+    return _c10d.all_gather_into_tensor(flat, world_size, group)
 
 
 def finish_gather(gathered: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str) -> list[Tensor]:

@@ -4,7 +4,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-from passes.collectives import Averaging, supports_averaging
+from passes.collectives import (
+    Averaging,
+    finish_gather,
+    finish_reduce,
+    start_gather,
+    start_reduce_scatter,
+    supports_averaging,
+)
+from tests.common.distributed import RankPools, device_mesh
 from tests.passes.tracing import PassTestCase
 
 
@@ -47,3 +55,23 @@ class TestAveraging(PassTestCase):
     def test_backends(self) -> None:
         assert not supports_averaging(self.shard, torch.device("cpu"))
         assert supports_averaging(self.shard, torch.device("cuda"))
+
+
+def _keep_many_in_flight(rounds: int) -> None:
+    """Executed by every rank."""
+    group = device_mesh((2,)).get_group().group_name
+    averaging = Averaging("sum")
+    for _ in range(rounds):
+        gathers = [start_gather([torch.ones(4)], group) for _ in range(8)]
+        reductions = [start_reduce_scatter([torch.ones(8)], [0], group, averaging) for _ in range(2)]
+        for gather in gathers:
+            (full,) = finish_gather(gather, [(8,)], [0], group)
+            assert full.sum() == 8
+        for reduction in reductions:
+            (shard,) = finish_reduce(reduction, [(8,)], [0], group, averaging)
+            assert shard.sum() == 8
+
+
+def test_gloo_survives_collectives_in_flight(rank_pools: RankPools) -> None:
+    # With the functional all-gather, a rank aborts within some thousand rounds (see start_gather).
+    rank_pools[2].run(_keep_many_in_flight, rounds=2000)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import gloo  # noqa: F401 (makes all-gathers on CPU safe)
 from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
 
 _c10d = torch.ops._c10d_functional
@@ -84,12 +85,6 @@ def start_gather(shards: Sequence[Tensor], group: str) -> Tensor:
     pieces = [shard.reshape(-1) for shard in shards]
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     world_size = group_size(group)
-    if backend_name(group, flat.device) == "gloo":
-        # Gloo's worker threads record the name of the collective that they finished in one string, without a lock. Names of
-        # more than 15 characters live on the heap, where two threads free the same one: the process aborts. The functional
-        # all-gather is "ALLGATHER_COALESCED"; this one, "_ALLGATHER_BASE". (torch 2.13, ProcessGroupGloo::runLoop.)
-        gathered = flat.new_empty(world_size * flat.numel())
-        return _c10d.all_gather_into_tensor_out(flat, world_size, group, out=gathered)
     return _c10d.all_gather_into_tensor(flat, world_size, group)
 
 

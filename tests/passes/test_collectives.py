@@ -73,5 +73,5 @@ def _keep_many_in_flight(rounds: int) -> None:
 
 
 def test_gloo_survives_collectives_in_flight(rank_pools: RankPools) -> None:
-    # With the functional all-gather, a rank aborts within some thousand rounds (see start_gather).
+    # With torch's own kernel of the functional all-gather, a rank aborts within some thousand rounds (see passes.gloo).
     rank_pools[2].run(_keep_many_in_flight, rounds=2000)

@@ -1,0 +1,285 @@
+"""A gradient communication hook, which writes in place and calls ``torch.distributed``, as functional tensor code.
+
+In the backward graph a hook has to be operators that Inductor can fuse and a schedule can move: no in-place operator, and
+functional collectives instead of ``c10d`` ones. Hooks call ``torch.distributed`` under whatever name they imported it, so that
+replacing its functions would miss some; every one of them ends in a ``c10d`` operator, which a dispatch mode sees.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
+from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
+from torch.fx import Interpreter
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_c10d = torch.ops._c10d_functional
+_aten = torch.ops.aten
+_WRITE_VALUES = "Write values into the tensor, with copy_(); its memory, dtype and shape are the graph's to choose."
+
+
+class HookNotTraceable(RuntimeError):
+    """A communication hook does what a graph cannot hold; the message says what, and what to write instead."""
+
+
+def hook_name(hook: Callable[..., Any]) -> str:
+    """What messages call a hook: the name of the function, or of the class whose instances are called."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(hook, "__name__", type(hook).__name__)
+
+
+def apply_reduce_hook(hook: Callable[[Tensor, Tensor], None], flat: Tensor, world_size: int) -> Tensor:
+    """The gradient shard that ``hook(flat, output)`` writes into its output.
+
+    With a fake ``flat``, or while ``make_fx`` traces, the hook runs on fake tensors, and what it does is done to ``flat`` with
+    functional operators. Otherwise it just runs.
+
+    Args:
+        hook: may overwrite both of its arguments; fills the second, of ``flat.numel() // world_size`` elements. The objects
+            that it holds (of a ``functools.partial``, method or callable object) must not change while it is traced.
+        flat: flat gradient; left as it is.
+        world_size: number of shards of the gradient.
+
+    Raises:
+        HookNotTraceable: the hook cannot be written as operators.
+    """
+
+    def run(grad: Tensor) -> Tensor:
+        output = grad.new_empty(grad.numel() // world_size)
+        _check_returned(hook, hook(grad, output), grad, output)  # type: ignore[func-returns-value]
+        if isinstance(output, FunctionalTensor) and not _is_written(output):
+            raise _refusal(hook, "it never wrote its output", "Fill output in place, for example with output.copy_().")
+        return output
+
+    return _apply(hook, run, flat)
+
+
+def apply_in_place_hook(hook: Callable[[Tensor], None], flat: Tensor) -> Tensor:
+    """The gradient that ``hook(flat)`` leaves in its argument; see :func:`apply_reduce_hook`."""
+
+    def run(grad: Tensor) -> Tensor:
+        _check_returned(hook, hook(grad), grad)  # type: ignore[func-returns-value]
+        return grad
+
+    return _apply(hook, run, flat)
+
+
+def _apply(hook: Callable[..., Any], run: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
+    with torch.no_grad():
+        if get_proxy_mode() is None and not isinstance(flat, FakeTensor):
+            return run(flat.clone())
+        # A graph of its own, which can be cleaned up (of the output that was allocated, for one) before it is traced again.
+        traced = Interpreter(_trace(hook, run, flat))
+        # Tensors that the hook creates are to be as fake as those that they meet.
+        with flat.fake_mode if isinstance(flat, FakeTensor) else contextlib.nullcontext():
+            return traced.run(flat)
+
+
+def _trace(hook: Callable[..., Any], run: Callable[[Tensor], Tensor], flat: Tensor) -> torch.fx.GraphModule:
+    fake = flat if isinstance(flat, FakeTensor) else FakeTensorMode().from_tensor(flat)
+
+    def observed(grad: Tensor) -> Tensor:
+        with fake.fake_mode, _NoDataAssignment(hook), _FunctionalCollectives(hook):
+            return run(grad)
+
+    before = _state(hook)
+    # The graph that it goes into has been decomposed already, and Inductor relies on that.
+    trace = make_fx(dispatch_functionalize(observed, FunctionalTensorMode()), decomposition_table=select_decomp_table())
+    try:
+        traced = trace(fake)
+    except HookNotTraceable:
+        raise
+    except Exception as error:
+        reason = f"tracing it raised {type(error).__name__}: {error}"
+        raise _refusal(hook, reason, "Write it with tensor operators and torch.distributed collectives only.") from error
+    after = _state(hook)
+    missing = object()
+    changed = sorted({key[1] for key in before | after if before.get(key, missing) is not after.get(key, missing)})
+    if changed:
+        advice = "Change it outside of the hook: the traced hook runs once, not in every backward."
+        raise _refusal(hook, f"it changed {', '.join(changed)}", advice)
+    result = traced.graph.output_node().args[0].meta["val"]  # type: ignore[union-attr]
+    if result.dtype != fake.dtype or result.dim() != 1:
+        raise _refusal(hook, f"it made its result {result.dtype} {list(result.shape)}", _WRITE_VALUES)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def _refusal(hook: Callable[..., Any], reason: str, advice: str) -> HookNotTraceable:
+    return HookNotTraceable(f"The communication hook {hook_name(hook)!r} is not supported: {reason}. {advice}")
+
+
+def _check_returned(hook: Callable[..., Any], returned: Any, *arguments: Tensor) -> None:
+    """Refuse a value that would be lost. An in-place operator returns its argument, which says no more than None."""
+    if returned is not None and not any(returned is argument for argument in arguments):
+        advice = "What a hook returns is ignored: write the result in place, and wait for work that is in flight."
+        kind = "tensor" if isinstance(returned, Tensor) else type(returned).__name__
+        raise _refusal(hook, f"it returned a {kind}", advice)
+
+
+def _state(hook: Callable[..., Any]) -> dict[tuple[int, str], Any]:
+    """Attributes and items of the objects that a hook holds, and items of the attributes, by owner and name."""
+    found: dict[tuple[int, str], Any] = {}
+    for owner in _held(hook):
+        name = type(owner).__name__
+        for attribute, value in _contents(owner, name):
+            found[id(owner), attribute] = value
+            if isinstance(value, (Mapping, list, tuple, deque)):
+                found.update({(id(owner), item): content for item, content in _contents(value, attribute)})
+    return found
+
+
+def _held(hook: Callable[..., Any]) -> Iterator[Any]:
+    if isinstance(hook, functools.partial):
+        yield from (*hook.args, *hook.keywords.values(), *_held(hook.func))
+    elif inspect.ismethod(hook):
+        yield hook.__self__
+    elif not inspect.isfunction(hook):
+        yield hook
+
+
+def _contents(owner: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(owner, Mapping):
+        yield from ((f"{name}[{key!r}]", value) for key, value in owner.items())
+    elif isinstance(owner, (list, tuple, deque)):
+        yield from ((f"{name}[{index}]", value) for index, value in enumerate(owner))
+    for attribute, value in getattr(owner, "__dict__", {}).items():
+        yield f"{name}.{attribute}", value
+    for cls in type(owner).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot != "__dict__" and hasattr(owner, slot):
+                yield f"{name}.{slot}", getattr(owner, slot)
+
+
+class _NoDataAssignment(TorchFunctionMode):
+    """Refuses what no operator stands for and tracing would therefore miss."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise _refusal(self.hook, "it assigns to .data", _WRITE_VALUES)
+        return func(*args, **(kwargs or {}))
+
+
+class _FunctionalCollectives(TorchDispatchMode):
+    """Sits on top of functionalization and hands it functional collectives in the place of ``c10d`` operators."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten.lift_fresh.default and args[0].dim() == 0:
+            # A Python number that became a tensor, as in grad[mask] = 0; other constants would have to live beside the graph.
+            with _disable_current_modes():
+                number = args[0].item()
+            return torch.full((), number, dtype=args[0].dtype, device=args[0].device)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not all(isinstance(tensor, FunctionalTensor) for tensor in tensors):
+            advice = "Keep numbers in the state, and build tensors with torch.full or from the arguments."
+            raise _refusal(self.hook, "it uses a tensor other than its arguments and what it computes from them", advice)
+        if func.namespace == "c10d":
+            return self._collective(func, args)
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+            advice = "Use operators that return tensors of known shape: torch.where, torch.clamp, a division by a tensor."
+            raise _refusal(self.hook, f"it asks for values of a tensor ({func})", advice)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # Inductor replaces random operators in the joint graph, and fails on those that come later.
+            raise _refusal(self.hook, f"it draws random numbers ({func})", "Use deterministic operators.")
+        if func.overloadpacket in (_aten.set_, _aten.resize_):
+            raise _refusal(self.hook, f"it calls {func.overloadpacket}", _WRITE_VALUES)
+        if func is _aten.copy_.default and args[0].is_contiguous():
+            # Functionalization would leave a copy() that reads the overwritten tensor only for its shape.
+            _assign(args[0], args[1])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _collective(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Write the functional collective's result into the output, and return what the ``c10d`` operator returns.
+
+        The result is waited for at once: where to wait is for a schedule to say, and a hook's own wait() has nothing to do.
+        """
+        match func.overloadpacket.__name__, *args:
+            case "allreduce_", [tensor], group, op, None, *_:
+                value = _c10d.all_reduce(tensor.contiguous(), self._op(op), _name(group))
+                return [tensor], _finish(tensor, value)
+            case "_reduce_scatter_base_", output, grad, group, op, *_:
+                value = _c10d.reduce_scatter_tensor(_flat(grad), self._op(op), _size(group), _name(group))
+                return output, _finish(output, value)
+            case "_allgather_base_", output, shard, group, *_:
+                return output, _finish(output, _c10d.all_gather_into_tensor(_flat(shard), _size(group), _name(group)))
+            case "alltoall_base_", output, source, group, output_splits, input_splits, *_:
+                # No sizes stand for an equal split of the first dimension.
+                size = _size(group)
+                output_splits = output_splits or [output.size(0) // size] * size
+                input_splits = input_splits or [source.size(0) // size] * size
+                return _finish(output, _c10d.all_to_all_single(source.contiguous(), output_splits, input_splits, _name(group)))
+            case "broadcast_", [tensor], group, root, 0, *_:
+                return [tensor], _finish(tensor, _c10d.broadcast(tensor.contiguous(), root, _name(group)))
+        advice = "Use all_reduce, reduce_scatter_tensor, all_gather_into_tensor, all_to_all_single or broadcast."
+        raise _refusal(self.hook, f"it calls {func.overloadpacket}, which has no functional form", advice)
+
+    def _op(self, op: Any) -> str:
+        kind = dist.ReduceOp.RedOpType(op.op())
+        for known, name in REDUCE_OP_TO_STR.items():
+            if known == kind:
+                return name
+        raise _refusal(self.hook, f"it reduces with {kind.name}", "Multiply the gradient, and reduce with SUM or AVG.")
+
+
+def _is_written(tensor: FunctionalTensor) -> bool:
+    return torch._functionalize_has_data_mutation(tensor.elem)  # type: ignore[attr-defined]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    # The c10d operators see memory and not shapes; the functional ones cut the first dimension.
+    return tensor.contiguous() if tensor.dim() == 1 else tensor.reshape(-1)
+
+
+def _group(group: Any) -> dist.ProcessGroup:
+    return dist.ProcessGroup.unbox(group)
+
+
+def _name(group: Any) -> str:
+    return _group(group).group_name
+
+
+def _size(group: Any) -> int:
+    return _group(group).size()
+
+
+def _finish(target: Tensor, started: Tensor) -> Any:
+    value = _c10d.wait_tensor(started)
+    _assign(target, value if value.shape == target.shape else value.view(target.shape))
+    done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    done.set_result([target])
+    return torch._C._distributed_c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
+
+
+def _assign(target: Any, value: Tensor) -> None:
+    """Let a functional tensor stand for another value from here on, in all of its views."""
+    value = value.to(target.device).to(target.dtype)
+    if value.shape != target.shape:
+        value = value.expand(target.shape)
+    value = value.contiguous()
+    torch._sync(value)
+    target.replace_(torch._from_functional_tensor(value.elem))  # type: ignore[attr-defined]
+    target.commit_update()
+    target.sync()

@@ -1,4 +1,4 @@
-"""Write docs/passes.md: one small model, before and after every pass.
+"""Write docs/passes.md: one small model before and after every pass, and another under every sync plan.
 
     python docs/render_passes.py
 
@@ -7,9 +7,14 @@ The graphs are those of a real compilation on the fake process group, so the pag
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import textwrap
+from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +22,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compile import Capture, CapturedPass, MixedPrecisionPolicy, capture, fsdp_backend, fully_shard
+from fsdp_compile import (
+    Capture,
+    CapturedGraph,
+    CapturedPass,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    capture,
+    fsdp_backend,
+    fully_shard,
+)
 
 PAGE = Path(__file__).parent / "passes.md"
 
@@ -54,6 +68,10 @@ torch.compile(model, backend=fsdp_backend)(torch.ones(3, 8)).sum().backward()
 In Dynamo's graph, parameters go by their names within a unit, so that equal blocks can share a compiled graph; the backend then
 writes the qualified names in.
 
+What backward does with its gradients, and whether parameters are gathered at all, depends on the microbatch: the passes from
+`bucket` on run once for each sync plan (`passes/sync_plan.py`). The listings show the plan of a first microbatch that
+synchronises; the other plans follow at the [end of the page](#the-backward-epilogue-of-each-sync-plan).
+
 You can have the same of your own model: `fsdp_compile.capture()` records every pass in `.passes`, `TORCH_LOGS="+passes"` prints
 them, and `TORCH_TRACE=<directory>` stores them for tlparse.
 """
@@ -78,12 +96,20 @@ class Model(nn.Module):
         return self.down(self.up(x).relu())
 
 
-def compile_model() -> Capture:
-    """Compile a training step of the model for eight ranks in this one process."""
+@contextlib.contextmanager
+def eight_ranks() -> Iterator[None]:
+    """Eight ranks, of which this process is the first; collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         torch._dynamo.reset()
-        torch.manual_seed(0)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def compile_model() -> Capture:
+    """Compile a training step of the model for eight ranks in this one process."""
+    with eight_ranks():
         model = Model()
         mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("shard",))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -92,8 +118,6 @@ def compile_model() -> Capture:
         with capture() as captured:
             torch.compile(model, backend=fsdp_backend)(torch.ones(3, 8)).sum().backward()
         return captured
-    finally:
-        dist.destroy_process_group()
 
 
 def summary(name: str) -> str:
@@ -114,6 +138,141 @@ def section(step: CapturedPass) -> str:
     return heading + "```diff\n" + "\n".join(line.rstrip() for line in lines) + "\n```\n"
 
 
+class Microbatch(NamedTuple):
+    """One step of the sequence that goes through the plans.
+
+    Attributes:
+        heading: what its plan is.
+        sentence: what the graph does.
+        calls: what is called before it, as the page prints it.
+    """
+
+    heading: str
+    sentence: str
+    calls: str = ""
+
+
+PLANS_INTRODUCTION = """\
+## The backward epilogue of each sync plan
+
+A unit of one `nn.Linear(8, 16)` on a mesh of two replicas of four shards, in float32, on a backend that only sums. The
+microbatches below are run one after another, each behind the calls that are shown with it. No flag traces anything anew;
+each plan is lowered when it is first used.
+
+```python
+mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+model = fully_shard(nn.Linear(8, 16), mesh=mesh)
+compiled = torch.compile(model, backend=fsdp_backend)
+compiled(torch.ones(3, 8)).sum().backward()  # a microbatch
+```
+
+All graphs begin alike, with the gradients of the weight (`mm`) and of the bias (`view`):
+"""
+
+BACKWARDS = [
+    Microbatch(
+        "Reduce",
+        "One reduce-scatter over the shards, one all-reduce over the replicas; the divide factor is an input, and the flat "
+        "shard of the averaged gradients, an output that becomes `param.grad`.",
+    ),
+    Microbatch(
+        "Reduce into an existing `param.grad`",
+        "The shard of the averaged gradients is added in place to the one that is there.",
+    ),
+    Microbatch(
+        "No synchronisation, first microbatch",
+        "The full gradients are outputs and wait; no communication.",
+        "model.zero_grad()\nmodel.set_requires_gradient_sync(False)",
+    ),
+    Microbatch(
+        "No synchronisation, later microbatches",
+        "The full gradients are added in place to those that wait.",
+    ),
+    Microbatch(
+        "Reduce with accumulated gradients",
+        "The gradients that waited are added ahead of the reduction, of which there is one for all microbatches.",
+        "model.set_requires_gradient_sync(True)",
+    ),
+    Microbatch(
+        "Scatter only, first microbatch",
+        "The flat shard that the reduce-scatter gives is an output and waits for an all-reduce; nothing divides it yet.",
+        "model.zero_grad()\nmodel.set_requires_all_reduce(False)",
+    ),
+    Microbatch(
+        "Scatter only, later microbatches",
+        "It is added in place to the partial result that waits.",
+    ),
+    Microbatch(
+        "All-reduce with partial results",
+        "The partial result is added ahead of the all-reduce: behind it, those of the other replicas would be missing.",
+        "model.set_requires_all_reduce(True)",
+    ),
+]
+
+FORWARDS_INTRODUCTION = """\
+## Forward graphs that keep parameters
+
+The same model, whose gathered parameters are to outlive backward.
+"""
+
+FORWARDS = [
+    Microbatch(
+        "Keep",
+        "The gathered parameters are outputs, too.",
+        "model.zero_grad()\nmodel.set_reshard_after_backward(False)",
+    ),
+    Microbatch(
+        "Reuse",
+        "They are inputs, until somebody writes to the parameters; nothing is gathered.",
+    ),
+]
+
+
+def compile_plans() -> tuple[list[str], list[str]]:
+    """The backward graphs of the one list of microbatches, and the forward graphs of the other."""
+    with eight_ranks():
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        model = cast(FSDPModule, fully_shard(nn.Linear(8, 16), mesh=mesh))
+        compiled = torch.compile(cast(nn.Module, model), backend=fsdp_backend, options={"lowering": "aot_eager"})
+        with capture() as captured:
+
+            def lower(microbatch: Microbatch, graphs: list[CapturedGraph]) -> str:
+                before = len(graphs)
+                exec(microbatch.calls, {"model": model})
+                compiled(torch.ones(3, 8)).sum().backward()
+                assert len(graphs) == before + 1, f"{microbatch.heading} has no plan of its own"
+                return graphs[-1].readable()
+
+            backwards = [lower(microbatch, captured.backward) for microbatch in BACKWARDS]
+            forwards = [lower(microbatch, captured.forward) for microbatch in FORWARDS]
+        return backwards, forwards
+
+
+def plans() -> list[str]:
+    """The parts of the page on sync plans."""
+    backwards, forwards = compile_plans()
+    lines = [text.splitlines() for text in backwards]
+    same_lines = takewhile(lambda same: len(set(same)) == 1, zip(*(body for _, *body in lines), strict=False))
+    alike = [line for line, *_ in same_lines]
+    parts = [PLANS_INTRODUCTION, code("\n".join(alike))]
+    for microbatch, (signature, *body) in zip(BACKWARDS, lines, strict=True):
+        parts.append(plan(microbatch, "\n".join([signature, "    ...", *body[len(alike) :]])))
+    parts.append(FORWARDS_INTRODUCTION)
+    parts += [plan(microbatch, text) for microbatch, text in zip(FORWARDS, forwards, strict=True)]
+    return parts
+
+
+def plan(microbatch: Microbatch, graph: str) -> str:
+    """One plan."""
+    listings = [code(text) for text in (microbatch.calls, graph) if text]
+    return "\n".join([f"### {microbatch.heading}\n", f"{textwrap.fill(microbatch.sentence, 128)}\n", *listings])
+
+
+def code(text: str) -> str:
+    """A listing of Python code."""
+    return "```python\n" + text.strip("\n") + "\n```\n"
+
+
 def render() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
@@ -123,6 +282,7 @@ def render() -> str:
             stage = step.stage
             parts.append(f"## {STAGES[stage]}\n")
         parts.append(section(step))
+    parts += plans()
     return "\n".join(parts)
 
 

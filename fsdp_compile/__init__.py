@@ -2,6 +2,10 @@
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from passes.divide_factors import gradient_divide_factors
+from passes.traced_hook import HookNotTraceable
+
+from . import comm_hooks
 from .backend import fsdp_backend
 from .capture import Capture, CapturedGraph, CapturedPass, capture
 from .module import FSDPModule, register_fsdp_forward_method
@@ -12,11 +16,14 @@ __all__ = [
     "CapturedGraph",
     "CapturedPass",
     "FSDPModule",
+    "HookNotTraceable",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "capture",
+    "comm_hooks",
     "fsdp_backend",
     "fully_shard",
+    "gradient_divide_factors",
     "register_fsdp_forward_method",
     "sync_module_states",
 ]

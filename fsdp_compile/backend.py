@@ -6,6 +6,7 @@ where a pass belongs, and nothing of them is patched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,19 +17,22 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import nn
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
+from passes.interface import Interface
 from passes.keep_order import KeepWaits
 from passes.lower import INDUCTOR_CONFIG
 from passes.ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
-from passes.pipeline import run_dynamo_passes, run_joint_passes, run_passes
+from passes.pipeline import run_dynamo_passes, run_joint_passes, run_passes, run_preparing_passes
+from passes.sync_plan import Plan
 
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
-from .runtime import BoxedFunction, bind_backward, bind_forward, boxed, gradient_outputs, sharded_param
-from .unit import Unit
+from .runtime import BoxedFunction, PlannedGraph, boxed, sharded_param
+from .unit import ShardedParam, Unit
 
 _LOWERINGS = ("inductor", "aot_eager")
 
@@ -82,7 +86,8 @@ def fsdp_backend(
         return _compile(gm, example_inputs, parsed)
     # compile_fx consumes its graph; this one can still be run operator by operator.
     uncompiled = snapshot(gm)
-    return _guard_requires_grad(_compile(gm, example_inputs, parsed), uncompiled, shards)
+    params = _params_by_name(gm.graph, example_inputs)
+    return _guard_requires_grad(_compile(gm, example_inputs, parsed, params), uncompiled, shards)
 
 
 @functools.cache
@@ -110,6 +115,13 @@ def _qualify_names(graph: Graph, example_inputs: Sequence[Any]) -> list[int]:
         update_args(node, name=sharded.name, unit=unit_names[sharded.unit])
         indices.append(index)
     return indices
+
+
+def _params_by_name(graph: Graph, example_inputs: Sequence[Any]) -> dict[tuple[str, str], ShardedParam]:
+    """The parameters that a graph reads, by the names of their unit and of themselves in the graph."""
+    index_of = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
+    specs = [Unshard.of(node) for node in unshards(graph.nodes)]
+    return {(spec.unit, spec.name): sharded_param(example_inputs[index_of[spec.shard]]) for spec in specs}
 
 
 def _unique_name(name: str, taken: set[str]) -> str:
@@ -157,18 +169,28 @@ class _JointPass(CustomGraphPass):
         return None if None in uuids else ["fsdp_compile.reshard_after_forward", *uuids]
 
 
-def _compile(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    def inner_compile(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> BoxedFunction:
-        return _lower(graph_module, inputs, options, **kwargs)
-
+def _compile(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, params: dict[tuple[str, str], ShardedParam] | None = None
+) -> Callable[..., Any]:
     config_patches = {
         **INDUCTOR_CONFIG,
         "joint_custom_post_pass": _JointPass(inductor_config.joint_custom_post_pass),
         # Parameters that are frozen into the code could not be sharded.
         "freezing": False,
     }
-    # The cache of AOTAutograd stores Inductor's own output; what inner_compile returns is bound to this process.
-    with functorch_config.patch(enable_autograd_cache=False):
+
+    def inner_compile(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> BoxedFunction:
+        lowering = _Lowering(graph_module, inputs, options, config_patches, kwargs)
+        planned = PlannedGraph(
+            graph_module, lowering, is_backward=lowering.is_backward, can_keep=not kwargs.get("is_inference", False)
+        )
+        if not lowering.is_backward:
+            planned.lower_ahead(params or {})
+        return boxed(planned)
+
+    # The cache of AOTAutograd stores Inductor's own output; what inner_compile returns is bound to this process. Gathered
+    # parameters that are saved for backward may live on after it, so backward must not reuse their memory.
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
         compiled = compile_fx(
             gm,
             example_inputs,
@@ -178,25 +200,83 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -
     return cast("Callable[..., Any]", compiled)
 
 
-def _lower(gm: GraphModule, inputs: Sequence[Any], options: Options, **kwargs: Any) -> BoxedFunction:
-    """Run the passes over a forward or backward graph and lower it; the ``inner_compile`` of ``compile_fx``."""
-    is_backward = bool(kwargs.get("is_backward"))
-    for_inductor = options.lowering == "inductor"
-    gradients = gradient_outputs(gm.graph) if is_backward else []
-    group_names = _group_names(gm.graph)
-    runs = run_passes(gm, is_backward=is_backward, for_inductor=for_inductor, observer=observer())
-    captured = snapshot(gm) if is_capturing() else None
-    if for_inductor:
-        extra = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :]]
-        with V.set_choices_handler(KeepWaits()):
-            lowered: Any = compile_fx_inner(gm, [*inputs, *extra], **kwargs)
-        code = getattr(lowered, "source_code", None)
-    else:
-        lowered = boxed(lambda args: gm(*_emptied(args)))
+class _Lowering:
+    """Lowers a forward or backward graph for a sync plan, also long after ``compile_fx`` has returned.
+
+    Args:
+        gm: the partitioned graph; the preparing passes run over it here.
+        inputs: its fake inputs.
+        options: the backend's options.
+        config_patches: Inductor's settings.
+        kwargs: what ``compile_fx`` has for ``compile_fx_inner``.
+    """
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        options: Options,
+        config_patches: dict[str, Any],
+        kwargs: dict[str, Any],
+    ):
+        self._gm = gm
+        self._inputs = inputs
+        self._options = options
+        self._config_patches = config_patches
+        self._kwargs = kwargs
+        self.is_backward = bool(kwargs.get("is_backward"))
+        self._group_names = _group_names(gm.graph)
+        self._tracing_context = TracingContext.try_get()
+        self._compile_context = CompileContext.try_get()
+        self._output_strides: list[Any] | None = None
+        run_preparing_passes(gm, is_backward=self.is_backward, observer=observer())
+
+    def __call__(self, plan: Plan) -> tuple[BoxedFunction, Interface]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(inductor_config.patch(self._config_patches))
+            if TracingContext.try_get() is None and self._tracing_context is not None:
+                # The first call with this plan, at run time.
+                stack.enter_context(tracing(self._tracing_context))
+                stack.enter_context(compile_context(self._compile_context))
+                stack.enter_context(V.set_fake_mode(self._tracing_context.fake_mode))
+            return self._lower(snapshot(self._gm), plan)
+
+    def _lower(self, gm: GraphModule, plan: Plan) -> tuple[BoxedFunction, Interface]:
+        for_inductor = self._options.lowering == "inductor"
+        interface = run_passes(gm, plan, is_backward=self.is_backward, for_inductor=for_inductor, observer=observer())
+        captured = snapshot(gm) if is_capturing() else None
         code = None
-    if captured is not None:
-        record(CapturedGraph(captured, code, group_names), is_backward)
-    return bind_backward(lowered, runs, gradients) if is_backward else bind_forward(lowered, runs)
+        if for_inductor:
+            lowered: Any = self._lower_with_inductor(gm, interface)
+            code = getattr(lowered, "source_code", None)
+        else:
+            lowered = boxed(lambda args: gm(*_emptied(args)))
+        if captured is not None:
+            record(CapturedGraph(captured, code, self._group_names), self.is_backward)
+        return lowered, interface
+
+    def _lower_with_inductor(self, gm: GraphModule, interface: Interface) -> Any:
+        extra = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(self._inputs) :]]
+        if self._output_strides is not None:
+            _restride_outputs(gm.graph, self._output_strides)
+        with V.set_choices_handler(KeepWaits()):
+            lowered = compile_fx_inner(gm, [*self._inputs, *extra], **self._kwargs)
+        context = TracingContext.try_get()
+        if not self.is_backward and context is not None and context.output_strides:
+            # Backward is compiled for the layout in which this variant saves activations; later variants keep to it.
+            del context.output_strides[interface.num_outputs :]
+            self._output_strides = list(context.output_strides)
+        return lowered
+
+
+def _restride_outputs(graph: Graph, strides: Sequence[Any]) -> None:
+    """Have a graph give out its first outputs with these strides."""
+    output = graph.output_node()
+    for node, stride in zip(output.args[0], strides, strict=False):  # type: ignore[arg-type]
+        if isinstance(node, Node) and stride is not None and isinstance(node.meta.get("val"), torch.Tensor):
+            node.meta["val"] = node.meta["val"].as_strided(node.meta["val"].shape, stride)
+    output.meta["user_visible_output_idxs"] = list(range(len(strides)))
 
 
 def _emptied(args: list[Any]) -> list[Any]:

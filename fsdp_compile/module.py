@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from passes.ops import unshard
 
+from .controls import GradientControls
 from .unit import Unit
 
 
@@ -78,7 +79,7 @@ class _SyncAfterApply:
                 unit.sync()
 
 
-class FSDPModule(_Sharded):
+class FSDPModule(GradientControls, _Sharded):
     """Mixin of modules that were passed to ``fully_shard``."""
 
 

@@ -1,4 +1,4 @@
-"""What runs around a lowered graph: extra inputs are bound before it, gradients land after it.
+"""What runs around lowered graphs: the plan is made, extra inputs are bound, extra outputs land.
 
 A lowered graph does not know which parameters it works on: equal blocks may share one. The shards among its inputs say it.
 """
@@ -6,16 +6,21 @@ A lowered graph does not know which parameters it works on: equal blocks may sha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule
 
-from passes.flat_storage import Run
-from passes.ops import ReduceGrad, reduce_grad, reduce_grads
+from passes.bucket import Bucket, gather_buckets, reduction_buckets
+from passes.graph import shard_input
+from passes.interface import Interface, Slot
+from passes.ops import ReduceGrad, Unshard
+from passes.sync_plan import Gather, Plan, Reduction, Sync
 
-from .gradients import land_gradients
-from .unit import ShardedParam
+from .gradients import factor_tensor, flat_grad, flat_partial, keep_partial, land_gradients, receive, reduced, reduction_of
+from .unit import ShardedParam, Unit
 
 #: Takes its arguments as a list, which it empties.
 BoxedFunction = Callable[[list[Any]], Any]
@@ -42,57 +47,166 @@ def sharded_param(shard: Any) -> ShardedParam:
     return found
 
 
-def storage_run(shard: Tensor, run: Run) -> Tensor:
-    """The run of flat storage around a shard that a graph takes as an extra input: ``[run.numel]``."""
-    return sharded_param(shard).unit.storages[shard.dtype].narrow(0, run.offset, run.numel)
+@dataclass(frozen=True)
+class Variant:
+    """A graph, lowered for one plan."""
+
+    function: BoxedFunction
+    inputs: Sequence[Slot]
+    outputs: Sequence[Slot]
 
 
-def bind_forward(lowered: BoxedFunction, runs: Sequence[Run]) -> BoxedFunction:
-    """A forward graph's callable, from the lowered one and the runs that it takes in addition."""
+class _Reductions:
+    """A bucket of gradients in one call of a graph."""
 
-    def forward(args: list[Any]) -> Any:
-        args.extend([storage_run(args[run.member], run) for run in runs])
-        return lowered(args)
+    def __init__(self, params: list[ShardedParam], like: Tensor, grad_dtype: torch.dtype):
+        self.params = params
+        self.like = like
+        self.grad_dtype = grad_dtype
+        self.plan: Reduction
+        self.factors: tuple[float, ...]
 
-    return boxed(forward)
+    @property
+    def unit(self) -> Unit:
+        return self.params[0].unit
+
+    def make_plan(self) -> Reduction:
+        self.plan, self.factors = reduction_of(self.unit, self.params, self.like)
+        return self.plan
 
 
-def gradient_outputs(graph: Graph) -> list[tuple[int, int]]:
-    """Which outputs of a backward graph are reduced gradients: (output, index of the placeholder of their shard).
+def _members(graph: Graph, bucket: Bucket) -> list[int]:
+    """The placeholders of a bucket's shards."""
+    index = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
+    return [index[node] for node in map(shard_input, bucket.shards) if node is not None]
 
-    To be asked before the passes replace ``reduce_grad`` nodes.
+
+def _members_to_keep(graph: Graph, bucket: Bucket) -> list[int] | None:
+    """The placeholders of a bucket's shards; None for those in a smaller group, which do not tell whose they are."""
+    in_storage = all(Unshard.of(node).offset >= 0 for node in bucket.nodes)
+    return _members(graph, bucket) if in_storage else None
+
+
+class PlannedGraph:
+    """A forward or backward graph that is lowered once for each plan that it is called with.
+
+    Args:
+        gm: the graph after the preparing passes.
+        lower: lowers a graph for a plan.
+        is_backward: which of the two it is.
+        can_keep: whether gathered parameters may live on: not those of a graph for inference.
     """
-    placeholders = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
-    shards = {node: ReduceGrad.of(node).shard for node in reduce_grads(graph.nodes)}
-    outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
-    found = []
-    for index, output in enumerate(outputs):
-        if isinstance(output, Node):
-            shard = _shard_of_gradient(output, shards)
-            if shard is not None:
-                found.append((index, placeholders[shard]))
-    return found
+
+    def __init__(
+        self, gm: GraphModule, lower: Callable[[Plan], tuple[BoxedFunction, Interface]], *, is_backward: bool, can_keep: bool
+    ):
+        self._lower = lower
+        self._is_backward = is_backward
+        self._can_keep = can_keep
+        self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+        self._variants: dict[Plan, Variant] = {}
+        self.gather_buckets = gather_buckets(gm.graph)
+        self._gathers = [_members_to_keep(gm.graph, bucket) for bucket in self.gather_buckets]
+        self._reductions: list[tuple[list[int], Tensor, torch.dtype]] = []
+        for bucket in reduction_buckets(gm.graph):
+            members = _members(gm.graph, bucket)
+            spec = ReduceGrad.of(bucket.nodes[0])
+            value = spec.grad.meta["val"]
+            like = torch.empty((), dtype=value.dtype, device=value.device)
+            self._reductions.append((members, like, spec.grad_dtype or value.dtype))
+
+    def lower_ahead(self, params: dict[tuple[str, str], ShardedParam]) -> None:
+        """Lower a forward graph for the plan that its first call will have, of parameters by (unit, name) in the graph."""
+        gathers = []
+        for bucket, members in zip(self.gather_buckets, self._gathers, strict=True):
+            specs = [Unshard.of(node) for node in bucket.nodes]
+            gathers.append(self._gather([params[spec.unit, spec.name] for spec in specs] if members is not None else None))
+        self._variant(Plan(tuple(gathers)))
+
+    def _variant(self, plan: Plan) -> Variant:
+        variant = self._variants.get(plan)
+        if variant is None:
+            function, interface = self._lower(plan)
+            variant = self._variants[plan] = Variant(function, interface.inputs, interface.outputs)
+        return variant
+
+    def _gather(self, params: list[ShardedParam] | None) -> Gather:
+        if params is None:
+            return Gather.GATHER
+        if all(param.state.full(param.param) is not None for param in params):
+            return Gather.REUSE
+        return Gather.KEEP if self._can_keep and not params[0].unit.flags.reshard_after_backward else Gather.GATHER
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        gathers = [
+            [sharded_param(args[member]) for member in members] if members is not None else None for members in self._gathers
+        ]
+        reductions = [
+            _Reductions([sharded_param(args[member]) for member in members], like, grad_dtype)
+            for members, like, grad_dtype in self._reductions
+        ]
+        for reduction in reductions:
+            receive(reduction.unit, reduction.params)
+        plan = Plan(tuple(self._gather(params) for params in gathers), tuple(reduction.make_plan() for reduction in reductions))
+        variant = self._variant(plan)
+        args.extend([self._bind(slot, args, gathers, reductions) for slot in variant.inputs])
+        self._release(gathers, reductions)
+        outputs = list(variant.function(args))
+        for slot, value in zip(variant.outputs, outputs[self._num_outputs :], strict=True):
+            _land(slot, value, gathers, reductions)
+        for reduction in reductions:
+            if reduction.plan.sync is Sync.ALL:
+                reduced(reduction.params)
+        return outputs[: self._num_outputs]
+
+    def _bind(
+        self, slot: Slot, args: list[Any], gathers: Sequence[list[ShardedParam] | None], reductions: Sequence[_Reductions]
+    ) -> Tensor:
+        """The tensor of an extra input."""
+        if slot.kind == "storage":
+            shard = args[slot.index]
+            return sharded_param(shard).unit.storages[shard.dtype].narrow(0, slot.offset, slot.numel)
+        if slot.kind == "full":
+            param = gathers[slot.bucket][slot.index]  # type: ignore[index]
+            full = param.state.full(param.param)
+            assert full is not None
+            return full
+        reduction = reductions[slot.bucket]
+        if slot.kind == "unsharded":
+            grad = reduction.params[slot.index].state.unsharded_grad
+            assert grad is not None
+            return grad
+        if slot.kind == "partial":
+            return flat_partial(reduction.params)
+        if slot.kind == "grad":
+            return flat_grad(reduction.params, reduction.grad_dtype)
+        assert slot.kind == "factor"
+        return factor_tensor(reduction.factors[slot.index], reduction.like.dtype, reduction.like.device)
+
+    def _release(self, gathers: Sequence[list[ShardedParam] | None], reductions: Sequence[_Reductions]) -> None:
+        """Leave what the graph consumes to the graph alone, so that its memory is free after the last use."""
+        for reduction in reductions:
+            for param in reduction.params:
+                if reduction.plan.sync is not Sync.NONE:
+                    param.state.unsharded_grad = None
+                if reduction.plan.sync is Sync.ALL:
+                    param.state.partial_grad = None
+        if self._is_backward:
+            for params in gathers:
+                for param in params or ():
+                    if param.unit.flags.reshard_after_backward:
+                        param.state.drop_full()
 
 
-def _shard_of_gradient(output: Node, shards: dict[Node, Node]) -> Node | None:
-    if output.target == reduce_grad:
-        return shards[output]
-    # A shard that was unsharded twice (in a subgraph that deduplication does not look into) has a sum of reductions.
-    if output.all_input_nodes and all(source.target == reduce_grad for source in output.all_input_nodes):
-        return shards[output.all_input_nodes[0]]
-    return None
-
-
-def bind_backward(lowered: BoxedFunction, runs: Sequence[Run], gradients: Sequence[tuple[int, int]]) -> BoxedFunction:
-    """A backward graph's callable: it lands the gradients of shards in ``param.grad`` and gives autograd None for them."""
-
-    def backward(args: list[Any]) -> list[Any]:
-        params = [sharded_param(args[member]) for _, member in gradients]
-        args.extend([storage_run(args[run.member], run) for run in runs])
-        outputs = list(lowered(args))
-        land_gradients(params, [outputs[index] for index, _ in gradients])
-        for index, _ in gradients:
-            outputs[index] = None
-        return outputs
-
-    return boxed(backward)
+def _land(slot: Slot, value: Tensor, gathers: Sequence[list[ShardedParam] | None], reductions: Sequence[_Reductions]) -> None:
+    """Put an extra output where the next graph, or the user, finds it."""
+    if slot.kind == "full":
+        param = gathers[slot.bucket][slot.index]  # type: ignore[index]
+        param.state.keep_full(param.param, value.contiguous())
+    elif slot.kind == "unsharded":
+        reductions[slot.bucket].params[slot.index].state.unsharded_grad = value.contiguous()
+    elif slot.kind == "partial":
+        keep_partial(reductions[slot.bucket].params, value)
+    else:
+        assert slot.kind == "grad"
+        land_gradients(reductions[slot.bucket].params, value)

@@ -260,6 +260,7 @@ def _name_units(root: nn.Module) -> None:
     assert root_unit is not None
     scope = root_unit.scope
     units = dict.fromkeys(unit for module in prefixes if (unit := unit_of(module)) is not None)
+    scope.units = list(units)
     for unit in units:
         unit.name = prefixes.get(unit.modules[0], unit.name)
         unit.is_root = unit.is_root and root in unit.modules

@@ -11,6 +11,9 @@ Views are made with ``.data``: with a version counter of its own, a step on one 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +22,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from passes.divide_factors import Averaging
 from passes.layout import REPLICATED, padded_shard_numel, padded_shard_shape
 
-from .gradients import land_gradients
+from .gradients import drop_eager_gradient, receive_gradient
 from .mesh import ShardingMesh
+from .param_state import ParamState
 
 
 class ShardedParam:
@@ -41,6 +46,7 @@ class ShardedParam:
         shard: the padded shard, a leaf.
         offset: first element of the shard in the unit's storage of its dtype.
         args, kwargs: what ``unshard`` takes after the shard.
+        state: what microbatches leave for the next one.
     """
 
     def __init__(self, unit: Unit, owners: list[tuple[nn.Module, str]], local_name: str, param: nn.Parameter, dim: int):
@@ -57,6 +63,7 @@ class ShardedParam:
         self.shard: nn.Parameter
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
+        self.state = ParamState()
 
     def _make_param(self, full: nn.Parameter) -> nn.Parameter:
         mesh = self.unit.mesh
@@ -92,12 +99,14 @@ class ShardedParam:
         self.param._local_tensor = self.unpad(padded).data  # type: ignore[attr-defined]
         self.shard = nn.Parameter(padded.data, requires_grad=self.param.requires_grad)
         self.shard._fsdp_sharded_param = self  # type: ignore[attr-defined]
+        self.shard._fsdp_receive_gradient = functools.partial(receive_gradient, self)  # type: ignore[attr-defined]
+        self.state.drop_full()
         self._watch_gradient()
         self.update_operator_args()
 
     def _watch_gradient(self) -> None:
         if self.shard.requires_grad and not self.shard._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-            self.shard.register_post_accumulate_grad_hook(_land_eager_gradient)
+            self.shard.register_post_accumulate_grad_hook(drop_eager_gradient)
 
     def is_bound(self) -> bool:
         """Whether the parameter still is a view of the memory that the shard is a view of."""
@@ -129,6 +138,7 @@ class ShardedParam:
                 continue
             self.check_replacement(registered)
             self.param = registered  # type: ignore[assignment]
+            self.state = ParamState()
             for other, other_name in self.owners:
                 other._parameters[other_name] = self.param
             return
@@ -159,25 +169,47 @@ class ShardedParam:
         return True
 
 
-def _land_eager_gradient(shard: Tensor) -> None:
-    """Hook on shards: hand a gradient that autograd accumulated outside of compiled graphs to the parameter."""
-    if shard.grad is None:
-        # A compiled graph landed the gradient itself, and gave autograd None.
-        return
-    grad, shard.grad = shard.grad, None
-    land_gradients([shard._fsdp_sharded_param], [grad])  # type: ignore[attr-defined]
-
-
 class Scope:
     """Shared by all units of a tree of modules.
 
     Attributes:
         active: a forward of one of the units is running: the parameters of all of them read as full tensors, so that a module
             can use a parameter of a module inside it that is a unit of its own.
+        units: the units, in the order of their modules.
+        is_last_backward: no other microbatch follows the next backward.
     """
 
     def __init__(self) -> None:
         self.active = False
+        self.units: list[Unit] = []
+        self.is_last_backward = True
+
+
+@dataclass
+class SyncFlags:
+    """How a unit synchronises gradients and keeps parameters; what the ``set_*`` methods of its modules set.
+
+    Attributes:
+        reduce_grads: reduce gradients at all.
+        all_reduce_grads: with replicas (HSDP), all-reduce after the reduce-scatter.
+        reshard_after_backward: free gathered parameters after backward.
+        reduce_scatter_unused_params: a parameter without a gradient has a gradient of zeros.
+        gradient_divide_factor: what to divide by; None: the number of ranks.
+        force_sum_reduction: reduce with sums only.
+        comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``, or ``hook(gradient)``.
+        comm_hook_in_place: the latter; then it is the all-reduce, too.
+        all_reduce_hook: changes the reduced shard in place.
+    """
+
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reshard_after_backward: bool = True
+    reduce_scatter_unused_params: bool = False
+    gradient_divide_factor: float | None = None
+    force_sum_reduction: bool = False
+    comm_hook: Callable[..., None] | None = None
+    comm_hook_in_place: bool = False
+    all_reduce_hook: Callable[[Tensor], None] | None = None
 
 
 class Unit:
@@ -193,6 +225,8 @@ class Unit:
         is_meta: parameters have no memory yet.
         params: its parameters, in registration order.
         storages: flat storage for each dtype.
+        flags: how it synchronises.
+        averagings: how its gradients are averaged, by the settings that decide it.
     """
 
     def __init__(
@@ -208,6 +242,8 @@ class Unit:
         self.name = ""
         self.is_root = True
         self.scope = Scope()
+        self.flags = SyncFlags()
+        self.averagings: dict[tuple[Any, ...], tuple[Averaging, tuple[float, ...]]] = {}
         # A plain attribute, not derived: traced code reads it.
         self.is_meta = False
         self.params: list[ShardedParam] = []
@@ -223,6 +259,18 @@ class Unit:
     def reshards_after_forward(self) -> bool:
         """Whether backward gathers anew. Unless said, all units do but the root, which backward needs at once."""
         return not self.is_root if self._reshard_after_forward is None else self._reshard_after_forward is True
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """Change whether backward gathers anew; compiled graphs are traced again."""
+        self._reshard_after_forward = reshard
+        self.post_forward_group = ""
+        for sharded in self.params:
+            sharded.update_operator_args()
+
+    def drop_full(self) -> None:
+        """Free gathered parameters that were kept."""
+        for sharded in self.params:
+            sharded.state.drop_full()
 
     def allocate(self) -> None:
         """Lay the parameters out in new flat storage, in the dtypes that they have now."""

@@ -1,40 +1,82 @@
 """Bucket: one collective for all parameters of a unit that share dtype and group.
 
-Before: an ``unshard`` for each parameter that the graph reads; a ``reduce_grad`` for each gradient.
-After:  for each unit, dtype and group one ``all_gather_into_tensor`` just ahead of the unit's first reader, and one
-        ``reduce_scatter_tensor`` (HSDP: then one ``all_reduce``) just after the unit's last gradient. Nothing overlaps yet.
+Before: an ``unshard`` for each parameter that the graph reads.
+After:  for each unit, dtype and group one ``all_gather_into_tensor`` just ahead of the unit's first reader. Nothing overlaps
+        yet. A bucket whose parameters the plan keeps goes out of the graph, too; one that it reuses comes in, without a gather.
 
 In a bucket, parameters stand in the order of flat storage, never of a hash. Scalars, which every rank holds whole, are read
-without a gather; their gradients ride in the bucket like all others.
+without a gather.
 
-Nodes are marked ``meta["fsdp"]`` = ``"<role>:<bucket>"`` with the roles ``start_gather``, ``finish_gather``, ``start_reduce``,
-``all_reduce`` and ``finish_reduce``, which is what the schedule moves. Collectives of the model's own are not touched.
+Nodes are marked ``meta["fsdp"]`` = ``"<role>:<bucket>"`` with the roles ``start_gather`` and ``finish_gather``, which is what
+the schedule moves. Collectives of the model's own are not touched. :mod:`passes.gradient_sync` does the same for gradients.
 """
 
-from collections.abc import Hashable
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from .collectives import Averaging, finish_gather, finish_reduce, start_all_reduce, start_gather, start_reduce_scatter
+from .collectives import finish_gather, start_gather
 from .emit import emit
 from .graph import derived
+from .interface import Interface, Slot
 from .layout import REPLICATED
-from .ops import ReduceGrad, Unshard, reduce_grads, unshards
-
-# Keyed by the unit's name first, then by what else keeps parameters apart.
-_Buckets = dict[tuple[Hashable, ...], list[Node]]
+from .ops import ReduceGrad, Unshard, reduce_grads, unshard, unshards
+from .sync_plan import Gather
 
 
-def _named(buckets: _Buckets) -> list[tuple[str, list[Node]]]:
-    """A name for each bucket: its unit's, numbered where dtypes or groups give a unit several."""
+@dataclass
+class Bucket:
+    """Operators that share a collective.
+
+    Attributes:
+        name: the unit's name, numbered where dtypes or groups give a unit several buckets.
+        nodes: the ``unshard`` nodes, in the order of flat storage, or the ``reduce_grad`` nodes, in that of the graph.
+        shards: their shards.
+    """
+
+    name: str
+    nodes: list[Node]
+
+    @property
+    def shards(self) -> list[Node]:
+        return [(Unshard if node.target == unshard else ReduceGrad).of(node).shard for node in self.nodes]
+
+
+def _named(buckets: dict[tuple[Hashable, ...], list[Node]]) -> list[Bucket]:
+    """Buckets by their keys, of which the unit's name is the first."""
     counts: dict[str, int] = {}
     named = []
     for (key_unit, *_), nodes in buckets.items():
         unit = str(key_unit)
         counts[unit] = counts.get(unit, 0) + 1
         suffix = f".{counts[unit] - 1}" if counts[unit] > 1 else ""
-        named.append(((unit or "root") + suffix, nodes))
+        named.append(Bucket((unit or "root") + suffix, nodes))
     return named
+
+
+def gather_buckets(graph: Graph) -> list[Bucket]:
+    """The buckets of a graph's gathers."""
+    buckets: dict[tuple[Hashable, ...], list[Node]] = {}
+    for node in unshards(graph.nodes):
+        spec = Unshard.of(node)
+        if node.users and spec.dim != REPLICATED:
+            buckets.setdefault((spec.unit, spec.shard.meta["val"].dtype, spec.group), []).append(node)
+    for nodes in buckets.values():
+        nodes.sort(key=lambda node: Unshard.of(node).offset)
+    return _named(buckets)
+
+
+def reduction_buckets(graph: Graph) -> list[Bucket]:
+    """The buckets of a graph's gradient reductions."""
+    buckets: dict[tuple[Hashable, ...], list[Node]] = {}
+    for node in reduce_grads(graph.nodes):
+        spec = ReduceGrad.of(node)
+        key = (spec.unit, spec.grad.meta["val"].dtype, spec.grad_dtype, spec.group, spec.replicate_group)
+        buckets.setdefault(key, []).append(node)
+    return _named(buckets)
 
 
 def _sink_derived(graph: Graph) -> None:
@@ -45,85 +87,55 @@ def _sink_derived(graph: Graph) -> None:
             min(node.users).prepend(node)
 
 
-def bucket_gathers(graph: Graph) -> None:
-    """Replace the unshards of a forward or backward graph by one all-gather for each bucket. In place."""
-    _sink_derived(graph)
-    buckets: _Buckets = {}
+def _drop_trivial(graph: Graph) -> None:
+    """Remove unshards that nothing reads, and those of scalars, which are whole already."""
     for node in unshards(graph.nodes):
         spec = Unshard.of(node)
+        if spec.dim == REPLICATED:
+            node.replace_all_uses_with(spec.shard)
         if not node.users:
             graph.erase_node(node)
-        elif spec.dim == REPLICATED:
-            node.replace_all_uses_with(spec.shard)
-            graph.erase_node(node)
+
+
+def _gather(graph: Graph, bucket: Bucket) -> list[Node]:
+    """Gather a bucket ahead of its first reader. Returns the full parameters."""
+    specs = [Unshard.of(node) for node in bucket.nodes]
+    shapes, dims, group = [spec.shape for spec in specs], [spec.dim for spec in specs], specs[0].group
+    shards = bucket.shards
+    first_reader = min(reader for node in bucket.nodes for reader in node.users)
+    for shard in shards:
+        if shard > first_reader:
+            # A cast shard: the cast stands where its own unshard stood.
+            first_reader.prepend(shard)
+    with graph.inserting_before(first_reader):
+        started = emit(graph, start_gather, shards, group=group, role=f"start_gather:{bucket.name}")
+        return emit(graph, finish_gather, started, shapes=shapes, dims=dims, group=group, role=f"finish_gather:{bucket.name}")
+
+
+def bucket_gathers(graph: Graph, plan: Sequence[Gather] | None = None, interface: Interface | None = None) -> None:
+    """Replace the unshards of a forward or backward graph by one all-gather for each bucket. In place.
+
+    Args:
+        graph: the graph.
+        plan: what to do about each bucket of :func:`gather_buckets`; None: gather all.
+        interface: takes the inputs and outputs that a plan adds.
+    """
+    _sink_derived(graph)
+    for index, bucket in enumerate(gather_buckets(graph)):
+        action = plan[index] if plan is not None else Gather.GATHER
+        if action is Gather.REUSE:
+            assert interface is not None
+            fulls = [
+                interface.add_input(f"full_{node.args[1]}".replace(".", "_"), node.meta["val"], Slot("full", index, position))
+                for position, node in enumerate(bucket.nodes)
+            ]
         else:
-            buckets.setdefault((spec.unit, spec.shard.meta["val"].dtype, spec.group), []).append(node)
-    for name, nodes in _named(buckets):
-        nodes.sort(key=lambda node: Unshard.of(node).offset)
-        specs = [Unshard.of(node) for node in nodes]
-        shapes, dims = [spec.shape for spec in specs], [spec.dim for spec in specs]
-        group = specs[0].group
-        shards = [spec.shard for spec in specs]
-        first_reader = min(reader for node in nodes for reader in node.users)
-        for shard in shards:
-            if shard > first_reader:
-                # A cast shard: the cast stands where its own unshard stood.
-                first_reader.prepend(shard)
-        with graph.inserting_before(first_reader):
-            started = emit(graph, start_gather, shards, group=group, role=f"start_gather:{name}")
-            fulls = emit(graph, finish_gather, started, shapes=shapes, dims=dims, group=group, role=f"finish_gather:{name}")
-        for node, full in zip(nodes, fulls, strict=True):
+            fulls = _gather(graph, bucket)
+        if action is Gather.KEEP:
+            assert interface is not None
+            for position, full in enumerate(fulls):
+                interface.add_output(full, Slot("full", index, position))
+        for node, full in zip(bucket.nodes, fulls, strict=True):
             node.replace_all_uses_with(full)
             graph.erase_node(node)
-
-
-def bucket_reductions(graph: Graph) -> None:
-    """Replace the reduce_grads of a backward graph by one reduction for each bucket. In place."""
-    buckets: _Buckets = {}
-    for node in reduce_grads(graph.nodes):
-        spec = ReduceGrad.of(node)
-        key = (spec.unit, spec.grad.meta["val"].dtype, spec.group, spec.replicate_group)
-        buckets.setdefault(key, []).append(node)
-    for name, nodes in _named(buckets):
-        specs = [ReduceGrad.of(node) for node in nodes]
-        shapes, dims = [spec.shape for spec in specs], [spec.dim for spec in specs]
-        group, replicate_group = specs[0].group, specs[0].replicate_group
-        grads = [spec.grad for spec in specs]
-        value = grads[0].meta["val"]
-        averaging = Averaging.of_groups(group, replicate_group, value.dtype, value.device)
-        with graph.inserting_before(max(grads).next):
-            reduced = emit(
-                graph,
-                start_reduce_scatter,
-                grads,
-                dims=dims,
-                group=group,
-                averaging=averaging,
-                role=f"start_reduce:{name}",
-            )
-            if replicate_group:
-                reduced = emit(
-                    graph,
-                    start_all_reduce,
-                    reduced,
-                    replicate_group=replicate_group,
-                    averaging=averaging,
-                    role=f"all_reduce:{name}",
-                )
-            shard_grads = emit(
-                graph,
-                finish_reduce,
-                reduced,
-                shapes=shapes,
-                dims=dims,
-                group=group,
-                averaging=averaging,
-                role=f"finish_reduce:{name}",
-            )
-        for node, shard_grad in zip(nodes, shard_grads, strict=True):
-            for user in list(node.users):
-                if user.op != "output":
-                    # The cast back to the parameter's dtype belongs to the reduction.
-                    user.meta["fsdp"] = f"finish_reduce:{name}"
-            node.replace_all_uses_with(shard_grad)
-            graph.erase_node(node)
+    _drop_trivial(graph)

@@ -4,15 +4,17 @@ The eager kernels of :mod:`passes.ops` call them; :mod:`passes.bucket` traces th
 where communication is in flight, so that a schedule can put work between the two halves.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import gloo  # noqa: F401 (makes all-gathers on CPU safe)
+from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
 from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
+from .traced_hook import apply_in_place_hook, apply_reduce_hook
 
 _c10d = torch.ops._c10d_functional
 
@@ -27,65 +29,43 @@ def group_size(group: str) -> int:
     return resolve_group(group).size() if group else 1
 
 
-def backend_name(group: str, device: torch.device) -> str:
-    """The backend that serves ``device`` in a group: "nccl", "gloo", "fake"."""
-    process_group = resolve_group(group)
-    try:
-        return process_group._get_backend(device).name()
-    except RuntimeError:
-        return dist.get_backend(process_group)
-
-
 def supports_averaging(group: str, device: torch.device) -> bool:
     """Whether the backend that serves ``device`` reduces with an average. NCCL does, Gloo does not.
 
     The fake backend has no arithmetic; on a CUDA device it stands for NCCL.
     """
-    backend = backend_name(group, device)
+    process_group = resolve_group(group)
+    try:
+        backend = process_group._get_backend(device).name()
+    except RuntimeError:
+        backend = dist.get_backend(process_group)
     return backend == "nccl" or ("fake" in backend and device.type == "cuda")
 
 
-@dataclass(frozen=True)
-class Averaging:
-    """How a reduction averages: divide before by ``before``, reduce with ``op``, divide the shard after by ``after``."""
-
-    op: str
-    before: float | None = None
-    after: float | None = None
-
-    @staticmethod
-    def over(num_ranks: int, dtype: torch.dtype, native: bool) -> "Averaging":
-        """The averaging over ``num_ranks`` in ``dtype``, as torch's ``_get_gradient_divide_factors`` chooses it.
-
-        Args:
-            num_ranks: all ranks that take part, replicas included.
-            dtype: the dtype that the reduction runs in.
-            native: whether the backend reduces with an average (see :func:`supports_averaging`).
-        """
-        if num_ranks == 1:
-            return Averaging("sum")
-        if dtype not in (torch.float32, torch.bfloat16, torch.float64):
-            # fp16 has little range: dividing by about sqrt(N) on either side keeps sums and quotients inside it.
-            before = 1.0
-            while num_ranks % before == 0 and num_ranks / before > before:
-                before *= 2
-            return Averaging("sum", before, num_ranks / before)
-        # Dividing the shard touches world_size times less data than dividing the gradient.
-        return Averaging("avg") if native else Averaging("sum", None, float(num_ranks))
-
-    @staticmethod
-    def of_groups(group: str, replicate_group: str, dtype: torch.dtype, device: torch.device) -> "Averaging":
-        """The averaging over a shard group and a replicate group (empty: none)."""
-        ranks = group_size(group) * group_size(replicate_group)
-        return Averaging.over(ranks, dtype, supports_averaging(group, device))
+def resolve_averaging(
+    group: str,
+    replicate_group: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    factor: float | None = None,
+    force_sum: bool = False,
+) -> tuple[Averaging, tuple[float, ...]]:
+    """The averaging over a shard group and a replicate group (empty: none), as the backend of ``group`` can do it."""
+    factors = gradient_divide_factors(
+        resolve_group(group),
+        resolve_group(replicate_group) if replicate_group else None,
+        dtype,
+        factor,
+        force_sum or not supports_averaging(group, device),
+    )
+    return Averaging.of(factors, factor)
 
 
 def start_gather(shards: Sequence[Tensor], group: str) -> Tensor:
     """Begin gathering padded shards of one dtype. Returns the flat buffer in flight, ``[world_size * sum of numels]``."""
     pieces = [shard.reshape(-1) for shard in shards]
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    world_size = group_size(group)
-    return _c10d.all_gather_into_tensor(flat, world_size, group)
+    return _c10d.all_gather_into_tensor(flat, group_size(group), group)
 
 
 def finish_gather(gathered: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str) -> list[Tensor]:
@@ -97,30 +77,113 @@ def finish_gather(gathered: Tensor, shapes: Sequence[Sequence[int]], dims: Seque
     return [assemble(piece, shape, dim) for piece, shape, dim in zip(pieces, shapes, dims, strict=True)]
 
 
-def start_reduce_scatter(grads: Sequence[Tensor], dims: Sequence[int], group: str, averaging: Averaging) -> Tensor:
-    """Begin reducing full gradients of one dtype. Returns the flat shard in flight, ``[sum of padded shard numels]``."""
+def _divide(value: Tensor, factors: Sequence[Tensor]) -> Tensor:
+    """``value`` over each factor (0-d), rounded to its dtype once for each."""
+    for factor in factors:
+        # A 0-d factor would be rounded to a low-precision dtype before it divides.
+        value = (value.to(factor.dtype) / factor).to(value.dtype)
+    return value
+
+
+def start_reduce_scatter(
+    grads: Sequence[Tensor],
+    accumulated: Sequence[Tensor] = (),
+    factors: Sequence[Tensor] = (),
+    *,
+    dims: Sequence[int],
+    group: str,
+    op: str,
+    hook: Callable[..., None] | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """Begin reducing full gradients of one dtype.
+
+    Args:
+        grads: full gradients.
+        accumulated: gradients of earlier microbatches to add, one for each; or none.
+        factors: divide the gradients.
+        dims: the dimension that each is cut along.
+        group: name of the shard group.
+        op: "sum" or "avg".
+        hook: a communication hook that reduces in the place of the reduce-scatter.
+        in_place: it takes the gradient alone and leaves the result there, which is the shard of the only rank.
+
+    Returns:
+        The flat shard in flight, ``[sum of padded shard numels]``; with a hook it is there already.
+    """
     world_size = group_size(group)
+    if accumulated:
+        grads = [kept + grad for kept, grad in zip(accumulated, grads, strict=True)]
     rows = [disassemble(grad, dim, world_size) for grad, dim in zip(grads, dims, strict=True)]
-    flat = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1)
-    if averaging.before is not None and averaging.before != 1:
-        flat = flat / averaging.before
-    return _c10d.reduce_scatter_tensor(flat, averaging.op, world_size, group)
+    flat = _divide((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), factors)
+    if hook is not None:
+        return apply_in_place_hook(hook, flat) if in_place else apply_reduce_hook(hook, flat, world_size)
+    return _c10d.reduce_scatter_tensor(flat, op, world_size, group)
 
 
-def start_all_reduce(reduced: Tensor, replicate_group: str, averaging: Averaging) -> Tensor:
-    """Wait for the reduce-scatter and begin to all-reduce its flat shard over the replicas."""
-    return _c10d.all_reduce(_c10d.wait_tensor(reduced), averaging.op, replicate_group)
+def finish_reduce_scatter(
+    scattered: Tensor, factors: Sequence[Tensor] = (), partial: Sequence[Tensor] = (), *, in_flight: bool = True
+) -> Tensor:
+    """Wait for a flat shard in flight; divide it, and add the shards of earlier microbatches."""
+    flat = _divide(_c10d.wait_tensor(scattered) if in_flight else scattered, factors)
+    for earlier in partial:
+        flat = earlier + flat
+    return flat
 
 
-def finish_reduce(
-    reduced: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str, averaging: Averaging
-) -> list[Tensor]:
-    """Wait for the last collective of a reduction and cut each parameter's padded gradient shard out of the flat one."""
-    world_size = group_size(group)
-    flat = _c10d.wait_tensor(reduced)
-    if averaging.after is not None and averaging.after != 1:
-        flat = flat / averaging.after
+def start_all_reduce(
+    scattered: Tensor,
+    factors: Sequence[Tensor] = (),
+    partial: Sequence[Tensor] = (),
+    *,
+    in_flight: bool = True,
+    replicate_group: str,
+    op: str,
+) -> Tensor:
+    """Finish the reduce-scatter and begin to all-reduce its flat shard over the replicas."""
+    return _c10d.all_reduce(finish_reduce_scatter(scattered, factors, partial, in_flight=in_flight), op, replicate_group)
+
+
+def finish_reduction(
+    flat: Tensor,
+    factors: Sequence[Tensor] = (),
+    *,
+    grad_dtype: torch.dtype,
+    hook: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """The flat shard of averaged gradients, from that of reduced ones.
+
+    Args:
+        flat: the reduced shard.
+        factors: divide it.
+        grad_dtype: dtype of the result.
+        hook: a user's all-reduce hook, which changes the shard in place ahead of the division.
+    """
+    if hook is not None:
+        flat = apply_in_place_hook(hook, flat)
+    return _divide(flat, factors).to(grad_dtype)
+
+
+def cut_shards(flat: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], world_size: int) -> list[Tensor]:
+    """Each parameter's padded gradient shard, a view of the flat one."""
     pieces = [padded_shard_shape(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
-    numels = [padded_shard_numel(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
-    shards = flat.split(numels) if len(numels) > 1 else [flat]
-    return [shard.view(piece) for shard, piece in zip(shards, pieces, strict=True)]
+    return [shard.view(piece) for shard, piece in zip(flat.split([math.prod(piece) for piece in pieces]), pieces, strict=True)]
+
+
+def factor_tensors(factors: Sequence[float], like: Tensor) -> list[Tensor]:
+    """Divide factors as the 0-d tensors that a reduction in the dtype of ``like`` takes, on its device."""
+    return [torch.tensor(factor, dtype=factor_dtype(like.dtype), device=like.device) for factor in factors]
+
+
+def reduce_gradients(
+    grads: Sequence[Tensor], shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str, replicate_group: str
+) -> list[Tensor]:
+    """Average full gradients of one dtype over all ranks, at once. Returns the padded shards."""
+    averaging, values = resolve_averaging(group, replicate_group, grads[0].dtype, grads[0].device)
+    factors = factor_tensors(values, grads[0])
+    before = [factors.pop(0)] if averaging.divides_gradient else []
+    flat = start_reduce_scatter(grads, factors=before, dims=dims, group=group, op=averaging.reduce_scatter_op)
+    if replicate_group:
+        flat = start_all_reduce(flat, replicate_group=replicate_group, op=averaging.all_reduce_op)
+    flat = finish_reduction(finish_reduce_scatter(flat), factors, grad_dtype=flat.dtype)
+    return cut_shards(flat, shapes, dims, group_size(group))

@@ -4,9 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+
+# Inductor counts on joint graphs being decomposed, and takes no cast in this form.
+_DECOMPOSITIONS: dict[Any, Any] = get_decompositions([torch.ops.aten._to_copy.default])
 
 
 def emit(graph: Graph, function: Callable[..., Any], *args: Any, role: str = "", **constants: Any) -> Any:
@@ -30,7 +34,9 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, role: str = "",
         return function(*pytree.tree_unflatten(tensors, spec), **constants)
 
     with torch.no_grad():
-        traced = make_fx(flat_function)(*[node.meta["val"] for node in flat_args])
+        # Two nodes may hold the same fake tensor, which tracing would take for one input.
+        values = [node.meta["val"].detach() for node in flat_args]
+        traced = make_fx(flat_function, decomposition_table=_DECOMPOSITIONS)(*values)
     environment: dict[Node, Node] = {}
     arguments = iter(flat_args)
     output: Any = None

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from .graph import role
+from .graph import role, shard_input
+from .interface import Interface, Slot
 from .ops import Unshard, unshards
 
 _aten = torch.ops.aten
@@ -37,29 +38,14 @@ class Location:
         return Location(self.unit, self.dtype, self.offset + numel)
 
 
-@dataclass(frozen=True)
-class Run:
-    """An extra input of a graph: ``numel`` elements of flat storage from ``offset`` on.
-
-    Attributes:
-        member: index among the placeholders of a shard that lies in that storage, by which the runtime finds it.
-        offset: first element.
-        numel: number of elements.
-    """
-
-    member: int
-    offset: int
-    numel: int
-
-
 def locate_shards(graph: Graph) -> dict[Node, Location]:
     """Where the shards that a graph unshards lie in storage. To be asked before bucketing consumes the unshards."""
-    specs = [Unshard.of(node) for node in unshards(graph.nodes)]
-    return {
-        spec.shard: Location(spec.unit, spec.shard.meta["val"].dtype, spec.offset)
-        for spec in specs
-        if spec.offset >= 0 and spec.shard.op == "placeholder"
-    }
+    located = {}
+    for spec in map(Unshard.of, unshards(graph.nodes)):
+        shard = shard_input(spec.shard)
+        if spec.offset >= 0 and shard is not None:
+            located[shard] = Location(spec.unit, shard.meta["val"].dtype, spec.offset)
+    return located
 
 
 def _strip(piece: Node) -> tuple[Node, torch.dtype | None]:
@@ -88,15 +74,10 @@ def _split_into_runs(pieces: list[Node], locations: dict[Node, Location]) -> lis
     return runs
 
 
-def flat_storage(graph: Graph, locations: dict[Node, Location]) -> list[Run]:
-    """Feed all-gathers from runs of flat storage. In place.
-
-    Returns:
-        The runs that the graph now takes as placeholders behind those that it had, in that order.
-    """
+def flat_storage(graph: Graph, locations: dict[Node, Location], interface: Interface) -> None:
+    """Feed all-gathers from runs of flat storage, which ``interface`` takes as inputs. In place."""
     placeholders = graph.find_nodes(op="placeholder")
-    last = placeholders[-1] if placeholders else None
-    runs: list[Run] = []
+    num_runs = 0
     for cat in [node for node in graph.nodes if node.target == _aten.cat.default and role(node) == "start_gather"]:
         pieces: list[Node] = list(cat.args[0])
         flat = []
@@ -107,15 +88,17 @@ def flat_storage(graph: Graph, locations: dict[Node, Location]) -> list[Run]:
             members, dtypes = zip(*map(_strip, run), strict=True)
             numel = sum(math.prod(member.meta["val"].shape) for member in members)
             location = locations[members[0]]
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"run_{len(runs)}_{members[0].name.removeprefix('shard_')}")
-            last.meta["val"] = members[0].meta["val"].new_empty(numel)
-            runs.append(Run(placeholders.index(members[0]), location.offset, numel))
-            source = last
+            storage = interface.add_input(
+                f"run_{num_runs}_{members[0].name.removeprefix('shard_')}",
+                members[0].meta["val"].new_empty(numel),
+                Slot("storage", index=placeholders.index(members[0]), offset=location.offset, numel=numel),
+            )
+            num_runs += 1
+            source = storage
             if dtypes[0] is not None:
                 with graph.inserting_before(cat):
-                    source = graph.call_function(_cast, (source, dtypes[0]))
-                source.meta["val"] = last.meta["val"].to(dtypes[0])
+                    source = graph.call_function(_cast, (storage, dtypes[0]))
+                source.meta["val"] = storage.meta["val"].to(dtypes[0])
                 source.meta["fsdp"] = cat.meta["fsdp"]
             flat.append(source)
         if len(flat) == 1:
@@ -124,4 +107,3 @@ def flat_storage(graph: Graph, locations: dict[Node, Location]) -> list[Run]:
         else:
             cat.update_arg(0, flat)
     graph.eliminate_dead_code()
-    return runs

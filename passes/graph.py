@@ -42,6 +42,13 @@ def replace_other_uses(node: Node, replacement: Node) -> None:
     node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user is not replacement)
 
 
+def shard_input(shard: Node) -> Node | None:
+    """The placeholder that a shard, perhaps cast already, comes from; None if something in the graph computes it."""
+    while shard.target == _prims.convert_element_type.default:
+        shard = shard.args[0]  # type: ignore[assignment]
+    return shard if shard.op == "placeholder" else None
+
+
 def role(node: Node) -> str:
     """What a node does for a bucket (see :mod:`passes.bucket`), or the empty string."""
     return node.meta.get("fsdp", "").partition(":")[0]

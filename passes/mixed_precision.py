@@ -2,7 +2,8 @@
 
 Before: ``unshard(shard, ..., param_dtype=p)`` and ``reduce_grad(grad, ..., reduce_dtype=r, grad_dtype=g)``.
 After:  the shard is cast to ``p`` before its gather, which then moves the smaller dtype; the gradient is cast to ``r`` before
-        its reduction and the reduced shard to ``g`` after it. As nodes, the casts fuse with the copies around the collectives.
+        its reduction. As nodes, the casts fuse with the copies around the collectives. (The cast of the reduced shard to ``g``
+        is :mod:`passes.gradient_sync`'s, which makes one of it for a bucket.)
 
 Leaves alone operators whose dtypes agree already.
 """
@@ -10,7 +11,6 @@ Leaves alone operators whose dtypes agree already.
 import torch
 from torch.fx import Graph, Node
 
-from .graph import replace_other_uses
 from .ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
 
 _cast = torch.ops.prims.convert_element_type.default
@@ -34,11 +34,7 @@ def mixed_precision(graph: Graph) -> None:
         reduce = ReduceGrad.of(node)
         reduce_dtype = reduce.reduce_dtype or reduce.grad.meta["val"].dtype
         if reduce.grad.meta["val"].dtype != reduce_dtype:
-            with graph.inserting_before(node):
+            # Reductions stand at the end, as autograd runs them; the gradient is to be reduced as soon as it exists.
+            with graph.inserting_after(max(reduce.grad, graph.find_nodes(op="placeholder")[-1])):
                 update_args(node, grad=_emit_cast(graph, reduce.grad, reduce_dtype))
-        update_args(node, reduce_dtype=None, grad_dtype=None)
-        node.meta["val"] = node.meta["val"].to(reduce_dtype)
-        if reduce.grad_dtype not in (None, reduce_dtype):
-            with graph.inserting_after(node):
-                cast = _emit_cast(graph, node, reduce.grad_dtype)
-            replace_other_uses(node, cast)
+        update_args(node, reduce_dtype=None)

@@ -9,7 +9,9 @@
 shape. Their eager kernels communicate at once, so the part of a model that is not compiled trains just as well.
 
 ``reduce_grad`` takes the shard too. It reads no value of it: the shard rides along into the backward graph so that the
-runtime can tell there which parameter a gradient belongs to, also when one compiled graph serves many identical blocks.
+runtime can tell there which parameter a gradient belongs to, also when one compiled graph serves many identical blocks. A shard
+with an attribute ``_fsdp_receive_gradient`` is owned by somebody who decides about its gradients: eager autograd then hands the
+full gradient to that function, and no ``reduce_grad`` runs.
 """
 
 from collections.abc import Sequence
@@ -20,16 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .collectives import (
-    Averaging,
-    finish_gather,
-    finish_reduce,
-    group_size,
-    resolve_group,
-    start_all_reduce,
-    start_gather,
-    start_reduce_scatter,
-)
+from .collectives import finish_gather, group_size, reduce_gradients, resolve_group, start_gather
 from .layout import REPLICATED, disassemble, padded_shard_shape
 
 _library = torch.library.Library("fsdp_compile", "DEF")
@@ -175,11 +168,7 @@ def _reduce_grad_kernel(
     **_: Any,
 ) -> Tensor:
     grad = grad.to(reduce_dtype or grad.dtype)
-    averaging = Averaging.of_groups(group, replicate_group, grad.dtype, grad.device)
-    reduced = start_reduce_scatter([grad], [dim], group, averaging)
-    if replicate_group:
-        reduced = start_all_reduce(reduced, replicate_group, averaging)
-    (shard_grad,) = finish_reduce(reduced, [shape], [dim], group, averaging)
+    (shard_grad,) = reduce_gradients([grad], [shape], [dim], group, replicate_group)
     return shard_grad.to(grad_dtype or grad.dtype)
 
 
@@ -221,6 +210,8 @@ def _(full: Tensor, kept: Tensor) -> Tensor:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
     shard, ctx.name, ctx.shape, ctx.group = inputs
     ctx.save_for_backward(shard)
+    # Asked here, of the leaf: a checkpoint gives backward another tensor. Traced shards are fake, and nobody's.
+    ctx.receive_gradient = getattr(shard, "_fsdp_receive_gradient", None)
     ctx.kwargs = {
         key: value
         for key in ("unit", "dim", "reduce_dtype", "replicate_group")
@@ -233,6 +224,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     (shard,) = ctx.saved_tensors
+    if ctx.receive_gradient is not None:
+        ctx.receive_gradient(grad)
+        # For autograd, which wants a gradient of the shard's shape; its owner has the real one.
+        return shard.new_zeros(()).expand(shard.shape), None, None, None
     return reduce_grad(grad, shard, ctx.name, ctx.shape, ctx.group, **ctx.kwargs), None, None, None
 
 

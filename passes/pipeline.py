@@ -2,8 +2,9 @@
 
     Dynamo graph             deduplicate
     joint graph              reshard_after_forward
-    forward, backward graph  name_shards -> resolve_ties -> mixed_precision -> bucket -> flat_storage
-                             -> schedule -> lower (Inductor only)
+    forward, backward graph  resolve_ties -> name_shards -> mixed_precision, once;
+                             bucket -> gradient_sync (backward) -> flat_storage -> schedule -> lower (Inductor only),
+                             for each sync plan that the graph is called with
 
 Every pass is told to an :data:`Observer`; :func:`log_pass` is the one that writes to torch's structured trace (tlparse shows
 it) and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
@@ -17,14 +18,17 @@ from collections.abc import Callable, Iterator, Mapping
 from torch._logging import trace_structured
 from torch.fx import Graph, GraphModule
 
-from .bucket import bucket_gathers, bucket_reductions
+from .bucket import bucket_gathers
 from .deduplicate import deduplicate
-from .flat_storage import Run, flat_storage, locate_shards
+from .flat_storage import flat_storage, locate_shards
+from .gradient_sync import synchronize_gradients
+from .interface import Interface
 from .lower import lower
 from .mixed_precision import mixed_precision
 from .name_shards import name_shards
 from .reshard_after_forward import reshard_after_forward, resolve_ties
 from .schedule import schedule_gathers, schedule_reductions
+from .sync_plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -94,26 +98,38 @@ def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
         reshard_after_forward(graph)
 
 
-def run_passes(gm: GraphModule, *, is_backward: bool, for_inductor: bool = True, observer: Observer = log_pass) -> list[Run]:
-    """Passes over a partitioned forward or backward graph. In place.
+def run_preparing_passes(gm: GraphModule, *, is_backward: bool, observer: Observer = log_pass) -> None:
+    """Passes over a partitioned forward or backward graph that do not depend on the sync plan. In place."""
+    graph = gm.graph
+    stage = "backward" if is_backward else "forward"
+    with _observed(graph, stage, "resolve_ties", observer):
+        resolve_ties(graph)
+    with _observed(graph, stage, "name_shards", observer):
+        name_shards(graph)
+    with _observed(graph, stage, "mixed_precision", observer):
+        mixed_precision(graph)
+
+
+def run_passes(
+    gm: GraphModule, plan: Plan, *, is_backward: bool, for_inductor: bool = True, observer: Observer = log_pass
+) -> Interface:
+    """Passes over a prepared forward or backward graph, for one sync plan. In place.
 
     Returns:
-        The extra placeholders that the graph takes behind those that it had.
+        The inputs and outputs that the graph has besides those that it had.
     """
     graph = gm.graph
     stage = "backward" if is_backward else "forward"
-    with _observed(graph, stage, "name_shards", observer):
-        name_shards(graph)
-    with _observed(graph, stage, "resolve_ties", observer):
-        resolve_ties(graph)
+    interface = Interface(graph)
     locations = locate_shards(graph)
-    with _observed(graph, stage, "mixed_precision", observer):
-        mixed_precision(graph)
     with _observed(graph, stage, "bucket", observer):
-        bucket_gathers(graph)
-        bucket_reductions(graph)
+        bucket_gathers(graph, plan.gathers, interface)
+    if is_backward:
+        with _observed(graph, stage, "gradient_sync", observer):
+            synchronize_gradients(graph, plan.reductions, interface)
+    interface.finish()
     with _observed(graph, stage, "flat_storage", observer):
-        runs = flat_storage(graph, locations)
+        flat_storage(graph, locations, interface)
     with _observed(graph, stage, "schedule", observer):
         schedule_gathers(graph)
         schedule_reductions(graph)
@@ -121,4 +137,4 @@ def run_passes(gm: GraphModule, *, is_backward: bool, for_inductor: bool = True,
         with _observed(graph, stage, "lower", observer):
             lower(graph)
     gm.recompile()
-    return runs
+    return interface

@@ -72,4 +72,4 @@ def schedule_reductions(graph: Graph, max_pending_reductions: int = 2) -> None:
             _move_before(anchor, all_reduces[name])
             _move_before(output, finishes[name])
         else:
-            _move_before(anchor, finishes[name])
+            _move_before(anchor, finishes.get(name, []))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import expecttest
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import Capture, MixedPrecisionPolicy, capture, fsdp_backend, fully_shard
+from fsdp_compile import Capture, FSDPModule, MixedPrecisionPolicy, capture, fsdp_backend, fully_shard
 
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 _reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
@@ -230,6 +231,12 @@ kernels
 """,
         )
 
+    def test_casts_of_gradients_keep_no_reduction_waiting(self) -> None:
+        policies = (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        plain, mixed = (compile_gpt("inductor", depth=2, mp_policy=policy).backward[0].code for policy in policies)
+        assert plain is not None and mixed is not None
+        assert outline(mixed) == outline(plain)
+
     def test_half_precision_is_cast_around_collectives(self) -> None:
         captured = compile_gpt("inductor", depth=1, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         backward = captured.backward[0]
@@ -239,3 +246,158 @@ kernels
             for target in (_all_gather, _reduce_scatter)
         }
         assert dtypes == {_all_gather: {torch.bfloat16}, _reduce_scatter: {torch.float32}}
+
+
+class TwoUnits:
+    """A sharded model of two units, compiled, and what it is trained with."""
+
+    def __init__(self, *, hsdp: bool = False, lowering: str = "aot_eager", **policy: Any):
+        names = ("replicate", "shard") if hsdp else ("shard",)
+        mesh = init_device_mesh("cpu", (2, 4) if hsdp else (8,), mesh_dim_names=names)
+        self.model = nn.Sequential(nn.Linear(8, 48), nn.ReLU(), nn.Linear(48, 8, bias=False))
+        fully_shard(self.model[0], mesh=mesh, **policy)
+        fully_shard(self.model, mesh=mesh, **policy)
+        self.root = cast(FSDPModule, self.model)
+        self.units = [cast(FSDPModule, self.model[0]), self.root]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self._compiled = torch.compile(self.model, backend=fsdp_backend, options={"lowering": lowering})
+
+    def step(self) -> None:
+        self._compiled(torch.ones(3, 8)).sum().backward()
+
+
+def traces(captured: Capture) -> int:
+    """How often Dynamo has traced the model."""
+    return sum(step.stage == "dynamo" for step in captured.passes)
+
+
+def test_flags_lower_each_plan_once() -> None:
+    training = TwoUnits(hsdp=True)
+    root = training.root
+
+    def no_sync() -> None:
+        root.set_requires_gradient_sync(False)
+        root.set_is_last_backward(False)
+
+    def sync() -> None:
+        root.set_requires_gradient_sync(True)
+        root.set_is_last_backward(True)
+
+    def scatter_only() -> None:
+        training.model.zero_grad()
+        root.set_requires_all_reduce(False)
+        for unit in training.units:
+            unit.set_force_sum_reduction_for_comms(True)
+
+    def all_reduce() -> None:
+        root.set_requires_all_reduce(True)
+
+    def divide_by(factor: float) -> Callable[[], None]:
+        def change() -> None:
+            for unit in training.units:
+                unit.set_gradient_divide_factor(factor)
+
+        return change
+
+    steps: list[tuple[str, Callable[[], Any]]] = [
+        ("reduce", lambda: None),
+        ("reduce into param.grad", divide_by(3)),
+        ("no sync, first", no_sync),
+        ("no sync, later", lambda: None),
+        ("reduce accumulated gradients into param.grad", sync),
+        ("scatter only, first", scatter_only),
+        ("scatter only, later", divide_by(7)),
+        ("all-reduce with partial results", all_reduce),
+        ("reduce", training.model.zero_grad),
+        ("no sync, first", no_sync),
+    ]
+    plans = set()
+    with capture() as captured:
+        for plan, change in steps:
+            change()
+            training.step()
+            plans.add(plan)
+            assert len(captured.backward) == len(plans), plan
+    assert len(plans) == 8
+    assert (traces(captured), len(captured.forward)) == (1, 1)
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.float16])
+def test_divide_factor_lowers_nothing(reduce_dtype: torch.dtype) -> None:
+    training = TwoUnits(mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    with capture() as captured:
+        for factor in (2, 8, 3.7, 1, 70000):
+            for unit in training.units:
+                unit.set_gradient_divide_factor(factor)
+            training.model.zero_grad()
+            training.step()
+    assert (traces(captured), len(captured.forward), len(captured.backward)) == (1, 1, 1)
+
+
+def gathers(captured: Capture) -> tuple[list[int], list[int]]:
+    """The number of all-gathers of each forward and each backward graph."""
+    forward, backward = (
+        [len(graph.graph_module.graph.find_nodes(op="call_function", target=_all_gather)) for graph in graphs]
+        for graphs in (captured.forward, captured.backward)
+    )
+    return forward, backward
+
+
+def test_keeping_parameters_adds_two_forwards() -> None:
+    training = TwoUnits(reshard_after_forward=True)
+    with capture() as captured:
+        training.step()
+        assert gathers(captured) == ([2], [1])
+        training.model.zero_grad()
+        training.root.set_reshard_after_backward(False)
+        training.step()
+        # Forward gathers and keeps; its own backward finds what was kept.
+        assert gathers(captured) == ([2, 2], [1, 0])
+        training.model.zero_grad()
+        training.step()
+        assert gathers(captured) == ([2, 2, 0], [1, 0])
+        for _ in range(2):
+            # The step makes the kept parameters stale.
+            training.optimizer.step()
+            training.model.zero_grad()
+            training.step()
+        training.root.set_reshard_after_backward(True)
+        training.optimizer.step()
+        training.model.zero_grad()
+        training.step()
+        assert gathers(captured) == ([2, 2, 0], [1, 0])
+    assert traces(captured) == 1
+    gathering, keeping, reusing = (len(graph.graph_module.graph.output_node().args[0]) for graph in captured.forward)
+    assert keeping == gathering + 3
+    assert reusing == gathering
+
+
+def test_reshard_after_forward_traces_anew_once() -> None:
+    training = TwoUnits(reshard_after_forward=True)
+    traced = []
+    with capture() as captured:
+        for reshard in (True, False, False, True, False):
+            training.root.set_reshard_after_forward(reshard)
+            training.model.zero_grad()
+            training.step()
+            traced.append(traces(captured))
+    assert traced == [1, 2, 2, 2, 2]
+    assert gathers(captured) == ([2, 2], [1, 0])
+
+
+def test_gradients_are_cast_where_they_are_added() -> None:
+    training = TwoUnits(lowering="inductor", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    training.root.set_requires_gradient_sync(False)
+    with capture() as captured:
+        training.step()
+        training.step()
+    code = captured.backward[1].code
+    assert code is not None
+    call = code[code.index("def call(") : code.index("runner = Runner")]
+    accumulators = ("unsharded_0_weight", "unsharded_0_bias", "unsharded_2_weight")
+    kernels = [line.strip() for line in call.splitlines() if re.match(r"\s+cpp_fused\w*\(.*unsharded_", line)]
+    for accumulator in accumulators:
+        assert sum(accumulator in kernel for kernel in kernels) == 1
+    # All memory that the graph takes is in bfloat16: products, and no gradient in float32.
+    allocated = re.findall(r"empty_strided_cpu\(.*, (torch\.\w+)\)", call)
+    assert set(allocated) == {"torch.bfloat16"}

@@ -6,11 +6,13 @@ beside an unsharded twin that sees the batches of both, in float64.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -401,6 +403,8 @@ def capture_graphs(shape: tuple[int, ...], lowering: str) -> tuple[list[str], li
         compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
         with capture() as captured:
             compiled(torch.ones(2, 5)).sum().backward()
+        # With gradients to add to, the next backward would have another plan.
+        model.zero_grad()
         graphs = [*captured.forward, *captured.backward]
         assert (len(captured.forward), len(captured.backward)) == (1, 1)
         texts.append([graph.readable() for graph in graphs])
@@ -515,3 +519,14 @@ def test_log_shows_graphs(logged: _Logged) -> None:
     assert "_c10d_functional.all_gather_into_tensor" in bucketed
     assert "def forward(" in bucketed
     assert "fsdp_compile.unshard.default" in logged.text and "fsdp_compile.unshard.default" in logged.trace
+
+
+def test_cleared_gradients_are_freed(fake_ranks: None) -> None:
+    model = _sharded_mlp()
+    compiled = torch.compile(model, **_EAGER_LOWERING)
+    for _ in range(2):
+        compiled(torch.ones(2, 8)).sum().backward()
+    buffers = [weakref.ref(param.grad._local_tensor) for param in model.parameters()]
+    model.zero_grad()
+    gc.collect()
+    assert not any(ref() is not None for ref in buffers)

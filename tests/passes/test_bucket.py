@@ -1,9 +1,11 @@
 import torch
 
-from passes.bucket import bucket_gathers, bucket_reductions
+from passes.bucket import bucket_gathers, gather_buckets
 from passes.graph import role
+from passes.interface import Interface, Slot
 from passes.layout import REPLICATED
-from passes.ops import reduce_grad, unshard
+from passes.ops import unshard
+from passes.sync_plan import Gather
 from tests.passes.tracing import PassTestCase
 
 
@@ -117,87 +119,102 @@ def forward(self, scale: "f32[]", unread: "f32[2]", x: "f32[3]"):
         gm = self.trace(forward, torch.zeros(4), names="x")
         before = self.text(gm.graph)
         bucket_gathers(gm.graph)
-        bucket_reductions(gm.graph)
         assert self.text(gm.graph) == before
 
 
-class TestBucketReductions(PassTestCase):
-    def test_one_reduction_after_the_last_gradient(self) -> None:
-        def backward(grad, x, weight, bias):
-            grad_bias = reduce_grad(grad.sum(0), bias, "up.bias", [16], self.shard, unit="up")
-            grad_weight = reduce_grad(grad.t() @ x, weight, "up.weight", [16, 4], self.shard, unit="up")
-            return grad_weight, grad_bias, grad.relu()
+class TestKeptParameters(PassTestCase):
+    def planned(self, *plan: Gather) -> tuple[str, Interface]:
+        """The forward graph of two units, and what its plan adds to it."""
+
+        def forward(bias, weight, down, x):
+            up = torch.addmm(
+                unshard(bias, "up.bias", [16], self.shard, unit="up", offset=8),
+                x,
+                unshard(weight, "up.weight", [16, 4], self.shard, unit="up", offset=0).t(),
+            )
+            return (up @ unshard(down, "down.weight", [16, 4], self.shard, unit="down", offset=0),)
 
         gm = self.trace(
-            backward, torch.zeros(3, 16), torch.zeros(3, 4), torch.zeros(2, 4), torch.zeros(2), names="grad x weight bias"
+            forward, torch.zeros(2), torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(3, 4), names="bias weight down x"
         )
-        bucket_reductions(gm.graph)
+        interface = Interface(gm.graph)
+        assert [bucket.name for bucket in gather_buckets(gm.graph)] == ["up", "down"]
+        bucket_gathers(gm.graph, plan, interface)
+        interface.finish()
+        return self.text(gm.graph), interface
+
+    def test_kept_parameters_go_out(self) -> None:
+        text, interface = self.planned(Gather.KEEP, Gather.GATHER)
+        # In the order of storage, not in that of the graph.
+        assert interface.outputs == [Slot("full", bucket=0, index=0), Slot("full", bucket=0, index=1)]
+        assert interface.inputs == []
         self.assertExpectedInline(
-            self.text(gm.graph),
+            text,
             """\
-def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]"):
-    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
-    t: "f32[16, 3]" = aten.t.default(grad)
-    mm: "f32[16, 4]" = aten.mm.default(t, x)
-    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
-    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
-    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
-    view_2: "f32[80]" = aten.view.default(cat, [-1])
-    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
-    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
-    div: "f32[10]" = aten.div.Tensor(wait_tensor, 8.0)
-    split_with_sizes = aten.split_with_sizes.default(div, [2, 8])
-    getitem: "f32[2]" = split_with_sizes[0]
-    getitem_1: "f32[8]" = split_with_sizes[1]
-    view_3: "f32[2]" = aten.view.default(getitem, [2])
-    view_4: "f32[2, 4]" = aten.view.default(getitem_1, [2, 4])
-    relu: "f32[3, 16]" = aten.relu.default(grad)
-    return (view_4, view_3, relu)
+def forward(self, bias: "f32[2]", weight: "f32[2, 4]", down: "f32[2, 4]", x: "f32[3, 4]"):
+    view: "f32[8]" = aten.view.default(weight, [-1])
+    view_1: "f32[2]" = aten.view.default(bias, [-1])
+    cat: "f32[10]" = aten.cat.default([view, view_1])
+    all_gather_into_tensor: "f32[80]" = _c10d_functional.all_gather_into_tensor.default(cat, 8, 'shard')
+    wait_tensor: "f32[80]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
+    view_2: "f32[8, 10]" = aten.view.default(wait_tensor, [8, -1])
+    split_with_sizes = aten.split_with_sizes.default(view_2, [8, 2], 1)
+    getitem: "f32[8, 8]" = split_with_sizes[0]
+    getitem_1: "f32[8, 2]" = split_with_sizes[1]
+    clone: "f32[8, 8]" = aten.clone.default(getitem, memory_format = torch.contiguous_format)
+    _unsafe_view: "f32[16, 4]" = aten._unsafe_view.default(clone, [16, 4])
+    clone_1: "f32[8, 2]" = aten.clone.default(getitem_1, memory_format = torch.contiguous_format)
+    _unsafe_view_1: "f32[16]" = aten._unsafe_view.default(clone_1, [16])
+    t: "f32[4, 16]" = aten.t.default(_unsafe_view)
+    addmm: "f32[3, 16]" = aten.addmm.default(_unsafe_view_1, x, t)
+    view_3: "f32[8]" = aten.view.default(down, [-1])
+    all_gather_into_tensor_1: "f32[64]" = _c10d_functional.all_gather_into_tensor.default(view_3, 8, 'shard')
+    wait_tensor_1: "f32[64]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor_1)
+    view_4: "f32[8, 8]" = aten.view.default(wait_tensor_1, [8, -1])
+    view_5: "f32[16, 4]" = aten.view.default(view_4, [16, 4])
+    mm: "f32[3, 4]" = aten.mm.default(addmm, view_5)
+    return (mm, _unsafe_view, _unsafe_view_1)
 """,
         )
 
-    def test_replicas_are_reduced_after_shards(self) -> None:
-        def backward(grad, weight):
-            return reduce_grad(grad, weight, "weight", [13, 4], self.shard, replicate_group=self.replicate)
-
-        gm = self.trace(backward, torch.zeros(13, 4), torch.zeros(2, 4), names="grad weight")
-        bucket_reductions(gm.graph)
+    def test_reused_parameters_come_in(self) -> None:
+        text, interface = self.planned(Gather.GATHER, Gather.REUSE)
+        assert interface.inputs == [Slot("full", bucket=1, index=0)]
+        assert interface.outputs == []
         self.assertExpectedInline(
-            self.text(gm.graph),
+            text,
             """\
-def forward(self, grad: "f32[13, 4]", weight: "f32[2, 4]"):
-    constant_pad_nd: "f32[16, 4]" = aten.constant_pad_nd.default(grad, [0, 0, 0, 3])
-    view: "f32[8, 8]" = aten.view.default(constant_pad_nd, [8, -1])
-    view_1: "f32[64]" = aten.view.default(view, [-1])
-    reduce_scatter_tensor: "f32[8]" = _c10d_functional.reduce_scatter_tensor.default(view_1, 'sum', 8, 'shard')
-    wait_tensor: "f32[8]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
-    all_reduce: "f32[8]" = _c10d_functional.all_reduce.default(wait_tensor, 'sum', 'replicate')
-    wait_tensor_1: "f32[8]" = _c10d_functional.wait_tensor.default(all_reduce)
-    div: "f32[8]" = aten.div.Tensor(wait_tensor_1, 16.0)
-    view_2: "f32[2, 4]" = aten.view.default(div, [2, 4])
-    return view_2
+def forward(self, bias: "f32[2]", weight: "f32[2, 4]", down: "f32[2, 4]", x: "f32[3, 4]", full_down_weight: "f32[16, 4]"):
+    view: "f32[8]" = aten.view.default(weight, [-1])
+    view_1: "f32[2]" = aten.view.default(bias, [-1])
+    cat: "f32[10]" = aten.cat.default([view, view_1])
+    all_gather_into_tensor: "f32[80]" = _c10d_functional.all_gather_into_tensor.default(cat, 8, 'shard')
+    wait_tensor: "f32[80]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
+    view_2: "f32[8, 10]" = aten.view.default(wait_tensor, [8, -1])
+    split_with_sizes = aten.split_with_sizes.default(view_2, [8, 2], 1)
+    getitem: "f32[8, 8]" = split_with_sizes[0]
+    getitem_1: "f32[8, 2]" = split_with_sizes[1]
+    clone: "f32[8, 8]" = aten.clone.default(getitem, memory_format = torch.contiguous_format)
+    _unsafe_view: "f32[16, 4]" = aten._unsafe_view.default(clone, [16, 4])
+    clone_1: "f32[8, 2]" = aten.clone.default(getitem_1, memory_format = torch.contiguous_format)
+    _unsafe_view_1: "f32[16]" = aten._unsafe_view.default(clone_1, [16])
+    t: "f32[4, 16]" = aten.t.default(_unsafe_view)
+    addmm: "f32[3, 16]" = aten.addmm.default(_unsafe_view_1, x, t)
+    mm: "f32[3, 4]" = aten.mm.default(addmm, full_down_weight)
+    return (mm,)
 """,
         )
 
-    def test_half_precision_divides_on_either_side(self) -> None:
-        def backward(grad, weight):
-            return reduce_grad(grad, weight, "weight", [16], self.shard)
-
-        gm = self.trace(
-            backward, torch.zeros(16, dtype=torch.float16), torch.zeros(2, dtype=torch.float16), names="grad weight"
-        )
-        bucket_reductions(gm.graph)
+    def test_reuse_of_everything_needs_no_collective(self) -> None:
+        text, interface = self.planned(Gather.REUSE, Gather.REUSE)
+        assert interface.inputs == [Slot("full", 0, 0), Slot("full", 0, 1), Slot("full", 1, 0)]
         self.assertExpectedInline(
-            self.text(gm.graph),
+            text,
             """\
-def forward(self, grad: "f16[16]", weight: "f16[2]"):
-    view: "f16[8, 2]" = aten.view.default(grad, [8, -1])
-    view_1: "f16[16]" = aten.view.default(view, [-1])
-    div: "f16[16]" = aten.div.Tensor(view_1, 4.0)
-    reduce_scatter_tensor: "f16[2]" = _c10d_functional.reduce_scatter_tensor.default(div, 'sum', 8, 'shard')
-    wait_tensor: "f16[2]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
-    div_1: "f16[2]" = aten.div.Tensor(wait_tensor, 2.0)
-    view_2: "f16[2]" = aten.view.default(div_1, [2])
-    return view_2
+def forward(self, bias: "f32[2]", weight: "f32[2, 4]", down: "f32[2, 4]", x: "f32[3, 4]", full_up_weight: "f32[16, 4]", full_up_bias: "f32[16]", full_down_weight: "f32[16, 4]"):
+    t: "f32[4, 16]" = aten.t.default(full_up_weight)
+    addmm: "f32[3, 16]" = aten.addmm.default(full_up_bias, x, t)
+    mm: "f32[3, 4]" = aten.mm.default(addmm, full_down_weight)
+    return (mm,)
 """,
         )

@@ -1,14 +1,15 @@
 import torch
 
 from passes.bucket import bucket_gathers
-from passes.flat_storage import Run, flat_storage, locate_shards
+from passes.flat_storage import flat_storage, locate_shards
+from passes.interface import Interface, Slot
 from passes.mixed_precision import mixed_precision
 from passes.ops import unshard
 from tests.passes.tracing import PassTestCase
 
 
 class TestFlatStorage(PassTestCase):
-    def run_passes(self, offsets: tuple[int, int, int], **policy: torch.dtype) -> tuple[str, list[Run]]:
+    def run_passes(self, offsets: tuple[int, int, int], **policy: torch.dtype) -> tuple[str, list[Slot]]:
         """The graph of a unit of three parameters of eight elements a shard, which lie at these offsets."""
 
         def forward(a, b, c):
@@ -21,13 +22,14 @@ class TestFlatStorage(PassTestCase):
         locations = locate_shards(gm.graph)
         mixed_precision(gm.graph)
         bucket_gathers(gm.graph)
-        runs = flat_storage(gm.graph, locations)
+        interface = Interface(gm.graph)
+        flat_storage(gm.graph, locations, interface)
         text = self.text(gm.graph)
-        return text[: text.index("wait_tensor")].rpartition("\n")[0] + "\n", runs
+        return text[: text.index("wait_tensor")].rpartition("\n")[0] + "\n", interface.inputs
 
     def test_a_bucket_of_neighbours_is_gathered_in_place(self) -> None:
         text, runs = self.run_passes((0, 8, 16))
-        assert runs == [Run(member=0, offset=0, numel=24)]
+        assert runs == [Slot("storage", index=0, offset=0, numel=24)]
         self.assertExpectedInline(
             text,
             """\
@@ -38,7 +40,7 @@ def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0
 
     def test_a_cast_is_one_pass_over_the_run(self) -> None:
         text, runs = self.run_passes((0, 8, 16), param_dtype=torch.bfloat16)
-        assert runs == [Run(member=0, offset=0, numel=24)]
+        assert runs == [Slot("storage", index=0, offset=0, numel=24)]
         self.assertExpectedInline(
             text,
             """\
@@ -51,7 +53,7 @@ def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0
     def test_a_gap_splits_a_run(self) -> None:
         # As in backward, which does not read what lies at 8.
         text, runs = self.run_passes((0, 16, 24))
-        assert runs == [Run(member=1, offset=16, numel=16)]
+        assert runs == [Slot("storage", index=1, offset=16, numel=16)]
         self.assertExpectedInline(
             text,
             """\
@@ -73,7 +75,9 @@ def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0
         locations = locate_shards(gm.graph)
         mixed_precision(gm.graph)
         bucket_gathers(gm.graph)
-        assert flat_storage(gm.graph, locations) == []
+        interface = Interface(gm.graph)
+        flat_storage(gm.graph, locations, interface)
+        assert interface.inputs == []
 
     def test_leaves_shards_without_neighbours_alone(self) -> None:
         text, runs = self.run_passes((0, 16, 32))

@@ -49,9 +49,36 @@ def forward(self, shard: "f32[2, 4]", x: "bf16[3, 4]"):
             """\
 def forward(self, grad: "f16[16, 4]", shard: "bf16[2, 4]"):
     convert_element_type_default: "f32[16, 4]" = prims.convert_element_type.default(grad, torch.float32)
-    reduce_grad: "f32[2, 4]" = fsdp_compile.reduce_grad.default(convert_element_type_default, shard, 'up.weight', [16, 4], 'shard')
-    convert_element_type_default_1: "bf16[2, 4]" = prims.convert_element_type.default(reduce_grad, torch.bfloat16)
-    return convert_element_type_default_1
+    reduce_grad: "bf16[2, 4]" = fsdp_compile.reduce_grad.default(convert_element_type_default, shard, 'up.weight', [16, 4], 'shard', grad_dtype = torch.bfloat16)
+    return reduce_grad
+""",
+        )
+
+    def test_gradient_is_cast_as_soon_as_it_exists(self) -> None:
+        # Autograd runs reductions last, and one that waits for its cast would hide behind nothing.
+        def backward(first, second, shard_a, shard_b):
+            grad = first.relu()
+            later = grad.exp()
+            return (
+                reduce_grad(grad, shard_a, "a", [16], self.shard, reduce_dtype=torch.float32),
+                reduce_grad(second, shard_b, "b", [16], self.shard, reduce_dtype=torch.float32),
+                later,
+            )
+
+        bf16 = torch.zeros(16, dtype=torch.bfloat16)
+        gm = self.trace(backward, bf16, bf16.clone(), torch.zeros(2), torch.zeros(2), names="first second shard_a shard_b")
+        mixed_precision(gm.graph)
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
+def forward(self, first: "bf16[16]", second: "bf16[16]", shard_a: "f32[2]", shard_b: "f32[2]"):
+    convert_element_type_default_1: "f32[16]" = prims.convert_element_type.default(second, torch.float32)
+    relu: "bf16[16]" = aten.relu.default(first)
+    convert_element_type_default: "f32[16]" = prims.convert_element_type.default(relu, torch.float32)
+    exp: "bf16[16]" = aten.exp.default(relu)
+    reduce_grad: "f32[2]" = fsdp_compile.reduce_grad.default(convert_element_type_default, shard_a, 'a', [16], 'shard')
+    reduce_grad_1: "f32[2]" = fsdp_compile.reduce_grad.default(convert_element_type_default_1, shard_b, 'b', [16], 'shard')
+    return (reduce_grad, reduce_grad_1, exp)
 """,
         )
 

@@ -1,10 +1,13 @@
 import torch
 from torch.fx import Graph, GraphModule
 
-from passes.bucket import bucket_gathers, bucket_reductions
+from passes.bucket import bucket_gathers, reduction_buckets
+from passes.gradient_sync import synchronize_gradients
 from passes.graph import bucket, role
+from passes.interface import Interface
 from passes.ops import reduce_grad, unshard
 from passes.schedule import schedule_gathers, schedule_reductions
+from passes.sync_plan import Reduction, Sync
 from tests.passes.tracing import PassTestCase
 
 
@@ -32,6 +35,12 @@ class TestSchedule(PassTestCase):
             return reduced
 
         return self.trace(backward, torch.zeros(8, 8), *[torch.zeros(1, 8) for _ in range(units)])
+
+    def synchronize(self, graph: Graph, reduction: Reduction | None = None) -> None:
+        """Give every bucket the same plan."""
+        interface = Interface(graph)
+        synchronize_gradients(graph, [reduction or Reduction()] * len(reduction_buckets(graph)), interface)
+        interface.finish()
 
     def outline(self, graph: Graph) -> str:
         """One line for each stretch of nodes with one role, compute by its operators."""
@@ -129,7 +138,7 @@ mm
 
     def test_reductions_finish_late_but_hold_two_gradients(self) -> None:
         gm = self.backward_graph(4)
-        bucket_reductions(gm.graph)
+        self.synchronize(gm.graph)
         self.assertExpectedInline(
             self.outline(gm.graph),
             """\
@@ -168,7 +177,7 @@ finish_reduce 3
 
     def test_all_reduces_go_on_until_the_end(self) -> None:
         gm = self.backward_graph(3, replicate_group=self.replicate)
-        bucket_reductions(gm.graph)
+        self.synchronize(gm.graph)
         schedule_reductions(gm.graph)
         self.assertExpectedInline(
             self.outline(gm.graph),
@@ -185,6 +194,37 @@ finish_reduce 0
 finish_reduce 1
 all_reduce 2
 finish_reduce 2
+""",
+        )
+
+    def test_a_hook_may_leave_nothing_to_finish(self) -> None:
+        def scale(grad: torch.Tensor, output: torch.Tensor) -> None:
+            output.copy_(grad[:8] * 2)
+
+        gm = self.backward_graph(2)
+        self.synchronize(gm.graph, Reduction(comm_hook=scale))
+        schedule_reductions(gm.graph)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+relu
+start_reduce 0
+relu
+start_reduce 1
+""",
+        )
+
+    def test_accumulated_gradients_stay_where_they_are(self) -> None:
+        gm = self.backward_graph(2)
+        self.synchronize(gm.graph, Reduction(Sync.NONE, has_unsharded=True))
+        schedule_reductions(gm.graph)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+relu
+accumulate 0
+relu
+accumulate 1
 """,
         )
 

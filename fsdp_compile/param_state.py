@@ -1,0 +1,105 @@
+"""What microbatches leave of a parameter for the next one: gathered values and unfinished gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_optimizer_steps = 0
+
+
+def _count_step(*_: object) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+# Every torch optimizer calls it, also one that writes parameters in a way that autograd does not see.
+register_optimizer_step_post_hook(_count_step)
+
+
+@dataclass(frozen=True)
+class FlatSlice:
+    """A run of a flat buffer: ``numel`` elements from ``offset`` on."""
+
+    flat: Tensor
+    offset: int
+    numel: int
+
+    def tensor(self) -> Tensor:
+        """The run, a view: ``[numel]``."""
+        return self.flat.narrow(0, self.offset, self.numel)
+
+
+def whole_buffer(slices: Sequence[FlatSlice | None]) -> Tensor | None:
+    """The flat buffer that consists of these slices in this order; None if there is no such buffer."""
+    first = slices[0]
+    end = 0
+    for piece in slices:
+        if piece is None or first is None or piece.flat is not first.flat or piece.offset != end:
+            return None
+        end += piece.numel
+    return first.flat if first is not None and end == first.flat.numel() else None
+
+
+class ParamState:
+    """The state of one parameter between the graphs that work on it.
+
+    Attributes:
+        unsharded_grad: the full gradient of microbatches that did not reduce: full shape, in the dtype of the reduction.
+        partial_grad: the padded gradient shard of microbatches that did not all-reduce, in the dtype of the reduction.
+    """
+
+    def __init__(self) -> None:
+        self.unsharded_grad: Tensor | None = None
+        self.partial_grad: FlatSlice | None = None
+        self._full: Tensor | None = None
+        self._full_of = (0, 0, 0)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients of earlier microbatches wait for communication."""
+        return self.unsharded_grad is not None or self.partial_grad is not None
+
+    def discard_gradients(self) -> None:
+        """Forget gradients that wait for communication."""
+        self.unsharded_grad = self.partial_grad = None
+
+    def keep_full(self, param: nn.Parameter, full: Tensor) -> None:
+        """Keep a gathered parameter for as long as ``param`` does not change."""
+        self._full, self._full_of = full, _stamp(param)
+
+    def full(self, param: nn.Parameter) -> Tensor | None:
+        """The gathered parameter, unless there is none or ``param`` has changed since."""
+        if self._full is not None and self._full_of != _stamp(param):
+            self._full = None
+        return self._full
+
+    def drop_full(self) -> None:
+        """Free the gathered parameter."""
+        self._full = None
+
+
+def _stamp(param: nn.Parameter) -> tuple[int, int, int]:
+    """Changes with every write to a parameter: operators count writes on the DTensor or on its local tensor."""
+    return param._version, param._local_tensor._version, _optimizer_steps  # type: ignore[attr-defined]
+
+
+def set_grad_in(param: nn.Parameter, local: Tensor, piece: FlatSlice) -> None:
+    """Let ``param.grad`` be a DTensor of this rank's part, which lies in ``piece``; one that is there keeps its identity."""
+    grad: Any = param.grad
+    if grad is None:
+        grad = param.grad = DTensor(local, param._spec, requires_grad=False)  # type: ignore[attr-defined, assignment]
+    grad._local_tensor = local
+    # On the gradient itself, so that its memory is free as soon as the user clears it.
+    grad._fsdp_lies_in = (local, piece)
+
+
+def grad_slice(param: nn.Parameter) -> FlatSlice | None:
+    """Where ``param.grad`` lies in a flat buffer; None if the user put it elsewhere."""
+    local, piece = getattr(param.grad, "_fsdp_lies_in", (None, None))
+    return piece if local is not None and param.grad._local_tensor is local else None  # type: ignore[union-attr]

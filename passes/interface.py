@@ -1,0 +1,79 @@
+"""The interface of a lowered graph: what it takes and gives besides the inputs and outputs that autograd knows of.
+
+State that a graph reads or updates (flat storage, gathered parameters, gradient accumulators, divide factors) enters as extra
+placeholders behind the others; what a graph leaves for the next one goes out as extra outputs. Neither names a parameter:
+equal blocks may share a graph, so that the runtime finds parameters by the shards among the inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An extra input or output.
+
+    Attributes:
+        kind: what it is. Inputs: "storage" (a run of flat storage), "full" (a gathered parameter), "unsharded" (a full gradient
+            of earlier microbatches), "partial" (a flat shard, reduced over the shard group only), "grad" (the flat shard in
+            ``param.grad``), "factor". Outputs: "full", "unsharded", "partial", "grad".
+        bucket: index among the graph's buckets of gathers ("storage": unused; "full") or of reductions (all others).
+        index: which of the bucket's parameters or factors; for "storage", the placeholder of a shard that lies in it.
+        offset, numel: only for "storage": the run's first element, and their number.
+    """
+
+    kind: str
+    bucket: int = 0
+    index: int = 0
+    offset: int = 0
+    numel: int = 0
+
+
+@dataclass
+class Interface:
+    """The extra inputs and outputs of a graph, in their order.
+
+    Attributes:
+        graph: the graph that they are added to.
+        num_outputs: outputs that the graph had without the extra ones.
+        inputs, outputs: what was added.
+        output_nodes: the nodes of ``outputs``.
+    """
+
+    graph: Graph
+    num_outputs: int = 0
+    inputs: list[Slot] = field(default_factory=list)
+    outputs: list[Slot] = field(default_factory=list)
+    output_nodes: list[Node] = field(default_factory=list)
+    _last: Node | None = None
+
+    def __post_init__(self) -> None:
+        self.num_outputs = len(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def add_input(self, name: str, value: Tensor, slot: Slot) -> Node:
+        """A new placeholder behind all others, with this fake value."""
+        if self._last is None:
+            self._last = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(self._last):
+            self._last = self.graph.placeholder(name)
+        # Two factors of a bucket ask for the same name; the node's is unique.
+        self._last.target = self._last.name
+        self._last.meta["val"] = value
+        self.inputs.append(slot)
+        return self._last
+
+    def add_output(self, node: Node, slot: Slot) -> None:
+        """Give ``node`` out behind all other outputs, once :meth:`finish` is called."""
+        self.output_nodes.append(node)
+        self.outputs.append(slot)
+
+    def finish(self) -> None:
+        """Write the extra outputs into the graph."""
+        output = self.graph.output_node()
+        kept: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        output.args = ((*kept, *self.output_nodes),)

@@ -1,0 +1,77 @@
+"""The sync plan: what one call of a forward or backward graph does about communication.
+
+A plan is known when the graph is called, not when it is traced: it depends on flags that users set at any time and on what
+earlier microbatches left. Each distinct plan of a graph is lowered once, on first use. Plans are values: two that are equal
+stand for the same lowered graph; nothing in them (a divide factor, say) changes from step to step in ordinary training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import Tensor
+
+from .divide_factors import Averaging
+
+
+class Gather(Enum):
+    """What a graph does about the parameters of a bucket.
+
+    Attributes:
+        GATHER: gather them.
+        KEEP: gather them, and give them out for later graphs.
+        REUSE: take parameters that an earlier graph gathered; no collective.
+    """
+
+    GATHER = "gather"
+    KEEP = "keep"
+    REUSE = "reuse"
+
+
+class Sync(Enum):
+    """How far a graph reduces the gradients of a bucket.
+
+    Attributes:
+        ALL: reduce-scatter, and with replicas (HSDP) all-reduce, into ``param.grad``.
+        SCATTER: reduce-scatter only; the partial result waits for a later all-reduce.
+        NONE: no communication; the full gradient waits for a later reduction.
+    """
+
+    ALL = "all"
+    SCATTER = "scatter"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a graph does about the gradients of a bucket.
+
+    Attributes:
+        sync: how far it reduces.
+        averaging: where the reduction divides, and its operators.
+        has_unsharded: full gradients of earlier microbatches are to be added before the reduce-scatter.
+        has_partial: a partial result of earlier microbatches is to be added after the reduce-scatter.
+        has_grad: ``param.grad`` is there already, to be added to.
+        comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``; or in place, ``hook(gradient)``.
+        all_reduce_hook: changes the reduced shard in place: ``hook(shard)``.
+        comm_hook_in_place: the latter, of a bucket that is sharded over one rank; then the hook is the all-reduce, too.
+    """
+
+    sync: Sync = Sync.ALL
+    averaging: Averaging = field(default_factory=Averaging)
+    has_unsharded: bool = False
+    has_partial: bool = False
+    has_grad: bool = False
+    comm_hook: Callable[..., None] | None = None
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    comm_hook_in_place: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a graph does, bucket by bucket, in the order in which :mod:`passes.bucket` finds them."""
+
+    gathers: tuple[Gather, ...] = ()
+    reductions: tuple[Reduction, ...] = ()

@@ -86,8 +86,8 @@ def fsdp_backend(
         return _compile(gm, example_inputs, parsed)
     # compile_fx consumes its graph; this one can still be run operator by operator.
     uncompiled = snapshot(gm)
-    params = _params_by_name(gm.graph, example_inputs)
-    return _guard_requires_grad(_compile(gm, example_inputs, parsed, params), uncompiled, shards)
+    params = {names: sharded_param(example_inputs[index]) for index, names in shards.items()}
+    return _guard_requires_grad(_compile(gm, example_inputs, parsed, params), uncompiled, list(shards))
 
 
 @functools.cache
@@ -99,29 +99,25 @@ def _warn_once_that_nothing_is_sharded() -> None:
     )
 
 
-def _qualify_names(graph: Graph, example_inputs: Sequence[Any]) -> list[int]:
-    """Write the qualified names of parameters and units into the graph; gives the indices of inputs that are shards.
+def _qualify_names(graph: Graph, example_inputs: Sequence[Any]) -> dict[int, tuple[str, str]]:
+    """Write the qualified names of parameters and units into the graph.
 
     The code that Dynamo traces knows parameters by their names within a unit, so that equal blocks can share a graph.
+
+    Returns:
+        For each input that is a shard, by its index: the names of the unit and of the parameter in the graph.
     """
     index_of = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     unit_names: dict[Unit, str] = {}
-    indices = []
+    names = {}
     for node in unshards(graph.nodes):
         index = index_of[Unshard.of(node).shard]
         sharded = sharded_param(example_inputs[index])
         if sharded.unit not in unit_names:
             unit_names[sharded.unit] = _unique_name(sharded.unit.name, set(unit_names.values()))
-        update_args(node, name=sharded.name, unit=unit_names[sharded.unit])
-        indices.append(index)
-    return indices
-
-
-def _params_by_name(graph: Graph, example_inputs: Sequence[Any]) -> dict[tuple[str, str], ShardedParam]:
-    """The parameters that a graph reads, by the names of their unit and of themselves in the graph."""
-    index_of = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
-    specs = [Unshard.of(node) for node in unshards(graph.nodes)]
-    return {(spec.unit, spec.name): sharded_param(example_inputs[index_of[spec.shard]]) for spec in specs}
+        names[index] = unit_names[sharded.unit], sharded.name
+        update_args(node, unit=unit_names[sharded.unit], name=sharded.name)
+    return names
 
 
 def _unique_name(name: str, taken: set[str]) -> str:

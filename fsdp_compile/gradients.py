@@ -7,7 +7,6 @@ eager operator, goes on with it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from passes.collectives import (
-    factor_tensors,
+    factor_tensor,
     finish_reduce_scatter,
     finish_reduction,
     resolve_averaging,
@@ -113,12 +112,6 @@ def _changed_set(unit: Unit, names: Sequence[str], what: str) -> str:
         "synchronisations, or synchronise before the set changes; set_reduce_scatter_unused_params(True) counts a missing "
         "gradient as zero. reset_iter_state() on the root discards what has accumulated."
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def factor_tensor(factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A divide factor as a 0-d tensor on the device, made once."""
-    return factor_tensors([factor], torch.empty((), dtype=dtype, device=device))[0]
 
 
 # What graphs read and leave.

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from passes.bucket import Bucket, gather_buckets, reduction_buckets
+from passes.collectives import factor_tensor
 from passes.graph import shard_input
 from passes.interface import Interface, Slot
 from passes.ops import ReduceGrad, Unshard
 from passes.sync_plan import Gather, Plan, Reduction, Sync
 
-from .gradients import factor_tensor, flat_grad, flat_partial, keep_partial, land_gradients, receive, reduced, reduction_of
+from .gradients import flat_grad, flat_partial, keep_partial, land_gradients, receive, reduced, reduction_of
 from .unit import ShardedParam, Unit
 
 #: Takes its arguments as a list, which it empties.

@@ -4,6 +4,7 @@ The eager kernels of :mod:`passes.ops` call them; :mod:`passes.bucket` traces th
 where communication is in flight, so that a schedule can put work between the two halves.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -170,9 +171,10 @@ def cut_shards(flat: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int
     return [shard.view(piece) for shard, piece in zip(flat.split([math.prod(piece) for piece in pieces]), pieces, strict=True)]
 
 
-def factor_tensors(factors: Sequence[float], like: Tensor) -> list[Tensor]:
-    """Divide factors as the 0-d tensors that a reduction in the dtype of ``like`` takes, on its device."""
-    return [torch.tensor(factor, dtype=factor_dtype(like.dtype), device=like.device) for factor in factors]
+@functools.lru_cache(maxsize=4096)
+def factor_tensor(factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A divide factor as the 0-d tensor that a reduction in ``dtype`` takes, made once."""
+    return torch.tensor(factor, dtype=factor_dtype(dtype), device=device)
 
 
 def reduce_gradients(
@@ -180,7 +182,7 @@ def reduce_gradients(
 ) -> list[Tensor]:
     """Average full gradients of one dtype over all ranks, at once. Returns the padded shards."""
     averaging, values = resolve_averaging(group, replicate_group, grads[0].dtype, grads[0].device)
-    factors = factor_tensors(values, grads[0])
+    factors = [factor_tensor(value, grads[0].dtype, grads[0].device) for value in values]
     before = [factors.pop(0)] if averaging.divides_gradient else []
     flat = start_reduce_scatter(grads, factors=before, dims=dims, group=group, op=averaging.reduce_scatter_op)
     if replicate_group:

@@ -29,28 +29,14 @@ from .bucket import Bucket, reduction_buckets
 from .collectives import finish_reduce_scatter, finish_reduction, start_all_reduce, start_reduce_scatter
 from .divide_factors import factor_dtype
 from .emit import emit
+from .graph import VIEWS
 from .interface import Interface, Slot
 from .ops import ReduceGrad, reduce_grads
 from .sync_plan import Reduction, Sync
 
 _copy = torch.ops.aten.copy_.default
 _expand = torch.ops.aten.expand.default
-_VIEWS = {
-    torch.ops.aten.alias.default,
-    _expand,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.select.int,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.split.Tensor,
-    torch.ops.aten.split_with_sizes.default,
-    torch.ops.aten.squeeze.dim,
-    torch.ops.aten.squeeze.dims,
-    torch.ops.aten.t.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.unsqueeze.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-}
+_SPLITS = {torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default}
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -225,5 +211,5 @@ def _memory_of(node: Node) -> Node:
 
 def _viewed(node: Node) -> Node | None:
     """What a node is a view of."""
-    is_view = node.target is operator.getitem or node.target in _VIEWS
+    is_view = node.target is operator.getitem or node.target in VIEWS or node.target in _SPLITS
     return node.all_input_nodes[0] if is_view else None

@@ -6,14 +6,12 @@ from torch.fx import Graph, Node
 _aten = torch.ops.aten
 _prims = torch.ops.prims
 
-# Operations that move or cast a parameter without mixing it with other data: cheap to do again, wasteful to save.
-_MOVES_AND_CASTS = {
+#: Operations whose result is their input's memory, seen otherwise.
+VIEWS = {
     _aten.alias.default,
-    _aten.clone.default,
     _aten.detach.default,
     _aten.expand.default,
     _aten.permute.default,
-    _aten.reshape.default,
     _aten.select.int,
     _aten.slice.Tensor,
     _aten.squeeze.dim,
@@ -22,8 +20,14 @@ _MOVES_AND_CASTS = {
     _aten.transpose.int,
     _aten.unsqueeze.default,
     _aten.view.default,
-    _aten._to_copy.default,
     _aten._unsafe_view.default,
+}
+
+# Operations that move or cast a parameter without mixing it with other data: cheap to do again, wasteful to save.
+_MOVES_AND_CASTS = VIEWS | {
+    _aten.clone.default,
+    _aten.reshape.default,
+    _aten._to_copy.default,
     _prims.convert_element_type.default,
 }
 

@@ -19,7 +19,6 @@ import math
 import os
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -109,11 +108,13 @@ def predict(model: Any, way: Way) -> tuple[int, int]:
 
 
 def collectives(profile: torch.autograd.profiler.profile) -> list[int]:
-    """How many all-gathers, reduce-scatters and all-reduces ran: each, of generated code too, ends in an operator of c10d."""
-    count: Counter[str] = Counter()
-    for event in profile.key_averages():  # "c10d::_allgather_base_", "c10d::reduce_scatter_tensor_coalesced_" and the like.
-        count[event.key.replace("_", "")[: len("c10d::allreduce")]] += event.count
-    return [count["c10d::allgather"], count["c10d::reducesca"], count["c10d::allreduce"]]
+    """How many all-gathers, reduce-scatters and all-reduces ran.
+
+    Over Gloo, both of the former are exchanges: an all-gather of copies, a reduce-scatter of pieces that each rank sums.
+    """
+    count = {event.key: event.count for event in profile.key_averages()}
+    gathers = count.get("fsdp_compile::all_gather", 0)
+    return [gathers, count.get("c10d::alltoall_base_", 0) - gathers, count.get("c10d::allreduce_", 0)]
 
 
 def live_bytes(model: Any) -> int:

@@ -304,7 +304,7 @@ def graph_bytes(graph_modules: Iterable[torch.fx.GraphModule], world: int) -> fl
         for node in graph_module.graph.nodes:
             if node.target == ops.all_gather_into_tensor.default:
                 total += node.meta["val"].nbytes
-            elif node.target == ops.reduce_scatter_tensor.default:
+            elif node.target in (ops.reduce_scatter_tensor.default, ops.all_to_all_single.default):
                 total += node.args[0].meta["val"].nbytes
             elif node.target == ops.all_reduce.default:
                 total += 2 * node.args[0].meta["val"].nbytes

@@ -1,11 +1,12 @@
 """Fully sharded data parallelism (FSDP) as torch.compile graph passes. See README.md for a first example."""
 
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from passes.divide_factors import gradient_divide_factors
 from passes.traced_hook import HookNotTraceable
 
 from . import comm_hooks
+from .agreement import RanksDisagree
 from .backend import fsdp_backend
 from .capture import Capture, CapturedGraph, CapturedPass, capture
 from .module import FSDPModule, register_fsdp_forward_method
@@ -19,6 +20,8 @@ __all__ = [
     "HookNotTraceable",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "RanksDisagree",
+    "UnshardHandle",
     "capture",
     "comm_hooks",
     "fsdp_backend",

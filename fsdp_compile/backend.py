@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,42 +20,23 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
+from passes.auto_schedule import AutoSchedule
+from passes.collective_sequence import collective_sequence
 from passes.interface import Interface
-from passes.keep_order import KeepWaits
-from passes.lower import INDUCTOR_CONFIG
 from passes.ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
 from passes.pipeline import run_dynamo_passes, run_joint_passes, run_passes, run_preparing_passes
+from passes.program import write_program
+from passes.segments import Segment, cut_into_segments
 from passes.sync_plan import Plan
 
+from .agreement import agree
+from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
+from .options import Options
 from .runtime import BoxedFunction, PlannedGraph, boxed, sharded_param
 from .unit import ShardedParam, Unit
-
-_LOWERINGS = ("inductor", "aot_eager")
-
-
-@dataclass(frozen=True)
-class Options:
-    """``torch.compile(..., options={...})`` for this backend.
-
-    Attributes:
-        lowering: "inductor": generated kernels. "aot_eager": the same passes, then aten operators one by one, to debug with.
-    """
-
-    lowering: str = "inductor"
-
-    @staticmethod
-    def parse(options: dict[str, Any] | None) -> Options:
-        known = [field.name for field in fields(Options)]
-        for key in options or {}:
-            if key not in known:
-                raise ValueError(f"fsdp_backend has no option {key!r}; it has: {', '.join(known)}.")
-        parsed = Options(**(options or {}))
-        if parsed.lowering not in _LOWERINGS:
-            raise ValueError(f"options['lowering'] must be one of {_LOWERINGS}, not {parsed.lowering!r}.")
-        return parsed
 
 
 def fsdp_backend(
@@ -84,6 +64,8 @@ def fsdp_backend(
         if parsed.lowering == "inductor":
             return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
         return _compile(gm, example_inputs, parsed)
+    if parsed.lowering == "inductor" and all(example_inputs[index].device.type == "cpu" for index in shards):
+        probe_instruction_set()
     # compile_fx consumes its graph; this one can still be run operator by operator.
     uncompiled = snapshot(gm)
     params = {names: sharded_param(example_inputs[index]) for index, names in shards.items()}
@@ -114,7 +96,7 @@ def _qualify_names(graph: Graph, example_inputs: Sequence[Any]) -> dict[int, tup
         index = index_of[Unshard.of(node).shard]
         sharded = sharded_param(example_inputs[index])
         if sharded.unit not in unit_names:
-            unit_names[sharded.unit] = _unique_name(sharded.unit.name, set(unit_names.values()))
+            unit_names[sharded.unit] = _unique_name(sharded.unit.name, {"root", *unit_names.values()})
         names[index] = unit_names[sharded.unit], sharded.name
         update_args(node, unit=unit_names[sharded.unit], name=sharded.name)
     return names
@@ -140,6 +122,8 @@ def _guard_requires_grad(compiled: Callable[..., Any], uncompiled: GraphModule, 
         if torch.is_grad_enabled():
             changed = [sharded_param(args[index]).sync_requires_grad() for index in shards]
             if any(changed):
+                for index in shards:
+                    sharded_param(args[index]).unit.scope.wait_for_optimizer()
                 return uncompiled(*args)
         return compiled(*args)
 
@@ -169,16 +153,23 @@ def _compile(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, params: dict[tuple[str, str], ShardedParam] | None = None
 ) -> Callable[..., Any]:
     config_patches = {
-        **INDUCTOR_CONFIG,
         "joint_custom_post_pass": _JointPass(inductor_config.joint_custom_post_pass),
         # Parameters that are frozen into the code could not be sharded.
         "freezing": False,
     }
 
+    kernels: dict[Hashable, Any] = {}
+    device = next((param.unit.mesh.device for param in (params or {}).values()), None)
+    auto = options.auto_schedule(device) if device is not None else None
+
     def inner_compile(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> BoxedFunction:
-        lowering = _Lowering(graph_module, inputs, options, config_patches, kwargs)
+        lowering = _Lowering(graph_module, options, config_patches, kwargs, kernels, auto)
         planned = PlannedGraph(
-            graph_module, lowering, is_backward=lowering.is_backward, can_keep=not kwargs.get("is_inference", False)
+            graph_module,
+            lowering,
+            is_backward=lowering.is_backward,
+            can_keep=not kwargs.get("is_inference", False),
+            can_merge=auto is not None,
         )
         if not lowering.is_backward:
             planned.lower_ahead(params or {})
@@ -201,30 +192,33 @@ class _Lowering:
 
     Args:
         gm: the partitioned graph; the preparing passes run over it here.
-        inputs: its fake inputs.
         options: the backend's options.
         config_patches: Inductor's settings.
         kwargs: what ``compile_fx`` has for ``compile_fx_inner``.
+        kernels: compiled segments, shared by all graphs of a model and all their variants.
+        auto: what to schedule for; None: the default schedule.
     """
 
     def __init__(
         self,
         gm: GraphModule,
-        inputs: Sequence[Any],
         options: Options,
         config_patches: dict[str, Any],
         kwargs: dict[str, Any],
+        kernels: dict[Hashable, Any],
+        auto: AutoSchedule | None,
     ):
         self._gm = gm
-        self._inputs = inputs
         self._options = options
         self._config_patches = config_patches
-        self._kwargs = kwargs
         self.is_backward = bool(kwargs.get("is_backward"))
+        # Which inputs are parameters or saved, by position, is said of the whole graph.
+        self._kwargs = {**kwargs, "static_input_idxs": ()}
+        self._kernels = kernels
+        self._auto = auto
         self._group_names = _group_names(gm.graph)
         self._tracing_context = TracingContext.try_get()
         self._compile_context = CompileContext.try_get()
-        self._output_strides: list[Any] | None = None
         run_preparing_passes(gm, is_backward=self.is_backward, observer=observer())
 
     def __call__(self, plan: Plan) -> tuple[BoxedFunction, Interface]:
@@ -240,39 +234,53 @@ class _Lowering:
 
     def _lower(self, gm: GraphModule, plan: Plan) -> tuple[BoxedFunction, Interface]:
         for_inductor = self._options.lowering == "inductor"
-        interface = run_passes(gm, plan, is_backward=self.is_backward, for_inductor=for_inductor, observer=observer())
-        captured = snapshot(gm) if is_capturing() else None
+        interface = run_passes(
+            gm, plan, is_backward=self.is_backward, for_inductor=for_inductor, observer=observer(), auto=self._auto
+        )
+        group_names = self._group_names | _reduce_scatter_groups(plan)
+        agree("backward" if self.is_backward else "forward", collective_sequence(gm.graph, group_names), group_names)
         code = None
         if for_inductor:
-            lowered: Any = self._lower_with_inductor(gm, interface)
-            code = getattr(lowered, "source_code", None)
+            code, function = self._lower_with_inductor(gm)
+            lowered = boxed(function)
         else:
             lowered = boxed(lambda args: gm(*_emptied(args)))
-        if captured is not None:
-            record(CapturedGraph(captured, code, self._group_names), self.is_backward)
+        if is_capturing():
+            record(CapturedGraph(snapshot(gm), code, group_names), self.is_backward)
         return lowered, interface
 
-    def _lower_with_inductor(self, gm: GraphModule, interface: Interface) -> Any:
-        extra = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(self._inputs) :]]
-        if self._output_strides is not None:
-            _restride_outputs(gm.graph, self._output_strides)
-        with V.set_choices_handler(KeepWaits()):
-            lowered = compile_fx_inner(gm, [*self._inputs, *extra], **self._kwargs)
+    def _lower_with_inductor(self, gm: GraphModule) -> tuple[str, Callable[[list[Any]], Any]]:
+        """The program of collectives and segments: its source, with that of the segments, and its function."""
+        outer, segments = cut_into_segments(gm)
+        keys = {name: (self.is_backward, segment.key) for name, segment in segments.items()}
+        work: dict[Hashable, Callable[[], Any]] = {
+            keys[name]: functools.partial(self._compile_segment, segment)
+            for name, segment in segments.items()
+            if keys[name] not in self._kernels
+        }
+        if _devices(gm.graph) == {torch.device("cpu")}:
+            with kernels_in_background():
+                self._kernels.update(share_among_ranks(work))
+        else:
+            self._kernels.update({key: compile_segment() for key, compile_segment in work.items()})
+        compiled = {name: self._kernels[key] for name, key in keys.items()}
+        source, function = write_program(outer, compiled, gm)
+        parts = [f"# {name}\n{kernels.source_code}" for name, kernels in compiled.items() if hasattr(kernels, "source_code")]
+        return "\n\n".join([source, *parts]), function
+
+    def _compile_segment(self, segment: Segment) -> Any:
+        inputs = [node.meta["val"] for node in segment.graph_module.graph.find_nodes(op="placeholder")]
+        compiled = compile_fx_inner(segment.graph_module, inputs, **self._kwargs)
         context = TracingContext.try_get()
-        if not self.is_backward and context is not None and context.output_strides:
-            # Backward is compiled for the layout in which this variant saves activations; later variants keep to it.
-            del context.output_strides[interface.num_outputs :]
-            self._output_strides = list(context.output_strides)
-        return lowered
+        if context is not None and context.output_strides:
+            # What a segment gives out is laid out as it was traced, so the whole graph's outputs are.
+            context.output_strides.clear()
+        return compiled
 
 
-def _restride_outputs(graph: Graph, strides: Sequence[Any]) -> None:
-    """Have a graph give out its first outputs with these strides."""
-    output = graph.output_node()
-    for node, stride in zip(output.args[0], strides, strict=False):  # type: ignore[arg-type]
-        if isinstance(node, Node) and stride is not None and isinstance(node.meta.get("val"), torch.Tensor):
-            node.meta["val"] = node.meta["val"].as_strided(node.meta["val"].shape, stride)
-    output.meta["user_visible_output_idxs"] = list(range(len(strides)))
+def _devices(graph: Graph) -> set[torch.device]:
+    values = [node.meta.get("val") for node in graph.nodes]
+    return {value.device for value in values if isinstance(value, torch.Tensor)}
 
 
 def _emptied(args: list[Any]) -> list[Any]:
@@ -292,3 +300,7 @@ def _group_names(graph: Graph) -> dict[str, str]:
         names[getattr(spec, "post_forward_group", "")] = "post_forward"
     names.pop("", None)
     return names
+
+
+def _reduce_scatter_groups(plan: Plan) -> dict[str, str]:
+    return {reduction.group: "reduce" for reduction in plan.reductions if reduction.group}

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+from passes.memory_model import LiveBytes, live_bytes
 from passes.pipeline import Observer, graph_text, log_pass
 
 
@@ -28,6 +30,10 @@ class CapturedGraph:
     def readable(self) -> str:
         """The graph as text: deterministic, and equal on all ranks; process groups read as ``shard`` and ``replicate``."""
         return graph_text(self.graph_module.graph, self.group_names)
+
+    def live_bytes(self) -> LiveBytes:
+        """How many bytes live at each node, those of gathered parameters apart (see :mod:`passes.memory_model`)."""
+        return live_bytes(self.graph_module.graph)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,8 @@ def snapshot(gm: GraphModule) -> GraphModule:
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
-    return GraphModule(gm, graph)
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(gm, graph)
 
 
 def observer() -> Observer:

@@ -23,8 +23,8 @@ from .gradients import discard
 from .unit import Unit
 
 
-class GradientControls:
-    """The part of ``FSDPModule`` that controls gradients."""
+class Controls:
+    """A module with a unit that can be controlled."""
 
     _fsdp_unit: Unit
 
@@ -33,7 +33,11 @@ class GradientControls:
         if not recurse:
             return [self._fsdp_unit]
         modules = cast(nn.Module, self).modules()
-        return list(dict.fromkeys(module._fsdp_unit for module in modules if isinstance(module, GradientControls)))
+        return list(dict.fromkeys(module._fsdp_unit for module in modules if isinstance(module, Controls)))
+
+
+class GradientControls(Controls):
+    """The part of ``FSDPModule`` that controls gradients."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients: False accumulates full gradients without communication (``no_sync``).
@@ -162,10 +166,6 @@ class GradientControls:
             "set_custom_reduce_scatter: reductions are collectives of a compiled graph, and a Python object that communicates "
             "cannot enter it. register_comm_hook(state, hook) takes a function that reduces, which is traced."
         )
-
-    def reshard(self) -> None:
-        """Free this unit's gathered parameters that outlived a backward."""
-        self._fsdp_unit.drop_full()
 
     def reset_iter_state(self) -> None:
         """Recover after an exception in forward or backward: forget gathered parameters, and gradients that wait for

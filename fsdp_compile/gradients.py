@@ -16,6 +16,7 @@ from torch import Tensor
 
 from passes.collectives import (
     factor_tensor,
+    finish_all_reduce,
     finish_reduce_scatter,
     finish_reduction,
     resolve_averaging,
@@ -89,6 +90,7 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
         has_unsharded,
         _all_or_none(params, [param.state.partial_grad is not None for param in params]),
         sync is Sync.ALL and any(param.param.grad is not None for param in params),
+        flags.reduce_scatter_group if hook is None else "",
         hook,
         flags.all_reduce_hook,
         in_place,
@@ -301,23 +303,31 @@ def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
     accumulated = [state.unsharded_grad] if state.unsharded_grad is not None else []
     partial = [flat_partial([param])] if reduction.has_partial else []
     state.discard_gradients()
+    group = reduction.group or unit.mesh.shard_group
     flat = start_reduce_scatter(
         [grad],
         accumulated,
         before,
         dims=[param.dim],
-        group=unit.mesh.shard_group,
+        group=group,
         op=averaging.reduce_scatter_op,
         hook=reduction.comm_hook,
         in_place=reduction.comm_hook_in_place,
     )
-    flat = finish_reduce_scatter(flat, scattered, partial, in_flight=reduction.comm_hook is None)
+    flat = finish_reduce_scatter(flat, scattered, partial, group=group, in_flight=reduction.comm_hook is None)
     if reduction.sync is Sync.SCATTER:
         keep_partial([param], flat)
         return
     if unit.mesh.replicate_group and not reduction.comm_hook_in_place:
-        flat = start_all_reduce(flat, in_flight=False, replicate_group=unit.mesh.replicate_group, op=averaging.all_reduce_op)
-        flat = finish_reduce_scatter(flat)
+        flat = finish_all_reduce(
+            start_all_reduce(
+                flat,
+                group=group,
+                in_flight=False,
+                replicate_group=unit.mesh.replicate_group,
+                op=averaging.all_reduce_op,
+            )
+        )
     flat = finish_reduction(flat, result, grad_dtype=grad_dtype, hook=reduction.all_reduce_hook)
     if reduction.has_grad:
         flat_grad([param], flat.dtype).add_(flat)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from passes.collectives import resolve_group
 from passes.layout import REPLICATED
 
 
@@ -78,6 +81,21 @@ class ShardingMesh:
         if size in (1, self.shard_size):
             return ""
         return _mesh_of_neighbours(self.mesh, size).get_group(1).group_name
+
+    def reduce_scatter_group(self) -> str:
+        """Name of a group of the same ranks as the shard group's, for reduce-scatters alone. Made once for each set of ranks:
+        a collective call of those ranks."""
+        ranks = tuple(dist.get_process_group_ranks(resolve_group(self.shard_group)))
+        made = _reduce_scatter_groups.setdefault(dist.group.WORLD, {})
+        if ranks not in made:
+            # Ranks of other shard groups need not be here.
+            group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
+            made[ranks] = group.group_name
+        return made[ranks]
+
+
+# By the world that they are part of: its groups go with it.
+_reduce_scatter_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache

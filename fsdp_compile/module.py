@@ -3,7 +3,8 @@
 A module that was passed to ``fully_shard`` becomes an ``FSDP<Class>``; one inside it that registers sharded parameters becomes
 a ``Sharded<Class>``. Both are generated subclasses of the module's own class on which every sharded parameter is a property:
 inside a forward it is ``unshard(shard, ...)``, outside it is the DTensor parameter. Dynamo traces such properties
-like any other Python, so the operators are in its graph, and nothing of the model's own code has to change.
+like any other Python, so the operators are in its graph, and nothing of the model's own code has to change. After ``unshard()``
+it is the full tensor outside, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 from passes.ops import unshard
 
 from .controls import GradientControls
+from .schedule_controls import ScheduleControls
 from .unit import Unit
 
 
@@ -79,7 +81,7 @@ class _SyncAfterApply:
                 unit.sync()
 
 
-class FSDPModule(GradientControls, _Sharded):
+class FSDPModule(GradientControls, ScheduleControls, _Sharded):
     """Mixin of modules that were passed to ``fully_shard``."""
 
 
@@ -87,14 +89,13 @@ def _sharded_property(name: str) -> property:
     def read(self: Any) -> Any:
         sharded = self._fsdp_sharded[name]
         if not self._fsdp_unit.scope.active:
-            return self._parameters[name]
+            unsharded = None if torch.compiler.is_compiling() else sharded.unsharded()
+            return self._parameters[name] if unsharded is None else unsharded
         if sharded.unit.is_meta:
-            raise RuntimeError(
-                f"Parameter {sharded.name} is on the meta device in a forward. Give it memory and values first: "
-                "model.to_empty(device=...), then initialise, or load a state dict."
-            )
+            raise RuntimeError(sharded.meta_message())
         if not torch.compiler.is_compiling():
             sharded.sync_requires_grad()
+            sharded.unit.scope.wait_for_optimizer()
         return unshard(sharded.shard, *sharded.args, **sharded.kwargs)
 
     return property(read)
@@ -128,6 +129,8 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
             result = forward(self, *args, **kwargs)
             if casts and policy.output_dtype is not None:
                 result = _cast_floating(result, policy.output_dtype)
+            if casts and not torch.compiler.is_compiling():
+                unit.end_forward()
             return result
         finally:
             scope.active = was_active

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+#: What changes with every write to a parameter.
+Stamp: TypeAlias = tuple[int, int, int]
 
 _optimizer_steps = 0
 
@@ -52,13 +55,17 @@ class ParamState:
     Attributes:
         unsharded_grad: the full gradient of microbatches that did not reduce: full shape, in the dtype of the reduction.
         partial_grad: the padded gradient shard of microbatches that did not all-reduce, in the dtype of the reduction.
+        is_unsharded: the gathered parameter is there because of ``unshard()``: its module shows it, and the next forward of
+            a unit that reshards after forward frees it.
     """
 
     def __init__(self) -> None:
         self.unsharded_grad: Tensor | None = None
         self.partial_grad: FlatSlice | None = None
+        self.is_unsharded = False
         self._full: Tensor | None = None
-        self._full_of = (0, 0, 0)
+        self._full_of: Stamp = (0, 0, 0)
+        self._gathering_of: Stamp | None = None
 
     @property
     def is_accumulating(self) -> bool:
@@ -69,22 +76,34 @@ class ParamState:
         """Forget gradients that wait for communication."""
         self.unsharded_grad = self.partial_grad = None
 
+    def start_full(self, param: nn.Parameter) -> None:
+        """Note that a gather of ``param`` as it is now is in flight."""
+        self._gathering_of = stamp(param)
+
     def keep_full(self, param: nn.Parameter, full: Tensor) -> None:
-        """Keep a gathered parameter for as long as ``param`` does not change."""
-        self._full, self._full_of = full, _stamp(param)
+        """Keep a gathered parameter for as long as ``param`` does not change, from the start of its gather on."""
+        self._full, self._full_of = full, self._gathering_of or stamp(param)
+        self._gathering_of = None
 
     def full(self, param: nn.Parameter) -> Tensor | None:
         """The gathered parameter, unless there is none or ``param`` has changed since."""
-        if self._full is not None and self._full_of != _stamp(param):
-            self._full = None
+        if self._full is not None and self._full_of != stamp(param):
+            self._full, self.is_unsharded = None, False
         return self._full
 
+    def will_have_full(self, param: nn.Parameter) -> bool:
+        """Whether :meth:`full` gives the parameter once the gather in flight, if there is one, is finished."""
+        if self._gathering_of is not None:
+            return self._gathering_of == stamp(param)
+        return self.full(param) is not None
+
     def drop_full(self) -> None:
-        """Free the gathered parameter."""
-        self._full = None
+        """Free the gathered parameter, and forget one in flight."""
+        self._full = self._gathering_of = None
+        self.is_unsharded = False
 
 
-def _stamp(param: nn.Parameter) -> tuple[int, int, int]:
+def stamp(param: nn.Parameter) -> Stamp:
     """Changes with every write to a parameter: operators count writes on the DTensor or on its local tensor."""
     return param._version, param._local_tensor._version, _optimizer_steps  # type: ignore[attr-defined]
 

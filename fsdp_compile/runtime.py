@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from passes.bucket import Bucket, gather_buckets, reduction_buckets
+from passes.bucket import Bucket, Group, gather_buckets, reduction_buckets, whole_buckets
 from passes.collectives import factor_tensor
 from passes.graph import shard_input
 from passes.interface import Interface, Slot
-from passes.ops import ReduceGrad, Unshard
+from passes.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from passes.sync_plan import Gather, Plan, Reduction, Sync
 
 from .gradients import flat_grad, flat_partial, keep_partial, land_gradients, receive, reduced, reduction_of
+from .schedule_plan import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
 from .unit import ShardedParam, Unit
+from .unsharding import finish_unshard
 
 #: Takes its arguments as a list, which it empties.
 BoxedFunction = Callable[[list[Any]], Any]
@@ -50,11 +52,18 @@ def sharded_param(shard: Any) -> ShardedParam:
 
 @dataclass(frozen=True)
 class Variant:
-    """A graph, lowered for one plan."""
+    """A graph, lowered for one plan.
+
+    Attributes:
+        function: the lowered graph.
+        inputs, outputs: what it takes and gives besides those of the traced graph.
+        reductions: the gradients that it reduces together, by bucket and position there; None: those of each bucket.
+    """
 
     function: BoxedFunction
     inputs: Sequence[Slot]
     outputs: Sequence[Slot]
+    reductions: Sequence[Group] | None = None
 
 
 class _Reductions:
@@ -76,6 +85,19 @@ class _Reductions:
         return self.plan
 
 
+def _regroup(reductions: list[_Reductions], groups: Sequence[Group] | None) -> list[_Reductions]:
+    """The buckets of gradients as a variant reduces them. Those that it merges have one plan, and equal factors."""
+    if groups is None:
+        return reductions
+    regrouped = []
+    for group in groups:
+        first = reductions[group[0][0]]
+        merged = _Reductions([reductions[index].params[position] for index, position in group], first.like, first.grad_dtype)
+        merged.plan, merged.factors = first.plan, first.factors
+        regrouped.append(merged)
+    return regrouped
+
+
 def _members(graph: Graph, bucket: Bucket) -> list[int]:
     """The placeholders of a bucket's shards."""
     index = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
@@ -88,6 +110,26 @@ def _members_to_keep(graph: Graph, bucket: Bucket) -> list[int] | None:
     return _members(graph, bucket) if in_storage else None
 
 
+def _find_units(graph: Graph) -> dict[str, int]:
+    """The units of a graph, by their names in it, with the placeholder of a shard of each."""
+    index = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
+    specs: list[Unshard | ReduceGrad] = [spec for spec in map(Unshard.of, unshards(graph.nodes)) if spec.offset >= 0]
+    specs += map(ReduceGrad.of, reduce_grads(graph.nodes))
+    found: dict[str, int] = {}
+    for spec in specs:
+        shard = shard_input(spec.shard)
+        if shard is not None:
+            found.setdefault(spec.unit, index[shard])
+    return found
+
+
+def _shards_read(graph: Graph) -> list[int]:
+    """The placeholders of the shards that a graph unshards."""
+    index = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
+    shards = [shard_input(Unshard.of(node).shard) for node in unshards(graph.nodes)]
+    return [index[shard] for shard in shards if shard is not None]
+
+
 class PlannedGraph:
     """A forward or backward graph that is lowered once for each plan that it is called with.
 
@@ -96,20 +138,32 @@ class PlannedGraph:
         lower: lowers a graph for a plan.
         is_backward: which of the two it is.
         can_keep: whether gathered parameters may live on: not those of a graph for inference.
+        can_merge: whether ``lower`` may reduce gradients of several buckets together.
     """
 
     def __init__(
-        self, gm: GraphModule, lower: Callable[[Plan], tuple[BoxedFunction, Interface]], *, is_backward: bool, can_keep: bool
+        self,
+        gm: GraphModule,
+        lower: Callable[[Plan], tuple[BoxedFunction, Interface]],
+        *,
+        is_backward: bool,
+        can_keep: bool,
+        can_merge: bool = False,
     ):
         self._lower = lower
         self._is_backward = is_backward
         self._can_keep = can_keep
+        self._can_merge = can_merge
         self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         self._variants: dict[Plan, Variant] = {}
         self.gather_buckets = gather_buckets(gm.graph)
         self._gathers = [_members_to_keep(gm.graph, bucket) for bucket in self.gather_buckets]
+        self._units = _find_units(gm.graph)
+        self._shards_read = _shards_read(gm.graph)
         self._reductions: list[tuple[list[int], Tensor, torch.dtype]] = []
-        for bucket in reduction_buckets(gm.graph):
+        buckets = reduction_buckets(gm.graph)
+        self._unmerged = whole_buckets(buckets)
+        for bucket in buckets:
             members = _members(gm.graph, bucket)
             spec = ReduceGrad.of(bucket.nodes[0])
             value = spec.grad.meta["val"]
@@ -122,21 +176,39 @@ class PlannedGraph:
         for bucket, members in zip(self.gather_buckets, self._gathers, strict=True):
             specs = [Unshard.of(node) for node in bucket.nodes]
             gathers.append(self._gather([params[spec.unit, spec.name] for spec in specs] if members is not None else None))
-        self._variant(Plan(tuple(gathers)))
+        units = {unit: param.unit for (unit, _), param in params.items()}
+        self._variant(Plan(tuple(gathers), prefetch=self._prefetch(units, gathers)), units)
 
-    def _variant(self, plan: Plan) -> Variant:
+    def _variant(self, plan: Plan, units: dict[str, Unit]) -> Variant:
         variant = self._variants.get(plan)
         if variant is None:
+            log_idle_lists(units, is_backward=self._is_backward)
             function, interface = self._lower(plan)
-            variant = self._variants[plan] = Variant(function, interface.inputs, interface.outputs)
+            groups = interface.reduction_groups if interface.reduction_groups != self._unmerged else None
+            variant = self._variants[plan] = Variant(function, interface.inputs, interface.outputs, groups)
         return variant
 
     def _gather(self, params: list[ShardedParam] | None) -> Gather:
         if params is None:
             return Gather.GATHER
-        if all(param.state.full(param.param) is not None for param in params):
+        if all(param.state.will_have_full(param.param) for param in params):
             return Gather.REUSE
         return Gather.KEEP if self._can_keep and not params[0].unit.flags.reshard_after_backward else Gather.GATHER
+
+    def _prefetch(self, units: dict[str, Unit], gathers: Sequence[Gather]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        actions = zip(self.gather_buckets, gathers, strict=True)
+        gathering = [bucket.unit for bucket, action in actions if action is not Gather.REUSE]
+        return prefetch_lists(units, gathering, is_backward=self._is_backward)
+
+    def _check_backward_may_gather(
+        self, units: dict[str, Unit], gathers: Sequence[list[ShardedParam] | None], actions: Sequence[Gather]
+    ) -> None:
+        for bucket, params, action in zip(self.gather_buckets, gathers, actions, strict=True):
+            unit = units.get(bucket.unit)
+            if unit is not None and not unit.flags.unshard_in_backward and action is not Gather.REUSE:
+                # Of parameters in a smaller group only the names are known.
+                names = [param.name for param in params or ()] or [Unshard.of(node).name for node in bucket.nodes]
+                raise RuntimeError(must_not_gather(unit, names))
 
     def __call__(self, args: list[Any]) -> list[Any]:
         gathers = [
@@ -146,11 +218,19 @@ class PlannedGraph:
             _Reductions([sharded_param(args[member]) for member in members], like, grad_dtype)
             for members, like, grad_dtype in self._reductions
         ]
-        for reduction in reductions:
-            receive(reduction.unit, reduction.params)
-        plan = Plan(tuple(self._gather(params) for params in gathers), tuple(reduction.make_plan() for reduction in reductions))
-        variant = self._variant(plan)
+        units = {name: sharded_param(args[member]).unit for name, member in self._units.items()}
+        plan = self._plan(units, gathers, reductions)
+        variant = self._variant(plan, units)
+        reductions = _regroup(reductions, variant.reductions)
+        for unit in units.values():
+            if not self._is_backward:
+                unit.scope.wait_for_optimizer()
+            if unit.pending:
+                finish_unshard(unit)
         args.extend([self._bind(slot, args, gathers, reductions) for slot in variant.inputs])
+        if not self._is_backward and Gather.REUSE in plan.gathers:
+            for member in self._shards_read:
+                sharded_param(args[member]).end_forward()
         self._release(gathers, reductions)
         outputs = list(variant.function(args))
         for slot, value in zip(variant.outputs, outputs[self._num_outputs :], strict=True):
@@ -159,6 +239,22 @@ class PlannedGraph:
             if reduction.plan.sync is Sync.ALL:
                 reduced(reduction.params)
         return outputs[: self._num_outputs]
+
+    def _plan(
+        self, units: dict[str, Unit], gathers: Sequence[list[ShardedParam] | None], reductions: Sequence[_Reductions]
+    ) -> Plan:
+        actions = tuple(self._gather(params) for params in gathers)
+        prefetch = self._prefetch(units, actions)
+        if not self._is_backward:
+            return Plan(actions, prefetch=prefetch)
+        self._check_backward_may_gather(units, gathers, actions)
+        for reduction in reductions:
+            receive(reduction.unit, reduction.params)
+        made = tuple(reduction.make_plan() for reduction in reductions)
+        reducing = [reduction.unit for reduction in reductions if reduction.plan.sync is not Sync.NONE]
+        factors = [reduction.factors for reduction in reductions]
+        classes = tuple(map(factors.index, factors)) if self._can_merge else ()
+        return Plan(actions, made, prefetch, max_pending_reductions(reducing), classes)
 
     def _bind(
         self, slot: Slot, args: list[Any], gathers: Sequence[list[ShardedParam] | None], reductions: Sequence[_Reductions]

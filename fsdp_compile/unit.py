@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from passes.layout import REPLICATED, padded_shard_numel, padded_shard_shape
 from .gradients import drop_eager_gradient, receive_gradient
 from .mesh import ShardingMesh
 from .param_state import ParamState
+from .unsharding import PendingGather, abandon_unshard, finish_unshard
 
 
 class ShardedParam:
@@ -100,6 +101,7 @@ class ShardedParam:
         self.shard = nn.Parameter(padded.data, requires_grad=self.param.requires_grad)
         self.shard._fsdp_sharded_param = self  # type: ignore[attr-defined]
         self.shard._fsdp_receive_gradient = functools.partial(receive_gradient, self)  # type: ignore[attr-defined]
+        abandon_unshard(self.unit)
         self.state.drop_full()
         self._watch_gradient()
         self.update_operator_args()
@@ -107,6 +109,31 @@ class ShardedParam:
     def _watch_gradient(self) -> None:
         if self.shard.requires_grad and not self.shard._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             self.shard.register_post_accumulate_grad_hook(drop_eager_gradient)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that a forward reads the parameter in."""
+        param_dtype = self.unit.mp_policy.param_dtype
+        return param_dtype if param_dtype is not None and self.param.is_floating_point() else self.shard.dtype
+
+    def unsharded(self) -> Tensor | None:
+        """The full parameter that ``unshard()`` left, for the user to read outside of a forward."""
+        return self.state.full(self.param) if self.state.is_unsharded else None
+
+    def end_forward(self) -> None:
+        """Free what ``unshard()`` gathered, if the unit reshards after forward."""
+        if self.state.is_unsharded and self.unit.reshards_after_forward:
+            if self.unit.flags.reshard_after_backward:
+                self.state.drop_full()
+            else:
+                self.state.is_unsharded = False
+
+    def meta_message(self) -> str:
+        """What to say to somebody who reads it while it has no memory."""
+        return (
+            f"Parameter {self.name} is on the meta device in a forward. Give it memory and values first: "
+            "model.to_empty(device=...), then initialise, or load a state dict."
+        )
 
     def is_bound(self) -> bool:
         """Whether the parameter still is a view of the memory that the shard is a view of."""
@@ -138,6 +165,7 @@ class ShardedParam:
                 continue
             self.check_replacement(registered)
             self.param = registered  # type: ignore[assignment]
+            abandon_unshard(self.unit)
             self.state = ParamState()
             for other, other_name in self.owners:
                 other._parameters[other_name] = self.param
@@ -169,6 +197,13 @@ class ShardedParam:
         return True
 
 
+class Event(Protocol):
+    """What a post-optimizer event has to be able to do; a ``torch.Event`` is one."""
+
+    def wait(self) -> Any:
+        """Make the current stream wait for it."""
+
+
 class Scope:
     """Shared by all units of a tree of modules.
 
@@ -177,12 +212,20 @@ class Scope:
             can use a parameter of a module inside it that is a unit of its own.
         units: the units, in the order of their modules.
         is_last_backward: no other microbatch follows the next backward.
+        post_optim_event: what the next forward has to wait for; None: nothing.
     """
 
     def __init__(self) -> None:
         self.active = False
         self.units: list[Unit] = []
         self.is_last_backward = True
+        self.post_optim_event: Event | None = None
+
+    def wait_for_optimizer(self) -> None:
+        """Let the current stream wait for the user's event, once."""
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
 
 
 @dataclass
@@ -199,6 +242,9 @@ class SyncFlags:
         comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``, or ``hook(gradient)``.
         comm_hook_in_place: the latter; then it is the all-reduce, too.
         all_reduce_hook: changes the reduced shard in place.
+        reduce_scatter_group: name of a group that reduce-scatters have for themselves; empty: that of the gathers.
+        max_pending_reductions: how many reduce-scatters may be in flight; None: the schedule's own limit.
+        unshard_in_backward: whether backward may gather.
     """
 
     reduce_grads: bool = True
@@ -210,6 +256,9 @@ class SyncFlags:
     comm_hook: Callable[..., None] | None = None
     comm_hook_in_place: bool = False
     all_reduce_hook: Callable[[Tensor], None] | None = None
+    reduce_scatter_group: str = ""
+    max_pending_reductions: int | None = None
+    unshard_in_backward: bool = True
 
 
 class Unit:
@@ -226,6 +275,8 @@ class Unit:
         params: its parameters, in registration order.
         storages: flat storage for each dtype.
         flags: how it synchronises.
+        forward_prefetch, backward_prefetch: the units whose gathers start when this unit's compute does; empty: the default.
+        pending: gathers that ``unshard()`` started.
         averagings: how its gradients are averaged, by the settings that decide it.
     """
 
@@ -243,6 +294,9 @@ class Unit:
         self.is_root = True
         self.scope = Scope()
         self.flags = SyncFlags()
+        self.forward_prefetch: tuple[Unit, ...] = ()
+        self.backward_prefetch: tuple[Unit, ...] = ()
+        self.pending: list[PendingGather] = []
         self.averagings: dict[tuple[Any, ...], tuple[Averaging, tuple[float, ...]]] = {}
         # A plain attribute, not derived: traced code reads it.
         self.is_meta = False
@@ -268,9 +322,16 @@ class Unit:
             sharded.update_operator_args()
 
     def drop_full(self) -> None:
-        """Free gathered parameters that were kept."""
+        """Free gathered parameters that were kept, and those on their way."""
+        abandon_unshard(self)
         for sharded in self.params:
             sharded.state.drop_full()
+
+    def end_forward(self) -> None:
+        """Free what ``unshard()`` gathered, unless it is to live on."""
+        finish_unshard(self)
+        for sharded in self.params:
+            sharded.end_forward()
 
     def allocate(self) -> None:
         """Lay the parameters out in new flat storage, in the dtypes that they have now."""

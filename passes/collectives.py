@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import gloo  # noqa: F401 (makes all-gathers on CPU safe)
+from . import gloo
 from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
 from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
 from .traced_hook import apply_in_place_hook, apply_reduce_hook
@@ -35,12 +35,17 @@ def supports_averaging(group: str, device: torch.device) -> bool:
 
     The fake backend has no arithmetic; on a CUDA device it stands for NCCL.
     """
-    process_group = resolve_group(group)
-    try:
-        backend = process_group._get_backend(device).name()
-    except RuntimeError:
-        backend = dist.get_backend(process_group)
+    backend = gloo.backend_of(group, device)
     return backend == "nccl" or ("fake" in backend and device.type == "cuda")
+
+
+def exchanges(group: str, device: torch.device) -> bool:
+    """Whether a reduce-scatter over ``group`` is an exchange of pieces, which each rank sums for itself.
+
+    Gloo has no reduce-scatter: it all-reduces a copy of the whole gradient and drops what belongs to others. An exchange sends
+    half as much, and the sum fuses with the division and the accumulation behind it.
+    """
+    return group_size(group) > 1 and gloo.backend_of(group, device) == "gloo"
 
 
 def resolve_averaging(
@@ -110,7 +115,8 @@ def start_reduce_scatter(
         in_place: it takes the gradient alone and leaves the result there, which is the shard of the only rank.
 
     Returns:
-        The flat shard in flight, ``[sum of padded shard numels]``; with a hook it is there already.
+        The flat shard in flight, ``[sum of padded shard numels]``, or all ranks' addends to it; with a hook it is there
+        already.
     """
     world_size = group_size(group)
     if accumulated:
@@ -119,14 +125,28 @@ def start_reduce_scatter(
     flat = _divide((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), factors)
     if hook is not None:
         return apply_in_place_hook(hook, flat) if in_place else apply_reduce_hook(hook, flat, world_size)
+    if exchanges(group, flat.device):
+        assert op == "sum"
+        pieces = [flat.numel() // world_size] * world_size
+        return _c10d.all_to_all_single(flat, pieces, pieces, group)
     return _c10d.reduce_scatter_tensor(flat, op, world_size, group)
 
 
 def finish_reduce_scatter(
-    scattered: Tensor, factors: Sequence[Tensor] = (), partial: Sequence[Tensor] = (), *, in_flight: bool = True
+    scattered: Tensor,
+    factors: Sequence[Tensor] = (),
+    partial: Sequence[Tensor] = (),
+    *,
+    group: str,
+    in_flight: bool = True,
 ) -> Tensor:
-    """Wait for a flat shard in flight; divide it, and add the shards of earlier microbatches."""
-    flat = _divide(_c10d.wait_tensor(scattered) if in_flight else scattered, factors)
+    """Wait for what :func:`start_reduce_scatter` began; divide the flat shard, and add the shards of earlier microbatches."""
+    flat = scattered
+    if in_flight:
+        flat = _c10d.wait_tensor(scattered)
+        if exchanges(group, flat.device):
+            flat = flat.view(group_size(group), -1).sum(0)
+    flat = _divide(flat, factors)
     for earlier in partial:
         flat = earlier + flat
     return flat
@@ -137,12 +157,19 @@ def start_all_reduce(
     factors: Sequence[Tensor] = (),
     partial: Sequence[Tensor] = (),
     *,
+    group: str,
     in_flight: bool = True,
     replicate_group: str,
     op: str,
 ) -> Tensor:
     """Finish the reduce-scatter and begin to all-reduce its flat shard over the replicas."""
-    return _c10d.all_reduce(finish_reduce_scatter(scattered, factors, partial, in_flight=in_flight), op, replicate_group)
+    flat = finish_reduce_scatter(scattered, factors, partial, group=group, in_flight=in_flight)
+    return _c10d.all_reduce(flat, op, replicate_group)
+
+
+def finish_all_reduce(reduced: Tensor) -> Tensor:
+    """Wait for a flat shard that is being all-reduced."""
+    return _c10d.wait_tensor(reduced)
 
 
 def finish_reduction(
@@ -186,6 +213,10 @@ def reduce_gradients(
     before = [factors.pop(0)] if averaging.divides_gradient else []
     flat = start_reduce_scatter(grads, factors=before, dims=dims, group=group, op=averaging.reduce_scatter_op)
     if replicate_group:
-        flat = start_all_reduce(flat, replicate_group=replicate_group, op=averaging.all_reduce_op)
-    flat = finish_reduction(finish_reduce_scatter(flat), factors, grad_dtype=flat.dtype)
+        flat = finish_all_reduce(
+            start_all_reduce(flat, group=group, replicate_group=replicate_group, op=averaging.all_reduce_op)
+        )
+    else:
+        flat = finish_reduce_scatter(flat, group=group)
+    flat = finish_reduction(flat, factors, grad_dtype=flat.dtype)
     return cut_shards(flat, shapes, dims, group_size(group))

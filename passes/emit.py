@@ -1,16 +1,43 @@
 """Write plain tensor code into an FX graph."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._decomp import get_decompositions
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 # Inductor counts on joint graphs being decomposed, and takes no cast in this form.
 _DECOMPOSITIONS: dict[Any, Any] = get_decompositions([torch.ops.aten._to_copy.default])
+
+
+@dataclass
+class _Traces:
+    graphs: dict[Hashable, Graph]
+    is_fresh: bool
+
+
+_traces: ContextVar[_Traces | None] = ContextVar("_traces", default=None)
+
+
+@contextlib.contextmanager
+def replaying_traces(*, fresh: bool = True) -> Iterator[None]:
+    """Trace equal code for equal tensors once, inside of the ``with`` block: equal layers ask for the same.
+
+    Args:
+        fresh: give every node a fake value of its own. False is faster, and only for graphs that are asked about and thrown
+            away: nodes that share a fake value look as if they shared memory.
+    """
+    token = _traces.set(_Traces({}, fresh))
+    try:
+        yield
+    finally:
+        _traces.reset(token)
 
 
 def emit(graph: Graph, function: Callable[..., Any], *args: Any, role: str = "", **constants: Any) -> Any:
@@ -29,18 +56,22 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, role: str = "",
         What ``function`` returns, with nodes in the place of tensors.
     """
     flat_args, spec = pytree.tree_flatten(args)
-
-    def flat_function(*tensors: Any) -> Any:
-        return function(*pytree.tree_unflatten(tensors, spec), **constants)
-
+    # Two nodes may hold the same fake tensor, which tracing would take for one input.
     with torch.no_grad():
-        # Two nodes may hold the same fake tensor, which tracing would take for one input.
         values = [node.meta["val"].detach() for node in flat_args]
-        traced = make_fx(flat_function, decomposition_table=_DECOMPOSITIONS)(*values)
+    traces = _traces.get()
+    if traces is None:
+        traced = _trace(function, spec, values, constants)
+    else:
+        key = _key(function, spec, values, constants)
+        is_new = key not in traces.graphs
+        if is_new:
+            traces.graphs[key] = _trace(function, spec, values, constants)
+        traced = traces.graphs[key]
     environment: dict[Node, Node] = {}
     arguments = iter(flat_args)
     output: Any = None
-    for node in traced.graph.nodes:
+    for node in traced.nodes:
         if node.op == "placeholder":
             environment[node] = next(arguments)
         elif node.op == "output":
@@ -49,7 +80,30 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, role: str = "",
             copy = graph.node_copy(node, environment.__getitem__)
             if role:
                 copy.meta["fsdp"] = role
+            if traces is not None and traces.is_fresh and not is_new:
+                copy.meta["val"] = _fake(copy)
             environment[node] = copy
         else:
             raise AssertionError(f"emit() expects functional tensor code; tracing it gave {node.format_node()}")
     return output
+
+
+def _fake(node: Node) -> Any:
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _trace(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], constants: dict[str, Any]) -> Graph:
+    def flat_function(*tensors: Any) -> Any:
+        return function(*pytree.tree_unflatten(tensors, spec), **constants)
+
+    with torch.no_grad():
+        return make_fx(flat_function, decomposition_table=_DECOMPOSITIONS)(*values).graph
+
+
+def _key(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], constants: dict[str, Any]) -> Hashable:
+    """What a trace depends on."""
+    tensors = tuple((str(value.shape), str(value.stride()), value.dtype, value.device) for value in values)
+    given = tuple((name, id(value) if callable(value) else repr(value)) for name, value in constants.items())
+    return function, str(spec), tensors, given

@@ -5,19 +5,37 @@ The worker threads of a Gloo process group record the name of each collective th
 replace one at the same time, both free it: the process aborts ("malloc(): unaligned tcache chunk detected"). Functional
 all-gathers run as ``ALLGATHER_COALESCED``, which is too long by four; reduce-scatters and all-reduces run as ``ALLREDUCE``.
 
-On CPU, ``_c10d_functional::all_gather_into_tensor`` is therefore given a kernel that runs ``_ALLGATHER_BASE``. A kernel,
-because graphs have to keep the operator: Inductor leaves its input alone until the wait, but not that of the out variant.
+On CPU, ``_c10d_functional::all_gather_into_tensor`` is therefore given a kernel that runs an ``ALLTOALL_BASE`` in a Gloo group,
+with a copy of the shard for each rank. That also costs less: Gloo's all-gather receives into a buffer of its own, and copies
+all of it from there. A kernel, because graphs keep the operator that says what they mean.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _library = torch.library.Library("_c10d_functional", "IMPL")
+_c10d = torch.ops._c10d_functional
+
+
+def backend_of(group_name: str, device: torch.device) -> str:
+    """The name of the backend that serves a device in a process group."""
+    process_group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    try:
+        return process_group._get_backend(device).name()
+    except RuntimeError:
+        return dist.get_backend(process_group)
 
 
 def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> Tensor:
-    gathered = shard.new_empty([shard.size(0) * group_size, *shard.shape[1:]])
-    return torch.ops._c10d_functional.all_gather_into_tensor_out(shard, group_size, group_name, out=gathered)
+    if backend_of(group_name, shard.device) != "gloo":
+        gathered = shard.new_empty([shard.size(0) * group_size, *shard.shape[1:]])
+        return _c10d.all_gather_into_tensor_out(shard, group_size, group_name, out=gathered)
+    rows = [shard.size(0)] * group_size
+    copies = shard.repeat(group_size, *[1] * (shard.dim() - 1))
+    # What the exchange stands for, for readers of a profile.
+    with torch.autograd.profiler.record_function("fsdp_compile::all_gather"):
+        return _c10d.all_to_all_single(copies, rows, rows, group_name)
 
 
 _library.impl("all_gather_into_tensor", torch._disable_dynamo(_all_gather_into_tensor), "CPU")

@@ -18,6 +18,7 @@ Nodes are marked ``meta["fsdp"]`` = ``"<role>:<bucket>"`` with the roles ``accum
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +26,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .bucket import Bucket, reduction_buckets
-from .collectives import finish_reduce_scatter, finish_reduction, start_all_reduce, start_reduce_scatter
+from .bucket import Bucket, Group, reduction_buckets, regroup, whole_buckets
+from .collectives import (
+    finish_all_reduce,
+    finish_reduce_scatter,
+    finish_reduction,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from .divide_factors import factor_dtype
 from .emit import emit
 from .graph import VIEWS
@@ -40,13 +47,17 @@ _SPLITS = {torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default}
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
-def synchronize_gradients(graph: Graph, plan: Sequence[Reduction], interface: Interface) -> None:
+def synchronize_gradients(
+    graph: Graph, plan: Sequence[Reduction], interface: Interface, groups: Sequence[Group] | None = None
+) -> None:
     """Replace the ``reduce_grad`` nodes of a backward graph by what the plan says. In place.
 
     Args:
         graph: the graph.
         plan: what to do about each bucket of :func:`~passes.bucket.reduction_buckets`.
         interface: takes the inputs and outputs that the plan adds.
+        groups: reduce these together instead of each bucket. They have all gradients, and the plan does the same with all of
+            a group.
     """
     output = graph.output_node()
     outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -56,8 +67,12 @@ def synchronize_gradients(graph: Graph, plan: Sequence[Reduction], interface: In
         if any(user is not output for user in node.users):
             raise AssertionError(f"The reduced gradient {node.format_node()} is no output, but read by {list(node.users)}.")
     output.args = (tuple(None if value in reduced else value for value in outputs),)
-    for index, (bucket, reduction) in enumerate(zip(buckets, plan, strict=True)):
-        _Writer(graph, bucket, index, reduction, interface).write()
+    assert len(plan) == len(buckets)
+    interface.reduction_groups = list(groups) if groups is not None else whole_buckets(buckets)
+    for index, (group, bucket) in enumerate(
+        zip(interface.reduction_groups, regroup(buckets, interface.reduction_groups), strict=True)
+    ):
+        _Writer(graph, bucket, index, plan[group[0][0]], interface).write()
         for node in bucket.nodes:
             graph.erase_node(node)
 
@@ -75,6 +90,7 @@ class _Writer:
         self.grads = [spec.grad for spec in self.specs]
         self.like: torch.Tensor = self.grads[0].meta["val"]
         self.grad_dtype = self.specs[0].grad_dtype or self.like.dtype
+        self.group = reduction.group or self.specs[0].group
         self.num_factors = 0
 
     def write(self) -> None:
@@ -124,7 +140,8 @@ class _Writer:
         flat = self._start_reduce_scatter(f"all_reduce:{self.bucket.name}" if all_reduces else finish)
         in_flight = reduction.comm_hook is None
         factor = self._factor(reduction.averaging.divides_scattered)
-        partial = [self._input("partial", flat.meta["val"])] if reduction.has_partial else []
+        shard = self.like.new_empty(sum(math.prod(spec.shard.meta["val"].shape) for spec in self.specs))
+        partial = [self._input("partial", shard)] if reduction.has_partial else []
         if all_reduces:
             flat = emit(
                 self.graph,
@@ -132,14 +149,17 @@ class _Writer:
                 flat,
                 factor,
                 partial,
+                group=self.group,
                 in_flight=in_flight,
                 replicate_group=spec.replicate_group,
                 op=reduction.averaging.all_reduce_op,
                 role=f"all_reduce:{self.bucket.name}",
             )
-            flat = emit(self.graph, finish_reduce_scatter, flat, role=finish)
+            flat = emit(self.graph, finish_all_reduce, flat, role=finish)
         else:
-            flat = emit(self.graph, finish_reduce_scatter, flat, factor, partial, in_flight=in_flight, role=finish)
+            flat = emit(
+                self.graph, finish_reduce_scatter, flat, factor, partial, group=self.group, in_flight=in_flight, role=finish
+            )
         if reduction.sync is Sync.SCATTER:
             self._give("partial", flat, partial[0] if partial else None)
             return
@@ -169,7 +189,7 @@ class _Writer:
             self._unsharded() if reduction.has_unsharded else [],
             self._factor(reduction.averaging.divides_gradient),
             dims=[spec.dim for spec in self.specs],
-            group=self.specs[0].group,
+            group=self.group,
             op=reduction.averaging.reduce_scatter_op,
             hook=reduction.comm_hook,
             in_place=reduction.comm_hook_in_place,

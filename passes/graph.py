@@ -1,5 +1,7 @@
 """Small questions about FX graphs that several passes ask."""
 
+import operator
+
 import torch
 from torch.fx import Graph, Node
 
@@ -22,6 +24,8 @@ VIEWS = {
     _aten.view.default,
     _aten._unsafe_view.default,
 }
+
+_COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 
 # Operations that move or cast a parameter without mixing it with other data: cheap to do again, wasteful to save.
 _MOVES_AND_CASTS = VIEWS | {
@@ -61,3 +65,38 @@ def role(node: Node) -> str:
 def bucket(node: Node) -> str:
     """The bucket that a node works for, or the empty string."""
     return node.meta.get("fsdp", "").partition(":")[2]
+
+
+def is_collective(node: Node) -> bool:
+    """Whether a node communicates, or waits for communication."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _COLLECTIVES
+
+
+def starts_collective(node: Node) -> bool:
+    """Whether a node is a functional collective: of the model's own, too, but no wait for one."""
+    return is_collective(node) and node.target != torch.ops._c10d_functional.wait_tensor.default
+
+
+def readers(node: Node) -> list[Node]:
+    """Who reads a value, or an element of it where there are several."""
+    found: list[Node] = []
+    for user in node.users:
+        found += readers(user) if user.target is operator.getitem else [user]
+    return found
+
+
+def group_of(collective: Node) -> str:
+    """The name of the process group of a functional collective."""
+    return next(argument for argument in reversed(collective.args) if isinstance(argument, str))
+
+
+def with_sources(nodes: list[Node]) -> list[Node]:
+    """``nodes`` and all they are computed from, in graph order, without placeholders."""
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node.op != "placeholder" and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return sorted(found)

@@ -22,7 +22,8 @@ class Slot:
         kind: what it is. Inputs: "storage" (a run of flat storage), "full" (a gathered parameter), "unsharded" (a full gradient
             of earlier microbatches), "partial" (a flat shard, reduced over the shard group only), "grad" (the flat shard in
             ``param.grad``), "factor". Outputs: "full", "unsharded", "partial", "grad".
-        bucket: index among the graph's buckets of gathers ("storage": unused; "full") or of reductions (all others).
+        bucket: index among the graph's buckets of gathers ("storage": unused; "full"), or among its ``reduction_groups`` (all
+            others).
         index: which of the bucket's parameters or factors; for "storage", the placeholder of a shard that lies in it.
         offset, numel: only for "storage": the run's first element, and their number.
     """
@@ -43,6 +44,7 @@ class Interface:
         num_outputs: outputs that the graph had without the extra ones.
         inputs, outputs: what was added.
         output_nodes: the nodes of ``outputs``.
+        reduction_groups: the gradients that each collective reduces, by the index of a bucket and the position there.
     """
 
     graph: Graph
@@ -50,6 +52,7 @@ class Interface:
     inputs: list[Slot] = field(default_factory=list)
     outputs: list[Slot] = field(default_factory=list)
     output_nodes: list[Node] = field(default_factory=list)
+    reduction_groups: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     _last: Node | None = None
 
     def __post_init__(self) -> None:

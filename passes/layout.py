@@ -43,9 +43,9 @@ def assemble(pieces: Tensor, shape: Sequence[int], dim: int) -> Tensor:
     world_size = pieces.size(0)
     piece = padded_shard_shape(shape, dim, world_size)
     if dim == 0:
-        rows = pieces.reshape([world_size * piece[0], *piece[1:]])
+        rows = pieces.reshape([world_size * piece[0], *piece[1:]]).contiguous()
         return rows if rows.size(0) == shape[0] else rows.narrow(0, 0, shape[0])
-    return pieces.view([world_size, *piece]).movedim(0, dim).reshape(list(shape))
+    return pieces.view([world_size, *piece]).movedim(0, dim).reshape(list(shape)).contiguous()
 
 
 def disassemble(full: Tensor, dim: int, world_size: int) -> Tensor:

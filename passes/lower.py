@@ -3,35 +3,36 @@
 Before: the copies that cut parameters out of a gathered buffer are ``clone`` nodes.
 After:  each copy is pinned with ``prims.inductor_force_stride_order``, so that Inductor writes it once, in the parameter's own
         layout. Otherwise it would fuse the copy with the transposition that a matrix product reads it through, and write a
-        transposed weight, element by element.
+        transposed weight, element by element. It stands just ahead of its first reader, or of the next collective: that is
+        where Inductor puts it, to hold less memory, and where the accounting is to find it.
 
-Only for the Inductor lowering; ``INDUCTOR_CONFIG`` is its other half: the settings that keep the schedule.
+Only for the Inductor lowering.
 """
-
-from typing import Any
 
 import torch
 import torch._inductor.inductor_prims  # registers the operator below
 from torch.fx import Graph
 
-from .graph import replace_other_uses, role
-from .keep_order import KeepOrder
+from .graph import is_collective, replace_other_uses, role
 
 _pin = torch.ops.prims.inductor_force_stride_order.default
 
-INDUCTOR_CONFIG: dict[str, Any] = {
-    # Both reorder the graph by memory alone, and put every all-gather next to its wait: nothing would overlap.
-    "reorder_for_peak_memory": False,
-    "reorder_for_locality": False,
-    "_post_fusion_custom_pass": KeepOrder(),
-}
-
 
 def lower(graph: Graph) -> None:
-    """Pin the layout of the copies that finish a gather. In place."""
+    """Pin the layout of the copies that finish a gather, and let each stand ahead of its first reader. In place."""
+    _copy_late(graph)
     for node in list(graph.nodes):
         if role(node) == "finish_gather" and node.target == torch.ops.aten.clone.default:
             with graph.inserting_after(node):
                 pinned = graph.call_function(_pin, (node, list(node.meta["val"].stride())))
             pinned.meta = dict(node.meta)
             replace_other_uses(node, pinned)
+
+
+def _copy_late(graph: Graph) -> None:
+    following = graph.output_node()
+    for node in reversed(list(graph.nodes)):
+        if is_collective(node):
+            following = node
+        elif role(node) == "finish_gather" and node.users:
+            min(following, *node.users).prepend(node)

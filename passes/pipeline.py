@@ -18,16 +18,22 @@ from collections.abc import Callable, Iterator, Mapping
 from torch._logging import trace_structured
 from torch.fx import Graph, GraphModule
 
+from .auto_schedule import AutoSchedule, find_grouping, schedule_automatically
 from .bucket import bucket_gathers
 from .deduplicate import deduplicate
+from .emit import replaying_traces
 from .flat_storage import flat_storage, locate_shards
 from .gradient_sync import synchronize_gradients
+from .graph import shard_input
+from .grouping import Grouping
 from .interface import Interface
 from .lower import lower
+from .memory_model import mark_freed_inputs
 from .mixed_precision import mixed_precision
 from .name_shards import name_shards
+from .ops import ReduceGrad, Unshard, reduce_grads, unshards
 from .reshard_after_forward import reshard_after_forward, resolve_ties
-from .schedule import schedule_gathers, schedule_reductions
+from .schedule import find_prefetches, schedule_gathers, schedule_reductions
 from .sync_plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -108,33 +114,102 @@ def run_preparing_passes(gm: GraphModule, *, is_backward: bool, observer: Observ
         name_shards(graph)
     with _observed(graph, stage, "mixed_precision", observer):
         mixed_precision(graph)
+    if is_backward:
+        # A piece that forward saved for a smaller group's gather lies in no storage.
+        gathered = [spec.shard for spec in map(Unshard.of, unshards(graph.nodes)) if spec.offset >= 0]
+        reduced = [ReduceGrad.of(node).shard for node in reduce_grads(graph.nodes)]
+        mark_freed_inputs(graph, [source for source in map(shard_input, [*gathered, *reduced]) if source is not None])
+
+
+def _insert_collectives(
+    graph: Graph,
+    plan: Plan,
+    grouping: Grouping | None,
+    *,
+    is_backward: bool,
+    observe: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+) -> Interface:
+    """The passes that turn a graph's operators into collectives, each where it is needed."""
+    interface = Interface(graph)
+    locations = locate_shards(graph)
+    with observe("bucket"):
+        bucket_gathers(graph, plan.gathers, interface, grouping.gathers if grouping else None)
+    if is_backward:
+        with observe("gradient_sync"):
+            synchronize_gradients(graph, plan.reductions, interface, grouping.reductions if grouping else None)
+    interface.finish()
+    with observe("flat_storage"):
+        flat_storage(graph, locations, interface)
+    return interface
 
 
 def run_passes(
-    gm: GraphModule, plan: Plan, *, is_backward: bool, for_inductor: bool = True, observer: Observer = log_pass
+    gm: GraphModule,
+    plan: Plan,
+    *,
+    is_backward: bool,
+    for_inductor: bool = True,
+    observer: Observer = log_pass,
+    auto: AutoSchedule | None = None,
 ) -> Interface:
     """Passes over a prepared forward or backward graph, for one sync plan. In place.
 
+    Args:
+        gm: the graph.
+        plan: what it does.
+        is_backward: which of the two it is.
+        for_inductor: prepare it for Inductor.
+        observer: is told of every pass.
+        auto: choose buckets and issue points by the cost model.
+
     Returns:
         The inputs and outputs that the graph has besides those that it had.
+
+    Raises:
+        ValueError: a memory limit that no schedule keeps, or prefetch lists together with ``auto``.
     """
     graph = gm.graph
     stage = "backward" if is_backward else "forward"
-    interface = Interface(graph)
-    locations = locate_shards(graph)
-    with _observed(graph, stage, "bucket", observer):
-        bucket_gathers(graph, plan.gathers, interface)
-    if is_backward:
-        with _observed(graph, stage, "gradient_sync", observer):
-            synchronize_gradients(graph, plan.reductions, interface)
-    interface.finish()
-    with _observed(graph, stage, "flat_storage", observer):
-        flat_storage(graph, locations, interface)
-    with _observed(graph, stage, "schedule", observer):
-        schedule_gathers(graph)
-        schedule_reductions(graph)
+
+    def observe(pass_name: str) -> contextlib.AbstractContextManager[None]:
+        return _observed(graph, stage, pass_name, observer)
+
+    grouping = None
+    if auto is not None:
+        _refuse_explicit_schedule(plan)
+        grouping = find_grouping(graph, plan, auto, lambda trial, choice: _try(trial, plan, choice, is_backward))
+    prefetches = find_prefetches(graph, plan.prefetch)
+    with replaying_traces():
+        interface = _insert_collectives(graph, plan, grouping, is_backward=is_backward, observe=observe)
+    with observe("schedule"):
+        if auto is not None:
+            schedule_automatically(graph, auto)
+        else:
+            schedule_gathers(graph, prefetches)
+            schedule_reductions(graph, plan.max_pending_reductions)
     if for_inductor:
-        with _observed(graph, stage, "lower", observer):
+        with observe("lower"):
             lower(graph)
-    gm.recompile()
+    else:
+        gm.recompile()
     return interface
+
+
+def _try(graph: Graph, plan: Plan, grouping: Grouping, is_backward: bool) -> None:
+    _insert_collectives(graph, plan, grouping, is_backward=is_backward)
+
+
+def _refuse_explicit_schedule(plan: Plan) -> None:
+    """Two answers to one question: it is not for us to say which was meant."""
+    if plan.prefetch:
+        units = ", ".join(unit or "the root" for unit, _ in plan.prefetch)
+        raise ValueError(
+            f"options['schedule'] = 'auto' chooses what to prefetch, but {units} has a list of "
+            "set_modules_to_forward_prefetch or set_modules_to_backward_prefetch. Clear it with an empty list, or compile with "
+            "options['schedule'] = 'default'."
+        )
+    if plan.max_pending_reductions is not None:
+        raise ValueError(
+            "options['schedule'] = 'auto' chooses when reductions are waited for, but set_reduce_scatter_max_input_buffers was "
+            "called. Give options['memory_limit'] instead, or compile with options['schedule'] = 'default'."
+        )

@@ -53,16 +53,17 @@ def _fake(node: Node) -> Any:
 
 def reshard_after_forward(graph: Graph) -> None:
     """Tag the unshards of a joint (or an inference) graph for the partitioner. In place."""
+    roots = []
     for node in unshards(graph.nodes):
         spec = Unshard.of(node)
         if not spec.reshard_after_forward:
             _tag(node, CheckpointPolicy.MUST_SAVE)
             continue
-        roots = [node]
+        roots.append(node)
         if spec.post_forward_group and spec.dim != REPLICATED:
             roots.append(_tie_to_smaller_shard(graph, node))
-        for made_of_it in derived(graph, roots):
-            _tag(made_of_it, CheckpointPolicy.MUST_RECOMPUTE)
+    for made_of_them in derived(graph, roots):
+        _tag(made_of_them, CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def resolve_ties(graph: Graph) -> None:

@@ -1,21 +1,29 @@
 """Schedule: put communication in flight while the graph computes.
 
 Before: a gather starts and finishes just ahead of its unit's first reader; a reduction, at its unit's last gradient.
-After:  *gathers* start ``prefetch`` units ahead: the gather of the next unit starts just before the graph waits for this one's.
-        The first starts at the top. *Reductions* start where they did, as soon as their gradients exist; waits sink to the end,
-        where the results are needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before
-        a unit's reduce-scatter starts, that of ``max_pending_reductions`` units ago is finished, so that never more than so
-        many gradients wait. With replicas (HSDP) a reduce-scatter is waited for when the next one is about to start, and its
-        all-reduce, which holds a shard only, goes on until the end.
+After:  *gathers* start one unit ahead: the next unit's just before the graph waits for this unit's. A unit with a list of its
+        own (:class:`Prefetch`) starts those of its list instead, in the list's order; if it gathers nothing itself, where the
+        graph first computes with its parameters, or computes their gradients. What nobody has started starts where it is
+        waited for, and the graph's first gather at the top.
+        *Reductions* start where they did, as soon as their gradients exist; waits sink to the end, where the results are
+        needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before a unit's
+        reduce-scatter starts, that of ``max_pending_reductions`` units ago is finished, so that never more than so many
+        gradients wait. An all-reduce over replicas (HSDP), which holds a shard only, goes on until the end.
 
 Moves only nodes that :mod:`passes.bucket` marked (and the casts that feed them). Everything else keeps its order.
 """
 
+from __future__ import annotations
+
 import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from .graph import bucket, role
+from .bucket import gather_buckets
+from .graph import bucket, derived, is_collective, role, with_sources
+from .ops import ReduceGrad, Unshard, reduce_grads, reshard, unshards
 
 
 def _blocks(graph: Graph, wanted: str) -> list[list[Node]]:
@@ -27,49 +35,115 @@ def _blocks(graph: Graph, wanted: str) -> list[list[Node]]:
     return list(blocks.values())
 
 
-def _with_sources(nodes: list[Node]) -> list[Node]:
-    """``nodes`` and all they are computed from, in graph order, without placeholders."""
-    found: set[Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node.op != "placeholder" and node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return sorted(found)
-
-
 def _move_before(anchor: Node, nodes: list[Node]) -> None:
     for node in nodes:
         if node is not anchor:
             anchor.prepend(node)
 
 
-def schedule_gathers(graph: Graph, prefetch: int = 1) -> None:
-    """Start each bucket's gather ``prefetch`` buckets ahead of its first reader. In place."""
-    finishes = _blocks(graph, "finish_gather")
-    finishes.sort(key=operator.itemgetter(0))
+@dataclass(frozen=True)
+class Prefetch:
+    """A unit's own list, in one graph.
+
+    Attributes:
+        unit: the unit's buckets.
+        uses: nodes that read its parameters or make its gradients.
+        targets: the buckets to start.
+    """
+
+    unit: tuple[str, ...]
+    uses: tuple[Node, ...]
+    targets: tuple[str, ...]
+
+
+def find_prefetches(graph: Graph, lists: Sequence[tuple[str, Sequence[str]]]) -> list[Prefetch]:
+    """What the lists of a plan mean in a graph. To be asked before bucketing consumes the operators."""
+    if not lists:
+        return []
+    buckets: dict[str, list[str]] = {}
+    for gathered in gather_buckets(graph):
+        buckets.setdefault(gathered.unit, []).append(gathered.name)
+    return [
+        Prefetch(
+            tuple(buckets.get(unit, ())),
+            tuple(_uses(graph, unit)),
+            tuple(name for target in targets for name in buckets.get(target, ())),
+        )
+        for unit, targets in lists
+    ]
+
+
+def _uses(graph: Graph, unit: str) -> list[Node]:
+    """The nodes that compute with a unit's parameters, or compute their gradients."""
+    fulls = derived(graph, [node for node in unshards(graph.nodes) if Unshard.of(node).unit == unit])
+    readers = [reader for full in fulls for reader in full.users if reader not in fulls]
+    specs = map(ReduceGrad.of, reduce_grads(graph.nodes))
+    gradients = [spec.grad for spec in specs if spec.unit == unit]
+    return [node for node in [*readers, *gradients] if node.op == "call_function" and node.target != reshard]
+
+
+def schedule_gathers(graph: Graph, prefetches: Sequence[Prefetch] = ()) -> None:
+    """Start gathers ahead of their readers. In place.
+
+    Args:
+        graph: the graph.
+        prefetches: the lists of units that have one, from :func:`find_prefetches`.
+    """
     starts = {bucket(block[0]): block for block in _blocks(graph, "start_gather")}
-    first_compute = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-    for position, finish in enumerate(finishes):
-        start = _with_sources(starts[bucket(finish[0])])
-        anchor = first_compute if position == 0 else finishes[max(position - prefetch, 0)][0]
-        if anchor not in start:
-            _move_before(anchor, start)
+    waits = {bucket(block[0]): block[0] for block in sorted(_blocks(graph, "finish_gather"), key=operator.itemgetter(0))}
+    if not waits:
+        return
+    order = list(waits)
+    issues = {waits[name]: order[position : position + 2] for position, name in enumerate(order)}
+    for prefetch in prefetches:
+        own = [name for name in prefetch.unit if name in waits]
+        for name in own:
+            issues[waits[name]] = [*own, *prefetch.targets]
+        if not own and prefetch.uses:
+            issues.setdefault(min(prefetch.uses), []).extend(prefetch.targets)
+    issues.setdefault(next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr")), []).insert(0, order[0])
+    started: set[str] = set()
+    for anchor in sorted(issues):
+        for name in issues[anchor]:
+            if name in starts and name not in started:
+                started.add(name)
+                start = with_sources(starts[name])
+                if anchor not in start:
+                    _move_before(anchor, start)
 
 
-def schedule_reductions(graph: Graph, max_pending_reductions: int = 2) -> None:
-    """Let reductions run while the graph computes, and finish them late. In place."""
+def default_max_pending_reductions(*, replicated: bool) -> int:
+    """How many reduce-scatters are in flight unless somebody says otherwise.
+
+    Two let one run beside the computation of the next gradient. With replicas, the all-reduce goes on in its place.
+    """
+    return 1 if replicated else 2
+
+
+def _launch(block: list[Node]) -> Node:
+    """The first node of a block that communicates; what stands before it only prepares."""
+    return next((node for node in block if is_collective(node)), block[0])
+
+
+def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None) -> None:
+    """Let reductions run while the graph computes, and finish them late. In place.
+
+    Args:
+        graph: the graph.
+        max_pending_reductions: how many reduce-scatters may be in flight; None: the default.
+    """
     starts = _blocks(graph, "start_reduce")
     all_reduces = {bucket(block[0]): block for block in _blocks(graph, "all_reduce")}
     finishes = {bucket(block[0]): block for block in _blocks(graph, "finish_reduce")}
     output = graph.output_node()
     for position, start in enumerate(starts):
         name = bucket(start[0])
-        following = position + (1 if name in all_reduces else max_pending_reductions)
-        anchor = starts[following][0] if following < len(starts) else output
+        following = position + (max_pending_reductions or default_max_pending_reductions(replicated=name in all_reduces))
+        anchor = _launch(starts[following]) if following < len(starts) else output
         if name in all_reduces:
             _move_before(anchor, all_reduces[name])
             _move_before(output, finishes[name])
         else:
-            _move_before(anchor, finishes.get(name, []))
+            wait, *rest = finishes.get(name) or [anchor]
+            _move_before(anchor, [wait])
+            _move_before(anchor if anchor is output else anchor.next, rest)

@@ -54,6 +54,7 @@ class Reduction:
         has_unsharded: full gradients of earlier microbatches are to be added before the reduce-scatter.
         has_partial: a partial result of earlier microbatches is to be added after the reduce-scatter.
         has_grad: ``param.grad`` is there already, to be added to.
+        group: name of the group that the reduce-scatter runs on; empty: the one that the parameters are sharded over.
         comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``; or in place, ``hook(gradient)``.
         all_reduce_hook: changes the reduced shard in place: ``hook(shard)``.
         comm_hook_in_place: the latter, of a bucket that is sharded over one rank; then the hook is the all-reduce, too.
@@ -64,6 +65,7 @@ class Reduction:
     has_unsharded: bool = False
     has_partial: bool = False
     has_grad: bool = False
+    group: str = ""
     comm_hook: Callable[..., None] | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook_in_place: bool = False
@@ -71,7 +73,19 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a graph does, bucket by bucket, in the order in which :mod:`passes.bucket` finds them."""
+    """What a graph does.
+
+    Attributes:
+        gathers, reductions: bucket by bucket, in the order in which :mod:`passes.bucket` finds them.
+        prefetch: for units that have a list of their own: the unit, and the units whose gathers start when its compute does.
+            Units go by their names in the graph. All others prefetch the next gather.
+        max_pending_reductions: how many reduce-scatters may be in flight; None: :mod:`passes.schedule`'s own limits.
+        factor_classes: for each reduction, equal numbers where divide factors have equal values; asked for by
+            :mod:`passes.grouping` alone.
+    """
 
     gathers: tuple[Gather, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    prefetch: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    max_pending_reductions: int | None = None
+    factor_classes: tuple[int, ...] = ()

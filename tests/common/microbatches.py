@@ -50,6 +50,7 @@ _COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::allgather_": "all_gather",
     "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "fsdp_compile::all_gather": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::reduce_scatter_": "reduce_scatter",
     "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
@@ -75,7 +76,10 @@ def count_collectives() -> Iterator[Collectives]:
         yield counts
     results = profile.kineto_results
     assert results is not None
-    for name, number in Counter(event.name() for event in results.events()).items():
+    events = Counter(event.name() for event in results.events())
+    # Over Gloo, gathers and reductions are exchanges (passes/gloo.py); what is no gather reduces.
+    counts.reduce_scatter = events.pop("c10d::alltoall_base_", 0) - events["fsdp_compile::all_gather"]
+    for name, number in events.items():
         if name in _COLLECTIVES:
             kind = _COLLECTIVES[name]
             setattr(counts, kind, getattr(counts, kind) + number)

@@ -112,8 +112,9 @@ def test_backward_gathers_no_parameter_that_it_does_not_read() -> None:
     block = Block(16)
     read = sum(p.numel() for name, p in block.named_parameters() if not name.endswith("bias"))
     # norm1's and norm2's activations are recomputed from their weight and bias.
-    assert gathered <= 2 * (read + block.norm1.bias.numel() + block.norm2.bias.numel())
-    assert gathered < 2 * sum(p.numel() for p in block.parameters())
+    # A bias between two weights is gathered along, which saves a copy; the last one is not.
+    assert gathered <= 2 * (sum(p.numel() for p in block.parameters()) - block.down.bias.numel())
+    assert gathered >= 2 * read
 
 
 def test_no_unsharded_parameter_is_saved_when_resharding() -> None:
@@ -158,22 +159,22 @@ def test_graphs_are_the_same_every_time() -> None:
 
 
 def outline(code: str) -> str:
-    """The collectives, waits and kernels of generated code, in order; a stretch of kernels is one line."""
+    """The collectives, waits and segments of a program, in order."""
     lines: list[str] = []
     gathers = 0
     buffers: dict[str, str] = {}
-    for line in code.splitlines():
-        started = re.match(r"\s+(buf\d+) = torch.ops._c10d_functional.(\w+).default\((.*)", line)
-        waited = re.match(r"\s+torch.ops._c10d_functional.wait_tensor.default\((buf\d+)\)", line)
-        if started:
+    for line in code[: code.index("return")].splitlines():
+        waited = re.match(r"\s+\w+ = torch.ops._c10d_functional.wait_tensor.default\((\w+)\)", line)
+        started = re.match(r"\s+(\w+) = torch.ops._c10d_functional.(\w+).default\((.*)", line)
+        if waited:
+            lines.append(f"wait {buffers[waited[1]]}")
+        elif started:
             kind = started[2].replace("all_gather_into_tensor", "gather").replace("reduce_scatter_tensor", "reduce")
             buffers[started[1]] = f"{kind} {gathers}"
             lines.append(f"start {buffers[started[1]]}")
             gathers += 1
-        elif waited:
-            lines.append(f"wait {buffers[waited[1]]}")
-        elif re.match(r"\s+(cpp_fused\w*|extern_kernels\.\w+)\(", line) and lines[-1:] != ["kernels"]:
-            lines.append("kernels")
+        elif found := re.search(r"(segment_\d+)\(inputs\)", line):
+            lines.append(found[1])
     return "\n".join(lines) + "\n"
 
 
@@ -188,46 +189,45 @@ class TestGeneratedCode(expecttest.TestCase):
 start gather 0
 start gather 1
 wait gather 0
-kernels
+segment_0
 start gather 2
 wait gather 1
-kernels
+segment_1
 start gather 3
 wait gather 2
-kernels
+segment_1
 wait gather 3
-kernels
+segment_2
 """,
         )
         self.assertExpectedInline(
             outline(backward),
             """\
-kernels
+segment_0
 start gather 0
-kernels
+segment_1
 start gather 1
 wait gather 0
-kernels
+segment_2
 start reduce 2
-kernels
+segment_3
 start gather 3
 wait gather 1
-kernels
+segment_2
 start reduce 4
-kernels
+segment_4
 wait gather 3
-kernels
+segment_2
 wait reduce 2
-kernels
 start reduce 5
-kernels
+segment_5
 wait reduce 4
-kernels
 start reduce 6
+segment_6
 wait reduce 5
-kernels
+segment_6
 wait reduce 6
-kernels
+segment_7
 """,
         )
 
@@ -235,7 +235,10 @@ kernels
         policies = (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         plain, mixed = (compile_gpt("inductor", depth=2, mp_policy=policy).backward[0].code for policy in policies)
         assert plain is not None and mixed is not None
-        assert outline(mixed) == outline(plain)
+        # Casts are compute of their own ahead of gathers; what communicates stands in the same order.
+        assert [line for line in outline(mixed).splitlines() if " " in line] == [
+            line for line in outline(plain).splitlines() if " " in line
+        ]
 
     def test_half_precision_is_cast_around_collectives(self) -> None:
         captured = compile_gpt("inductor", depth=1, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
@@ -393,11 +396,9 @@ def test_gradients_are_cast_where_they_are_added() -> None:
         training.step()
     code = captured.backward[1].code
     assert code is not None
-    call = code[code.index("def call(") : code.index("runner = Runner")]
-    accumulators = ("unsharded_0_weight", "unsharded_0_bias", "unsharded_2_weight")
-    kernels = [line.strip() for line in call.splitlines() if re.match(r"\s+cpp_fused\w*\(.*unsharded_", line)]
-    for accumulator in accumulators:
+    kernels = [line.strip() for line in code.splitlines() if re.match(r"\s+cpp_fused\w*\(.*unsharded_", line)]
+    for accumulator in ("unsharded_0_weight", "unsharded_0_bias", "unsharded_2_weight"):
         assert sum(accumulator in kernel for kernel in kernels) == 1
     # All memory that the graph takes is in bfloat16: products, and no gradient in float32.
-    allocated = re.findall(r"empty_strided_cpu\(.*, (torch\.\w+)\)", call)
+    allocated = re.findall(r"empty_strided_cpu\(.*, (torch\.\w+)\)", code)
     assert set(allocated) == {"torch.bfloat16"}

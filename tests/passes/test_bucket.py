@@ -96,6 +96,21 @@ def forward(self, rows: "f32[2, 4]", columns: "f32[3, 2]"):
         ]
         assert started == ["start_gather:up", "start_gather:up.1", "start_gather:up.2", "start_gather:down"]
 
+    def test_numbered_names_are_nobody_elses(self) -> None:
+        def forward(a, b, c):
+            return (
+                unshard(a, "up.a", [16], self.shard, unit="up").relu(),
+                unshard(b, "up.b", [16], self.shard, unit="up").relu(),
+                unshard(c, "up.1.c", [16], self.shard, unit="up.1").relu(),
+            )
+
+        gm = self.trace(forward, torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2))
+        assert [(bucket.unit, bucket.name) for bucket in gather_buckets(gm.graph)] == [
+            ("up", "up"),
+            ("up", "up.2"),
+            ("up.1", "up.1"),
+        ]
+
     def test_scalars_and_unread_parameters_are_not_gathered(self) -> None:
         def forward(scale, unread, x):
             unshard(unread, "unread", [16], self.shard, offset=1)

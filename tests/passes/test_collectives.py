@@ -58,7 +58,7 @@ def _keep_many_in_flight(rounds: int) -> None:
             (full,) = finish_gather(gather, [(8,)], [0], group)
             assert full.sum() == 8
         for reduction in reductions:
-            assert finish_reduce_scatter(reduction).sum() == 8
+            assert finish_reduce_scatter(reduction, group=group).sum() == 8
 
 
 def test_gloo_survives_collectives_in_flight(rank_pools: RankPools) -> None:

@@ -1,4 +1,5 @@
 import torch
+from torch.utils import _pytree as pytree
 
 from passes.bucket import bucket_gathers
 from passes.flat_storage import flat_storage, locate_shards
@@ -63,6 +64,44 @@ def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0
     all_gather_into_tensor: "f32[192]" = _c10d_functional.all_gather_into_tensor.default(cat, 8, 'shard')
 """,
         )
+
+    def test_a_small_gap_is_gathered_along(self) -> None:
+        def forward(a, b, x):
+            weight = unshard(a, "a", [64], self.shard, unit="up", offset=0)
+            # A bias of two elements a shard lies between, which nothing reads.
+            return weight * x, unshard(b, "b", [64], self.shard, unit="up", offset=10) * x
+
+        gm = self.trace(forward, torch.zeros(8), torch.zeros(8), torch.zeros(64), names="shard_a shard_b x")
+        locations = locate_shards(gm.graph)
+        bucket_gathers(gm.graph)
+        interface = Interface(gm.graph)
+        flat_storage(gm.graph, locations, interface)
+        assert interface.inputs == [Slot("storage", index=0, offset=0, numel=18)]
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
+def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", x: "f32[64]", run_0_a: "f32[18]"):
+    all_gather_into_tensor: "f32[144]" = _c10d_functional.all_gather_into_tensor.default(run_0_a, 8, 'shard')
+    wait_tensor: "f32[144]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
+    view_2: "f32[8, 18]" = aten.view.default(wait_tensor, [8, -1])
+    split_with_sizes = aten.split_with_sizes.default(view_2, [8, 2, 8], 1)
+    getitem: "f32[8, 8]" = split_with_sizes[0]
+    getitem_1: "f32[8, 8]" = split_with_sizes[2]
+    clone: "f32[8, 8]" = aten.clone.default(getitem, memory_format = torch.contiguous_format)
+    _unsafe_view: "f32[64]" = aten._unsafe_view.default(clone, [64])
+    clone_1: "f32[8, 8]" = aten.clone.default(getitem_1, memory_format = torch.contiguous_format)
+    _unsafe_view_1: "f32[64]" = aten._unsafe_view.default(clone_1, [64])
+    mul: "f32[64]" = aten.mul.Tensor(_unsafe_view, x)
+    mul_1: "f32[64]" = aten.mul.Tensor(_unsafe_view_1, x)
+    return (mul, mul_1)
+""",
+        )
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and "val" in node.meta:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+                made = pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
+                said = pytree.tree_leaves(node.meta["val"])
+                assert [each.shape for each in made] == [each.shape for each in said], node.format_node()
 
     def test_storages_of_different_dtypes_are_no_neighbours(self) -> None:
         def forward(a, b):

@@ -15,6 +15,10 @@ def test_assemble_inverts_disassemble(shape: tuple[int, ...], dim: int, world_si
     pieces = disassemble(full, dim, world_size)
     assert pieces.shape == (world_size, torch.Size(padded_shard_shape(shape, dim, world_size)).numel())
     assert torch.equal(assemble(pieces, shape, dim), full)
+    # Also from pieces that lie among others' in a bucket.
+    assembled = assemble(torch.cat([pieces, pieces], dim=1)[:, : pieces.size(1)], shape, dim)
+    assert torch.equal(assembled, full)
+    assert assembled.is_contiguous()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])

@@ -28,14 +28,14 @@ def forward(self, weight: "f32[2, 4]", bias: "f32[2]", x: "f32[3, 4]"):
     view_2: "f32[8, 10]" = aten.view.default(wait_tensor, [8, -1])
     split_with_sizes = aten.split_with_sizes.default(view_2, [8, 2], 1)
     getitem: "f32[8, 8]" = split_with_sizes[0]
-    getitem_1: "f32[8, 2]" = split_with_sizes[1]
     clone: "f32[8, 8]" = aten.clone.default(getitem, memory_format = torch.contiguous_format)
     inductor_force_stride_order_default: "f32[8, 8]" = prims.inductor_force_stride_order.default(clone, [8, 1])
     _unsafe_view: "f32[16, 4]" = aten._unsafe_view.default(inductor_force_stride_order_default, [16, 4])
+    t: "f32[4, 16]" = aten.t.default(_unsafe_view)
+    getitem_1: "f32[8, 2]" = split_with_sizes[1]
     clone_1: "f32[8, 2]" = aten.clone.default(getitem_1, memory_format = torch.contiguous_format)
     inductor_force_stride_order_default_1: "f32[8, 2]" = prims.inductor_force_stride_order.default(clone_1, [2, 1])
     _unsafe_view_1: "f32[16]" = aten._unsafe_view.default(inductor_force_stride_order_default_1, [16])
-    t: "f32[4, 16]" = aten.t.default(_unsafe_view)
     addmm: "f32[3, 16]" = aten.addmm.default(_unsafe_view_1, x, t)
     return addmm
 """,

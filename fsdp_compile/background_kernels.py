@@ -1,0 +1,78 @@
+"""Keep C++ compilers busy while Python traces and generates: in the background, and shared by the ranks of a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, TypeVar
+from unittest import mock
+
+from filelock import FileLock
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def kernels_in_background() -> Iterator[None]:
+    """Collect the waits for kernels of what Inductor compiles inside of the ``with`` block, and do them at its end.
+
+    Generated code waits for its own kernels when it is loaded. Nothing runs it before the block ends, so it may as well wait
+    then. Only for C++: Inductor's cache wants to see Triton kernels when a graph is done.
+    """
+    waits: list[tuple[AsyncCompile, dict[str, Any]]] = []
+    with mock.patch.object(AsyncCompile, "wait", lambda compiler, scope: waits.append((compiler, scope))):
+        yield
+    for compiler, scope in waits:
+        compiler.wait(scope)
+
+
+@functools.cache
+def probe_instruction_set() -> None:
+    """Let Inductor find out, in a thread, what the processor can do: in an empty cache it compiles probes, for seconds."""
+
+    def probe() -> None:
+        # One rank of a machine compiles them.
+        with _lock("instruction set"):
+            pick_vec_isa()
+
+    threading.Thread(target=probe, daemon=True).start()
+
+
+def _lock(key: Hashable) -> FileLock:
+    folder = os.path.join(cache_dir(), "fsdp_compile_locks")
+    os.makedirs(folder, exist_ok=True)
+    return FileLock(os.path.join(folder, hashlib.sha256(repr(key).encode()).hexdigest()[:32]))
+
+
+def share_among_ranks(work: Mapping[K, Callable[[], T]]) -> dict[K, T]:
+    """Do pieces of work that fill a cache, each on one rank of a machine first.
+
+    Ranks compile the same segments at the same time. Each takes those that nobody works on, and finds the others in Inductor's
+    cache afterwards. A rank that ends, in whatever way, lets go of its piece.
+
+    Args:
+        work: what to do, by keys that are equal on all ranks.
+    """
+    done: dict[K, T] = {}
+    for timeout in (0, -1):
+        for key, function in work.items():
+            if key in done:
+                continue
+            lock = _lock(key)
+            try:
+                lock.acquire(timeout=timeout)
+            except TimeoutError:
+                continue
+            try:
+                done[key] = function()
+            finally:
+                lock.release()
+    return {key: done[key] for key in work}

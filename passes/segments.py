@@ -1,0 +1,181 @@
+"""Segments: cut a scheduled graph at its collectives, so that the compiler of kernels sees compute only.
+
+Before: one graph of compute and collectives, in the order that the schedule gave it.
+After:  a graph of collectives and calls of *segments*, the stretches of compute between them, each a module of its own.
+
+Nothing that optimises a segment can move a collective: the order is kept by construction. And stretches that are equal but for
+the tensors they work on share one module: the layers of a deep model are compiled once, not once each.
+
+A collective of the model's own is cut at like any other. Views between two collectives stay in the outer graph, as they are no
+work; so do lookups of random seeds, whose index would tell equal layers apart. Constants are made where they are read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._inductor.inductor_prims
+from torch import SymInt, Tensor
+from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+from .graph import VIEWS, is_collective
+
+_aten = torch.ops.aten
+_lookup_seed = torch.ops.prims.inductor_lookup_seed.default
+
+# Constants: a segment makes its own rather than take one that another segment made.
+_CONSTANTS = {
+    _aten.arange.start_step,
+    _aten.full.default,
+    _aten.scalar_tensor.default,
+    torch.ops.prims.iota.default,
+}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of compute.
+
+    Attributes:
+        graph_module: takes what the stretch reads and returns what is read of it, a tuple.
+        key: equal for stretches that do the same with tensors of the same shapes, strides and dtypes.
+    """
+
+    graph_module: GraphModule
+    key: Hashable
+
+
+def _stays_outside(node: Node, stretch: dict[Node, None]) -> bool:
+    return node.target == _lookup_seed and node.args[0] not in stretch
+
+
+def _is_constant(node: Node) -> bool:
+    return node.op == "get_attr" or (node.target in _CONSTANTS and not node.all_input_nodes)
+
+
+def _is_view(node: Node) -> bool:
+    return node.target in VIEWS or node.target is operator.getitem
+
+
+def _stretches(graph: Graph) -> list[dict[Node, None]]:
+    """The nodes between collectives, stretch by stretch, without what stays in the outer graph."""
+    stretches: list[dict[Node, None]] = [{}]
+    for node in graph.nodes:
+        if is_collective(node):
+            stretches.append({})
+        elif node.op == "call_function" and not (_is_constant(node) or _stays_outside(node, stretches[-1])):
+            stretches[-1][node] = None
+    for stretch in stretches:
+        for node in [node for node in stretch if _is_view(node)]:
+            # What a collective takes as it came, seen otherwise, is no business of the stretch that it stands in.
+            if not any(other in stretch for other in (*node.all_input_nodes, *node.users)):
+                del stretch[node]
+    return [stretch for stretch in stretches if not all(map(_is_view, stretch))]
+
+
+def _symbols(value: Any) -> set[Any]:
+    """The symbols in the sizes of a fake value."""
+    if isinstance(value, SymInt):
+        return set(value.node.expr.free_symbols)
+    if isinstance(value, Tensor):
+        return set().union(*map(_symbols, [*value.shape, *value.stride(), value.storage_offset()]))
+    if isinstance(value, (list, tuple)):
+        return set().union(*map(_symbols, value))
+    return set()
+
+
+class _Builder:
+    """Builds the module of one stretch."""
+
+    def __init__(self, owner: GraphModule, stretch: dict[Node, None], sources: dict[Any, Node]):
+        self.stretch = stretch
+        self.owner = owner
+        # A size that no input spells out enters as an input of its own.
+        wanted = set().union(*(_symbols(node.meta.get("val")) for node in stretch))
+        self.inputs = dict.fromkeys(sources[symbol] for symbol in sorted(wanted, key=str) if symbol in sources)
+        self.constants: dict[Node, None] = {}
+        for node in stretch:
+            for source in node.all_input_nodes:
+                if source not in stretch:
+                    (self.constants if _is_constant(source) else self.inputs)[source] = None
+        self.inputs = {node: None for node in self.inputs if node not in stretch}
+        self.outputs = [node for node in stretch if any(user not in stretch for user in node.users)]
+
+    def build(self) -> Segment:
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        for node in self.inputs:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = {"val": node.meta["val"]}
+        for node in (*self.constants, *self.stretch):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        output = graph.output(tuple(copies[node] for node in self.outputs))
+        # Exactly the layout that was traced: whoever reads an output was traced with it.
+        output.meta["user_visible_output_idxs"] = list(range(len(self.outputs)))
+        with _use_lazy_graph_module(True):
+            return Segment(_make_graph_module(self.owner, graph), self._key())
+
+    def _key(self) -> Hashable:
+        body = (*self.constants, *self.stretch)
+        place = {node: f"%{index}" for index, node in enumerate((*self.inputs, *body))}
+
+        def named(node: Node) -> Any:
+            return _Named(place[node])
+
+        inputs = tuple(_describe(node.meta["val"]) for node in self.inputs)
+        calls = tuple((node.target, repr(map_arg((node.args, node.kwargs), named))) for node in body)
+        return inputs, calls, tuple(place[node] for node in self.outputs)
+
+
+class _Named(str):
+    """A text that stands for a node and prints without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _describe(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return str(tuple(value.shape)), str(value.stride()), str(value.storage_offset()), value.dtype, value.device
+    return str(value)
+
+
+def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:
+    """Cut a scheduled graph at its collectives.
+
+    Args:
+        gm: a forward or backward graph after all passes. It is not changed.
+
+    Returns:
+        The outer graph, and the segments that it calls, by name, each distinct one once.
+    """
+    stretch_of: dict[Node, dict[Node, None]] = {}
+    for stretch in _stretches(gm.graph):
+        stretch_of.update(dict.fromkeys(stretch, stretch))
+    outer = Graph()
+    copies: dict[Node, Node] = {}
+    sources: dict[Any, Node] = {}
+    segments: dict[str, Segment] = {}
+    names: dict[Hashable, str] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if node not in stretch_of:
+            if not _is_constant(node) or any(user not in stretch_of for user in node.users):
+                copies[node] = outer.node_copy(node, copies.__getitem__)
+        elif node is next(reversed(stretch_of[node])):
+            builder = _Builder(gm, stretch_of[node], sources)
+            segment = builder.build()
+            name = names.setdefault(segment.key, f"segment_{len(names)}")
+            segments.setdefault(name, segment)
+            call = outer.create_node("call_module", name, tuple(copies[source] for source in builder.inputs))
+            for index, result in enumerate(builder.outputs):
+                copies[result] = outer.call_function(operator.getitem, (call, index))
+                copies[result].meta = dict(result.meta)
+        if isinstance(value, SymInt) and value.node.expr.is_Symbol:
+            sources.setdefault(value.node.expr, node)
+    return outer, segments

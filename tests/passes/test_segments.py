@@ -1,0 +1,144 @@
+import operator
+
+import torch
+import torch._inductor.inductor_prims
+from torch.fx import GraphModule
+
+from passes.bucket import bucket_gathers
+from passes.ops import unshard
+from passes.schedule import schedule_gathers
+from passes.segments import cut_into_segments
+from tests.passes.tracing import PassTestCase
+
+_wait = torch.ops._c10d_functional.wait_tensor.default
+_all_reduce = torch.ops._c10d_functional.all_reduce.default
+
+
+class TestSegments(PassTestCase):
+    def layers(self, number: int) -> GraphModule:
+        """A chain of equal units, gathered one ahead."""
+
+        def forward(x, *shards):
+            for index, shard in enumerate(shards):
+                x = (x @ unshard(shard, f"{index}.weight", [8, 8], self.shard, unit=str(index), offset=0)).relu()
+            return x
+
+        names = " ".join(["x", *(f"shard_{index}" for index in range(number))])
+        gm = self.trace(forward, torch.zeros(3, 8), *[torch.zeros(1, 8) for _ in range(number)], names=names)
+        bucket_gathers(gm.graph)
+        schedule_gathers(gm.graph)
+        return gm
+
+    def test_equal_layers_share_a_segment(self) -> None:
+        outer, segments = cut_into_segments(self.layers(3))
+        self.assertExpectedInline(
+            self.text(outer),
+            """\
+def forward(self, x: "f32[3, 8]", shard_0: "f32[1, 8]", shard_1: "f32[1, 8]", shard_2: "f32[1, 8]"):
+    view: "f32[8]" = aten.view.default(shard_0, [-1])
+    all_gather_into_tensor: "f32[64]" = _c10d_functional.all_gather_into_tensor.default(view, 8, 'shard')
+    view_3: "f32[8]" = aten.view.default(shard_1, [-1])
+    all_gather_into_tensor_1: "f32[64]" = _c10d_functional.all_gather_into_tensor.default(view_3, 8, 'shard')
+    wait_tensor: "f32[64]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
+    segment_0 = self.segment_0(wait_tensor, x)
+    getitem: "f32[3, 8]" = segment_0[0]
+    view_6: "f32[8]" = aten.view.default(shard_2, [-1])
+    all_gather_into_tensor_2: "f32[64]" = _c10d_functional.all_gather_into_tensor.default(view_6, 8, 'shard')
+    wait_tensor_1: "f32[64]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor_1)
+    segment_1 = self.segment_0(wait_tensor_1, getitem)
+    getitem_1: "f32[3, 8]" = segment_1[0]
+    wait_tensor_2: "f32[64]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor_2)
+    segment_2 = self.segment_0(wait_tensor_2, getitem_1)
+    getitem_2: "f32[3, 8]" = segment_2[0]
+    return getitem_2
+""",
+        )
+        assert list(segments) == ["segment_0"]
+        self.assertExpectedInline(
+            self.text(segments["segment_0"].graph_module.graph),
+            """\
+def forward(self, wait_tensor: "f32[64]", x: "f32[3, 8]"):
+    view_1: "f32[8, 8]" = aten.view.default(wait_tensor, [8, -1])
+    view_2: "f32[8, 8]" = aten.view.default(view_1, [8, 8])
+    mm: "f32[3, 8]" = aten.mm.default(x, view_2)
+    relu: "f32[3, 8]" = aten.relu.default(mm)
+    return (relu,)
+""",
+        )
+
+    def test_layers_of_different_shapes_do_not(self) -> None:
+        def forward(x, a, b):
+            x = (x @ unshard(a, "a", [8, 8], self.shard, unit="a", offset=0)).relu()
+            return (x @ unshard(b, "b", [8, 16], self.shard, unit="b", offset=0)).relu()
+
+        gm = self.trace(forward, torch.zeros(3, 8), torch.zeros(1, 8), torch.zeros(1, 16))
+        bucket_gathers(gm.graph)
+        _, segments = cut_into_segments(gm)
+        assert len(segments) == 2
+
+    def test_values_that_no_input_tells_apart_do(self) -> None:
+        def forward(x):
+            x = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x * 2, "sum", self.shard))
+            return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x * 3, "sum", self.shard))
+
+        _, segments = cut_into_segments(self.trace(forward, torch.zeros(4)))
+        assert len(segments) == 2
+
+    def test_cuts_at_the_models_own_collectives(self) -> None:
+        def forward(x):
+            reduced = torch.ops._c10d_functional.all_reduce(x.exp().sin(), "sum", self.shard)
+            return torch.ops._c10d_functional.wait_tensor(reduced).cos()
+
+        outer, segments = cut_into_segments(self.trace(forward, torch.zeros(4), names="x"))
+        calls = [node.target for node in outer.nodes if node.op not in ("placeholder", "output")]
+        assert calls == ["segment_0", operator.getitem, _all_reduce, _wait, "segment_1", operator.getitem]
+        assert len(segments) == 2
+
+    def test_views_between_collectives_stay_outside(self) -> None:
+        def forward(x):
+            reduced = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", self.shard))
+            return torch.ops._c10d_functional.wait_tensor(
+                torch.ops._c10d_functional.all_reduce(reduced.view(2, 2), "sum", self.shard)
+            )
+
+        outer, segments = cut_into_segments(self.trace(forward, torch.zeros(4), names="x"))
+        assert not segments
+        assert torch.ops.aten.view.default in [node.target for node in outer.nodes]
+
+    def test_constants_are_made_where_they_are_read(self) -> None:
+        def forward(x):
+            ones = torch.ops.aten.full.default([4], 1.0)
+            x = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x + ones, "sum", self.shard))
+            return x + ones
+
+        outer, segments = cut_into_segments(self.trace(forward, torch.zeros(4), names="x"))
+        # One module, so that neither takes the other's.
+        assert list(segments) == ["segment_0"]
+        assert len(outer.find_nodes(op="call_module", target="segment_0")) == 2
+        assert not outer.find_nodes(op="call_function", target=torch.ops.aten.full.default)
+
+    def test_random_seeds_do_not_tell_layers_apart(self) -> None:
+        prims = torch.ops.prims
+
+        def forward(x):
+            seeds = prims.inductor_seeds(2, torch.device("cpu"))
+            for index in range(2):
+                x = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", self.shard))
+                x = x * prims.inductor_random([4], prims.inductor_lookup_seed(seeds, index), "rand")
+            return x
+
+        outer, segments = cut_into_segments(self.trace(forward, torch.zeros(4), names="x"))
+        assert len(outer.find_nodes(op="call_function", target=prims.inductor_lookup_seed.default)) == 2
+        assert len(outer.find_nodes(op="call_module", target="segment_1")) == 2
+        assert list(segments) == ["segment_0", "segment_1"]
+
+    def test_the_layout_of_outputs_is_asked_for(self) -> None:
+        _, segments = cut_into_segments(self.layers(1))
+        (segment,) = segments.values()
+        assert segment.graph_module.graph.output_node().meta["user_visible_output_idxs"] == [0]
+
+    def test_leaves_the_graph_alone(self) -> None:
+        gm = self.layers(2)
+        before = self.text(gm.graph)
+        cut_into_segments(gm)
+        assert self.text(gm.graph) == before

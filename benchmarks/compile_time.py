@@ -1,0 +1,145 @@
+"""Time the first step of a model, which compiles it, with an empty cache and with a full one.
+
+    python benchmarks/compile_time.py
+    python benchmarks/compile_time.py --depths 8,16,32 --systems ours --phases
+
+Every figure is of a fresh set of processes: two ranks, which share Inductor's cache. The first set starts with an empty one
+(cold), the second with what the first left there (warm). Reported are the seconds from the call of the model to the end of the
+first step (forward, backward, optimizer), of the slowest rank, for models of different depths, and what grows with depth.
+With --phases, where the seconds go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import phases, ranks, report
+from harness.gpt import Size, make_batches
+from harness.systems import BASE, YARDSTICK, Setting, build, parse_systems
+from torch.distributed.device_mesh import DeviceMesh
+
+_CACHES = ("cold", "warm")
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", type=parse_systems, default=[BASE, YARDSTICK, "ours"], metavar="A,B")
+    parser.add_argument("--depths", type=parse_depths, default=[8, 32], metavar="N,N", help="numbers of layers; default 8,32")
+    parser.add_argument(
+        "--repeat", type=int, default=1, metavar="N", help="runs of each figure, of which the median; default 1"
+    )
+    parser.add_argument("--phases", action="store_true", help="also where the time goes")
+    Size.add_flags(parser, without=["layers"], width=128)
+    ranks.add_flags(parser)
+    report.add_flags(parser)
+    args = parser.parse_args(argv)
+    ranks.check_flags(parser, args)
+    return args
+
+
+def parse_depths(text: str) -> list[int]:
+    return sorted(int(depth) for depth in text.split(","))
+
+
+# --------------------------------------------------------------------------------------------- in a rank
+
+
+def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    """The first step of the one system and depth that a rank is told."""
+    (name,), (depth,), device = args.systems, args.depths, torch.device(args.device)
+    setting = Setting(Size.parse(args, layers=depth), mesh, device)
+    batch = make_batches(setting.size, dist.get_rank(), 1, device)
+    system = build(name, setting)
+    # fsdp_compile has imported Inductor by now. Others import it when they compile, which is no part of compiling either.
+    importlib.import_module("torch._inductor.compile_fx")
+    dist.barrier()
+    with phases.timed() if args.phases else contextlib.nullcontext() as of_phases:
+        began = time.perf_counter()
+        system.step(batch).item()
+        seconds = time.perf_counter() - began
+    return {"seconds": seconds, "phases": of_phases}
+
+
+# ---------------------------------------------------------------------------------------------- launching
+
+
+def run(args: argparse.Namespace, argv: Sequence[str], system: str, depth: int) -> dict[str, Any]:
+    """A cold run and a warm one: what the slowest rank measured."""
+    results = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for temperature in _CACHES:
+            # The last of two equal flags counts.
+            command = [__file__, *argv, "--systems", system, "--depths", str(depth)]
+            of_ranks = ranks.run_ranks(command, args, {"TORCHINDUCTOR_CACHE_DIR": cache})
+            results[temperature] = max(of_ranks, key=lambda result: result["seconds"])
+    return results
+
+
+# ------------------------------------------------------------------------------------------ what it means
+
+Runs = dict[str, dict[int, list[dict[str, Any]]]]
+
+
+def median_seconds(runs: Sequence[dict[str, Any]], temperature: str) -> float:
+    return statistics.median(run[temperature]["seconds"] for run in runs)
+
+
+def median_phases(runs: Sequence[dict[str, Any]], temperature: str) -> dict[str, float]:
+    return {phase: statistics.median(run[temperature]["phases"][phase] for run in runs) for phase in phases.PHASES}
+
+
+def growth_per_layer(by_depth: dict[int, float]) -> float:
+    """Seconds that a layer adds, between the smallest and the largest depth; 0 with one depth."""
+    least, most = min(by_depth), max(by_depth)
+    return (by_depth[most] - by_depth[least]) / (most - least) if most > least else 0.0
+
+
+def print_tables(runs: Runs, depths: Sequence[int], with_phases: bool) -> None:
+    columns = [(temperature, depth) for temperature in _CACHES for depth in depths]
+    header = ["first step, s", *(f"{temperature}, {depth} layers" for temperature, depth in columns)]
+    header += [f"{temperature}, per layer" for temperature in _CACHES]
+    rows = []
+    for system, by_depth in runs.items():
+        seconds = {(t, depth): median_seconds(by_depth[depth], t) for t, depth in columns}
+        growth = [growth_per_layer({depth: seconds[t, depth] for depth in depths}) for t in _CACHES]
+        rows.append([system, *(f"{seconds[column]:.1f}" for column in columns), *(f"{layer:.2f}" for layer in growth)])
+    print(report.table(header, rows))
+    for system in runs if with_phases else ():
+        print("\n" + phase_table(system, {column: median_phases(runs[system][column[1]], column[0]) for column in columns}))
+
+
+def phase_table(system: str, seconds: dict[tuple[str, int], dict[str, float]]) -> str:
+    header = [f"{system}, s", *(f"{temperature}, {depth} layers" for temperature, depth in seconds)]
+    rows = [[phase, *(f"{of_run[phase]:.1f}" for of_run in seconds.values())] for phase in phases.PHASES]
+    return report.table(header, rows)
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_args(argv)
+    if ranks.is_rank():
+        with ranks.process_group(args) as mesh:
+            ranks.give_result(measure(args, mesh))
+        return
+    runs: Runs = {system: {depth: [] for depth in args.depths} for system in args.systems}
+    for _, depth, system in itertools.product(range(args.repeat), args.depths, args.systems):
+        results = run(args, argv, system, depth)
+        runs[system][depth].append(results)
+        print(f"{system}, {depth} layers:", ", ".join(f"{t} {results[t]['seconds']:.1f} s" for t in _CACHES), flush=True)
+    print(f"\n{report.headline()}\n{Size.parse(args, layers=args.depths[-1]).describe()}\n{ranks.describe(args)}\n")
+    print_tables(runs, args.depths, args.phases)
+    report.write_json(args.json, runs=runs)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

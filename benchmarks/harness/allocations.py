@@ -1,0 +1,97 @@
+"""Count allocations: the most bytes that a function held at once beyond what was live before.
+
+On CPU by a library that is preloaded into the process and counts what malloc hands out. The profiler would not do: it does not
+see what the threads of a process group free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def preload(folder: Path) -> dict[str, str]:
+    """Compile the library that counts; gives the environment of processes that are to have it."""
+    library = folder / "allocations.so"
+    source = Path(__file__).with_suffix(".c")
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+def peaks(functions: Sequence[Callable[[], object]], device: torch.device) -> list[int]:
+    """Run functions one after the other; gives the most bytes live during each, beyond what was live before the first."""
+    counter: Counter = CudaCounter() if device.type == "cuda" else MallocCounter()
+    before = counter.live()
+    found = []
+    for function in functions:
+        counter.reset_peak()
+        function()
+        found.append(counter.peak() - before)
+    return found
+
+
+def hold_inputs_in_flight(device: torch.device) -> None:
+    """Have reductions of the fake process group hold on to what they read until they are waited for, as real ones do.
+
+    From now on, in this process. Of functional collectives only: FSDP2 holds these inputs itself.
+    """
+    held: dict[int, Tensor] = {}
+
+    def reduce_scatter(grad: Tensor, op: str, group_size: int, group_name: str) -> Tensor:
+        reduced = grad.new_empty([grad.size(0) // group_size, *grad.shape[1:]])
+        held[reduced.untyped_storage().data_ptr()] = grad
+        return reduced
+
+    def wait(reduced: Tensor) -> Tensor:
+        held.pop(reduced.untyped_storage().data_ptr(), None)
+        return reduced
+
+    key = device.type.upper()
+    _library.impl("reduce_scatter_tensor", torch._disable_dynamo(reduce_scatter), key)
+    _library.impl("wait_tensor", torch._disable_dynamo(wait), key)
+
+
+_library = torch.library.Library("_c10d_functional", "IMPL")
+
+
+class MallocCounter:
+    """Of all of this process, which was started with the environment that ``preload`` gives."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        if not hasattr(self._library, "peak_bytes"):
+            raise RuntimeError("allocations are counted in processes started with the environment of preload() only")
+        for name in ("live_bytes", "peak_bytes"):
+            getattr(self._library, name).restype = ctypes.c_long
+
+    def live(self) -> int:
+        return int(self._library.live_bytes())
+
+    def peak(self) -> int:
+        return int(self._library.peak_bytes())
+
+    def reset_peak(self) -> None:
+        self._library.reset_peak()
+
+
+class CudaCounter:
+    """Of the current GPU's caching allocator."""
+
+    def live(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+
+Counter = MallocCounter | CudaCounter

@@ -1,0 +1,83 @@
+"""The model that is measured: the GPT of examples/train_gpt.py, with biases."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model, and the batch of one rank and microbatch."""
+
+    layers: int = 8
+    width: int = 512
+    heads: int = 4
+    batch: int = 4
+    sequence: int = 128
+
+    @staticmethod
+    def add_flags(parser: argparse.ArgumentParser, *, without: Sequence[str] = (), **defaults: int) -> None:
+        """Add a flag for each field but those in ``without``; ``defaults`` replaces those of the class."""
+        sizes = parser.add_argument_group("model")
+        for field in fields(Size):
+            if field.name in without:
+                continue
+            default = defaults.get(field.name, field.default)
+            sizes.add_argument(f"--{field.name}", type=int, default=default, metavar="N", help=f"default {default}")
+
+    @staticmethod
+    def parse(args: argparse.Namespace, **others: int) -> Size:
+        """What the flags say, and what there is no flag for."""
+        return Size(**others, **{field.name: getattr(args, field.name) for field in fields(Size) if hasattr(args, field.name)})
+
+    def describe(self) -> str:
+        model = f"GPT, {self.layers} layers, width {self.width}, {self.parameters / 1e6:.1f} M parameters"
+        return f"{model}; {self.batch} x {self.sequence} tokens"
+
+    @property
+    def parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in build_gpt(self, torch.device("meta")).parameters())
+
+
+def build_gpt(size: Size, device: torch.device) -> nn.Module:
+    """A GPT with the same weights in every call; its forward takes tokens and targets, and gives the loss.
+
+    Each call makes classes of its own: Dynamo keeps what it compiled with the code of a forward, and systems that shared a
+    class would search each other's entries at each step.
+    """
+    torch.manual_seed(0)
+    model = _load_example().GPT(size.layers, size.width, size.heads, size.sequence)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            # As GPT-2 has them. They are what makes a unit many small parameters instead of a few large ones.
+            module.bias = nn.Parameter(torch.zeros(module.weight.shape[0]))
+    return model.to(device)
+
+
+def _load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_gpt", _EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_gpt"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_batches(size: Size, rank: int, count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """The microbatches of a rank: tokens and targets."""
+    random = torch.Generator().manual_seed(rank + 1)
+    shape = (2, size.batch, size.sequence)
+    pairs = [torch.randint(0, 256, shape, generator=random).to(device) for _ in range(count)]
+    return [(tokens, targets) for tokens, targets in pairs]

@@ -1,0 +1,86 @@
+"""Two network namespaces and a link of a given rate, so that two ranks on one machine communicate as over a network."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+LOOPBACK = "loopback"
+
+
+class LinkError(SystemExit):
+    """A shaped link cannot be made here. Ends a script with its message, as it is about the machine and not the script."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How ranks reach each other.
+
+    Attributes:
+        interface: the network interface that Gloo is to use.
+        namespaces: the network namespace of each rank; empty for loopback.
+    """
+
+    interface: str
+    namespaces: tuple[str, ...] = ()
+
+    def command(self, rank: int, command: list[str]) -> list[str]:
+        """The command that runs a command where the rank belongs."""
+        if not self.namespaces:
+            return command
+        return ["ip", "netns", "exec", self.namespaces[rank], *command]
+
+
+@contextlib.contextmanager
+def make_link(rate: str) -> Iterator[Link]:
+    """``loopback``, or a link between two ranks of this rate in each direction, in tc's notation: ``2gbit``, ``500mbit``.
+
+    Raises:
+        LinkError: making network namespaces needs root, and the programs ``ip`` and ``tc``.
+    """
+    if rate == LOOPBACK:
+        yield Link("lo")
+        return
+    _check(rate)
+    name = f"fsdp-{secrets.token_hex(4)}"
+    link = Link("veth0", (f"{name}-0", f"{name}-1"))
+    made = []
+    try:
+        for namespace in link.namespaces:
+            _run("ip", "netns", "add", namespace)
+            made.append(namespace)
+        _run(*"ip link add veth0 netns {} type veth peer name veth0 netns {}".format(*link.namespaces).split())
+        for index, namespace in enumerate(link.namespaces):
+            inside = ("ip", "-n", namespace)
+            _run(*inside, "addr", "add", f"10.0.0.{index + 1}/24", "dev", "veth0")
+            _run(*inside, "link", "set", "veth0", "up")
+            _run(*inside, "link", "set", "lo", "up")
+            shape = f"qdisc add dev veth0 root tbf rate {rate} burst 256kb latency 100ms"
+            _run("tc", "-n", namespace, *shape.split())
+        yield link
+    finally:
+        for namespace in made:
+            # With a namespace goes its end of the link, and with one end the other.
+            subprocess.run(["ip", "netns", "del", namespace], check=False)
+
+
+def _check(rate: str) -> None:
+    if not re.fullmatch(r"\d+(\.\d+)?[kmgt]bit", rate):
+        raise LinkError(f"--link takes {LOOPBACK!r} or a rate such as '2gbit' or '500mbit', not {rate!r}")
+    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    if missing:
+        raise LinkError(f"a shaped link needs {' and '.join(missing)} of iproute2; install it, or use --link {LOOPBACK}")
+    if os.geteuid() != 0:
+        raise LinkError(f"a shaped link needs root, to make network namespaces; use --link {LOOPBACK} without")
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise LinkError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")

@@ -1,0 +1,190 @@
+"""The systems that are compared, each a way to train the same model on the same ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from .gpt import Size, build_gpt
+
+BASE = "unsharded"
+YARDSTICK = "fsdp2-compiled"
+# Names that torch has for its backends, and fsdp_backend for values of its option.
+LOWERINGS = ("inductor", "aot_eager")
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How gradients of several microbatches become one step.
+
+    Attributes:
+        microbatches: forward and backward passes of a step.
+        unsharded: reduce gradients in the last one only, instead of in each.
+        keep_unsharded: keep gathered parameters from the first one to the last.
+    """
+
+    microbatches: int = 1
+    unsharded: bool = False
+    keep_unsharded: bool = False
+
+    @staticmethod
+    def add_flags(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("microbatches")
+        group.add_argument("--microbatches", type=int, default=1, metavar="N", help="of a step, each --batch; default 1")
+        group.add_argument(
+            "--accumulate",
+            choices=["sharded", "unsharded"],
+            default="sharded",
+            help="reduce the gradients of every microbatch (default), or only in the last one",
+        )
+        group.add_argument(
+            "--keep-unsharded", action="store_true", help="keep gathered parameters from one microbatch to the next"
+        )
+
+    @staticmethod
+    def parse(args: argparse.Namespace) -> Accumulation:
+        return Accumulation(args.microbatches, args.accumulate == "unsharded", args.keep_unsharded)
+
+
+@dataclass
+class System:
+    """A model and what makes it step.
+
+    Attributes:
+        model: what has the parameters.
+        forward: what is called.
+        before_microbatch: is told whether the microbatch that follows is the last of its step.
+    """
+
+    model: nn.Module
+    forward: Forward
+    before_microbatch: Callable[[bool], None] = lambda last: None
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, foreach=True)
+
+    def step(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """One step of the optimizer over these microbatches; gives their mean loss, which nothing has waited for."""
+        losses = []
+        for index, (tokens, targets) in enumerate(batches):
+            self.before_microbatch(index == len(batches) - 1)
+            loss = self.forward(tokens, targets) / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a system is built for. ``lowering`` says what becomes of its graphs, where it compiles any."""
+
+    size: Size
+    mesh: DeviceMesh
+    device: torch.device
+    accumulation: Accumulation = Accumulation()
+    lowering: str = "inductor"
+
+
+def _unsharded(setting: Setting) -> System:
+    model = build_gpt(setting.size, setting.device)
+    return System(model, torch.compile(model, backend=setting.lowering))
+
+
+def _ddp(setting: Setting) -> System:
+    model = DistributedDataParallel(build_gpt(setting.size, setting.device), process_group=setting.mesh.get_group())
+
+    def before_microbatch(last: bool) -> None:
+        # What DDP.no_sync() sets.
+        model.require_backward_grad_sync = last or not setting.accumulation.unsharded
+
+    return System(model, torch.compile(model, backend=setting.lowering), before_microbatch)
+
+
+def _fsdp2(setting: Setting, *, compiled: bool = False, async_op: bool = False) -> System:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = build_gpt(setting.size, setting.device)
+    # FSDP2 gathers again in the backward of a unit that it reshards after forward, whatever it keeps after backward.
+    reshard_after_forward = False if setting.accumulation.keep_unsharded else None
+    for block in model.blocks:
+        if compiled:
+            block.compile(backend=setting.lowering)
+        fully_shard(block, mesh=setting.mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=setting.mesh, reshard_after_forward=reshard_after_forward)
+    if async_op:
+        model._set_unshard_async_op(True)
+    return System(model, model, _sync_flags(model, setting.accumulation))
+
+
+def _ours(setting: Setting, **options: Any) -> System:
+    from fsdp_compile import fsdp_backend, fully_shard
+
+    model: Any = build_gpt(setting.size, setting.device)
+    for block in model.blocks:
+        fully_shard(block, mesh=setting.mesh)
+    fully_shard(model, mesh=setting.mesh)
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": setting.lowering, **options})
+    return System(model, compiled, _sync_flags(model, setting.accumulation))
+
+
+def _sync_flags(model: Any, accumulation: Accumulation) -> Callable[[bool], None]:
+    """FSDP2's methods, which both have."""
+
+    def before_microbatch(last: bool) -> None:
+        if accumulation.unsharded:
+            model.set_requires_gradient_sync(last)
+        if accumulation.keep_unsharded:
+            model.set_reshard_after_backward(last)
+
+    return before_microbatch
+
+
+_BUILDERS: dict[str, Callable[[Setting], System]] = {
+    BASE: _unsharded,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+    YARDSTICK: lambda setting: _fsdp2(setting, compiled=True),
+    "fsdp2-async": lambda setting: _fsdp2(setting, compiled=True, async_op=True),
+    "ours": _ours,
+    "ours-auto": lambda setting: _ours(setting, schedule="auto"),
+}
+
+SYSTEMS = {
+    BASE: "torch.compile, no communication: each rank trains alone",
+    "ddp": "DistributedDataParallel, compiled",
+    "fsdp2": "FSDP2, eager",
+    YARDSTICK: "FSDP2, each block compiled",
+    "fsdp2-async": "the same, with _set_unshard_async_op(True)",
+    "ours": "fsdp_backend",
+    "ours-auto": 'fsdp_backend, with options={"schedule": "auto"}',
+}
+
+
+def build(name: str, setting: Setting) -> System:
+    """Build a system by its name in ``SYSTEMS``."""
+    return _BUILDERS[name](setting)
+
+
+def default_systems(group: str) -> list[str]:
+    """All that train with this kind of process group: the reducer of DDP fails with collectives that do nothing."""
+    return [name for name in SYSTEMS if not (name == "ddp" and group == "fake")]
+
+
+def parse_systems(text: str) -> list[str]:
+    """Names of systems, separated by commas: an argparse type."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no such system: {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+    return names

@@ -1,0 +1,171 @@
+"""Count what a training step holds in memory, and compare it with the library's own accounting.
+
+    python benchmarks/memory.py                                  # parameters: activations of one token are negligible
+    python benchmarks/memory.py --batch 4 --sequence 128         # with activations
+    python benchmarks/memory.py --group gloo                     # with what Gloo itself allocates
+    python benchmarks/memory.py --device cuda
+
+Every system trains the same GPT. By default with a process group that does nothing, so that what is counted is the system's
+own: Gloo holds copies of what it gathers and reduces, while it does. Reported are the most bytes that live during a forward and
+during a backward, beyond what lives between steps (shards, the state of the process group): counted allocations, on CPU of
+malloc, on CUDA of the caching allocator; the most of any rank, and of a few steps. For the graphs of fsdp_backend, next to it,
+what ``CapturedGraph.live_bytes()`` says of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import allocations, ranks, report
+from harness.gpt import Size, make_batches
+from harness.systems import LOWERINGS, SYSTEMS, Setting, System, build, default_systems, parse_systems
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_WARM_UP_STEPS = 2
+_STEPS = 3
+_PASSES = ("forward", "backward")
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", type=parse_systems, metavar="A,B", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument(
+        "--lowering", default="inductor", choices=LOWERINGS, help="of all systems that compile; default inductor"
+    )
+    Size.add_flags(parser, layers=4, width=1024, batch=1, sequence=1)
+    ranks.add_flags(parser)
+    parser.set_defaults(group="fake")
+    report.add_flags(parser)
+    args = parser.parse_args(argv)
+    ranks.check_flags(parser, args)
+    args.systems = args.systems or default_systems(args.group)
+    return args
+
+
+# --------------------------------------------------------------------------------------------- in a rank
+
+
+def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    """The peaks of each system in bytes, counted and, where there are graphs to ask, as they say."""
+    device = torch.device(args.device)
+    if args.group == "fake":
+        allocations.hold_inputs_in_flight(device)
+    setting = Setting(Size.parse(args), mesh, device, lowering=args.lowering)
+    batch = make_batches(setting.size, dist.get_rank(), 1, device)
+    result: dict[str, Any] = {}
+    for name in args.systems:
+        with captured_graphs(name) as graphs:
+            system = build(name, setting)
+            for _ in range(_WARM_UP_STEPS):
+                system.step(batch)
+        of_steps = [counted_peaks(system, *batch[0], device) for _ in range(_STEPS)]
+        result[name] = {"counted": dict(zip(_PASSES, map(max, zip(*of_steps, strict=True)), strict=True))}
+        if graphs is not None:
+            result[name]["graphs"] = {kind: accounted_peaks(getattr(graphs, kind)) for kind in _PASSES}
+        ranks.progress(f"{name}: counted")
+        del system
+    return result
+
+
+@contextlib.contextmanager
+def captured_graphs(system: str) -> Any:
+    """What ``fsdp_compile.capture`` records of a system that has graphs of ours, else None."""
+    if not system.startswith("ours"):
+        yield None
+        return
+    import fsdp_compile
+
+    with fsdp_compile.capture() as graphs:
+        yield graphs
+
+
+def accounted_peaks(graphs: Sequence[Any]) -> dict[str, int]:
+    """What the one graph of a pass says of itself."""
+    if len(graphs) != 1:
+        raise RuntimeError(f"expected one graph for a pass, there are {len(graphs)}")
+    live = graphs[0].live_bytes()
+    return {"peak": live.peak, "peak_parameters": live.peak_parameters}
+
+
+def counted_peaks(system: System, tokens: Tensor, targets: Tensor, device: torch.device) -> list[int]:
+    """The most bytes live in a forward and in its backward."""
+    losses: list[Tensor] = []
+    found = allocations.peaks([lambda: losses.append(system.forward(tokens, targets)), lambda: losses[0].backward()], device)
+    system.optimizer.step()
+    system.optimizer.zero_grad()
+    return found
+
+
+# ------------------------------------------------------------------------------------------ what it means
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A graph's own accounting against counted bytes."""
+
+    counted: int
+    accounted: int
+    parameters: int
+
+    @property
+    def error(self) -> float:
+        """What the accounting is off by, as a part of what was counted; above zero where it says too much."""
+        return (self.accounted - self.counted) / self.counted
+
+
+def worst_rank(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """The most that any rank counted, for each system and pass."""
+    return {name: {kind: max(result[name]["counted"][kind] for result in results) for kind in _PASSES} for name in results[0]}
+
+
+def comparisons(results: Sequence[dict[str, Any]]) -> dict[tuple[str, str], Comparison]:
+    """For each system with graphs and each pass."""
+    counted = worst_rank(results)
+    found = {}
+    for name, of_system in results[0].items():
+        for kind, peaks in of_system.get("graphs", {}).items():
+            found[name, kind] = Comparison(counted[name][kind], peaks["peak"], peaks["peak_parameters"])
+    return found
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f}"
+
+
+def print_tables(results: Sequence[dict[str, Any]]) -> None:
+    rows = [[name, *(megabytes(peaks[kind]) for kind in _PASSES)] for name, peaks in worst_rank(results).items()]
+    print(report.table(["most live MB, counted", *_PASSES], rows))
+    rows = [
+        [f"{name}, {kind}", megabytes(one.counted), megabytes(one.accounted), f"{one.error:+.1%}", megabytes(one.parameters)]
+        for (name, kind), one in comparisons(results).items()
+    ]
+    if rows:
+        print("\n" + report.table(["graph", "counted MB", "accounted", "error", "of it parameters"], rows))
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_args(argv)
+    if ranks.is_rank():
+        with ranks.process_group(args) as mesh:
+            ranks.give_result(measure(args, mesh))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = allocations.preload(Path(scratch)) if args.device == "cpu" else {}
+        results = ranks.run_ranks([__file__, *argv], args, environment)
+    print(f"\n{report.headline()}\n{Size.parse(args).describe()}\n{ranks.describe(args)}\n")
+    print_tables(results)
+    report.write_json(args.json, ranks=results)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,258 @@
+"""Time a training step of each system, all in one run.
+
+    python benchmarks/step_time.py                                          # two ranks on CPU, Gloo over loopback
+    python benchmarks/step_time.py --link 2gbit                             # over a link of 2 Gbit/s in each direction
+    python benchmarks/step_time.py --layers 32 --width 128
+    python benchmarks/step_time.py --link 2gbit --microbatches 4 --accumulate unsharded --keep-unsharded
+    python benchmarks/step_time.py --device cuda --group fake               # one GPU as one of eight
+
+Every system trains the same GPT in the same processes. After a warm-up, in which losses are compared, the systems take turns:
+in each round each one runs a few steps (forward, backward, optimizer, zero_grad) after a barrier. On CPU a rank is pinned to
+one core. Reported are medians over the rounds, and what sharding costs in comparison with FSDP2 with compiled blocks,
+
+    (step - unsharded step) / (fsdp2-compiled step - unsharded step)
+
+as the median of the ratios of each round, which noise that lasts longer than a round does not touch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import ranks, report
+from harness.gpt import Size, build_gpt, make_batches
+from harness.systems import (
+    BASE,
+    LOWERINGS,
+    SYSTEMS,
+    YARDSTICK,
+    Accumulation,
+    Setting,
+    System,
+    build,
+    default_systems,
+    parse_systems,
+)
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_WARM_UP_STEPS = 3
+_ROUND_SECONDS = 1.5
+# What a unit of the default model has, and more.
+_GATHERED_MEGABYTES = (8, 32)
+# Of a loss: systems sum in different orders.
+_TOLERANCE = 1e-4
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    systems = "\n".join(f"  {name:15}{what}" for name, what in SYSTEMS.items())
+    parser.epilog = f"systems:\n{systems}"
+    parser.add_argument("--systems", type=parse_systems, metavar="A,B", help="see below; default all")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default 10")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help=f"of a system in a round; default as many as take about {_ROUND_SECONDS} s"
+    )
+    parser.add_argument(
+        "--lowering", default="inductor", choices=LOWERINGS, help="of all systems that compile; default inductor"
+    )
+    Size.add_flags(parser)
+    Accumulation.add_flags(parser)
+    ranks.add_flags(parser)
+    report.add_flags(parser)
+    args = parser.parse_args(argv)
+    if args.microbatches == 1:
+        for flag, given in {
+            "--accumulate unsharded": args.accumulate == "unsharded",
+            "--keep-unsharded": args.keep_unsharded,
+        }.items():
+            if given:
+                parser.error(f"{flag} needs --microbatches of at least 2")
+    ranks.check_flags(parser, args)
+    args.systems = args.systems or default_systems(args.group)
+    return args
+
+
+# --------------------------------------------------------------------------------------------- in a rank
+
+
+def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    """Build, warm up and time all systems, in each rank."""
+    device = torch.device(args.device)
+    size, accumulation = Size.parse(args), Accumulation.parse(args)
+    setting = Setting(size, mesh, device, accumulation, args.lowering)
+    batches = make_batches(size, dist.get_rank(), accumulation.microbatches, device)
+    result: dict[str, Any] = {"link": {}, "losses": {}, "steps": {}}
+    if args.group == "gloo":
+        result["link"] = {megabytes: ranks.measure_link(device, megabytes) for megabytes in _GATHERED_MEGABYTES}
+    if args.group != "fake":
+        result["reference_losses"] = reference_losses(size, accumulation, device)
+
+    systems: dict[str, System] = {}
+    for name in args.systems:
+        began = time.perf_counter()
+        systems[name] = build(name, setting)
+        result["losses"][name] = [systems[name].step(batches).item() for _ in range(_WARM_UP_STEPS)]
+        ranks.progress(f"{name}: warm after {time.perf_counter() - began:.0f} s")
+    if args.device == "cpu":
+        ranks.pin_to_core()
+    for name, system in systems.items():
+        system.step(batches)
+        result["steps"][name] = args.steps or agreed_steps(time_steps(system, batches, 1, device), device)
+    result["seconds"] = time_rounds(systems, batches, result["steps"], args.rounds, device)
+    return result
+
+
+def reference_losses(size: Size, accumulation: Accumulation, device: torch.device) -> list[float]:
+    """Of the uncompiled model on the batches of all ranks together."""
+    all_ranks = [make_batches(size, rank, accumulation.microbatches, device) for rank in range(dist.get_world_size())]
+    together = []
+    for of_ranks in zip(*all_ranks, strict=True):
+        tokens, targets = zip(*of_ranks, strict=True)
+        together.append((torch.cat(tokens), torch.cat(targets)))
+    model = build_gpt(size, device)
+    system = System(model, model)
+    return [system.step(together).item() for _ in range(_WARM_UP_STEPS)]
+
+
+def agreed_steps(seconds: float, device: torch.device) -> int:
+    """How many steps a round has, the same on all ranks."""
+    steps = torch.tensor(max(1, round(_ROUND_SECONDS / seconds)), device=device)
+    dist.broadcast(steps, 0)
+    return int(steps)
+
+
+def time_rounds(
+    systems: dict[str, System],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    steps: dict[str, int],
+    rounds: int,
+    device: torch.device,
+) -> dict[str, list[float]]:
+    """Seconds of a step of each system, in each round."""
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for _ in range(rounds):
+        for name, system in systems.items():
+            gc.collect()
+            seconds[name].append(time_steps(system, batches, steps[name], device))
+    gc.enable()
+    return seconds
+
+
+def time_steps(system: System, batches: Sequence[tuple[Tensor, Tensor]], steps: int, device: torch.device) -> float:
+    """Mean seconds of steps that follow each other."""
+    dist.barrier()
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(steps):
+            system.step(batches)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1000 / steps
+    began = time.perf_counter()
+    for _ in range(steps):
+        system.step(batches)
+    return (time.perf_counter() - began) / steps
+
+
+# ------------------------------------------------------------------------------------------ what it means
+
+
+def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    """A round is over when its slowest rank is done."""
+    return [max(seconds) for seconds in zip(*of_ranks, strict=True)]
+
+
+def overhead_ratio(seconds: Sequence[float], base: Sequence[float], yardstick: Sequence[float]) -> float | None:
+    """What a system costs beyond the base, relative to what the yardstick costs; None if that cost nothing in some round."""
+    rounds = list(zip(seconds, base, yardstick, strict=True))
+    if any(other <= unsharded for _, unsharded, other in rounds):
+        return None
+    return statistics.median((x - unsharded) / (other - unsharded) for x, unsharded, other in rounds)
+
+
+def check_losses(results: Sequence[dict[str, Any]]) -> None:
+    """Compare the losses of the first steps, averaged over ranks, with those of the model in one piece.
+
+    Raises:
+        RuntimeError: a system trains differently.
+    """
+    reference = results[0]["reference_losses"]
+    for name in results[0]["losses"]:
+        losses = [statistics.mean(of_ranks) for of_ranks in zip(*(result["losses"][name] for result in results), strict=True)]
+        # Without communication, only the first step starts from the same weights on all ranks.
+        steps = 1 if name == BASE else len(losses)
+        for step, (loss, expected) in enumerate(zip(losses[:steps], reference, strict=False)):
+            if not math.isclose(loss, expected, rel_tol=_TOLERANCE):
+                raise RuntimeError(f"{name} has a loss of {loss} in step {step}, but the model in one piece has {expected}")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The seconds of a system's steps over the rounds, and its overhead ratio, where there is one."""
+
+    median: float
+    least: float
+    most: float
+    ratio: float | None
+
+
+def summarize(seconds: dict[str, list[float]]) -> dict[str, Summary]:
+    """Of each system; ratios only where the systems took part that they need."""
+    comparable = BASE in seconds and YARDSTICK in seconds
+    summary = {}
+    for name, rounds in seconds.items():
+        ratio = overhead_ratio(rounds, seconds[BASE], seconds[YARDSTICK]) if comparable else None
+        summary[name] = Summary(statistics.median(rounds), min(rounds), max(rounds), ratio)
+    return summary
+
+
+def describe(args: argparse.Namespace, link: dict[str, float]) -> str:
+    micro = f", {args.microbatches} microbatches, {args.accumulate} accumulation" if args.microbatches > 1 else ""
+    keep = ", parameters kept unsharded" if args.keep_unsharded else ""
+    rates = [f"{megabytes} MB at {rate:.2f} Gbit/s" for megabytes, rate in link.items()]
+    gathers = f"; an all-gather of {', of '.join(rates)}" if rates else ""
+    return f"{Size.parse(args).describe()}{micro}{keep}\n{ranks.describe(args)}{gathers}\n{args.rounds} rounds"
+
+
+def print_table(summary: dict[str, Summary]) -> None:
+    rows = []
+    for name, one in summary.items():
+        times = [f"{seconds * 1000:.1f}" for seconds in (one.median, one.least, one.most)]
+        rows.append([name, *times, "-" if one.ratio is None else f"{one.ratio:.3f}"])
+    print(report.table(["system", "step ms", "least", "most", "ratio"], rows))
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_args(argv)
+    if ranks.is_rank():
+        with ranks.process_group(args) as mesh:
+            ranks.give_result(measure(args, mesh))
+        return
+    results = ranks.run_ranks([__file__, *argv], args)
+    if args.group != "fake":
+        check_losses(results)
+    seconds = {name: slowest([result["seconds"][name] for result in results]) for name in args.systems}
+    summary = summarize(seconds)
+    print(f"\n{report.headline()}\n{describe(args, results[0]['link'])}\n")
+    print_table(summary)
+    report.write_json(args.json, summary={name: asdict(one) for name, one in summary.items()}, ranks=results)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

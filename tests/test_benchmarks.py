@@ -1,0 +1,175 @@
+"""The arithmetic of the benchmarks, and one cheap run of those that measure a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import compile_time
+import memory
+import pytest
+import step_time
+import torch
+from harness import allocations, link, phases, report
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--lowering", "aot_eager"]
+
+
+def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
+    command = [sys.executable, str(BENCHMARKS / script), *TINY, *flags, "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
+    flags = ["--systems", "unsharded,fsdp2-compiled,ours", "--batch", "1", "--sequence", "16", "--rounds", "2", "--steps", "1"]
+    flags += ["--microbatches", "2", "--accumulate", "unsharded", "--keep-unsharded"]
+    results = run("step_time.py", tmp_path / "out.json", *flags)
+    assert [len(rank["seconds"][name]) for rank in results["ranks"] for name in rank["seconds"]] == [2] * 6
+    # That losses agree with the model in one piece is checked by the script itself; here, that there was something to check.
+    losses = results["ranks"][0]["losses"]["ours"]
+    assert losses[0] > losses[1] > losses[2]
+    assert results["summary"]["fsdp2-compiled"]["ratio"] in (1.0, None)
+
+
+def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
+    results = run("memory.py", tmp_path / "out.json", "--systems", "ours", "--width", "256")
+    found = memory.comparisons(results["ranks"])
+    for comparison in found.values():
+        assert abs(comparison.error) < 0.05
+    # Without activations to speak of, a forward holds parameters: of two blocks of width 256, one of which is being copied out.
+    forward = found["ours", "forward"]
+    assert forward.parameters == pytest.approx(forward.accounted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--systems", "ours,zero"], "no such system: zero"),
+        (["--group", "nccl"], "--group nccl needs --device cuda"),
+        (["--group", "fake", "--link", "2gbit"], "--link is for --group gloo"),
+        (["--keep-unsharded"], "--keep-unsharded needs --microbatches"),
+        (["--accumulate", "unsharded"], "--accumulate unsharded needs --microbatches"),
+    ],
+)
+def test_flags_that_make_no_sense(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        step_time.parse_args(flags)
+    assert complaint in capsys.readouterr().err
+
+
+def test_ratio_is_the_median_of_the_rounds() -> None:
+    unsharded, fsdp2, ours = [1.0, 2.0, 1.0], [2.0, 6.0, 3.0], [1.5, 3.0, 1.5]
+    assert step_time.overhead_ratio(ours, unsharded, fsdp2) == 0.25
+    summary = step_time.summarize({"unsharded": unsharded, "fsdp2-compiled": fsdp2, "ours": ours})
+    assert summary["ours"] == step_time.Summary(median=1.5, least=1.5, most=3.0, ratio=0.25)
+    assert summary["unsharded"].ratio == 0 and summary["fsdp2-compiled"].ratio == 1
+    assert step_time.summarize({"ours": ours})["ours"].ratio is None
+
+
+def test_ratio_is_undefined_when_the_yardstick_costs_nothing() -> None:
+    assert step_time.overhead_ratio([1.5, 1.5], [1.0, 1.0], [2.0, 1.0]) is None
+
+
+def test_a_round_takes_as_long_as_its_slowest_rank() -> None:
+    assert step_time.slowest([[1.0, 4.0], [2.0, 3.0]]) == [2.0, 4.0]
+
+
+def test_losses_are_compared_with_the_model_in_one_piece() -> None:
+    ranks = [{"reference_losses": [3.0, 2.0], "losses": {"unsharded": [2.5, 9.0], "ours": [2.5, 1.5]}}]
+    ranks.append({"reference_losses": [3.0, 2.0], "losses": {"unsharded": [3.5, 9.0], "ours": [3.5, 2.5]}})
+    step_time.check_losses(ranks)
+    ranks[1]["losses"]["ours"][1] = 2.51
+    with pytest.raises(RuntimeError, match=r"ours has a loss of 2.005 in step 1, but the model in one piece has 2.0"):
+        step_time.check_losses(ranks)
+
+
+def test_growth_is_between_the_least_and_the_largest_depth() -> None:
+    assert compile_time.growth_per_layer({8: 10.0, 16: 11.0, 32: 22.0}) == 0.5
+    assert compile_time.growth_per_layer({8: 10.0}) == 0.0
+
+
+def test_time_belongs_to_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    watch = phases.Stopwatch()
+    script = [("start", "dynamo", 1), ("start", "bytecode_tracing", 2), ("start", "inductor_compile", 4)]
+    script += [("stop", "inductor_compile", 8), ("stop", "bytecode_tracing", 16), ("stop", "dynamo", 32)]
+    for method, event, seconds in script:
+        now += seconds
+        getattr(watch, method)(event)
+    assert {phase: seconds for phase, seconds in watch.seconds.items() if seconds} == {
+        "running": 1,
+        "Dynamo": 2 + 4 + 16 + 32,
+        "Inductor lowering": 8,
+    }
+    with pytest.raises(RuntimeError, match="'dynamo' ends while another is open"):
+        watch.stop("dynamo")
+
+
+def test_phases_of_a_compilation_sum_to_its_time() -> None:
+    with phases.timed() as seconds:
+        began = time.perf_counter()
+        torch.compile(lambda x: x.sin().sum(), backend="aot_eager")(torch.ones(3, requires_grad=True)).backward()
+        elapsed = time.perf_counter() - began
+    assert sum(seconds.values()) == pytest.approx(elapsed, rel=0.05)
+    assert seconds["Dynamo"] > 0 and seconds["joint trace"] > 0 and seconds["fsdp passes"] == 0
+
+
+def test_link_refuses_what_it_cannot_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(link.LinkError, match="'2gbit' or '500mbit', not '2 Gbit/s'"), link.make_link("2 Gbit/s"):
+        pass
+    monkeypatch.setattr(shutil, "which", lambda program: None if program == "tc" else program)
+    with pytest.raises(link.LinkError, match="a shaped link needs tc of iproute2"), link.make_link("2gbit"):
+        pass
+    monkeypatch.setattr(shutil, "which", lambda program: program)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(link.LinkError, match="a shaped link needs root"), link.make_link("2gbit"):
+        pass
+
+
+def test_link_takes_namespaces_away_also_on_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(list(command))
+        return subprocess.CompletedProcess(command, returncode=command[0] == "tc", stderr="no such qdisc")
+
+    monkeypatch.setattr(link, "_check", lambda rate: None)
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(link.LinkError, match=r"rate 2gbit .* failed: no such qdisc"), link.make_link("2gbit"):
+        pass
+    added = [command[3] for command in commands if command[:3] == ["ip", "netns", "add"]]
+    deleted = [command[3] for command in commands if command[:3] == ["ip", "netns", "del"]]
+    assert added == deleted and len(set(added)) == 2
+
+
+def test_allocations_are_counted_in_all_threads(tmp_path: Path) -> None:
+    program = """
+import sys, threading, torch
+sys.path.append(sys.argv[1])
+from harness import allocations
+
+kept = []
+def keep(): kept.append(torch.empty(3_000_000, dtype=torch.uint8))
+def use(): torch.empty(2_000_000, dtype=torch.uint8)
+def in_thread(function): thread = threading.Thread(target=function); thread.start(); thread.join()
+print(*allocations.peaks([keep, use, lambda: in_thread(keep), lambda: in_thread(kept.clear)], torch.device("cpu")))
+"""
+    environment = {**os.environ, **allocations.preload(tmp_path)}
+    command = [sys.executable, "-c", program, str(BENCHMARKS)]
+    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert [int(peak) / 1e6 for peak in printed.split()] == pytest.approx([3, 5, 6, 6], rel=0.01)
+
+
+def test_table_aligns_its_columns() -> None:
+    lines = report.table(["system", "ms"], [["a", "1.0"], ["long name", "100.0"]]).splitlines()
+    assert lines == ["system        ms", "a            1.0", "long name  100.0"]

@@ -1,0 +1,76 @@
+"""What keeps compilers busy: work that ranks share, and waits that are put off."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch._inductor.async_compile import AsyncCompile
+
+from fsdp_compile.background_kernels import kernels_in_background, share_among_ranks
+
+
+def test_ranks_share_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    keys = [f"segment_{index}" for index in range(4)]
+    cache: dict[str, int] = {}
+    at_work: set[str] = set()
+    made: list[tuple[int, str]] = []
+    start = threading.Barrier(2)
+
+    def compile_or_find(rank: int, key: str) -> int:
+        assert key not in at_work
+        at_work.add(key)
+        if key not in cache:
+            time.sleep(0.05)
+            cache[key] = rank
+            made.append((rank, key))
+        at_work.remove(key)
+        return cache[key]
+
+    results: dict[int, dict[str, int]] = {}
+
+    def run(rank: int) -> None:
+        start.wait()
+        results[rank] = share_among_ranks({key: lambda key=key: compile_or_find(rank, key) for key in keys})
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(timeout=30)
+    # Each piece was made once, by whoever came first; both have all, in the order that they were asked for.
+    assert sorted(key for _, key in made) == keys
+    assert {rank for rank, _ in made} == {0, 1}
+    assert results[0] == results[1] == cache
+    assert [list(result) for result in results.values()] == [keys, keys]
+
+
+def test_work_that_fails_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def fail() -> None:
+        # Not taken for a lock that somebody else holds.
+        raise TimeoutError("no compiler")
+
+    with pytest.raises(TimeoutError, match="no compiler"):
+        share_among_ranks({"segment": fail})
+    assert share_among_ranks({"segment": lambda: 1}) == {"segment": 1}
+
+
+def test_waits_are_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(AsyncCompile, "wait", lambda compiler, scope: waited.append(scope["number"]))
+    with kernels_in_background():
+        for number in range(2):
+            AsyncCompile().wait({"number": number})
+        assert waited == []
+    assert waited == [0, 1]
+    AsyncCompile().wait({"number": 2})
+    assert waited == [0, 1, 2]
+    with pytest.raises(LookupError), kernels_in_background():
+        raise LookupError
+    AsyncCompile().wait({"number": 3})
+    assert waited == [0, 1, 2, 3]

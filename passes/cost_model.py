@@ -83,7 +83,6 @@ def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
 
 def transfer_ns(node: Node, hardware: Hardware) -> int:
     """How long a collective is in flight when its link is free."""
-    group = next(argument for argument in reversed(node.args) if isinstance(argument, str))
     group = group_of(node)
     world_size = group_size(group)
     links = hardware.links(dist.get_process_group_ranks(resolve_group(group)))

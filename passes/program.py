@@ -92,7 +92,7 @@ class _Writer:
         self._free([result for result in results if not result.users])
 
     def _free(self, nodes: list[Node]) -> None:
-        names = [node.name for node in nodes if not (node.op in ("get_attr", "call_module") or node.op == "output")]
+        names = [node.name for node in nodes if node.op not in ("get_attr", "call_module", "output")]
         if names:
             self.lines.append(f"del {', '.join(names)}")
 
@@ -106,8 +106,10 @@ class _Writer:
     def _name_of(self, target: Any) -> str:
         if isinstance(target, torch._ops.OpOverload):
             return f"torch.ops.{target}"
-        self.names[target.__name__] = target
-        return str(target.__name__)
+        # Not by its bare name, which a node may have.
+        name = f"_{target.__module__}_{target.__name__}".replace(".", "_")
+        self.names[name] = target
+        return name
 
 
 def write_program(

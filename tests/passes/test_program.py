@@ -63,6 +63,15 @@ def call(args):
         assert "all_reduce_.default(wait_tensor," in source
         assert "all_reduce.default(y," in source
 
+    def test_takes_the_results_of_a_collective_apart(self) -> None:
+        def forward(x, y):
+            gathered = _c10d.all_gather_into_tensor_coalesced([x, y], 8, self.shard)
+            return [_c10d.wait_tensor(each) for each in gathered]
+
+        gm = self.trace(forward, torch.zeros(4), torch.zeros(2), names="x y")
+        _, function = self.write(gm)
+        assert [result.shape for result in function([torch.ones(4), torch.ones(2)])] == [(32,), (16,)]
+
     def test_computes_what_the_graph_computes(self) -> None:
         gm = self.graph()
         _, function = self.write(gm)

@@ -13,7 +13,6 @@ Times are whole nanoseconds: sums of them do not depend on the order, so that eq
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from .collectives import group_size, resolve_group
-from .graph import VIEWS, group_of, starts_collective
+from .graph import group_of, is_view, starts_collective
 from .hardware import Hardware, dtype_name
 from .sizes import num_bytes, shape_hint
 
@@ -53,8 +52,6 @@ _FUSIBLE = {
 }
 _MOVES_NOTHING = {
     _wait,
-    _aten.split.Tensor,
-    _aten.split_with_sizes.default,
     torch.ops.prims.inductor_force_stride_order.default,
 }
 
@@ -103,7 +100,7 @@ def transfer_ns(node: Node, hardware: Hardware) -> int:
 
 def is_free(node: Node) -> bool:
     """Whether a node is no work: a view, a wait."""
-    return node.target is operator.getitem or node.target in VIEWS or node.target in _MOVES_NOTHING
+    return is_view(node) or node.target in _MOVES_NOTHING
 
 
 def is_fusible(node: Node) -> bool:

@@ -19,7 +19,6 @@ Nodes are marked ``meta["fsdp"]`` = ``"<role>:<bucket>"`` with the roles ``accum
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,14 +35,13 @@ from .collectives import (
 )
 from .divide_factors import factor_dtype
 from .emit import emit
-from .graph import VIEWS
+from .graph import is_view
 from .interface import Interface, Slot
 from .ops import ReduceGrad, reduce_grads
 from .sync_plan import Reduction, Sync
 
 _copy = torch.ops.aten.copy_.default
 _expand = torch.ops.aten.expand.default
-_SPLITS = {torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default}
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -231,5 +229,4 @@ def _memory_of(node: Node) -> Node:
 
 def _viewed(node: Node) -> Node | None:
     """What a node is a view of."""
-    is_view = node.target is operator.getitem or node.target in VIEWS or node.target in _SPLITS
-    return node.all_input_nodes[0] if is_view else None
+    return node.all_input_nodes[0] if is_view(node) else None

@@ -25,6 +25,8 @@ VIEWS = {
     _aten._unsafe_view.default,
 }
 
+_SPLITS = {_aten.split.Tensor, _aten.split_with_sizes.default}
+
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 
 # Operations that move or cast a parameter without mixing it with other data: cheap to do again, wasteful to save.
@@ -34,6 +36,11 @@ _MOVES_AND_CASTS = VIEWS | {
     _aten._to_copy.default,
     _prims.convert_element_type.default,
 }
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's result is its input's memory, or an element of what its input gives."""
+    return node.target is operator.getitem or node.target in VIEWS or node.target in _SPLITS
 
 
 def derived(graph: Graph, roots: list[Node]) -> dict[Node, None]:

@@ -23,7 +23,7 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
-from .graph import VIEWS, is_collective
+from .graph import is_collective, is_view
 
 _aten = torch.ops.aten
 _lookup_seed = torch.ops.prims.inductor_lookup_seed.default
@@ -58,10 +58,6 @@ def _is_constant(node: Node) -> bool:
     return node.op == "get_attr" or (node.target in _CONSTANTS and not node.all_input_nodes)
 
 
-def _is_view(node: Node) -> bool:
-    return node.target in VIEWS or node.target is operator.getitem
-
-
 def _stretches(graph: Graph) -> list[dict[Node, None]]:
     """The nodes between collectives, stretch by stretch, without what stays in the outer graph."""
     stretches: list[dict[Node, None]] = [{}]
@@ -71,11 +67,11 @@ def _stretches(graph: Graph) -> list[dict[Node, None]]:
         elif node.op == "call_function" and not (_is_constant(node) or _stays_outside(node, stretches[-1])):
             stretches[-1][node] = None
     for stretch in stretches:
-        for node in [node for node in stretch if _is_view(node)]:
+        for node in [node for node in stretch if is_view(node)]:
             # What a collective takes as it came, seen otherwise, is no business of the stretch that it stands in.
             if not any(other in stretch for other in (*node.all_input_nodes, *node.users)):
                 del stretch[node]
-    return [stretch for stretch in stretches if not all(map(_is_view, stretch))]
+    return [stretch for stretch in stretches if not all(map(is_view, stretch))]
 
 
 def _symbols(value: Any) -> set[Any]:

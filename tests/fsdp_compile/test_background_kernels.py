@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.cpu_vec_isa import VecISA, supported_vec_isa_list, x86_isa_checker
 
-from fsdp_compile.background_kernels import kernels_in_background, share_among_ranks
+from fsdp_compile.background_kernels import _SMALL_PROBE, kernels_in_background, share_among_ranks
 
 
 def test_ranks_share_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +75,11 @@ def test_waits_are_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
         raise LookupError
     AsyncCompile().wait({"number": 3})
     assert waited == [0, 1, 2, 3]
+
+
+@pytest.mark.skipif(not x86_isa_checker(), reason="an x86 processor's instruction sets")
+def test_small_probe_asks_what_inductors_does() -> None:
+    isa = next(isa for isa in supported_vec_isa_list if set(str(isa).split()) <= set(x86_isa_checker()))
+    assert isa.check_build(_SMALL_PROBE) == isa.check_build(VecISA._avx_code)
+    # A torch without the function.
+    assert not isa.check_build(_SMALL_PROBE.replace("Sleef_expf", "Sleef_nothing"))

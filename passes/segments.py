@@ -102,7 +102,7 @@ class _Builder:
         self.inputs = {node: None for node in self.inputs if node not in stretch}
         self.outputs = [node for node in stretch if any(user not in stretch for user in node.users)]
 
-    def build(self) -> Segment:
+    def build(self, key: Hashable) -> Segment:
         graph = Graph()
         copies: dict[Node, Node] = {}
         for node in self.inputs:
@@ -114,9 +114,9 @@ class _Builder:
         # Exactly the layout that was traced: whoever reads an output was traced with it.
         output.meta["user_visible_output_idxs"] = list(range(len(self.outputs)))
         with _use_lazy_graph_module(True):
-            return Segment(_make_graph_module(self.owner, graph), self._key())
+            return Segment(_make_graph_module(self.owner, graph), key)
 
-    def _key(self) -> Hashable:
+    def key(self) -> Hashable:
         body = (*self.constants, *self.stretch)
         place = {node: f"%{index}" for index, node in enumerate((*self.inputs, *body))}
 
@@ -165,9 +165,10 @@ def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:
                 copies[node] = outer.node_copy(node, copies.__getitem__)
         elif node is next(reversed(stretch_of[node])):
             builder = _Builder(gm, stretch_of[node], sources)
-            segment = builder.build()
-            name = names.setdefault(segment.key, f"segment_{len(names)}")
-            segments.setdefault(name, segment)
+            key = builder.key()
+            name = names.setdefault(key, f"segment_{len(names)}")
+            if name not in segments:
+                segments[name] = builder.build(key)
             call = outer.create_node("call_module", name, tuple(copies[source] for source in builder.inputs))
             for index, result in enumerate(builder.outputs):
                 copies[result] = outer.call_function(operator.getitem, (call, index))

@@ -28,17 +28,20 @@ from passes.interface import Interface
 from passes.ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
 from passes.pipeline import run_dynamo_passes, run_joint_passes, run_passes, run_preparing_passes
 from passes.program import write_program
+from passes.repeated_layers import fold_layers
 from passes.segments import Segment, cut_into_segments
 from passes.sync_plan import Plan
 
 from .agreement import agree
 from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
+from .garbage import collector_paused
 from .options import Options
 from .runtime import BoxedFunction, PlannedGraph, boxed, sharded_param
 from .unit import ShardedParam, Unit
 
 
+@collector_paused()
 def fsdp_backend(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
@@ -131,7 +134,7 @@ def _guard_requires_grad(compiled: Callable[..., Any], uncompiled: GraphModule, 
 
 
 class _JointPass(CustomGraphPass):
-    """Inductor's hook for a pass over the joint graph."""
+    """Inductor's hook for passes of ours over the joint graph, ahead of the user's at the same hook."""
 
     def __init__(self, users_passes: Any):
         as_list = users_passes if isinstance(users_passes, (list, tuple)) else [users_passes]
@@ -146,7 +149,7 @@ class _JointPass(CustomGraphPass):
         # Inductor's cache is keyed by the graphs that come of this pass anyhow; None would turn the cache off, which is for
         # passes of the user's that do not say what they are.
         uuids = [getattr(function, "uuid", lambda: None)() for function in self._following]
-        return None if None in uuids else ["fsdp_compile.reshard_after_forward", *uuids]
+        return None if None in uuids else ["fsdp_compile.joint_passes", *uuids]
 
 
 def _compile(
@@ -158,6 +161,9 @@ def _compile(
         "freezing": False,
     }
 
+    # A pass of the user's over the joint graph is to see every layer.
+    if not inductor_config.joint_custom_pre_pass and not inductor_config.joint_custom_post_pass:
+        fold_layers(gm)
     kernels: dict[Hashable, Any] = {}
     device = next((param.unit.mesh.device for param in (params or {}).values()), None)
     auto = options.auto_schedule(device) if device is not None else None
@@ -177,7 +183,8 @@ def _compile(
 
     # The cache of AOTAutograd stores Inductor's own output; what inner_compile returns is bound to this process. Gathered
     # parameters that are saved for backward may live on after it, so backward must not reuse their memory.
-    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+    # The backward is prepared with the forward: AOTAutograd would else keep its graph and give the later compilation a copy.
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False, force_non_lazy_backward_lowering=True):
         compiled = compile_fx(
             gm,
             example_inputs,
@@ -223,6 +230,7 @@ class _Lowering:
 
     def __call__(self, plan: Plan) -> tuple[BoxedFunction, Interface]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(collector_paused())
             stack.enter_context(torch.no_grad())
             stack.enter_context(inductor_config.patch(self._config_patches))
             if TracingContext.try_get() is None and self._tracing_context is not None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch._decomp import get_decompositions
-from torch.fx import Graph, Node, map_arg
+from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+
+from .fake_values import FakeCopies
 
 # Inductor counts on joint graphs being decomposed, and takes no cast in this form.
 _DECOMPOSITIONS: dict[Any, Any] = get_decompositions([torch.ops.aten._to_copy.default])
@@ -69,11 +71,13 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, role: str = "",
             traces.graphs[key] = _trace(function, spec, values, constants)
         traced = traces.graphs[key]
     environment: dict[Node, Node] = {}
+    values_of_copies = FakeCopies()
     arguments = iter(flat_args)
     output: Any = None
     for node in traced.nodes:
         if node.op == "placeholder":
             environment[node] = next(arguments)
+            values_of_copies.bind(node.meta["val"], environment[node].meta["val"])
         elif node.op == "output":
             output = torch.fx.map_arg(node.args[0], environment.__getitem__)
         elif node.op == "call_function":
@@ -81,17 +85,11 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, role: str = "",
             if role:
                 copy.meta["fsdp"] = role
             if traces is not None and traces.is_fresh and not is_new:
-                copy.meta["val"] = _fake(copy)
+                copy.meta["val"] = values_of_copies.copy(node.meta["val"])
             environment[node] = copy
         else:
             raise AssertionError(f"emit() expects functional tensor code; tracing it gave {node.format_node()}")
     return output
-
-
-def _fake(node: Node) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    with torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _trace(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], constants: dict[str, Any]) -> Graph:

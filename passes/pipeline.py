@@ -32,6 +32,7 @@ from .memory_model import mark_freed_inputs
 from .mixed_precision import mixed_precision
 from .name_shards import name_shards
 from .ops import ReduceGrad, Unshard, reduce_grads, unshards
+from .repeated_layers import unfold_layers
 from .reshard_after_forward import reshard_after_forward, resolve_ties
 from .schedule import find_prefetches, schedule_gathers, schedule_reductions
 from .sync_plan import Plan
@@ -100,6 +101,7 @@ def run_dynamo_passes(gm: GraphModule, observer: Observer = log_pass) -> None:
 
 def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
     """Passes over the joint graph, ahead of the partitioner. In place."""
+    unfold_layers(graph)
     with _observed(graph, "joint", "reshard_after_forward", observer):
         reshard_after_forward(graph)
 

@@ -1,0 +1,166 @@
+"""Layers that are traced once: the graphs and the results are those of layers that are traced one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import Graph, Node, map_arg
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_compile.backend
+from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
+from passes.repeated_layers import fold_layers
+
+DEPTH, WIDTH = 3, 8
+
+
+class Layer(nn.Module):
+    """A residual layer with a view, a matmul and a bias; ``kind`` adds one peculiarity."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+        self.up.weight.requires_grad_(kind != "frozen parameter")
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.up(x.unflatten(0, (2, -1)))).flatten(0, 1)
+        if self.kind == "dropout":
+            y = F.dropout(y, 0.5)
+        if self.kind == "written input":
+            self.calls += 1
+        if self.kind == "view of an input":
+            return x + self.down(y), x[0]
+        if self.kind == "several outputs":
+            return x + self.down(y), y > 0, y * 2
+        return x + self.down(y)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(DEPTH))
+        if kind == "tied parameter":
+            for layer in self.layers:
+                layer.up.weight = self.layers[0].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scale * x
+        for layer in self.layers:
+            result = checkpoint(layer, x, use_reentrant=False) if self.kind == "checkpoint" else layer(x)
+            x = result if isinstance(result, Tensor) else result[0]
+            if self.kind == "view of an input":
+                x = x + result[1]
+            if self.kind == "several outputs":
+                # The last output is of no use to backward.
+                x = torch.where(result[1].any(), x, -x) + 0 * result[2].detach().sum()
+        # The gradient of the former is one number, seen as many.
+        return x.sum() if self.kind == "expanded gradient" else (x * x).sum()
+
+
+#: Which can be traced once.
+FOLDED = ["plain", "expanded gradient", "frozen parameter", "several outputs", "tied parameter"]
+TRACED_EACH = ["checkpoint", "dropout", "view of an input", "written input"]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+def make_model(kind: str, units: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model(kind)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    # A tied parameter is the root's.
+    for layer in model.layers if units and kind != "tied parameter" else ():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, train: bool = True) -> tuple[Capture, Any, int]:
+    """What was captured, results, and how many layers were folded."""
+    folded = []
+
+    def fold_and_count(gm: torch.fx.GraphModule) -> None:
+        fold_layers(gm, min_layers)
+        folded.extend(node for node in gm.graph.nodes if getattr(node.target, "__name__", "") == "call_layer")
+
+    monkeypatch.setattr(fsdp_compile.backend, "fold_layers", fold_and_count)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+    torch.manual_seed(1)
+    x = torch.randn(6, WIDTH)
+    with capture() as captured, torch.set_grad_enabled(train):
+        loss = compiled(x)
+        if train:
+            loss.backward()
+    gradients = [None if param.grad is None else param.grad.full_tensor() for param in model.parameters()]
+    return captured, (loss.detach(), gradients), len(folded)
+
+
+def operations(graph: Graph) -> list[Any]:
+    """A graph without its names. Values that share memory share a number."""
+    numbers: dict[Node, int] = {}
+    memory: dict[int, int] = {}
+    described = []
+    for node in graph.nodes:
+        numbers[node] = len(numbers)
+        value = node.meta.get("val")
+        tensors = [item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, Tensor)]
+        layouts = [
+            (item.shape, item.stride(), item.dtype, memory.setdefault(item.untyped_storage()._cdata, len(memory)))
+            for item in tensors
+        ]
+        arguments = map_arg((node.args, node.kwargs), lambda source: f"%{numbers[source]}")
+        described.append((node.op, str(node.target) if node.op == "call_function" else "", str(arguments), layouts))
+    return described
+
+
+@pytest.mark.parametrize("kind", FOLDED + TRACED_EACH)
+def test_graphs_are_the_same(kind: str, fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_by_one, _, _ = run(make_model(kind), monkeypatch, DEPTH + 1)
+    once, _, folded = run(make_model(kind), monkeypatch, DEPTH)
+    assert folded == (DEPTH if kind in FOLDED else 0)
+    assert operations(once.forward[0].graph_module.graph) == operations(one_by_one.forward[0].graph_module.graph)
+    if kind in ("expanded gradient", "several outputs", "tied parameter"):
+        # A copy of the gradient, zeros as the gradient of an output that has none, sums in another order.
+        return
+    assert operations(once.backward[0].graph_module.graph) == operations(one_by_one.backward[0].graph_module.graph)
+
+
+@pytest.mark.parametrize("kind", FOLDED)
+def test_results_are_the_same(kind: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, one_by_one, _ = run(make_model(kind), monkeypatch, DEPTH + 1)
+    _, once, folded = run(make_model(kind), monkeypatch, DEPTH)
+    assert folded == DEPTH
+    torch.testing.assert_close(once, one_by_one, rtol=0, atol=0)
+
+
+def test_inference(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, one_by_one, _ = run(make_model("plain"), monkeypatch, DEPTH + 1, train=False)
+    _, once, folded = run(make_model("plain"), monkeypatch, DEPTH, train=False)
+    assert folded == DEPTH
+    torch.testing.assert_close(once, one_by_one, rtol=0, atol=0)
+
+
+def test_layers_that_differ_are_traced_each(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model("plain")
+    layer: Any = model.layers[1]
+    layer.kind = "dropout"
+    _, _, folded = run(fully_shard(model, mesh=init_device_mesh("cpu", (1,))), monkeypatch, DEPTH)
+    assert folded == 0

@@ -9,8 +9,9 @@ After:  for each bucket (unit, dtypes and groups) what its :class:`~passes.sync_
 - ``Sync.ALL``: the same, then with replicas (HSDP) one ``all_reduce`` of the sum with the earlier partial result; the flat
   shard of averaged gradients, in their dtype, is an output, or is added to ``param.grad`` in place.
 
-Partial results are added before the all-reduce: after it, those of the other replicas would be missing. Divide factors are
-inputs of the graph. The outputs that were gradients are None: the runtime lands gradients itself.
+What reduces takes in the casts of its gradients that nobody else reads. Partial results are added before the all-reduce: after
+it, those of the other replicas would be missing. Divide factors are inputs of the graph. The outputs that were gradients are
+None: the runtime lands gradients itself.
 
 Nodes are marked ``meta["fsdp"]`` = ``"<role>:<bucket>"`` with the roles ``accumulate``, ``start_reduce``, ``all_reduce`` and
 ``finish_reduce``. Nothing overlaps yet. Reductions of the model's own are not touched.
@@ -40,6 +41,7 @@ from .interface import Interface, Slot
 from .ops import ReduceGrad, reduce_grads
 from .sync_plan import Reduction, Sync
 
+_cast = torch.ops.prims.convert_element_type.default
 _copy = torch.ops.aten.copy_.default
 _expand = torch.ops.aten.expand.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -93,11 +95,21 @@ class _Writer:
 
     def write(self) -> None:
         # Not among the placeholders, where a gradient that backward is handed stands.
-        with self.graph.inserting_before(max([*self.grads, self.graph.find_nodes(op="placeholder")[-1]]).next):
+        behind = max([*self.grads, self.graph.find_nodes(op="placeholder")[-1]]).next
+        if self.reduction.sync is not Sync.NONE:
+            self._take_in_casts(behind)
+        with self.graph.inserting_before(behind):
             if self.reduction.sync is Sync.NONE:
                 self._keep_unsharded()
             else:
                 self._reduce()
+
+    def _take_in_casts(self, behind: Node) -> None:
+        """Make casts of gradients part of the copy-in: until then, what lives is the gradient as it was computed."""
+        for grad in self.grads:
+            if grad.target == _cast and all(user in self.bucket.nodes for user in grad.users):
+                behind.prepend(grad)
+                grad.meta["fsdp"] = f"start_reduce:{self.bucket.name}"
 
     def _input(self, kind: str, value: torch.Tensor, position: int = 0, name: str = "") -> Node:
         label = f"{kind}_{name or self.bucket.name}".replace(".", "_")

@@ -7,8 +7,8 @@ the end. Writing in place (``copy_``) makes no storage.
 Inputs are the caller's and not counted, but for those that a backward graph is handed to free (activations that forward saved,
 and gradients of its outputs: ``meta["freed"]``), which live until their last reader.
 
-Every node counts as if it ran by itself: what Inductor fuses away never lives, so that activations are an upper bound. Gathered
-parameters, which no fusion removes, are counted apart.
+Every node counts as if it ran by itself, but for casts in a reduction's copy-in, which is one kernel: what else Inductor fuses
+away never lives, so that activations are an upper bound. Gathered parameters, which no fusion removes, are counted apart.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .gloo import backend_of
-from .graph import bucket, group_of, readers, role, starts_collective
+from .graph import bucket, group_of, is_collective, is_view, readers, role, starts_collective
 from .sizes import num_bytes
 
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+_cast = torch.ops.prims.convert_element_type.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
 # Operators that give their input back, which their schemas do not say.
 _GIVES_BACK = {
@@ -96,7 +97,7 @@ class MemoryModel:
         elif node.target is operator.getitem:
             held = self._held[node.args[0]]  # type: ignore[index]
             self._held[node] = (held[node.args[1]],) if len(held) > 1 else held  # type: ignore[index]
-        elif _gives_back(node):
+        elif _gives_back(node) or _is_cast_on_the_way(node):
             self._held[node] = self._held[node.args[0]]  # type: ignore[index]
         else:
             value: Any = node.meta.get("val")
@@ -167,6 +168,16 @@ def _gives_back(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     return any(value.alias_info is not None for value in node.target._schema.returns)
+
+
+def _is_cast_on_the_way(node: Node) -> bool:
+    """Whether a node casts for the kernel that copies gradients in, so that its result never lives."""
+    return node.target == _cast and role(node) == "start_reduce" and not _is_communicated(node)
+
+
+def _is_communicated(node: Node) -> bool:
+    """Whether a collective reads a value, or a view of it."""
+    return any(is_collective(user) or (is_view(user) and _is_communicated(user)) for user in node.users)
 
 
 def _is_parameter(node: Node) -> bool:

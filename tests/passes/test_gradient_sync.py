@@ -129,9 +129,9 @@ def forward(self, grad: "f16[3, 16]", x: "f16[3, 4]", weight: "f16[2, 4]", bias:
             """\
 def forward(self, grad: "bf16[3, 16]", x: "bf16[3, 4]", weight: "bf16[2, 4]", bias: "bf16[2]", factor_up: "f32[]"):
     sum_1: "bf16[16]" = aten.sum.dim_IntList(grad, [0])
-    convert_element_type_default: "f32[16]" = prims.convert_element_type.default(sum_1, torch.float32)
     t: "bf16[16, 3]" = aten.t.default(grad)
     mm: "bf16[16, 4]" = aten.mm.default(t, x)
+    convert_element_type_default: "f32[16]" = prims.convert_element_type.default(sum_1, torch.float32)
     convert_element_type_default_1: "f32[16, 4]" = prims.convert_element_type.default(mm, torch.float32)
     view: "f32[8, 2]" = aten.view.default(convert_element_type_default, [8, -1])
     view_1: "f32[8, 8]" = aten.view.default(convert_element_type_default_1, [8, -1])
@@ -145,6 +145,18 @@ def forward(self, grad: "bf16[3, 16]", x: "bf16[3, 4]", weight: "bf16[2, 4]", bi
     return (None, None, relu, convert_element_type)
 """,
         )
+
+    def test_a_cast_that_others_read_stays_where_it_is(self) -> None:
+        def backward(grad, x, shard):
+            wide = torch.ops.prims.convert_element_type(grad.t() @ x, torch.float32)
+            reduced = reduce_grad(wide, shard, "weight", [16, 4], self.shard)
+            return reduced, wide.sum()
+
+        inputs = [torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(2, 4)]
+        gm = self.trace(backward, *inputs)
+        _synchronize(gm.graph, Reduction())
+        (cast,) = gm.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
+        assert role(cast) == ""
 
     def test_replicas_are_reduced_after_shards(self) -> None:
         text, interface = self.synchronized(Reduction(averaging=SUM), replicas=True)
@@ -435,9 +447,9 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
             """\
 def forward(self, grad: "bf16[3, 16]", x: "bf16[3, 4]", weight: "bf16[2, 4]", bias: "bf16[2]", unsharded_up_bias: "f16[16]", unsharded_up_weight: "f16[16, 4]", factor_up: "f32[]", partial_up: "f16[10]", factor_up_1: "f32[]", grad_up: "bf16[10]"):
     sum_1: "bf16[16]" = aten.sum.dim_IntList(grad, [0])
-    convert_element_type_default: "f16[16]" = prims.convert_element_type.default(sum_1, torch.float16)
     t: "bf16[16, 3]" = aten.t.default(grad)
     mm: "bf16[16, 4]" = aten.mm.default(t, x)
+    convert_element_type_default: "f16[16]" = prims.convert_element_type.default(sum_1, torch.float16)
     convert_element_type_default_1: "f16[16, 4]" = prims.convert_element_type.default(mm, torch.float16)
     add: "f16[16]" = aten.add.Tensor(unsharded_up_bias, convert_element_type_default)
     add_1: "f16[16, 4]" = aten.add.Tensor(unsharded_up_weight, convert_element_type_default_1)

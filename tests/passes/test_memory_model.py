@@ -2,8 +2,12 @@ import torch
 from torch.fx import Graph
 
 from passes.bucket import bucket_gathers
+from passes.gradient_sync import synchronize_gradients
+from passes.interface import Interface
 from passes.memory_model import live_bytes, mark_freed_inputs
-from passes.ops import unshard
+from passes.mixed_precision import mixed_precision
+from passes.ops import reduce_grad, unshard
+from passes.sync_plan import Reduction
 from tests.passes.tracing import PassTestCase
 
 _c10d = torch.ops._c10d_functional
@@ -104,6 +108,48 @@ output: 32 (0)
     def test_writing_in_place_makes_no_storage(self) -> None:
         gm = self.trace(lambda x, y: (torch.ops.aten.copy_.default(x, y + 1),), torch.zeros(10), torch.zeros(10), names="x y")
         assert live_bytes(gm.graph).peak == 40
+
+    def test_casts_of_a_copy_in_never_live_unless_they_are_all_of_it(self) -> None:
+        """Gradients of 8 elements are reduced in a wider dtype: two together, whose copy-in casts them, and one by itself."""
+
+        def backward(grad, *shards):
+            units = ("up", "up", "down")
+            return tuple(
+                reduce_grad(grad * factor, shard, f"{factor}", [8], self.shard, unit=unit, reduce_dtype=torch.float32)
+                for factor, (shard, unit) in enumerate(zip(shards, units, strict=True))
+            )
+
+        gm = self.trace(backward, torch.zeros(8, dtype=torch.bfloat16), *(torch.zeros(1) for _ in range(3)), names="grad a b c")
+        mixed_precision(gm.graph)
+        interface = Interface(gm.graph)
+        synchronize_gradients(gm.graph, [Reduction(), Reduction()], interface)
+        interface.finish()
+        self.assertExpectedInline(
+            self.timeline(gm.graph),
+            """\
+grad: 0 (0)
+a: 0 (0)
+b: 0 (0)
+c: 0 (0)
+mul: 16 (0)
+mul_1: 32 (0)
+convert_element_type_default: 32 (0)
+convert_element_type_default_1: 32 (0)
+view: 32 (0)
+view_1: 32 (0)
+cat: 96 (0)
+view_2: 64 (0)
+reduce_scatter_tensor: 72 (0)
+wait_tensor: 72 (0)
+mul_2: 24 (0)
+convert_element_type_default_2: 56 (0)
+view_3: 40 (0)
+view_4: 40 (0)
+reduce_scatter_tensor_1: 44 (0)
+wait_tensor_1: 44 (0)
+output: 12 (0)
+""",
+        )
 
     def test_inputs_that_backward_frees_live_until_their_last_reader(self) -> None:
         gm = self.trace(

@@ -84,6 +84,21 @@ def starts_collective(node: Node) -> bool:
     return is_collective(node) and node.target != torch.ops._c10d_functional.wait_tensor.default
 
 
+def kernel_boundaries(graph: Graph) -> set[Node]:
+    """The nodes that no kernel reaches across: collectives, and the first node of each reduction's copy-in.
+
+    A kernel that copied gradients in and read a parameter as well would hold a whole gathered buffer beside the gradients and
+    their copy.
+    """
+    found = {node for node in graph.nodes if is_collective(node)}
+    reducing: set[str] = set()
+    for node in graph.nodes:
+        if role(node) == "start_reduce" and bucket(node) not in reducing:
+            reducing.add(bucket(node))
+            found.add(node)
+    return found
+
+
 def readers(node: Node) -> list[Node]:
     """Who reads a value, or an element of it where there are several."""
     found: list[Node] = []

@@ -3,7 +3,7 @@
 Before: the copies that cut parameters out of a gathered buffer are ``clone`` nodes.
 After:  each copy is pinned with ``prims.inductor_force_stride_order``, so that Inductor writes it once, in the parameter's own
         layout. Otherwise it would fuse the copy with the transposition that a matrix product reads it through, and write a
-        transposed weight, element by element. It stands just ahead of its first reader, or of the next collective: that is
+        transposed weight, element by element. It stands just ahead of its first reader, or of where kernels end: that is
         where Inductor puts it, to hold less memory, and where the accounting is to find it.
 
 Only for the Inductor lowering.
@@ -13,7 +13,7 @@ import torch
 import torch._inductor.inductor_prims  # registers the operator below
 from torch.fx import Graph
 
-from .graph import is_collective, replace_other_uses, role
+from .graph import kernel_boundaries, replace_other_uses, role
 
 _pin = torch.ops.prims.inductor_force_stride_order.default
 
@@ -31,8 +31,9 @@ def lower(graph: Graph) -> None:
 
 def _copy_late(graph: Graph) -> None:
     following = graph.output_node()
+    boundaries = kernel_boundaries(graph)
     for node in reversed(list(graph.nodes)):
-        if is_collective(node):
+        if node in boundaries:
             following = node
         elif role(node) == "finish_gather" and node.users:
             min(following, *node.users).prepend(node)

@@ -6,9 +6,9 @@ After:  *gathers* start one unit ahead: the next unit's just before the graph wa
         graph first computes with its parameters, or computes their gradients. What nobody has started starts where it is
         waited for, and the graph's first gather at the top.
         *Reductions* start where they did, as soon as their gradients exist; waits sink to the end, where the results are
-        needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before a unit's
-        reduce-scatter starts, that of ``max_pending_reductions`` units ago is finished, so that never more than so many
-        gradients wait. An all-reduce over replicas (HSDP), which holds a shard only, goes on until the end.
+        needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before a unit's gradients
+        are copied in, the reduce-scatter of ``max_pending_reductions`` units ago is finished, so that never more than so
+        many inputs are held. An all-reduce over replicas (HSDP), which holds a shard only, goes on until the end.
 
 Moves only nodes that :mod:`passes.bucket` marked (and the casts that feed them). Everything else keeps its order.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from .bucket import gather_buckets
-from .graph import bucket, derived, is_collective, role, with_sources
+from .graph import bucket, derived, role, with_sources
 from .ops import ReduceGrad, Unshard, reduce_grads, reshard, unshards
 
 
@@ -120,11 +120,6 @@ def default_max_pending_reductions(*, replicated: bool) -> int:
     return 1 if replicated else 2
 
 
-def _launch(block: list[Node]) -> Node:
-    """The first node of a block that communicates; what stands before it only prepares."""
-    return next((node for node in block if is_collective(node)), block[0])
-
-
 def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None) -> None:
     """Let reductions run while the graph computes, and finish them late. In place.
 
@@ -139,11 +134,9 @@ def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None)
     for position, start in enumerate(starts):
         name = bucket(start[0])
         following = position + (max_pending_reductions or default_max_pending_reductions(replicated=name in all_reduces))
-        anchor = _launch(starts[following]) if following < len(starts) else output
+        anchor = starts[following][0] if following < len(starts) else output
         if name in all_reduces:
             _move_before(anchor, all_reduces[name])
             _move_before(output, finishes[name])
         else:
-            wait, *rest = finishes.get(name) or [anchor]
-            _move_before(anchor, [wait])
-            _move_before(anchor if anchor is output else anchor.next, rest)
+            _move_before(anchor, finishes.get(name, []))

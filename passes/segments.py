@@ -6,7 +6,8 @@ After:  a graph of collectives and calls of *segments*, the stretches of compute
 Nothing that optimises a segment can move a collective: the order is kept by construction. And stretches that are equal but for
 the tensors they work on share one module: the layers of a deep model are compiled once, not once each.
 
-A collective of the model's own is cut at like any other. Views between two collectives stay in the outer graph, as they are no
+What a reduction does ahead of its collective, its copy-in, is a stretch of its own (:func:`~passes.graph.kernel_boundaries`). A
+collective of the model's own is cut at like any other. Views between two collectives stay in the outer graph, as they are no
 work; so do lookups of random seeds, whose index would tell equal layers apart. Constants are made where they are read.
 """
 
@@ -23,7 +24,7 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
-from .graph import is_collective, is_view
+from .graph import is_collective, is_view, kernel_boundaries
 
 _aten = torch.ops.aten
 _lookup_seed = torch.ops.prims.inductor_lookup_seed.default
@@ -59,12 +60,15 @@ def _is_constant(node: Node) -> bool:
 
 
 def _stretches(graph: Graph) -> list[dict[Node, None]]:
-    """The nodes between collectives, stretch by stretch, without what stays in the outer graph."""
+    """The nodes between boundaries, stretch by stretch, without what stays in the outer graph."""
     stretches: list[dict[Node, None]] = [{}]
+    boundaries = kernel_boundaries(graph)
     for node in graph.nodes:
-        if is_collective(node):
+        if node in boundaries:
             stretches.append({})
-        elif node.op == "call_function" and not (_is_constant(node) or _stays_outside(node, stretches[-1])):
+        if node.op != "call_function" or is_collective(node):
+            continue
+        if not (_is_constant(node) or _stays_outside(node, stretches[-1])):
             stretches[-1][node] = None
     for stretch in stretches:
         for node in [node for node in stretch if is_view(node)]:

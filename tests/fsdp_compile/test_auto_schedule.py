@@ -26,12 +26,19 @@ _AUTO: dict[str, Any] = {"lowering": "aot_eager", "schedule": "auto"}
 
 
 class Block(nn.Module):
+    """A norm, whose gradient is the last that reads a parameter of the block, and matrices."""
+
     def __init__(self, width: int):
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.middle, self.down = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
+        return x + self.down(self.middle(self.up(self.norm(x)).relu()).relu())
 
 
 def blocks(width: int, depth: int = 4) -> nn.Sequential:
@@ -109,9 +116,11 @@ class TestOneProcess:
         losses: list[Tensor] = []
         forward = allocated(lambda: losses.append(compiled(x).sum()))
         accounted = captured.forward[0].live_bytes()
-        assert accounted.peak_parameters == pytest.approx(forward, rel=0.05)
         assert accounted.peak == pytest.approx(forward, rel=0.05)
-        if lowering == "inductor" and schedule == "default":
+        if schedule == "default":
+            # Buckets that are merged are copied in besides.
+            assert accounted.peak_parameters == pytest.approx(forward, rel=0.05)
+        if lowering == "inductor":
             # The fake group keeps no input of a collective alive; the lowering does.
             backward = allocated(lambda: losses.pop().backward())
             assert captured.backward[0].live_bytes().peak == pytest.approx(backward, rel=0.05)

@@ -209,25 +209,30 @@ segment_1
 start gather 1
 wait gather 0
 segment_2
-start reduce 2
 segment_3
+start reduce 2
+segment_4
 start gather 3
 wait gather 1
 segment_2
+segment_3
 start reduce 4
-segment_4
+segment_5
 wait gather 3
 segment_2
 wait reduce 2
-start reduce 5
-segment_5
-wait reduce 4
-start reduce 6
 segment_6
+segment_3
+start reduce 5
+segment_7
+wait reduce 4
+segment_6
+segment_8
+start reduce 6
 wait reduce 5
 segment_6
 wait reduce 6
-segment_7
+segment_9
 """,
         )
 

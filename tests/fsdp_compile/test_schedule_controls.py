@@ -127,20 +127,14 @@ start_gather 0
 finish_gather 3
 start_reduce 3
 finish_gather 2
-start_reduce 2
 finish_reduce root
 start_reduce 2
-finish_reduce root
 finish_gather 1
-start_reduce 1
 finish_reduce 3
 start_reduce 1
-finish_reduce 3
 finish_gather 0
-start_reduce 0
 finish_reduce 2
 start_reduce 0
-finish_reduce 2
 finish_reduce 1
 finish_reduce 0
 """,

@@ -385,11 +385,9 @@ start_reduce 0
 relu
 start_reduce 1
 relu
-start_reduce 2
 finish_reduce 0
 start_reduce 2
 relu
-start_reduce 3
 finish_reduce 1
 start_reduce 3
 finish_reduce 2
@@ -416,7 +414,6 @@ start_reduce 0
 relu
 start_reduce 1
 relu
-start_reduce 2
 all_reduce 0
 start_reduce 2
 finish_reduce 0
@@ -437,11 +434,9 @@ finish_reduce 2
 relu
 start_reduce 0
 relu
-start_reduce 1
 all_reduce 0
 start_reduce 1
 relu
-start_reduce 2
 all_reduce 1
 start_reduce 2
 finish_reduce 0

@@ -5,9 +5,12 @@ import torch._inductor.inductor_prims
 from torch.fx import GraphModule
 
 from passes.bucket import bucket_gathers
-from passes.ops import unshard
+from passes.gradient_sync import synchronize_gradients
+from passes.interface import Interface
+from passes.ops import reduce_grad, unshard
 from passes.schedule import schedule_gathers
 from passes.segments import cut_into_segments
+from passes.sync_plan import Reduction
 from tests.passes.tracing import PassTestCase
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -83,6 +86,46 @@ def forward(self, wait_tensor: "f32[64]", x: "f32[3, 8]"):
 
         _, segments = cut_into_segments(self.trace(forward, torch.zeros(4)))
         assert len(segments) == 2
+
+    def test_copy_ins_hold_no_parameters(self) -> None:
+        """Of gradients, the norm's needs the unit's parameters last."""
+
+        def backward(grad, x, *shards):
+            full_weight, full_scale = (
+                unshard(shard, name, shape, self.shard, unit="up", offset=offset)
+                for shard, name, shape, offset in zip(shards, ("weight", "scale"), ([8, 8], [8]), (0, 8), strict=True)
+            )
+            grads = grad.t() @ x, (grad @ full_weight * full_scale).sum(0)
+            return tuple(
+                reduce_grad(one, shard, name, one.shape, self.shard, unit="up")
+                for one, shard, name in zip(grads, shards, ("weight", "scale"), strict=True)
+            )
+
+        inputs = torch.zeros(3, 8), torch.zeros(3, 8), torch.zeros(1, 8), torch.zeros(1)
+        gm = self.trace(backward, *inputs, names="grad x weight scale")
+        bucket_gathers(gm.graph)
+        interface = Interface(gm.graph)
+        synchronize_gradients(gm.graph, [Reduction()], interface)
+        interface.finish()
+        outer, _ = cut_into_segments(gm)
+        self.assertExpectedInline(
+            self.text(outer),
+            """\
+def forward(self, grad: "f32[3, 8]", x: "f32[3, 8]", weight: "f32[1, 8]", scale: "f32[1]"):
+    segment_0 = self.segment_0(grad, x, weight, scale)
+    getitem: "f32[8, 8]" = segment_0[0]
+    getitem_1: "f32[9]" = segment_0[1]
+    all_gather_into_tensor: "f32[72]" = _c10d_functional.all_gather_into_tensor.default(getitem_1, 8, 'shard')
+    wait_tensor: "f32[72]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
+    segment_1 = self.segment_1(wait_tensor, grad)
+    getitem_2: "f32[8]" = segment_1[0]
+    segment_2 = self.segment_2(getitem, getitem_2)
+    getitem_3: "f32[72]" = segment_2[0]
+    reduce_scatter_tensor: "f32[9]" = _c10d_functional.reduce_scatter_tensor.default(getitem_3, 'sum', 8, 'shard')
+    wait_tensor_1: "f32[9]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    return (None, None, wait_tensor_1)
+""",
+        )
 
     def test_cuts_at_the_models_own_collectives(self) -> None:
         def forward(x):

@@ -5,6 +5,7 @@ After:  each copy is pinned with ``prims.inductor_force_stride_order``, so that 
         layout. Otherwise it would fuse the copy with the transposition that a matrix product reads it through, and write a
         transposed weight, element by element. It stands just ahead of its first reader, or of where kernels end: that is
         where Inductor puts it, to hold less memory, and where the accounting is to find it.
+        On a GPU, small copies are one operator (:mod:`passes.foreach_copies`).
 
 Only for the Inductor lowering.
 """
@@ -13,6 +14,7 @@ import torch
 import torch._inductor.inductor_prims  # registers the operator below
 from torch.fx import Graph
 
+from .foreach_copies import copy_in_together, copy_out_together
 from .graph import kernel_boundaries, replace_other_uses, role
 
 _pin = torch.ops.prims.inductor_force_stride_order.default
@@ -20,6 +22,8 @@ _pin = torch.ops.prims.inductor_force_stride_order.default
 
 def lower(graph: Graph) -> None:
     """Pin the layout of the copies that finish a gather, and let each stand ahead of its first reader. In place."""
+    copy_out_together(graph)
+    copy_in_together(graph)
     _copy_late(graph)
     for node in list(graph.nodes):
         if role(node) == "finish_gather" and node.target == torch.ops.aten.clone.default:

@@ -9,6 +9,8 @@ from . import comm_hooks
 from .agreement import RanksDisagree
 from .backend import fsdp_backend
 from .capture import Capture, CapturedGraph, CapturedPass, capture
+from .cuda_code import CudaCode, cuda_code
+from .cuda_outline import cuda_outline
 from .module import FSDPModule, register_fsdp_forward_method
 from .sharding import fully_shard, sync_module_states
 
@@ -16,6 +18,7 @@ __all__ = [
     "Capture",
     "CapturedGraph",
     "CapturedPass",
+    "CudaCode",
     "FSDPModule",
     "HookNotTraceable",
     "MixedPrecisionPolicy",
@@ -24,6 +27,8 @@ __all__ = [
     "UnshardHandle",
     "capture",
     "comm_hooks",
+    "cuda_code",
+    "cuda_outline",
     "fsdp_backend",
     "fully_shard",
     "gradient_divide_factors",

@@ -187,14 +187,6 @@ def test_kernels_behind_a_reduction(case: str, kernels: int) -> None:
         assert reduction.label.split()[1] == ("sum" if case in ("fp16", "hook") else "avg")
 
 
-def block_of(graph: CapturedGraph, name: str) -> str:
-    """The outline from a block's gather, or the one before it, to where its gradients are reduced."""
-    lines = cuda_outline(graph).splitlines(keepends=True)
-    first = next(index for index, line in enumerate(lines) if line.startswith(f"wait all_gather {name}"))
-    last = next(index for index, line in enumerate(lines) if line.startswith(f"reduce_scatter {name}"))
-    return "".join(lines[first : last + 1])
-
-
 class TestOutlines(expecttest.TestCase):
     def test_bucketed_and_prefetched_forward(self) -> None:
         self.assertExpectedInline(

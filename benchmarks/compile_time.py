@@ -127,9 +127,7 @@ def phase_table(system: str, seconds: dict[tuple[str, int], dict[str, float]]) -
 
 def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
-    if ranks.is_rank():
-        with ranks.process_group(args) as mesh:
-            ranks.give_result(measure(args, mesh))
+    if ranks.served(args, measure):
         return
     runs: Runs = {system: {depth: [] for depth in args.depths} for system in args.systems}
     for _, depth, system in itertools.product(range(args.repeat), args.depths, args.systems):

@@ -155,9 +155,7 @@ def print_tables(results: Sequence[dict[str, Any]]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
-    if ranks.is_rank():
-        with ranks.process_group(args) as mesh:
-            ranks.give_result(measure(args, mesh))
+    if ranks.served(args, measure):
         return
     with tempfile.TemporaryDirectory() as scratch:
         environment = allocations.preload(Path(scratch)) if args.device == "cpu" else {}

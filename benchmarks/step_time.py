@@ -240,9 +240,7 @@ def print_table(summary: dict[str, Summary]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
-    if ranks.is_rank():
-        with ranks.process_group(args) as mesh:
-            ranks.give_result(measure(args, mesh))
+    if ranks.served(args, measure):
         return
     results = ranks.run_ranks([__file__, *argv], args)
     if args.group != "fake":

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+
+from .fresh_module import fresh_module
 
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 
@@ -45,34 +44,25 @@ class Size:
         model = f"GPT, {self.layers} layers, width {self.width}, {self.parameters / 1e6:.1f} M parameters"
         return f"{model}; {self.batch} x {self.sequence} tokens"
 
+    def build(self, device: torch.device) -> nn.Module:
+        """A model of this size."""
+        return build_gpt(self, device)
+
     @property
     def parameters(self) -> int:
         with torch.device("meta"):
-            return sum(parameter.numel() for parameter in build_gpt(self, torch.device("meta")).parameters())
+            return sum(parameter.numel() for parameter in self.build(torch.device("meta")).parameters())
 
 
 def build_gpt(size: Size, device: torch.device) -> nn.Module:
-    """A GPT with the same weights in every call; its forward takes tokens and targets, and gives the loss.
-
-    Each call makes classes of its own: Dynamo keeps what it compiled with the code of a forward, and systems that shared a
-    class would search each other's entries at each step.
-    """
+    """A GPT of a class of its own with the same weights in every call; its forward gives the loss of tokens and targets."""
     torch.manual_seed(0)
-    model = _load_example().GPT(size.layers, size.width, size.heads, size.sequence)
+    model = fresh_module(_EXAMPLE).GPT(size.layers, size.width, size.heads, size.sequence)
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.LayerNorm)):
             # As GPT-2 has them. They are what makes a unit many small parameters instead of a few large ones.
             module.bias = nn.Parameter(torch.zeros(module.weight.shape[0]))
     return model.to(device)
-
-
-def _load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_gpt", _EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_batches(size: Size, rank: int, count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

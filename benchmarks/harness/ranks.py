@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,9 @@ def is_rank() -> bool:
     return "FSDP_BENCHMARK_OUT" in os.environ
 
 
-def run_ranks(argv: Sequence[str], args: argparse.Namespace, environment: dict[str, str] | None = None) -> list[Any]:
+def run_ranks(
+    argv: Sequence[str], args: argparse.Namespace, environment: dict[str, str] | None = None, *, count: int | None = None
+) -> list[Any]:
     """Run a script once for each rank and give what the ranks passed to ``give_result``.
 
     Ends all ranks when one fails, and on any exception here.
@@ -76,14 +78,17 @@ def run_ranks(argv: Sequence[str], args: argparse.Namespace, environment: dict[s
         argv: the script and its flags.
         args: has the flags of ``add_flags``.
         environment: added to this process's.
+        count: how many ranks; default: what the kind of process group takes.
     """
+    count = count or world_size(args.group)
     # Without this, a termination signal would leave ranks and network namespaces behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     with tempfile.TemporaryDirectory() as scratch, make_link(args.link) as link:
         ranks: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(world_size(args.group)):
-                ranks.append(_start(rank, argv, Path(scratch), link, {**os.environ, **(environment or {})}))
+            for rank in range(count):
+                of_rank = {**os.environ, "WORLD_SIZE": str(count), **(environment or {})}
+                ranks.append(_start(rank, argv, Path(scratch), link, of_rank))
             _wait(ranks, Path(scratch))
         finally:
             for process in ranks:
@@ -114,6 +119,19 @@ def _wait(ranks: list[subprocess.Popen[bytes]], scratch: Path) -> None:
 # --------------------------------------------------------------------------------------------- in a rank
 
 
+def served(args: argparse.Namespace, measure: Callable[[argparse.Namespace, DeviceMesh], Any]) -> bool:
+    """In a process that ``run_ranks`` started, run ``measure`` on the mesh of all ranks and hand over what it gives.
+
+    Returns:
+        Whether this is such a process; if not, nothing happened.
+    """
+    if not is_rank():
+        return False
+    with process_group(args) as mesh:
+        give_result(measure(args, mesh))
+    return True
+
+
 def give_result(result: Any) -> None:
     """Hand a value that JSON can hold to the process that started this rank."""
     (Path(os.environ["FSDP_BENCHMARK_OUT"]) / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
@@ -129,7 +147,7 @@ def progress(text: str) -> None:
 def process_group(args: argparse.Namespace) -> Iterator[DeviceMesh]:
     """The mesh of all ranks, whose process group lives as long as the ``with`` block."""
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.device == "cuda":
         torch.cuda.set_device(0)
     if args.group == "fake":
@@ -137,8 +155,8 @@ def process_group(args: argparse.Namespace) -> Iterator[DeviceMesh]:
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=_FAKE_WORLD_SIZE)
     else:
-        store = dist.FileStore(os.environ["FSDP_BENCHMARK_OUT"] + "/store", world_size(args.group))
-        dist.init_process_group(args.group, store=store, rank=rank, world_size=world_size(args.group))
+        store = dist.FileStore(os.environ["FSDP_BENCHMARK_OUT"] + "/store", count)
+        dist.init_process_group(args.group, store=store, rank=rank, world_size=count)
     try:
         yield init_device_mesh(args.device, (dist.get_world_size(),))
     finally:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
-
-from .gpt import Size, build_gpt
 
 BASE = "unsharded"
 YARDSTICK = "fsdp2-compiled"
@@ -85,24 +84,37 @@ class System:
         return torch.stack(losses).sum()
 
 
+class Recipe(Protocol):
+    """How to build a model whose ``blocks`` become units of their own, and whose forward takes tokens and targets."""
+
+    def build(self, device: torch.device) -> nn.Module: ...
+
+
 @dataclass(frozen=True)
 class Setting:
-    """What a system is built for. ``lowering`` says what becomes of its graphs, where it compiles any."""
+    """What a system is built for.
 
-    size: Size
+    Attributes:
+        size: the model.
+        lowering: what becomes of a system's graphs, where it compiles any.
+        policy: mixed precision, of the systems that shard.
+    """
+
+    size: Recipe
     mesh: DeviceMesh
     device: torch.device
     accumulation: Accumulation = Accumulation()
     lowering: str = "inductor"
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
 
 
 def _unsharded(setting: Setting) -> System:
-    model = build_gpt(setting.size, setting.device)
+    model = setting.size.build(setting.device)
     return System(model, torch.compile(model, backend=setting.lowering))
 
 
 def _ddp(setting: Setting) -> System:
-    model = DistributedDataParallel(build_gpt(setting.size, setting.device), process_group=setting.mesh.get_group())
+    model = DistributedDataParallel(setting.size.build(setting.device), process_group=setting.mesh.get_group())
 
     def before_microbatch(last: bool) -> None:
         # What DDP.no_sync() sets.
@@ -114,14 +126,15 @@ def _ddp(setting: Setting) -> System:
 def _fsdp2(setting: Setting, *, compiled: bool = False, async_op: bool = False) -> System:
     from torch.distributed.fsdp import fully_shard
 
-    model: Any = build_gpt(setting.size, setting.device)
+    model: Any = setting.size.build(setting.device)
     # FSDP2 gathers again in the backward of a unit that it reshards after forward, whatever it keeps after backward.
     reshard_after_forward = False if setting.accumulation.keep_unsharded else None
+    sharding = {"mesh": setting.mesh, "mp_policy": setting.policy, "reshard_after_forward": reshard_after_forward}
     for block in model.blocks:
         if compiled:
             block.compile(backend=setting.lowering)
-        fully_shard(block, mesh=setting.mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=setting.mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, **sharding)
+    fully_shard(model, **sharding)
     if async_op:
         model._set_unshard_async_op(True)
     return System(model, model, _sync_flags(model, setting.accumulation))
@@ -130,10 +143,10 @@ def _fsdp2(setting: Setting, *, compiled: bool = False, async_op: bool = False) 
 def _ours(setting: Setting, **options: Any) -> System:
     from fsdp_compile import fsdp_backend, fully_shard
 
-    model: Any = build_gpt(setting.size, setting.device)
+    model: Any = setting.size.build(setting.device)
     for block in model.blocks:
-        fully_shard(block, mesh=setting.mesh)
-    fully_shard(model, mesh=setting.mesh)
+        fully_shard(block, mesh=setting.mesh, mp_policy=setting.policy)
+    fully_shard(model, mesh=setting.mesh, mp_policy=setting.policy)
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": setting.lowering, **options})
     return System(model, compiled, _sync_flags(model, setting.accumulation))
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes.collectives import resolve_group
+from passes.gloo import backend_of, install_all_gather
 from passes.layout import REPLICATED
 
 
@@ -53,7 +54,7 @@ class ShardingMesh:
                 f"dimensions: {mesh}. Pass a slice of it, such as mesh['dp'] or mesh['replicate', 'shard']."
             )
         shard_dim = mesh.ndim - 1
-        return ShardingMesh(
+        found = ShardingMesh(
             mesh=mesh,
             shard_group=mesh.get_group(shard_dim).group_name,
             shard_size=mesh.size(shard_dim),
@@ -61,6 +62,9 @@ class ShardingMesh:
             replicate_group=mesh.get_group(0).group_name if mesh.ndim == 2 else "",
             device=_device_of(mesh),
         )
+        if backend_of(found.shard_group, found.device) == "gloo":
+            install_all_gather(found.device.type)
+        return found
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """DTensor placements of a parameter cut along ``dim`` (or ``REPLICATED``)."""

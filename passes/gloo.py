@@ -1,4 +1,4 @@
-"""Gloo: a functional all-gather that survives other collectives in flight. Importing this module installs it.
+"""Gloo: a functional all-gather that survives other collectives in flight. Importing this module installs it for the CPU.
 
 The worker threads of a Gloo process group record the name of each collective that they finish in one string, without a lock
 (torch 2.11 to 2.13, ``ProcessGroupGloo::runLoop``). Names of more than 15 characters live on the heap, and when two threads
@@ -8,7 +8,12 @@ all-gathers run as ``ALLGATHER_COALESCED``, which is too long by four; reduce-sc
 On CPU, ``_c10d_functional::all_gather_into_tensor`` is therefore given a kernel that runs an ``ALLTOALL_BASE`` in a Gloo group,
 with a copy of the shard for each rank. That also costs less: Gloo's all-gather receives into a buffer of its own, and copies
 all of it from there. A kernel, because graphs keep the operator that says what they mean.
+
+On CUDA, torch's own gives Gloo, which reads with the CPU, the address of GPU memory; an ``ALLTOALL_BASE`` goes by way of the
+host. There the kernel is installed only once somebody shards over Gloo: NCCL's gathers are to go without Python.
 """
+
+import functools
 
 import torch
 import torch.distributed as dist
@@ -38,4 +43,10 @@ def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> 
         return _c10d.all_to_all_single(copies, rows, rows, group_name)
 
 
-_library.impl("all_gather_into_tensor", torch._disable_dynamo(_all_gather_into_tensor), "CPU")
+@functools.cache
+def install_all_gather(device_type: str) -> None:
+    """Give the all-gather of a kind of device the kernel that works with Gloo, for the rest of this process."""
+    _library.impl("all_gather_into_tensor", torch._disable_dynamo(_all_gather_into_tensor), device_type.upper())
+
+
+install_all_gather("cpu")

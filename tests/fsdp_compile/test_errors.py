@@ -488,9 +488,10 @@ def test_unregistered_forward_method(fake_ranks: None) -> None:
             {"options": {"lowering": "tvm"}},
             r"options\['lowering'\] must be one of .*inductor.*aot_eager.*'tvm'",
         ),
+        ({"options": {"cudagraphs": True}}, r"captures no CUDA graphs\..*Capture the whole step: .*torch\.cuda\.graph"),
         ({"mode": "max-autotune"}, r"does not take mode='max-autotune'; leave mode out"),
     ],
-    ids=["option", "lowering", "mode"],
+    ids=["option", "lowering", "cudagraphs", "mode"],
 )
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
 def test_bad_arguments_of_compile(arguments: dict[str, Any], match: str, sharded: bool, one_rank: None) -> None:

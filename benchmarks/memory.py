@@ -58,8 +58,13 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """The peaks of each system in bytes, counted and, where there are graphs to ask, as they say."""
     device = torch.device(args.device)
-    if args.group == "fake":
-        allocations.hold_inputs_in_flight(device)
+    held = allocations.inputs_held_in_flight(device) if args.group == "fake" else contextlib.nullcontext()
+    with held:
+        return measure_systems(args, mesh, device)
+
+
+def measure_systems(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    """Build the systems one after the other, and measure each."""
     setting = Setting(Size.parse(args), mesh, device, lowering=args.lowering)
     batch = make_batches(setting.size, dist.get_rank(), 1, device)
     result: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -12,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import compile_time
+import gpu_check
 import memory
 import pytest
 import step_time
 import torch
-from harness import allocations, link, phases, report
+from harness import allocations, device_profile, link, parity, phases, ranks, report
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--lowering", "aot_eager"]
 
 
 def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
-    command = [sys.executable, str(BENCHMARKS / script), *TINY, *flags, "--json", str(out)]
+    command = [sys.executable, str(BENCHMARKS / script), *flags, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(out.read_text())
@@ -32,7 +34,7 @@ def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
 def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
     flags = ["--systems", "unsharded,fsdp2-compiled,ours", "--batch", "1", "--sequence", "16", "--rounds", "2", "--steps", "1"]
     flags += ["--microbatches", "2", "--accumulate", "unsharded", "--keep-unsharded"]
-    results = run("step_time.py", tmp_path / "out.json", *flags)
+    results = run("step_time.py", tmp_path / "out.json", *TINY, *flags)
     assert [len(rank["seconds"][name]) for rank in results["ranks"] for name in rank["seconds"]] == [2] * 6
     # That losses agree with the model in one piece is checked by the script itself; here, that there was something to check.
     losses = results["ranks"][0]["losses"]["ours"]
@@ -41,13 +43,21 @@ def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
 
 
 def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
-    results = run("memory.py", tmp_path / "out.json", "--systems", "ours", "--width", "256")
+    results = run("memory.py", tmp_path / "out.json", *TINY, "--systems", "ours", "--width", "256")
     found = memory.comparisons(results["ranks"])
     for comparison in found.values():
         assert abs(comparison.error) < 0.05
     # Without activations to speak of, a forward holds parameters: of two blocks of width 256, one of which is being copied out.
     forward = found["ours", "forward"]
     assert forward.parameters == pytest.approx(forward.accounted, rel=0.01)
+
+
+def test_gpu_check_runs_dry(tmp_path: Path) -> None:
+    results = run("gpu_check.py", tmp_path / "out.json", "--dry-run", "--checks", "time", "--rounds", "1")
+    assert results["complaints"] == []
+    # Gathers of pretended ranks copy, so losses say whether all systems gather the same.
+    losses = {name: found["loss"] for name, found in results["time"]["systems"].items()}
+    assert losses["ours"] == pytest.approx(losses["fsdp2"], rel=1e-5) and losses["ours"] != losses["unsharded"]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +178,76 @@ print(*allocations.peaks([keep, use, lambda: in_thread(keep), lambda: in_thread(
     command = [sys.executable, "-c", program, str(BENCHMARKS)]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     assert [int(peak) / 1e6 for peak in printed.split()] == pytest.approx([3, 5, 6, 6], rel=0.01)
+
+
+def device_event(category: str, correlation: int, begin: float, end: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "ts": begin, "dur": end - begin, "args": {"correlation": correlation}}
+
+
+def test_activity_counts_time_on_the_device_once() -> None:
+    events = [
+        # Two streams side by side, then a graph of two kernels, each after a pause.
+        device_event("kernel", 1, 0, 1000),
+        device_event("kernel", 2, 500, 2000),
+        device_event("gpu_memset", 3, 700, 800),
+        device_event("gpu_memcpy", 4, 1000, 5000),
+        device_event("kernel", 5, 6000, 7000),
+        device_event("kernel", 5, 8000, 9000),
+        # The host's call, what the profiler itself does, and what has no duration.
+        device_event("cuda_runtime", 1, 0, 10),
+        device_event("gpu_user_annotation", 0, 0, 9000),
+        {"ph": "i", "cat": "kernel", "ts": 0},
+    ]
+    found = device_profile.read_trace(events, runs=2)
+    assert found == device_profile.Activity(kernel_ms=2.0, copy_ms=2.0, kernels=2.5, copies=0.5, launches=2.5)
+
+
+def test_first_difference_of_code() -> None:
+    assert gpu_check.first_difference([["a", "b"]], [["a", "b"]]) is None
+    assert gpu_check.first_difference([["a"]], []) == "1 graphs, but 0 without a GPU"
+    assert "different at 1 in graph 0:\n  here:          b\n  without a GPU: c" in str(
+        gpu_check.first_difference([["a", "b"]], [["a", "c"]])
+    )
+    assert "here:          nothing" in str(gpu_check.first_difference([["a"]], [["a", "b"]]))
+
+
+def test_parity_tolerates_rounding_alone() -> None:
+    assert parity.Comparison(ours=1e-6, fsdp2=0.0).agrees and not parity.Comparison(ours=1e-3, fsdp2=0.0).agrees
+    assert parity.Comparison(ours=2e-2, fsdp2=2e-2).agrees and not parity.Comparison(ours=0.5, fsdp2=2e-2).agrees
+    assert not parity.Comparison(ours=math.nan, fsdp2=0.0).agrees
+
+
+def time_of_systems(**ours: float) -> dict[str, Any]:
+    activity = {"kernel_ms": 10.0, "copy_ms": 0.0, "kernels": 5.0, "copies": 0.0, "launches": 5.0}
+    system = {"loss": 1.0, "times": [{"wall": 12.0, "host": 1.0}], "activity": activity, "held": 100, "peak": 50}
+    mine = {**system, "loss": ours.get("loss", 1.0), "activity": {**activity, "kernel_ms": ours.get("kernel_ms", 10.4)}}
+    mine |= {"times": [{"wall": wall, "host": 1.0} for wall in (11.0, 10.0, 30.0)], "peak": 49}
+    return {"systems": {"unsharded": system, "fsdp2-compiled": system, "fsdp2": system, "ours": mine}, "graphs": {}}
+
+
+def test_goals_of_a_gpu() -> None:
+    met = {what: reached for what, _, _, reached in gpu_check.goals(gpu_check.summarize(time_of_systems()))}
+    assert met == {"device ms": True, "wall": True, "launches": False, "peak": True}
+    assert not gpu_check.goals(gpu_check.summarize(time_of_systems(kernel_ms=10.6)))[0][3]
+
+
+def test_gpu_check_complains_of_worthless_figures() -> None:
+    assert gpu_check.time_complaints(time_of_systems()) == []
+    assert [text[:26] for text in gpu_check.time_complaints(time_of_systems(loss=1.2))] == [
+        "time: the loss of fsdp2-co",
+        "time: the loss of fsdp2 is",
+    ]
+    assert "time: the loss of ours is nan" in gpu_check.time_complaints(time_of_systems(loss=math.nan))[-1]
+    result = time_of_systems() | {"graphs": {"ours": {"error": "cannot"}}}
+    assert gpu_check.time_complaints(result) == ["time: ours is no CUDA graph"]
+    result["systems"]["unsharded"]["activity"]["kernels"] = 0.0
+    assert "the profiler saw no kernel" in gpu_check.time_complaints(result)[-1]
+
+
+def test_ranks_have_a_deadline() -> None:
+    args = step_time.parse_args(["--group", "fake"])
+    with pytest.raises(RuntimeError, match="rank 0 has not ended after 0 s"):
+        ranks.run_ranks(["-c", "import time; time.sleep(60)"], args, timeout_s=0)
 
 
 def test_table_aligns_its_columns() -> None:

@@ -6,9 +6,10 @@ see what the threads of a process group free.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ def preload(folder: Path) -> dict[str, str]:
 
 def peaks(functions: Sequence[Callable[[], object]], device: torch.device) -> list[int]:
     """Run functions one after the other; gives the most bytes live during each, beyond what was live before the first."""
-    counter: Counter = CudaCounter() if device.type == "cuda" else MallocCounter()
+    counter = counter_of(device)
     before = counter.live()
     found = []
     for function in functions:
@@ -35,10 +36,16 @@ def peaks(functions: Sequence[Callable[[], object]], device: torch.device) -> li
     return found
 
 
-def hold_inputs_in_flight(device: torch.device) -> None:
+def counter_of(device: torch.device) -> Counter:
+    """What counts on a device."""
+    return CudaCounter() if device.type == "cuda" else MallocCounter()
+
+
+@contextlib.contextmanager
+def inputs_held_in_flight(device: torch.device) -> Iterator[None]:
     """Have reductions of the fake process group hold on to what they read until they are waited for, as real ones do.
 
-    From now on, in this process. Of functional collectives only: FSDP2 holds these inputs itself.
+    While the ``with`` block runs, in this process. Of functional collectives only: FSDP2 holds these inputs itself.
     """
     held: dict[int, Tensor] = {}
 
@@ -51,12 +58,14 @@ def hold_inputs_in_flight(device: torch.device) -> None:
         held.pop(reduced.untyped_storage().data_ptr(), None)
         return reduced
 
+    library = torch.library.Library("_c10d_functional", "IMPL")
     key = device.type.upper()
-    _library.impl("reduce_scatter_tensor", torch._disable_dynamo(reduce_scatter), key)
-    _library.impl("wait_tensor", torch._disable_dynamo(wait), key)
-
-
-_library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("reduce_scatter_tensor", torch._disable_dynamo(reduce_scatter), key)
+    library.impl("wait_tensor", torch._disable_dynamo(wait), key)
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 class MallocCounter:

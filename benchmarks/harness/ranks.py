@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .link import LOOPBACK, Link, make_link
 
-_FAKE_WORLD_SIZE = 8
+FAKE_WORLD_SIZE = 8
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--group",
         choices=["gloo", "nccl", "fake"],
         help="gloo: two ranks, on cuda both on one GPU (default on cpu); nccl: one rank (default on cuda); "
-        f"fake: one of {_FAKE_WORLD_SIZE} pretended ranks, communication does nothing",
+        f"fake: one of {FAKE_WORLD_SIZE} pretended ranks, communication does nothing",
     )
     group.add_argument(
         "--link",
@@ -53,7 +54,7 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 
 def describe(args: argparse.Namespace) -> str:
-    size = _FAKE_WORLD_SIZE if args.group == "fake" else world_size(args.group)
+    size = FAKE_WORLD_SIZE if args.group == "fake" else world_size(args.group)
     return f"world size {size}, {args.device}, {args.group}" + (f", {args.link}" if args.group == "gloo" else "")
 
 
@@ -68,7 +69,12 @@ def is_rank() -> bool:
 
 
 def run_ranks(
-    argv: Sequence[str], args: argparse.Namespace, environment: dict[str, str] | None = None, *, count: int | None = None
+    argv: Sequence[str],
+    args: argparse.Namespace,
+    environment: dict[str, str] | None = None,
+    *,
+    count: int | None = None,
+    timeout_s: float = math.inf,
 ) -> list[Any]:
     """Run a script once for each rank and give what the ranks passed to ``give_result``.
 
@@ -79,6 +85,10 @@ def run_ranks(
         args: has the flags of ``add_flags``.
         environment: added to this process's.
         count: how many ranks; default: what the kind of process group takes.
+        timeout_s: how many seconds they may take.
+
+    Raises:
+        RuntimeError: a rank failed, or they took too long; the message ends as its standard error does.
     """
     count = count or world_size(args.group)
     # Without this, a termination signal would leave ranks and network namespaces behind.
@@ -89,7 +99,7 @@ def run_ranks(
             for rank in range(count):
                 of_rank = {**os.environ, "WORLD_SIZE": str(count), **(environment or {})}
                 ranks.append(_start(rank, argv, Path(scratch), link, of_rank))
-            _wait(ranks, Path(scratch))
+            _wait(ranks, Path(scratch), timeout_s)
         finally:
             for process in ranks:
                 process.kill()
@@ -104,13 +114,16 @@ def _start(rank: int, argv: Sequence[str], scratch: Path, link: Link, environmen
         return subprocess.Popen(link.command(rank, [sys.executable, *argv]), env=environment, stderr=log)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], scratch: Path) -> None:
+def _wait(ranks: list[subprocess.Popen[bytes]], scratch: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while True:
         codes = [process.poll() for process in ranks]
         for rank, code in enumerate(codes):
-            if code:
+            late = code is None and time.monotonic() > deadline
+            if code or late:
                 log = (scratch / f"{rank}.log").read_text(errors="replace")
-                raise RuntimeError(f"rank {rank} ended with {code}:\n{log[-4000:]}")
+                what = f"has not ended after {timeout_s:.0f} s" if late else f"ended with {code}"
+                raise RuntimeError(f"rank {rank} {what}:\n{log[-4000:]}")
         if None not in codes:
             return
         time.sleep(0.1)
@@ -153,7 +166,7 @@ def process_group(args: argparse.Namespace) -> Iterator[DeviceMesh]:
     if args.group == "fake":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=_FAKE_WORLD_SIZE)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=FAKE_WORLD_SIZE)
     else:
         store = dist.FileStore(os.environ["FSDP_BENCHMARK_OUT"] + "/store", count)
         dist.init_process_group(args.group, store=store, rank=rank, world_size=count)

@@ -123,6 +123,13 @@ def _ddp(setting: Setting) -> System:
     return System(model, torch.compile(model, backend=setting.lowering), before_microbatch)
 
 
+def shard_blocks(model: Any, fully_shard: Callable[..., Any], **how: Any) -> None:
+    """Make each block a unit, and the rest of the model one."""
+    for block in model.blocks:
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+
+
 def _fsdp2(setting: Setting, *, compiled: bool = False, async_op: bool = False) -> System:
     from torch.distributed.fsdp import fully_shard
 
@@ -130,11 +137,9 @@ def _fsdp2(setting: Setting, *, compiled: bool = False, async_op: bool = False) 
     # FSDP2 gathers again in the backward of a unit that it reshards after forward, whatever it keeps after backward.
     reshard_after_forward = False if setting.accumulation.keep_unsharded else None
     sharding = {"mesh": setting.mesh, "mp_policy": setting.policy, "reshard_after_forward": reshard_after_forward}
-    for block in model.blocks:
-        if compiled:
-            block.compile(backend=setting.lowering)
-        fully_shard(block, **sharding)
-    fully_shard(model, **sharding)
+    for block in model.blocks if compiled else ():
+        block.compile(backend=setting.lowering)
+    shard_blocks(model, fully_shard, **sharding)
     if async_op:
         model._set_unshard_async_op(True)
     return System(model, model, _sync_flags(model, setting.accumulation))
@@ -144,9 +149,7 @@ def _ours(setting: Setting, **options: Any) -> System:
     from fsdp_compile import fsdp_backend, fully_shard
 
     model: Any = setting.size.build(setting.device)
-    for block in model.blocks:
-        fully_shard(block, mesh=setting.mesh, mp_policy=setting.policy)
-    fully_shard(model, mesh=setting.mesh, mp_policy=setting.policy)
+    shard_blocks(model, fully_shard, mesh=setting.mesh, mp_policy=setting.policy)
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": setting.lowering, **options})
     return System(model, compiled, _sync_flags(model, setting.accumulation))
 

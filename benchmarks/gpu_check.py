@@ -1,0 +1,536 @@
+"""Check on one GPU what machines without one cannot: that it trains right, that it runs the code that was expected, how fast.
+
+    python benchmarks/gpu_check.py --json gpu.json               # everything, in less than eight minutes
+    python benchmarks/gpu_check.py --checks time --batch 2
+    python benchmarks/gpu_check.py --dry-run                     # on CPU, small: that the script itself works
+
+It needs torch, Triton and this project, and no network. The checks:
+
+parity  Train a small Llama with fsdp_backend and with FSDP2: one rank on NCCL, and two ranks on the one GPU on Gloo; in fp32,
+        with a policy of bf16, and in fp16 with divide factors. Gradients have to agree. On NCCL also as a CUDA graph.
+code    Compile a sharded model for this GPU and, in a process that sees no GPU, with fsdp_compile.cuda_code: both have to
+        launch the same kernels, collectives and waits in the same order.
+time    Time forward and backward of a Llama of 1.2 billion parameters in bf16, as one of eight pretended ranks: all kernels of
+        sharding and no communication; in comparison with the same model in one piece, compiled, and with FSDP2. Systems take
+        turns; figures are medians. Then the model in one piece and fsdp_backend's as a CUDA graph each.
+
+The exit code is 1 where gradients or code differ or a check fails. Whether the goals for time are met is printed, and no error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import allocations, cuda_graph, device_profile, parity, ranks, report
+from harness.link import LOOPBACK
+from harness.llama import LlamaSize
+from harness.systems import BASE, YARDSTICK, Setting, System, build, shard_blocks
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+_CHECKS = ("parity", "code", "time")
+_OURS = "ours"
+_SYSTEMS = (BASE, YARDSTICK, "fsdp2", _OURS)
+_CAPTURED = (BASE, _OURS)
+_WARM_UP_STEPS = 3
+_STEPS = 5
+# Of a job, several times what it takes.
+_TIMEOUT_S = 300
+# The goal: device time, relative to the model in one piece.
+_MOST_DEVICE_TIME = 1.05
+# Of losses in bf16, and of the norm of gradients of the same kernels, of which some add atomically.
+_TOLERANCE = 1e-2
+
+_DRY_SIZE = LlamaSize(
+    layers=1, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256, batch=2, sequence=32, dtype=torch.float32
+)
+_CODE_SIZE = LlamaSize(
+    layers=2, width=1024, hidden=2048, vocabulary=4096, batch=2, sequence=256, attention=False, dtype=torch.float32
+)
+_DRY_CODE_SIZE = replace(_CODE_SIZE, layers=1)
+_DRY_PRECISIONS = ["bf16", "fp16-factor-4"]
+_CODE_POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="on CPU with small shapes, as far as that goes")
+    parser.add_argument(
+        "--checks", type=names_of(_CHECKS), default=list(_CHECKS), metavar="A,B", help=f"of {', '.join(_CHECKS)}"
+    )
+    parser.add_argument(
+        "--precisions", type=names_of(parity.PRECISIONS), metavar="A,B", help=f"of {', '.join(parity.PRECISIONS)}"
+    )
+    parser.add_argument("--batch", type=int, default=LlamaSize.batch, metavar="N", help=f"sequences; default {LlamaSize.batch}")
+    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="of timing; default 8")
+    parser.add_argument("--job", choices=_JOBS, help=argparse.SUPPRESS)
+    report.add_flags(parser)
+    args = parser.parse_args(argv)
+    if not (args.dry_run or args.job or torch.cuda.is_available()):
+        parser.error("torch finds no GPU; --dry-run does without")
+    # What process groups are made of.
+    args.device, args.link = "cpu" if args.dry_run else "cuda", LOOPBACK
+    args.precisions = args.precisions or (_DRY_PRECISIONS if args.dry_run else list(parity.PRECISIONS))
+    args.lowering = "aot_eager" if args.dry_run else "inductor"
+    return args
+
+
+def names_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """An argparse type: some of these names, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in choices]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(choices)}")
+        return names
+
+    return parse
+
+
+# -------------------------------------------------------------------------------------- in a rank: parity
+
+
+def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    """Distances of gradients for each precision; on NCCL also between a step and its CUDA graph."""
+    device = torch.device(args.device)
+    size = replace(parity.SIZE, layers=1) if args.dry_run else parity.SIZE
+    result: dict[str, Any] = {}
+    for name in parity.precisions(mesh.size()):
+        if name in args.precisions:
+            result[name] = parity.compare(name, Setting(size, mesh, device, lowering=args.lowering))
+            ranks.progress(f"parity on {dist.get_backend()}, {name}: done")
+    if dist.get_backend() == "nccl":
+        torch._dynamo.reset()
+        system = build(_OURS, Setting(size, mesh, device))
+        try:
+            _, distance = captured(system, size.make_batch(0, device))
+            result["fp32, CUDA graph"] = {"ours": distance, "fsdp2": 0.0}
+        except RuntimeError as error:
+            # What was measured before it is worth having.
+            result["fp32, CUDA graph"] = {"ours": math.nan, "fsdp2": 0.0, "error": str(error)}
+    return result
+
+
+def captured(system: System, batch: tuple[Tensor, Tensor]) -> tuple[Callable[[], None], float]:
+    """A step as a CUDA graph, and how far its gradients are from those of a step that is none."""
+    forward_backward(system, batch)
+    expected = [gradient.clone() for gradient in local_gradients(system)]
+    forget(system)
+    replay = cuda_graph.capture(lambda: forward_backward(system, batch), lambda: forget(system))
+    for gradient in local_gradients(system):
+        gradient.fill_(math.nan)
+    replay()
+    pairs = list(zip(local_gradients(system), expected, strict=True))
+    difference = sum((a.float() - e.float()).square().sum() for a, e in pairs)
+    size = sum(e.float().square().sum() for _, e in pairs)
+    return replay, math.sqrt(float(difference / size))  # type: ignore[operator]
+
+
+def local_gradients(system: System) -> list[Tensor]:
+    grads: list[Any] = [parameter.grad for parameter in system.model.parameters()]
+    return [getattr(grad, "_local_tensor", grad) for grad in grads]
+
+
+# ---------------------------------------------------------------------------------------- in a rank: code
+
+
+def measure_code(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    """What a step launches that was compiled for this GPU."""
+    import fsdp_compile
+
+    with fsdp_compile.capture() as graphs:
+        device = torch.device(args.device)
+        system = build(_OURS, Setting(_CODE_SIZE, mesh, device, policy=_CODE_POLICY))
+        forward_backward(system, _CODE_SIZE.make_batch(0, device))
+    return launches(graphs)
+
+
+def measure_pretended_code(arch: str, size: LlamaSize) -> dict[str, Any]:
+    """The same of the code that is made without a GPU."""
+    from fsdp_compile.cuda_code import cuda_code
+
+    graphs = cuda_code(
+        size.build(torch.device("meta")),
+        size.make_batch(0, torch.device("cpu")),
+        (ranks.FAKE_WORLD_SIZE,),
+        arch,
+        shard=shard_for_code,
+    )
+    return launches(graphs)
+
+
+def shard_for_code(model: Any, mesh: DeviceMesh) -> None:
+    """As ``build`` does it."""
+    from fsdp_compile import fully_shard
+
+    shard_blocks(model, fully_shard, mesh=mesh, mp_policy=_CODE_POLICY)
+
+
+def launches(graphs: Any) -> dict[str, list[list[str]]]:
+    """What the forward and the backward graphs launch, a line each."""
+    from fsdp_compile.cuda_outline import cuda_outline
+
+    return {kind: [cuda_outline(graph).splitlines() for graph in getattr(graphs, kind)] for kind in ("forward", "backward")}
+
+
+# ---------------------------------------------------------------------------------------- in a rank: time
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of a step in a round, the mean over the steps of a round.
+
+    Attributes:
+        wall: from the first call to the end of the last kernel.
+        host: until the last call returned; what the host takes to issue a step.
+        span: between events on the device ahead of the first kernel and behind the last; on CPU the same as wall.
+    """
+
+    wall: float
+    host: float
+    span: float
+
+
+def forward_backward(system: System, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss = system.forward(*batch)
+    loss.backward()
+    return loss.detach()
+
+
+def forget(system: System) -> None:
+    system.model.zero_grad(set_to_none=True)
+
+
+def measure_time(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    """Loss, times, activity and memory of each system."""
+    device = torch.device(args.device)
+    size = _DRY_SIZE if args.dry_run else replace(LlamaSize(), batch=args.batch)
+    setting = Setting(size, mesh, device, lowering=args.lowering)
+    batch = size.make_batch(0, device)
+    systems: dict[str, System] = {}
+    result: dict[str, Any] = {"size": size.describe(), "systems": {name: {} for name in _SYSTEMS}, "graphs": {}}
+    for name, found in result["systems"].items():
+        began, before = time.perf_counter(), live(device)
+        systems[name] = build(name, setting)
+        for _ in range(_WARM_UP_STEPS):
+            found["loss"] = forward_backward(systems[name], batch).item()
+            forget(systems[name])
+        found["held"] = live(device) - before
+        ranks.progress(f"{name}: warm after {time.perf_counter() - began:.0f} s")
+
+    def step(name: str) -> None:
+        forward_backward(systems[name], batch)
+        forget(systems[name])
+
+    steps = {name: lambda name=name: step(name) for name in _SYSTEMS}
+    for name, times in time_rounds(steps, args.rounds, device).items():
+        result["systems"][name]["times"] = [asdict(one) for one in times]
+    for name, found in result["systems"].items():
+        found["activity"] = asdict(device_profile.profile(steps[name], _STEPS, device))
+    with allocations.inputs_held_in_flight(device):
+        for name, found in result["systems"].items():
+            found["peak"] = max(allocations.peaks([steps[name]] * 3, device))
+    # Last, as a capture that fails can leave the device useless.
+    for name in _CAPTURED if device.type == "cuda" else ():
+        result["graphs"][name] = measure_captured(systems[name], batch, steps[name], args.rounds, device)
+        ranks.progress(f"{name}: CUDA graph {'failed' if 'error' in result['graphs'][name] else 'measured'}")
+    return result
+
+
+def live(device: torch.device) -> int:
+    gc.collect()
+    return allocations.counter_of(device).live()
+
+
+def time_rounds(steps: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, list[Times]]:
+    """Times of each function in each round; in a round they take turns."""
+    times: dict[str, list[Times]] = {name: [] for name in steps}
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            # The first step after another system finds caches cold.
+            step()
+            times[name].append(time_steps(step, device))
+    gc.enable()
+    gc.unfreeze()
+    return times
+
+
+def time_steps(step: Callable[[], None], device: torch.device) -> Times:
+    """Times of steps that follow each other."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(_STEPS):
+            step()
+        elapsed = (time.perf_counter() - began) * 1000 / _STEPS
+        return Times(elapsed, elapsed, elapsed)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    begin.record()
+    for _ in range(_STEPS):
+        step()
+    end.record()
+    issued = time.perf_counter()
+    torch.cuda.synchronize()
+    elapsed = time.perf_counter() - began
+    return Times(elapsed * 1000 / _STEPS, (issued - began) * 1000 / _STEPS, begin.elapsed_time(end) / _STEPS)
+
+
+def measure_captured(
+    system: System, batch: tuple[Tensor, Tensor], step: Callable[[], None], rounds: int, device: torch.device
+) -> dict[str, Any]:
+    """Times and activity of a step's CUDA graph, taking turns with the step; or why there is none."""
+    try:
+        replay, distance = captured(system, batch)
+        if not distance <= _TOLERANCE:
+            return {"error": f"gradients of the replayed graph are off by {distance:.1e} of their norm"}
+        forget(system)
+        times = time_rounds({"step": step, "graph": replay}, rounds, device)
+        activity = device_profile.profile(replay, _STEPS, device)
+        del replay
+    except RuntimeError as error:
+        return {"error": str(error).splitlines()[0]}
+    finally:
+        forget(system)
+    return {name: [asdict(one) for one in found] for name, found in times.items()} | {
+        "activity": asdict(activity),
+        "distance": distance,
+    }
+
+
+# --------------------------------------------------------------------------------------------------- jobs
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a set of processes does.
+
+    Attributes:
+        measure: on the mesh of all ranks; None: what needs no ranks.
+        group: their process group.
+        dry_group: the same in a dry run.
+        count: how many ranks; None: what the kind of group takes.
+    """
+
+    measure: Callable[[argparse.Namespace, DeviceMesh], Any] | None
+    group: str
+    dry_group: str
+    count: int | None = None
+
+    def group_of(self, args: argparse.Namespace) -> str:
+        return self.dry_group if args.dry_run else self.group
+
+
+_JOBS = {
+    "parity-nccl": Job(measure_parity, "nccl", "gloo", count=1),
+    "parity-gloo": Job(measure_parity, "gloo", "gloo", count=2),
+    "code": Job(measure_code, "fake", "fake"),
+    "code-pretended": Job(None, "fake", "fake"),
+    "time": Job(measure_time, "fake", "fake"),
+}
+
+
+def serve(args: argparse.Namespace) -> None:
+    """In a rank: do its job."""
+    job = _JOBS[args.job]
+    args.group = job.group_of(args)
+    if job.measure is None:
+        size = _DRY_CODE_SIZE if args.dry_run else _CODE_SIZE
+        ranks.give_result(measure_pretended_code(os.environ["GPU_CHECK_ARCH"], size))
+    else:
+        ranks.served(args, job.measure)
+
+
+def start(name: str, args: argparse.Namespace, argv: Sequence[str], environment: dict[str, str] | None = None) -> list[Any]:
+    """Run a job in processes of its own, on one GPU; gives what each rank measured."""
+    job = _JOBS[name]
+    job_args = argparse.Namespace(**{**vars(args), "group": job.group_of(args)})
+    one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    command = [__file__, *argv, "--job", name]
+    return ranks.run_ranks(command, job_args, one_gpu | (environment or {}), count=job.count, timeout_s=_TIMEOUT_S)
+
+
+# ------------------------------------------------------------------------------------------ what it means
+
+
+def check_parity(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list[str]]:
+    results: dict[str, list[dict[str, Any]]] = {}
+    rows, complaints = [], []
+    for job in ("parity-nccl", "parity-gloo"):
+        results[job] = start(job, args, argv)
+        for precision in results[job][0]:
+            found = [parity.Comparison(rank[precision]["ours"], rank[precision]["fsdp2"]) for rank in results[job]]
+            worst = max(found, key=lambda one: (not one.agrees, one.ours))
+            what = f"{_JOBS[job].group_of(args)}, world size {len(found)}, {precision}"
+            rows.append([what, f"{worst.ours:.1e}", f"{worst.fsdp2:.1e}"])
+            if not worst.agrees:
+                why = results[job][0][precision].get("error", f"gradients are off by {worst.ours:.1e} of their norm")
+                complaints.append(f"parity: {what}: {why}")
+    print("\n" + report.table(["distance from FSDP2 in fp32", "ours", "FSDP2"], rows))
+    return results, complaints
+
+
+def check_code(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list[str]]:
+    arch = "sm_90" if args.dry_run else "sm_{}{}".format(*torch.cuda.get_device_capability())
+    no_gpu = {"CUDA_VISIBLE_DEVICES": "", "GPU_CHECK_ARCH": arch}
+    (pretended,) = start("code-pretended", args, argv, no_gpu)
+    # In a dry run, that it comes out the same twice.
+    (real,) = start("code-pretended", args, argv, no_gpu) if args.dry_run else start("code", args, argv)
+    complaints = []
+    for kind in pretended:
+        difference = first_difference(real[kind], pretended[kind])
+        count = sum(len(lines) for lines in real[kind])
+        print(f"\n{kind}: {count} kernels, collectives and waits, " + (difference or "the same without a GPU"))
+        if difference:
+            complaints.append(f"code: the {kind} differs from what it is without a GPU")
+    return {"arch": arch, "real": real, "pretended": pretended}, complaints
+
+
+def first_difference(real: Sequence[Sequence[str]], pretended: Sequence[Sequence[str]]) -> str | None:
+    """Where the launches of graphs differ first, in words."""
+    if len(real) != len(pretended):
+        return f"{len(real)} graphs, but {len(pretended)} without a GPU"
+    for graph, (lines, others) in enumerate(zip(real, pretended, strict=True)):
+        padded = [*others, *["nothing"] * (len(lines) - len(others))]
+        for index, line in enumerate([*lines, *["nothing"] * (len(others) - len(lines))]):
+            if line != padded[index]:
+                return f"different at {index} in graph {graph}:\n  here:          {line}\n  without a GPU: {padded[index]}"
+    return None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a system: times in milliseconds, medians over the rounds; memory in bytes."""
+
+    wall: float
+    host: float
+    device: float
+    kernels: float
+    copies: float
+    launches: float
+    held: int | None = None
+    peak: int | None = None
+
+    @staticmethod
+    def of(times: Sequence[dict[str, float]], activity: dict[str, float], **memory: int) -> Summary:
+        medians = {key: statistics.median(one[key] for one in times) for key in ("wall", "host")}
+        counts = {key: activity[key] for key in ("kernels", "copies", "launches")}
+        return Summary(**medians, device=activity["kernel_ms"], **counts, **memory)  # type: ignore[arg-type]
+
+    def row(self, name: str, base: Summary) -> list[str]:
+        ratio = f"{self.device / base.device:.3f}" if base.device else "-"
+        memory = ["-" if count is None else f"{count / 1e6:.0f}" for count in (self.held, self.peak)]
+        counts = [f"{count:.0f}" for count in (self.kernels, self.copies, self.launches)]
+        return [name, f"{self.wall:.2f}", f"{self.host:.2f}", f"{self.device:.2f}", ratio, *counts, *memory]
+
+
+def summarize(result: dict[str, Any]) -> dict[str, Summary]:
+    """Of each system, and of each that is a CUDA graph."""
+    summary = {}
+    for name, found in result["systems"].items():
+        summary[name] = Summary.of(found["times"], found["activity"], held=found["held"], peak=found["held"] + found["peak"])
+    for name, found in result["graphs"].items():
+        if "error" not in found:
+            summary[f"{name}, CUDA graph"] = Summary.of(found["graph"], found["activity"])
+    return summary
+
+
+def goals(summary: dict[str, Summary]) -> list[tuple[str, float, float, bool]]:
+    """What fsdp_backend is to reach: the figure, what it is, what it may be, and whether it is met."""
+    ours, base, yardstick = summary[_OURS], summary[BASE], summary[YARDSTICK]
+    most = _MOST_DEVICE_TIME * base.device
+    found = [("device ms", ours.device, most, ours.device <= most)]
+    for what in ("wall", "launches", "peak"):
+        found.append((what, getattr(ours, what), getattr(yardstick, what), getattr(ours, what) < getattr(yardstick, what)))
+    return found
+
+
+def check_time(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list[str]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        (result,) = start("time", args, argv, allocations.preload(Path(scratch)) if args.dry_run else None)
+    summary = summarize(result)
+    print(f"\n{result['size']}; one of {ranks.FAKE_WORLD_SIZE} pretended ranks; {args.rounds} rounds of {_STEPS} steps\n")
+    header = [
+        "forward + backward",
+        "wall ms",
+        "host ms",
+        "device ms",
+        "ratio",
+        "kernels",
+        "copies",
+        "launches",
+        "held MB",
+        "peak MB",
+    ]
+    print(report.table(header, [one.row(name, summary[BASE]) for name, one in summary.items()]))
+    for name, found in result["graphs"].items():
+        if "error" in found:
+            print(f"{name} is no CUDA graph: {found['error']}")
+    met = goals(summary)
+    if args.dry_run:
+        print("A dry run: times say nothing of any GPU, and sizes nothing of any model.")
+    for what, value, most, reached in [] if args.dry_run else met:
+        print(f"goal {'met' if reached else 'MISSED'}: {what} {value:.6g}, at most {most:.6g}")
+    result |= {"summary": {name: asdict(one) for name, one in summary.items()}, "goals": met}
+    return result, time_complaints(result)
+
+
+def time_complaints(result: dict[str, Any]) -> list[str]:
+    """What makes figures worthless, and steps that could not be captured."""
+    losses = {name: found["loss"] for name, found in result["systems"].items()}
+    complaints = []
+    for name, found in result["systems"].items():
+        # The pretended ranks have other weights than the model in one piece.
+        same = name == BASE or math.isclose(found["loss"], losses[_OURS], rel_tol=_TOLERANCE)
+        if not (same and math.isfinite(found["loss"])):
+            complaints.append(f"time: the loss of {name} is {found['loss']}, that of {_OURS} {losses[_OURS]}")
+    complaints += [f"time: {name} is no CUDA graph" for name, found in result["graphs"].items() if "error" in found]
+    if result["graphs"] and not result["systems"][BASE]["activity"]["kernels"]:
+        complaints.append("time: the profiler saw no kernel; is CUPTI installed, and allowed?")
+    return complaints
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_args(argv)
+    if ranks.is_rank():
+        serve(args)
+        return
+    print(report.headline())
+    checks = {"parity": check_parity, "code": check_code, "time": check_time}
+    results: dict[str, Any] = {}
+    complaints: list[str] = []
+    for name in args.checks:
+        began = time.perf_counter()
+        try:
+            results[name], found = checks[name](args, argv)
+        except Exception as error:
+            # The others have yet to run: time on a GPU is scarce.
+            results[name], found = {"error": traceback.format_exc()}, [f"{name}: {error}"]
+        seconds = time.perf_counter() - began
+        print(f"\n{name}: {seconds:.0f} s, {'; '.join(found) or 'all right'}", flush=True)
+        complaints += found
+        report.write_json(args.json, complaints=complaints, **results)
+    sys.exit(1 if complaints else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -5,10 +5,10 @@ After:  *gathers* start one unit ahead: the next unit's just before the graph wa
         own (:class:`Prefetch`) starts those of its list instead, in the list's order; if it gathers nothing itself, where the
         graph first computes with its parameters, or computes their gradients. What nobody has started starts where it is
         waited for, and the graph's first gather at the top.
-        *Reductions* start where they did, as soon as their gradients exist; waits sink to the end, where the results are
-        needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before a unit's gradients
-        are copied in, the reduce-scatter of ``max_pending_reductions`` units ago is finished, so that never more than so
-        many inputs are held. An all-reduce over replicas (HSDP), which holds a shard only, goes on until the end.
+        *Reductions* start where they did, as soon as the kernel that makes their last gradient has run; waits sink to the end,
+        where the results are needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before
+        a unit's gradients are copied in, the reduce-scatter of ``max_pending_reductions`` units ago is finished, so that never
+        more than so many inputs are held. An all-reduce over replicas (HSDP), which holds a shard only, goes on until the end.
 
 Moves only nodes that :mod:`passes.bucket` marked (and the casts that feed them). Everything else keeps its order.
 """
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from .bucket import gather_buckets
-from .graph import bucket, derived, role, with_sources
+from .cost_model import is_fusible
+from .graph import bucket, derived, is_view, role, with_sources
 from .ops import ReduceGrad, Unshard, reduce_grads, reshard, unshards
 
 
@@ -120,6 +121,24 @@ def default_max_pending_reductions(*, replicated: bool) -> int:
     return 1 if replicated else 2
 
 
+def _move_behind_kernel(start: list[Node], gradients: set[Node]) -> None:
+    """Let a reduction start behind what one kernel computes together with the last of its gradients.
+
+    A unit's backward often ends with the sum that is the gradient of its input. Left behind the start, it would be a kernel of
+    its own.
+    """
+
+    def is_behind(node: Node) -> bool:
+        """Whether the reduction starts behind ``node``, too; what finishes reductions is about to move on."""
+        is_small = is_view(node) or is_fusible(node)
+        return role(node) in ("finish_reduce", "all_reduce") or (is_small and not role(node) and node not in gradients)
+
+    following = start[-1].next
+    while is_behind(following):
+        following = following.next
+    _move_before(following, start)
+
+
 def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None) -> None:
     """Let reductions run while the graph computes, and finish them late. In place.
 
@@ -131,6 +150,9 @@ def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None)
     all_reduces = {bucket(block[0]): block for block in _blocks(graph, "all_reduce")}
     finishes = {bucket(block[0]): block for block in _blocks(graph, "finish_reduce")}
     output = graph.output_node()
+    gradients = {source for start in starts for node in start for source in node.all_input_nodes}
+    for start in starts:
+        _move_behind_kernel(start, gradients)
     for position, start in enumerate(starts):
         name = bucket(start[0])
         following = position + (max_pending_reductions or default_max_pending_reductions(replicated=name in all_reduces))

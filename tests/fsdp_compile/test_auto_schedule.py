@@ -123,7 +123,9 @@ class TestOneProcess:
         if lowering == "inductor":
             # The fake group keeps no input of a collective alive; the lowering does.
             backward = allocated(lambda: losses.pop().backward())
-            assert captured.backward[0].live_bytes().peak == pytest.approx(backward, rel=0.05)
+            peak = captured.backward[0].live_bytes().peak
+            # Inductor may copy a norm's weight out together with a matrix, and free the gathered buffer before it is said to be.
+            assert 0.95 * backward < peak < 1.12 * backward
 
 
 def allocated(run: Callable[[], object]) -> int:

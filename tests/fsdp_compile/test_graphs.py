@@ -211,28 +211,27 @@ wait gather 0
 segment_2
 segment_3
 start reduce 2
-segment_4
+segment_0
 start gather 3
 wait gather 1
 segment_2
 segment_3
 start reduce 4
-segment_5
 wait gather 3
-segment_2
+segment_4
 wait reduce 2
-segment_6
+segment_5
 segment_3
 start reduce 5
-segment_7
-wait reduce 4
 segment_6
-segment_8
+wait reduce 4
+segment_5
+segment_7
 start reduce 6
 wait reduce 5
-segment_6
+segment_5
 wait reduce 6
-segment_9
+segment_8
 """,
         )
 

@@ -64,6 +64,8 @@ class ShardingMesh:
         )
         if backend_of(found.shard_group, found.device) == "gloo":
             install_all_gather(found.device.type)
+        for group in filter(None, (found.shard_group, found.replicate_group)):
+            _connect(group, found.device)
         return found
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
@@ -84,7 +86,9 @@ class ShardingMesh:
             )
         if size in (1, self.shard_size):
             return ""
-        return _mesh_of_neighbours(self.mesh, size).get_group(1).group_name
+        group = _mesh_of_neighbours(self.mesh, size).get_group(1).group_name
+        _connect(group, self.device)
+        return group
 
     def reduce_scatter_group(self) -> str:
         """Name of a group of the same ranks as the shard group's, for reduce-scatters alone. Made once for each set of ranks:
@@ -95,7 +99,23 @@ class ShardingMesh:
             # Ranks of other shard groups need not be here.
             group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
             made[ranks] = group.group_name
+            _connect(group.group_name, self.device)
         return made[ranks]
+
+
+def _connect(group_name: str, device: torch.device) -> None:
+    """Let a group of NCCL's make its communicator now, a collective call of its ranks.
+
+    It would else do so at its first collective, in the middle of a graph: where gathers and reductions of several groups are in
+    flight, a handshake holds up the thread that is to start them, and a CUDA graph cannot capture it. A group that has one
+    keeps it. Source: ``ProcessGroupNCCL::eagerConnectSingleDevice``.
+    """
+    if backend_of(group_name, device) == "nccl":
+        _backend(group_name, device).eager_connect_single_device(device)
+
+
+def _backend(group_name: str, device: torch.device) -> Any:
+    return resolve_group(group_name)._get_backend(device)
 
 
 # By the world that they are part of: its groups go with it.

@@ -1,0 +1,44 @@
+"""What process groups are asked for when a model is sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_compile.mesh
+from fsdp_compile import fully_shard
+
+
+def test_communicators_are_made_before_the_first_graph(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's, of every group that a graph will use: those of the mesh, of the smaller gathers, of the reductions."""
+    connected: list[list[int]] = []
+
+    class Backend:
+        def __init__(self, group_name: str):
+            self.ranks = dist.get_process_group_ranks(fsdp_compile.mesh.resolve_group(group_name))
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            connected.append(self.ranks)
+
+    def backend(group_name: str, device: torch.device) -> Any:
+        return Backend(group_name)
+
+    monkeypatch.setattr(fsdp_compile.mesh, "_backend", backend)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    fully_shard(nn.Linear(8, 8), mesh=mesh)
+    assert connected == []
+
+    monkeypatch.setattr(fsdp_compile.mesh, "backend_of", lambda group_name, device: "nccl")
+    fully_shard(nn.Linear(8, 8), mesh=mesh)
+    assert connected == [[0, 1, 2, 3], [0, 4]]
+    connected.clear()
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh["shard"], reshard_after_forward=2)
+    assert connected == [[0, 1, 2, 3], [0, 1]]
+    connected.clear()
+    model.set_separate_reduce_scatter_group()
+    assert connected == [[0, 1, 2, 3]]

@@ -27,6 +27,8 @@ def kernels_in_background() -> Iterator[None]:
     Generated code waits for its own kernels when it is loaded. Nothing runs it before the block ends, so it may as well wait
     then. Only for C++: Inductor's cache wants to see Triton kernels when a graph is done.
     """
+    # Otherwise Inductor would probe, too.
+    probe_instruction_set().join()
     waits: list[tuple[AsyncCompile, dict[str, Any]]] = []
     with mock.patch.object(AsyncCompile, "wait", lambda compiler, scope: waits.append((compiler, scope))):
         yield
@@ -49,7 +51,7 @@ extern "C" __m256 __avx_chk_kernel() { return Sleef_expf8_u10(_mm256_set1_ps(1))
 
 
 @functools.cache
-def probe_instruction_set() -> None:
+def probe_instruction_set() -> threading.Thread:
     """Let Inductor find out, in a thread, what the processor can do: in an empty cache it compiles probes, for seconds."""
 
     def probe() -> None:
@@ -64,7 +66,9 @@ def probe_instruction_set() -> None:
                 else:
                     pick_vec_isa()
 
-    threading.Thread(target=probe, daemon=True).start()
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    return thread
 
 
 def _lock(key: Hashable) -> FileLock:

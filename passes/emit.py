@@ -58,9 +58,7 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, role: str = "",
         What ``function`` returns, with nodes in the place of tensors.
     """
     flat_args, spec = pytree.tree_flatten(args)
-    # Two nodes may hold the same fake tensor, which tracing would take for one input.
-    with torch.no_grad():
-        values = [node.meta["val"].detach() for node in flat_args]
+    values = [node.meta["val"] for node in flat_args]
     traces = _traces.get()
     if traces is None:
         traced = _trace(function, spec, values, constants)
@@ -97,7 +95,9 @@ def _trace(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], 
         return function(*pytree.tree_unflatten(tensors, spec), **constants)
 
     with torch.no_grad():
-        return make_fx(flat_function, decomposition_table=_DECOMPOSITIONS)(*values).graph
+        # Two nodes may hold the same fake tensor, which tracing would take for one input.
+        inputs = [value.detach() for value in values]
+        return make_fx(flat_function, decomposition_table=_DECOMPOSITIONS)(*inputs).graph
 
 
 def _key(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], constants: dict[str, Any]) -> Hashable:

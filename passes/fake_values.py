@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
-from torch.utils import _pytree as pytree
 
 
 class FakeCopies:
@@ -27,18 +26,20 @@ class FakeCopies:
 
     def copy(self, value: Any) -> Any:
         """A copy of a fake value, or of a tuple or list of such."""
-        return pytree.tree_map_only(FakeTensor, self._copy, value)
+        if isinstance(value, FakeTensor):
+            return self._copy(value)
+        return type(value)(map(self.copy, value)) if isinstance(value, (list, tuple)) else value
 
     def _copy(self, value: FakeTensor) -> FakeTensor:
-        mode = value.fake_mode
-        with in_kernel_invocation_manager(mode):
-            meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            if _identity(value) in self._storages:
-                storage, offset = self._storages[_identity(value)]
-                meta.set_(storage, offset + value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+        identity, shape, stride = _identity(value), value.shape, value.stride()
+        with in_kernel_invocation_manager(value.fake_mode):
+            meta = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+            if identity in self._storages:
+                storage, offset = self._storages[identity]
+                meta.set_(storage, offset + value.storage_offset(), shape, stride)  # type: ignore[call-overload]
             else:
-                self._storages[_identity(value)] = meta.untyped_storage(), 0
-        return FakeTensor(mode, meta, value.device)
+                self._storages[identity] = meta.untyped_storage(), 0
+        return FakeTensor(value.fake_mode, meta, value.device)
 
 
 def _identity(value: Tensor) -> int:

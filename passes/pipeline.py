@@ -88,8 +88,8 @@ def _observed(graph: Graph, stage: str, pass_name: str, observer: Observer) -> I
     observed = _is_observed(observer)
     before = graph_text(graph, tags=stage == "joint") if observed else ""
     yield
-    graph.lint()
     if observed:
+        graph.lint()
         observer(stage, pass_name, before, graph_text(graph, tags=stage == "joint"))
 
 

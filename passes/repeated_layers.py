@@ -153,7 +153,8 @@ class _Layer:
         last = self.nodes[-1]
         users = [user for node in self.outputs for user in node.users if self.is_outside(user)]
         return (
-            all(node.op in ("call_function", "call_method") for node in self.nodes)
+            bool(self.outputs)
+            and all(node.op in ("call_function", "call_method") for node in self.nodes)
             and all(_is_plain(node.meta.get("example_value")) for node in [*self.inputs, *self.outputs])
             and all(last < user for user in users)
         )

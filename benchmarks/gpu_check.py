@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import allocations, cuda_graph, device_profile, parity, ranks, report
+from harness.flags import names_of
 from harness.link import LOOPBACK
 from harness.llama import LlamaSize
 from harness.systems import BASE, YARDSTICK, Setting, System, build, shard_blocks
@@ -71,10 +72,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="on CPU with small shapes, as far as that goes")
     parser.add_argument(
-        "--checks", type=names_of(_CHECKS), default=list(_CHECKS), metavar="A,B", help=f"of {', '.join(_CHECKS)}"
+        "--checks", type=names_of("check", _CHECKS), default=list(_CHECKS), metavar="A,B", help=f"of {', '.join(_CHECKS)}"
     )
     parser.add_argument(
-        "--precisions", type=names_of(parity.PRECISIONS), metavar="A,B", help=f"of {', '.join(parity.PRECISIONS)}"
+        "--precisions", type=names_of("precision", parity.PRECISIONS), metavar="A,B", help=f"of {', '.join(parity.PRECISIONS)}"
     )
     parser.add_argument("--batch", type=int, default=LlamaSize.batch, metavar="N", help=f"sequences; default {LlamaSize.batch}")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="of timing; default 8")
@@ -88,19 +89,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args.precisions = args.precisions or (_DRY_PRECISIONS if args.dry_run else list(parity.PRECISIONS))
     args.lowering = "aot_eager" if args.dry_run else "inductor"
     return args
-
-
-def names_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """An argparse type: some of these names, separated by commas."""
-
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if name not in choices]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(choices)}")
-        return names
-
-    return parse
 
 
 # -------------------------------------------------------------------------------------- in a rank: parity
@@ -261,16 +249,12 @@ def live(device: torch.device) -> int:
 def time_rounds(steps: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, list[Times]]:
     """Times of each function in each round; in a round they take turns."""
     times: dict[str, list[Times]] = {name: [] for name in steps}
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    for _ in range(rounds):
-        for name, step in steps.items():
-            # The first step after another system finds caches cold.
-            step()
-            times[name].append(time_steps(step, device))
-    gc.enable()
-    gc.unfreeze()
+    with ranks.collector_off():
+        for _ in range(rounds):
+            for name, step in steps.items():
+                # The first step after another system finds caches cold.
+                step()
+                times[name].append(time_steps(step, device))
     return times
 
 

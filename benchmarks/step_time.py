@@ -141,14 +141,11 @@ def time_rounds(
 ) -> dict[str, list[float]]:
     """Seconds of a step of each system, in each round."""
     seconds: dict[str, list[float]] = {name: [] for name in systems}
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    for _ in range(rounds):
-        for name, system in systems.items():
-            gc.collect()
-            seconds[name].append(time_steps(system, batches, steps[name], device))
-    gc.enable()
+    with ranks.collector_off():
+        for _ in range(rounds):
+            for name, system in systems.items():
+                gc.collect()
+                seconds[name].append(time_steps(system, batches, steps[name], device))
     return seconds
 
 

@@ -292,8 +292,9 @@ def _split(graph: Graph, params: list[_Param], num_inputs: int, has_tangent: lis
         return None
     # Autograd runs forward whole before it starts backward, so the last of the outputs ends it.
     end = 1 + max(operations.index(node) for node in outputs)
+    forward, backward = operations[:end], operations[end:]
     tangents = placeholders[num_inputs:]
-    if any(user in operations[:end] for node in tangents for user in node.users):
+    if any(user in forward for node in tangents for user in node.users):
         return None
     return _Trace(
         params=params,
@@ -302,8 +303,8 @@ def _split(graph: Graph, params: list[_Param], num_inputs: int, has_tangent: lis
         outputs=list(outputs),
         has_tangent=has_tangent,
         gradients=list(gradients) or [None] * num_inputs,
-        forward=operations[:end],
-        backward=operations[end:],
+        forward=forward,
+        backward=backward,
     )
 
 

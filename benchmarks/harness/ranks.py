@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import os
@@ -23,6 +24,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .link import LOOPBACK, Link, make_link
 
 FAKE_WORLD_SIZE = 8
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Time without Python's garbage collector, which would visit all models at any time."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

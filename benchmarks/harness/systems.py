@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from .flags import names_of
+
 BASE = "unsharded"
 YARDSTICK = "fsdp2-compiled"
 # Names that torch has for its backends, and fsdp_backend for values of its option.
@@ -197,10 +199,5 @@ def default_systems(group: str) -> list[str]:
     return [name for name in SYSTEMS if not (name == "ddp" and group == "fake")]
 
 
-def parse_systems(text: str) -> list[str]:
-    """Names of systems, separated by commas: an argparse type."""
-    names = text.split(",")
-    unknown = [name for name in names if name not in SYSTEMS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no such system: {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
-    return names
+#: Names of systems, separated by commas: an argparse type.
+parse_systems = names_of("system", SYSTEMS)

@@ -6,8 +6,8 @@ replace one at the same time, both free it: the process aborts ("malloc(): unali
 all-gathers run as ``ALLGATHER_COALESCED``, which is too long by four; reduce-scatters and all-reduces run as ``ALLREDUCE``.
 
 On CPU, ``_c10d_functional::all_gather_into_tensor`` is therefore given a kernel that runs an ``ALLTOALL_BASE`` in a Gloo group,
-with a copy of the shard for each rank. That also costs less: Gloo's all-gather receives into a buffer of its own, and copies
-all of it from there. A kernel, because graphs keep the operator that says what they mean.
+with a copy of the shard for each other rank. That also costs less: Gloo's all-gather receives into a buffer of its own, and
+copies all of it from there. A kernel, because graphs keep the operator that says what they mean.
 
 On CUDA, torch's own gives Gloo, which reads with the CPU, the address of GPU memory; an ``ALLTOALL_BASE`` goes by way of the
 host. There the kernel is installed only once somebody shards over Gloo: NCCL's gathers are to go without Python.
@@ -33,14 +33,24 @@ def backend_of(group_name: str, device: torch.device) -> str:
 
 
 def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> Tensor:
+    gathered = shard.new_empty([shard.size(0) * group_size, *shard.shape[1:]])
     if backend_of(group_name, shard.device) != "gloo":
-        gathered = shard.new_empty([shard.size(0) * group_size, *shard.shape[1:]])
         return _c10d.all_gather_into_tensor_out(shard, group_size, group_name, out=gathered)
-    rows = [shard.size(0)] * group_size
-    copies = shard.repeat(group_size, *[1] * (shard.dim() - 1))
+    process_group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    rows, flat = gathered.view(group_size, -1), shard.reshape(-1)
+    received, sent = rows.view(-1), flat
+    splits = [flat.numel()] * group_size
+    if group_size == 2:
+        # The shard itself goes to the only other rank, and the exchange has nothing to copy.
+        rank = process_group.rank()
+        rows[rank].copy_(flat)
+        received, splits[rank] = rows[1 - rank], 0
+    else:
+        sent = flat.repeat(group_size)
     # What the exchange stands for, for readers of a profile.
-    with torch.autograd.profiler.record_function("fsdp_compile::all_gather"):
-        return _c10d.all_to_all_single(copies, rows, rows, group_name)
+    with torch._C._profiler._RecordFunctionFast("fsdp_compile::all_gather"):
+        torch._C._distributed_c10d._register_work(gathered, process_group.alltoall_base(received, sent, splits, splits))
+    return gathered
 
 
 @functools.cache

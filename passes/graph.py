@@ -74,6 +74,12 @@ def bucket(node: Node) -> str:
     return node.meta.get("fsdp", "").partition(":")[2]
 
 
+def whole_bucket(name: str) -> str:
+    """The unit's bucket that a bucket is, or is a piece of (see :func:`~passes.bucket.regroup`)."""
+    whole, slash, piece = name.rpartition("/")
+    return whole if slash and piece.isdigit() else name
+
+
 def is_collective(node: Node) -> bool:
     """Whether a node communicates, or waits for communication."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _COLLECTIVES

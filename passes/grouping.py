@@ -24,7 +24,7 @@ from .collectives import group_size, resolve_group
 from .hardware import Hardware, Link
 from .ops import ReduceGrad, Unshard
 from .sizes import num_bytes
-from .sync_plan import Gather, Plan, Reduction, Sync
+from .sync_plan import Gather, Plan, Reduction
 
 # Of the size at which latency is half of the time: it then is a hundredth, a twentieth, a fifth, a half.
 _MULTIPLES = (64, 16, 4, 1)
@@ -107,7 +107,7 @@ def _reduction_items(graph: Graph, buckets: Sequence[Bucket], plan: Plan, hardwa
 
 def _reduction_key(spec: ReduceGrad, plan: Plan, index: int) -> Hashable:
     reduction: Reduction = plan.reductions[index]
-    if reduction.sync is Sync.NONE or reduction.comm_hook is not None or reduction.all_reduce_hook is not None:
+    if not reduction.may_regroup:
         return None
     dtypes = spec.grad.meta["val"].dtype, spec.grad_dtype
     return reduction, plan.factor_classes[index], dtypes, spec.group, spec.replicate_group

@@ -4,7 +4,8 @@
     joint graph              reshard_after_forward
     forward, backward graph  resolve_ties -> name_shards -> mixed_precision, once;
                              bucket -> gradient_sync (backward) -> flat_storage -> schedule -> lower (Inductor only),
-                             for each sync plan that the graph is called with
+                             for each sync plan that the graph is called with; what shares a bucket is for
+                             large_parameters to say, or for auto_schedule
 
 Every pass is told to an :data:`Observer`; :func:`log_pass` is the one that writes to torch's structured trace (tlparse shows
 it) and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
@@ -27,6 +28,7 @@ from .gradient_sync import synchronize_gradients
 from .graph import shard_input
 from .grouping import Grouping
 from .interface import Interface
+from .large_parameters import separate_large_parameters
 from .lower import lower
 from .memory_model import mark_freed_inputs
 from .mixed_precision import mixed_precision
@@ -126,7 +128,7 @@ def run_preparing_passes(gm: GraphModule, *, is_backward: bool, observer: Observ
 def _insert_collectives(
     graph: Graph,
     plan: Plan,
-    grouping: Grouping | None,
+    grouping: Grouping,
     *,
     is_backward: bool,
     observe: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
@@ -135,10 +137,10 @@ def _insert_collectives(
     interface = Interface(graph)
     locations = locate_shards(graph)
     with observe("bucket"):
-        bucket_gathers(graph, plan.gathers, interface, grouping.gathers if grouping else None)
+        bucket_gathers(graph, plan.gathers, interface, grouping.gathers)
     if is_backward:
         with observe("gradient_sync"):
-            synchronize_gradients(graph, plan.reductions, interface, grouping.reductions if grouping else None)
+            synchronize_gradients(graph, plan.reductions, interface, grouping.reductions)
     interface.finish()
     with observe("flat_storage"):
         flat_storage(graph, locations, interface)
@@ -176,10 +178,11 @@ def run_passes(
     def observe(pass_name: str) -> contextlib.AbstractContextManager[None]:
         return _observed(graph, stage, pass_name, observer)
 
-    grouping = None
     if auto is not None:
         _refuse_explicit_schedule(plan)
         grouping = find_grouping(graph, plan, auto, lambda trial, choice: _try(trial, plan, choice, is_backward))
+    else:
+        grouping = separate_large_parameters(graph, plan)
     prefetches = find_prefetches(graph, plan.prefetch)
     with replaying_traces():
         interface = _insert_collectives(graph, plan, grouping, is_backward=is_backward, observe=observe)

@@ -10,30 +10,33 @@ After:  *gathers* start one unit ahead: the next unit's just before the graph wa
         a unit's gradients are copied in, the reduce-scatter of ``max_pending_reductions`` units ago is finished, so that never
         more than so many inputs are held. An all-reduce over replicas (HSDP), which holds a shard only, goes on until the end.
 
+Where a unit has several pieces (:mod:`passes.large_parameters`), those that are read next to each other start together, and the
+limit counts units.
+
 Moves only nodes that :mod:`passes.bucket` marked (and the casts that feed them). Everything else keeps its order.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 from .bucket import gather_buckets
 from .cost_model import is_fusible
-from .graph import bucket, derived, is_view, role, with_sources
+from .graph import bucket, derived, is_view, role, whole_bucket, with_sources
 from .ops import ReduceGrad, Unshard, reduce_grads, reshard, unshards
 
 
-def _blocks(graph: Graph, wanted: str) -> list[list[Node]]:
-    """The nodes of one role, grouped by bucket, in graph order."""
+def _blocks(graph: Graph, wanted: str) -> dict[str, list[Node]]:
+    """The nodes of one role by bucket, in graph order."""
     blocks: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if role(node) == wanted:
             blocks.setdefault(bucket(node), []).append(node)
-    return list(blocks.values())
+    return blocks
 
 
 def _move_before(anchor: Node, nodes: list[Node]) -> None:
@@ -90,18 +93,22 @@ def schedule_gathers(graph: Graph, prefetches: Sequence[Prefetch] = ()) -> None:
         graph: the graph.
         prefetches: the lists of units that have one, from :func:`find_prefetches`.
     """
-    starts = {bucket(block[0]): block for block in _blocks(graph, "start_gather")}
-    waits = {bucket(block[0]): block[0] for block in sorted(_blocks(graph, "finish_gather"), key=operator.itemgetter(0))}
+    starts = _blocks(graph, "start_gather")
+    waits = {name: block[0] for name, block in _blocks(graph, "finish_gather").items()}
     if not waits:
         return
     order = list(waits)
-    issues = {waits[name]: order[position : position + 2] for position, name in enumerate(order)}
+    runs = [list(run) for _, run in itertools.groupby(order, whole_bucket)]
+    issues = {waits[run[0]]: [*run, *following] for run, following in zip(runs, [*runs[1:], []], strict=True)}
     for prefetch in prefetches:
-        own = [name for name in prefetch.unit if name in waits]
+        own, targets = (
+            [piece for name in names for piece in order if whole_bucket(piece) == name]
+            for names in (prefetch.unit, prefetch.targets)
+        )
         for name in own:
-            issues[waits[name]] = [*own, *prefetch.targets]
+            issues[waits[name]] = [*own, *targets]
         if not own and prefetch.uses:
-            issues.setdefault(min(prefetch.uses), []).extend(prefetch.targets)
+            issues.setdefault(min(prefetch.uses), []).extend(targets)
     issues.setdefault(next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr")), []).insert(0, order[0])
     started: set[str] = set()
     for anchor in sorted(issues):
@@ -139,6 +146,17 @@ def _move_behind_kernel(start: list[Node], gradients: set[Node]) -> None:
     _move_before(following, start)
 
 
+def _start_of_later_unit(starts: Mapping[str, list[Node]], name: str, distance: int) -> Node | None:
+    """Where so many units after that of a bucket begin to be reduced; None: that many do not follow."""
+    units: set[str] = set()
+    for later in itertools.islice(starts, list(starts).index(name) + 1, None):
+        if whole_bucket(later) != whole_bucket(name):
+            units.add(whole_bucket(later))
+        if len(units) == distance:
+            return starts[later][0]
+    return None
+
+
 def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None) -> None:
     """Let reductions run while the graph computes, and finish them late. In place.
 
@@ -147,16 +165,15 @@ def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None)
         max_pending_reductions: how many reduce-scatters may be in flight; None: the default.
     """
     starts = _blocks(graph, "start_reduce")
-    all_reduces = {bucket(block[0]): block for block in _blocks(graph, "all_reduce")}
-    finishes = {bucket(block[0]): block for block in _blocks(graph, "finish_reduce")}
+    all_reduces = _blocks(graph, "all_reduce")
+    finishes = _blocks(graph, "finish_reduce")
     output = graph.output_node()
-    gradients = {source for start in starts for node in start for source in node.all_input_nodes}
-    for start in starts:
+    gradients = {source for start in starts.values() for node in start for source in node.all_input_nodes}
+    for start in starts.values():
         _move_behind_kernel(start, gradients)
-    for position, start in enumerate(starts):
-        name = bucket(start[0])
-        following = position + (max_pending_reductions or default_max_pending_reductions(replicated=name in all_reduces))
-        anchor = starts[following][0] if following < len(starts) else output
+    for name in starts:
+        pending = max_pending_reductions or default_max_pending_reductions(replicated=name in all_reduces)
+        anchor = _start_of_later_unit(starts, name, pending) or output
         if name in all_reduces:
             _move_before(anchor, all_reduces[name])
             _move_before(output, finishes[name])

@@ -70,6 +70,11 @@ class Reduction:
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook_in_place: bool = False
 
+    @property
+    def may_regroup(self) -> bool:
+        """Whether gradients may be reduced in other buckets than the units' own, which is what hooks see."""
+        return self.sync is not Sync.NONE and self.comm_hook is None and self.all_reduce_hook is None
+
 
 @dataclass(frozen=True)
 class Plan:

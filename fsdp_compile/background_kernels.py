@@ -16,24 +16,42 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa, supported_vec_isa_list, x86_isa_checker
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from .kernel_library import KernelLibrary
+
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def kernels_in_background() -> Iterator[None]:
-    """Collect the waits for kernels of what Inductor compiles inside of the ``with`` block, and do them at its end.
+    """Let C++ compilers work while Inductor goes on: what it compiles inside of the ``with`` block is waited for at its end.
 
     Generated code waits for its own kernels when it is loaded. Nothing runs it before the block ends, so it may as well wait
-    then. Only for C++: Inductor's cache wants to see Triton kernels when a graph is done.
+    then. Its kernels are compiled together (:mod:`fsdp_compile.kernel_library`). Only for C++: Inductor's cache wants to see
+    Triton kernels when a graph is done.
     """
     # Otherwise Inductor would probe, too.
     probe_instruction_set().join()
     waits: list[tuple[AsyncCompile, dict[str, Any]]] = []
-    with mock.patch.object(AsyncCompile, "wait", lambda compiler, scope: waits.append((compiler, scope))):
+    libraries: dict[AsyncCompile, KernelLibrary] = {}
+    compile_alone = AsyncCompile.cpp_pybinding
+
+    def cpp_pybinding(compiler: AsyncCompile, argtypes: list[str], source: str) -> Any:
+        if not KernelLibrary.takes(source):
+            return compile_alone(compiler, argtypes, source)
+        return libraries.setdefault(compiler, KernelLibrary()).add(argtypes, source)
+
+    def wait(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
+        if compiler in libraries:
+            libraries[compiler].compile()
+        waits.append((compiler, scope))
+
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding), mock.patch.object(AsyncCompile, "wait", wait):
         yield
     for compiler, scope in waits:
         compiler.wait(scope)
+        if compiler in libraries:
+            libraries[compiler].fill(scope)
 
 
 # What Inductor's own probe (``VecISA._avx_code``) finds out of an instruction set: that the compiler takes its flags, and that

@@ -99,8 +99,8 @@ class KernelLibrary:
             lines = source.splitlines()
             includes.update(dict.fromkeys(line for line in lines if line.startswith("#include")))
             body = "\n".join(line for line in lines if not line.startswith("#include"))
-            # Two kernels may have helpers of one name.
             body = _ENTRY.sub(f'extern "C" void {name}(', body)
+            # Two kernels may have helpers of one name.
             kernels.append(f"namespace {name}_only {{\n{body}\n}}")
             kernels.append(f"using {name}_only::{name};")
             types = (argtype.replace("const ", "") for argtype in argtypes)

@@ -1,11 +1,10 @@
 from unittest.mock import patch
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from passes.bucket import bucket_gathers
 from passes.gradient_sync import synchronize_gradients
-from passes.graph import bucket, role
 from passes.grouping import Grouping
 from passes.interface import Interface
 from passes.large_parameters import separate_large_parameters
@@ -61,17 +60,6 @@ class TestLargeParameters(PassTestCase):
         shards = [torch.zeros(shape) for _ in range(units) for shape in ([64, 512], [63, 512], [64])]
         names = " ".join(f"{name}_{unit}" for unit in range(units) for name in ("down", "up", "norm"))
         return self.trace(backward, torch.zeros(_LARGE), torch.zeros(_SMALL), *shards, names=f"large small {names}")
-
-    def outline(self, graph: Graph) -> str:
-        """One line for each stretch of nodes with one role, compute by its operators."""
-        graph.lint()
-        lines: list[str] = []
-        for node in graph.nodes:
-            if node.op == "call_function":
-                line = f"{role(node)} {bucket(node)}" if role(node) else str(node.target).split(".")[1]
-                if not lines or lines[-1] != line:
-                    lines.append(line)
-        return "\n".join(lines) + "\n"
 
     def test_large_parameters_are_gathered_alone_without_a_copy(self) -> None:
         gm = self.forward_graph()

@@ -5,7 +5,6 @@ from torch.fx import Graph, GraphModule
 
 from passes.bucket import bucket_gathers, reduction_buckets
 from passes.gradient_sync import synchronize_gradients
-from passes.graph import bucket, role
 from passes.interface import Interface
 from passes.ops import reduce_grad, unshard
 from passes.schedule import find_prefetches, schedule_gathers, schedule_reductions
@@ -43,17 +42,6 @@ class TestSchedule(PassTestCase):
         interface = Interface(graph)
         synchronize_gradients(graph, [reduction or Reduction()] * len(reduction_buckets(graph)), interface)
         interface.finish()
-
-    def outline(self, graph: Graph) -> str:
-        """One line for each stretch of nodes with one role, compute by its operators."""
-        graph.lint()
-        lines: list[str] = []
-        for node in graph.nodes:
-            if node.op == "call_function":
-                line = f"{role(node)} {bucket(node)}" if role(node) else str(node.target).split(".")[1]
-                if not lines or lines[-1] != line:
-                    lines.append(line)
-        return "\n".join(lines) + "\n"
 
     def test_gathers_start_one_unit_ahead(self) -> None:
         gm = self.forward_graph(3)

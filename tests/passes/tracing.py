@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from passes.graph import bucket, role
 from passes.pipeline import graph_text
 
 WORLD_SIZE = 8
@@ -45,3 +46,14 @@ class PassTestCase(expecttest.TestCase):
         """The graph as the goldens show it."""
         graph.lint()
         return graph_text(graph, {self.shard: "shard", self.replicate: "replicate"})
+
+    def outline(self, graph: Graph) -> str:
+        """One line for each stretch of nodes with one role, compute by its operators."""
+        graph.lint()
+        lines: list[str] = []
+        for node in graph.nodes:
+            if node.op == "call_function":
+                line = f"{role(node)} {bucket(node)}" if role(node) else str(node.target).split(".")[1]
+                if not lines or lines[-1] != line:
+                    lines.append(line)
+        return "\n".join(lines) + "\n"

@@ -10,11 +10,11 @@ write, and schedule with, the same.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,17 +38,18 @@ _REPEATS = 7
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
+def _once(run: Callable[[], object], device: torch.device) -> float:
+    """The time of a call."""
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The median time of a call, after two that do not count."""
-
-    def once() -> float:
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    return statistics.median([once() for _ in range(repeats + 2)][2:])
+    return statistics.median([_once(run, device) for _ in range(_REPEATS + 2)][2:])
 
 
 def _slowest(values: Sequence[float], device: torch.device) -> list[float]:
@@ -58,11 +59,16 @@ def _slowest(values: Sequence[float], device: torch.device) -> list[float]:
     return times.tolist()
 
 
+def _square(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A matrix to multiply with itself."""
+    size = 4096 if device.type == "cuda" else 384
+    return torch.ones(size, size, dtype=dtype, device=device)
+
+
 def _product(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """Flops of a product, and its time."""
-    size = 4096 if device.type == "cuda" else 384
-    a = torch.ones(size, size, dtype=dtype, device=device)
-    return 2.0 * size**3, _seconds(lambda: a @ a, device)
+    a = _square(dtype, device)
+    return 2.0 * len(a) ** 3, _seconds(lambda: a @ a, device)
 
 
 def _compute(device: torch.device) -> tuple[dict[str, float], float, float]:
@@ -86,18 +92,55 @@ def _compute(device: torch.device) -> tuple[dict[str, float], float, float]:
     return rates, 2.0 * source.nbytes / copy_time, kernel_time
 
 
-def _link(collective: Callable[[torch.Tensor], object], traffic: float, device: torch.device) -> Link:
-    """Latency and rate of a collective of a buffer, of which each rank sends the part ``traffic``."""
-    ranks = dist.get_world_size()
-    small, large = ranks * 16, ranks * ((1 << 24) if device.type == "cuda" else (1 << 19))
-    buffers = [torch.ones(numel, device=device) for numel in (small, large)]
-    times = []
-    for buffer in buffers:
+@dataclass(frozen=True)
+class _Collective:
+    """A collective, as graphs call it.
+
+    Attributes:
+        start: takes a buffer, and gives what is in flight.
+        finish: waits for it.
+        traffic: the part of the buffer that each rank sends.
+    """
+
+    start: Callable[[torch.Tensor], torch.Tensor]
+    finish: Callable[[torch.Tensor], object]
+    traffic: float
+
+    def link(self, device: torch.device) -> Link:
+        """What it costs."""
+        ranks = dist.get_world_size()
+        small, large = ranks * 16, ranks * ((1 << 24) if device.type == "cuda" else (1 << 19))
+        buffers = [torch.ones(numel, device=device) for numel in (small, large)]
+        times = [seconds for buffer in buffers for seconds in self._alone_and_hidden(buffer, device)]
+        latency, taken, whole, whole_taken = _slowest(times, device)
+        sent = self.traffic * buffers[1].nbytes
+        # A buffer that takes no longer than a small one says that the rate does not count.
+        rate = sent / max(whole - latency, 1e-9)
+        return Link(latency, rate, max(taken, 0.0), max(whole_taken - taken, 0.0) / sent)
+
+    def _alone_and_hidden(self, buffer: torch.Tensor, device: torch.device) -> tuple[float, float]:
+        """The time until it is over, and by how much products take longer that hide it."""
+        a = _square(torch.float32, device)
         dist.barrier()
-        times.append(_seconds(functools.partial(collective, buffer), device))
-    latency, whole = _slowest(times, device)
-    # A buffer that takes no longer than a small one says that the rate does not count.
-    return Link(latency, traffic * buffers[1].nbytes / max(whole - latency, 1e-9))
+        alone = _seconds(lambda: self.finish(self.start(buffer)), device)
+        products = 1 + round(2 * alone / _seconds(lambda: a @ a, device))
+
+        def compute() -> None:
+            for _ in range(products):
+                a @ a
+
+        def hide() -> None:
+            in_flight = self.start(buffer)
+            compute()
+            self.finish(in_flight)
+
+        taken = []
+        for _ in range(_REPEATS):
+            # In turns, so that neither has the quieter moments; together, so that nobody waits for another rank.
+            computing = _once(compute, device)
+            dist.barrier()
+            taken.append(_once(hide, device) - computing)
+        return alone, statistics.median(taken)
 
 
 def _links(group: str, device: torch.device) -> Links:
@@ -106,17 +149,22 @@ def _links(group: str, device: torch.device) -> Links:
     part = (ranks - 1) / ranks
     op = "avg" if supports_averaging(group, device) else "sum"
 
-    def gather(buffer: torch.Tensor) -> None:
-        shard = buffer[: buffer.numel() // ranks]
-        finish_gather(start_gather([shard], group), [buffer.shape], [0], group)
-
-    def scatter(buffer: torch.Tensor) -> None:
-        finish_reduce_scatter(start_reduce_scatter([buffer], dims=[0], group=group, op=op), group=group)
-
-    def reduce(buffer: torch.Tensor) -> None:
-        finish_all_reduce(start_all_reduce(buffer, group=group, in_flight=False, replicate_group=group, op=op))
-
-    return Links(_link(gather, part, device), _link(scatter, part, device), _link(reduce, 2 * part, device))
+    gather = _Collective(
+        lambda buffer: start_gather([buffer[: buffer.numel() // ranks]], group),
+        lambda gathered: finish_gather(gathered, [gathered.shape], [0], group),
+        part,
+    )
+    scatter = _Collective(
+        lambda buffer: start_reduce_scatter([buffer], dims=[0], group=group, op=op),
+        lambda scattered: finish_reduce_scatter(scattered, group=group),
+        part,
+    )
+    reduce = _Collective(
+        lambda buffer: start_all_reduce(buffer, group=group, in_flight=False, replicate_group=group, op=op),
+        finish_all_reduce,
+        2 * part,
+    )
+    return Links(gather.link(device), scatter.link(device), reduce.link(device))
 
 
 def measure(device: torch.device) -> Hardware:

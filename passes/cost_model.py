@@ -5,8 +5,8 @@
 - *Fusible* nodes (pointwise, reductions over elements, and what Inductor generates with them) between two others are one
   kernel: what they read from outside is read once, what others read of them is written once, and nothing else moves.
 - *Anything else* is a kernel that reads its inputs and writes its outputs.
-- Views, waits and inputs take no time. A collective costs the computing side its start; how long it is in flight,
-  :func:`transfer_ns` says.
+- Views, waits and inputs take no time. A collective costs the computing side its start, and what it takes from it while it is
+  in flight; how long that is, :func:`transfer_ns` says.
 
 Times are whole nanoseconds: sums of them do not depend on the order, so that equal schedules have equal times.
 """
@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .collectives import group_size, resolve_group
 from .graph import group_of, is_view, starts_collective
-from .hardware import Hardware, dtype_name
+from .hardware import Hardware, Link, dtype_name
 from .sizes import num_bytes, shape_hint
 
 _aten = torch.ops.aten
@@ -65,7 +65,7 @@ def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
         if node.op in ("placeholder", "get_attr", "output") or is_free(node):
             costs[node] = 0
         elif starts_collective(node):
-            costs[node] = kernel_ns
+            costs[node] = kernel_ns + _taken_ns(node, hardware)
         elif is_fusible(node):
             stretch.append(node)
             continue
@@ -80,6 +80,18 @@ def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
 
 def transfer_ns(node: Node, hardware: Hardware) -> int:
     """How long a collective is in flight when its link is free."""
+    link, traffic = _link_and_traffic(node, hardware)
+    return _ns(link.latency_s + traffic / link.bytes_per_s)
+
+
+def _taken_ns(node: Node, hardware: Hardware) -> int:
+    """What a collective takes from the computing side while it is in flight."""
+    link, traffic = _link_and_traffic(node, hardware)
+    return _ns(link.taken_s + traffic * link.taken_s_per_byte)
+
+
+def _link_and_traffic(node: Node, hardware: Hardware) -> tuple[Link, float]:
+    """What carries a collective, and the bytes that each rank sends over it."""
     group = group_of(node)
     world_size = group_size(group)
     links = hardware.links(dist.get_process_group_ranks(resolve_group(group)))
@@ -87,15 +99,12 @@ def transfer_ns(node: Node, hardware: Hardware) -> int:
     traffic = unsharded * (world_size - 1) / world_size
     packet = node.target.overloadpacket  # type: ignore[union-attr]
     if packet == _c10d.all_gather_into_tensor:
-        link = links.all_gather
-    elif packet in (_c10d.reduce_scatter_tensor, _c10d.all_to_all_single):
+        return links.all_gather, traffic
+    if packet in (_c10d.reduce_scatter_tensor, _c10d.all_to_all_single):
         # An exchange sends as much, and is what Gloo's reduce-scatter is.
-        link = links.reduce_scatter
-    else:
-        # Other collectives of the model's own have no measure of their own.
-        link = links.all_reduce
-        traffic *= 2
-    return _ns(link.latency_s + traffic / link.bytes_per_s)
+        return links.reduce_scatter, traffic
+    # Other collectives of the model's own have no measure of their own.
+    return links.all_reduce, 2 * traffic
 
 
 def is_free(node: Node) -> bool:

@@ -19,7 +19,11 @@ import torch
 
 @dataclass(frozen=True)
 class Link:
-    """What one kind of collective costs: ``latency_s + traffic / bytes_per_s``.
+    """What one kind of collective costs.
+
+    It is in flight for ``latency_s + traffic / bytes_per_s``. Where it hides behind compute, compute still takes
+    ``taken_s + traffic * taken_s_per_byte`` longer: Gloo's threads run on the cores that compute, NCCL's kernels on some of a
+    GPU's multiprocessors.
 
     The traffic is what every rank sends: of n ranks, (n - 1) / n of the unsharded buffer for an all-gather or a reduce-scatter,
     twice that for an all-reduce. So the rate (nccl-tests call it bus bandwidth) does not depend on the number of ranks.
@@ -27,6 +31,8 @@ class Link:
 
     latency_s: float
     bytes_per_s: float
+    taken_s: float = 0.0
+    taken_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,8 @@ _GPUS = {
     "H200": _gpu("H200", 600e12, 50e12, 3.9e12, 360e9, 45e9),
     "B200": _gpu("B200", 1400e12, 60e12, 6.4e12, 700e9, 45e9),
 }
-_GLOO = Links(Link(200e-6, 1e9), Link(200e-6, 0.5e9), Link(200e-6, 1e9))
+_GLOO_LINK = Link(300e-6, 0.7e9, taken_s=300e-6, taken_s_per_byte=1.2e-9)
+_GLOO = Links(_GLOO_LINK, _GLOO_LINK, _GLOO_LINK)
 _CPU = Hardware("cpu", {"float32": 50e9, "float64": 25e9}, 10e9, 5e-6, 8, _GLOO, _GLOO)
 
 

@@ -192,6 +192,7 @@ def test_a_calibration_gives_all_ranks_the_same_numbers(rank_pools: RankPools) -
     links = [first.within_node.all_gather, first.within_node.reduce_scatter, first.within_node.all_reduce]
     rates = [*first.flops_per_s.values(), first.bytes_per_s, *(link.bytes_per_s for link in links)]
     assert all(rate > 0 for rate in rates) and all(0 < link.latency_s < 1 for link in links)
+    assert all(0 <= link.taken_s < 1 and 0 <= link.taken_s_per_byte < 1 for link in links)
 
 
 def train_microbatches(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,25 @@ _scaled_dot_product_flash_attention_for_cpu 5096
             "reduce_scatter_tensor": 100_000 + 28_000,
             "all_reduce": 30_000 + 3_200,
         }
+
+    def test_a_collective_takes_time_from_what_hides_it(self) -> None:
+        link = Link(1e-6, 1e9, taken_s=5e-6, taken_s_per_byte=2e-9)
+        hardware = replace(HARDWARE, between_nodes=Links(link, link, link))
+
+        def hide(x, y):
+            gathered = _c10d.all_gather_into_tensor(x, 8, self.shard)
+            product = y @ y
+            return _c10d.wait_tensor(gathered), product
+
+        graph = self.trace(hide, torch.zeros(8), torch.zeros(64, 64)).graph
+        timeline = simulate(list(graph.nodes), Costs.of(graph, hardware))
+        # 2 ns for each of 7/8 of 256 bytes, and a launch each.
+        taken = 5000 + 2 * 224
+        assert (timeline.exposed, timeline.total) == (0, 1000 + taken + 1000 + 2 * 64**3)
+        # Nobody loses what nothing would have hidden: it is over later than what it takes.
+        graph = self.trace(lambda x: _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, 8, self.shard)), torch.zeros(800)).graph
+        timeline = simulate(list(graph.nodes), Costs.of(graph, replace(hardware, between_nodes=_FAR)))
+        assert timeline.total == 100_000 + 224_000
 
     def test_dynamic_sizes_count_with_their_hints_and_add_no_guard(self) -> None:
         environment = ShapeEnv()

@@ -1,14 +1,15 @@
 """Auto schedule: choose buckets and issue points by the cost model, under a memory limit.
 
 Before: gathers finish where they start and reductions, too, in the buckets of a :class:`~passes.grouping.Grouping`.
-After:  - a gather starts as late as still hides it behind compute, with a margin, and no earlier than its link is free;
-        - a reduction starts when its gradients exist and is waited for when it is over, with a margin;
+After:  - a gather starts at the last boundary that still hides it behind compute, with a margin, and no earlier than its link
+          is free; a boundary is where something else communicates, or the top;
+        - a reduction starts when its gradients exist and is waited for at the first boundary behind its end, with a margin;
         - while more bytes live than the limit allows: at the last place where they do, the gather that is needed last starts
           behind that place, else the oldest reduction in flight is waited for ahead of it.
 
-:func:`find_grouping` does this for each of the groupings and takes the one with which the graph is done first; of equals, that
-with the fewest collectives, then the least memory, then the first in the list. Everything follows from the graph, the plan and
-the numbers of :class:`~passes.hardware.Hardware`: ranks that have the same get the same.
+:func:`find_grouping` does this for each of the groupings. Of those with which the graph is done first, or as good as first, it
+takes the one with the least memory; of equals, the fastest, then that with the fewest collectives. Everything follows from the
+graph, the plan and the numbers of :class:`~passes.hardware.Hardware`: ranks that have the same get the same.
 
 :mod:`passes.placement` says where communication may stand. Collectives of the model's own stay where they are.
 """
@@ -28,6 +29,9 @@ from .hardware import Hardware
 from .placement import Placement, Result
 from .sync_plan import Plan
 
+# What is done this part of the time later is as good: a model is not exact.
+_AS_GOOD = 50
+
 logger = logging.getLogger(__name__)
 
 
@@ -44,12 +48,15 @@ class AutoSchedule:
     memory_limit: int | None = None
 
 
-def find_grouping(graph: Graph, plan: Plan, auto: AutoSchedule, insert: Callable[[Graph, Grouping], None]) -> Grouping:
+def find_grouping(
+    graph: Graph, plan: Plan, default: Grouping, auto: AutoSchedule, insert: Callable[[Graph, Grouping], None]
+) -> Grouping:
     """The best grouping of a graph's collectives.
 
     Args:
         graph: a graph after the preparing passes; it is not changed.
         plan: what the graph does.
+        default: the grouping of the default schedule.
         auto: what to schedule for.
         insert: writes the collectives of a grouping into a graph.
 
@@ -60,7 +67,7 @@ def find_grouping(graph: Graph, plan: Plan, auto: AutoSchedule, insert: Callable
     fitting: list[tuple[tuple[int, int, int], Grouping]] = []
     too_large: list[tuple[int, str]] = []
     with replaying_traces(fresh=False):
-        for grouping in groupings(_copy(graph), plan, auto.hardware, smallest=limit is not None):
+        for grouping in groupings(_copy(graph), plan, default, auto.hardware, smallest=limit is not None):
             trial = _copy(graph)
             insert(trial, grouping)
             placement = Placement(trial, auto.hardware)
@@ -75,7 +82,13 @@ def find_grouping(graph: Graph, plan: Plan, auto: AutoSchedule, insert: Callable
     if not fitting:
         assert limit is not None
         raise ValueError(_too_low(limit, *min(too_large)))
-    return min(fitting, key=lambda scored: scored[0])[1]
+    first = min(total for (total, _, _), _ in fitting)
+    as_good = [
+        (peak, total, collectives, grouping)
+        for (total, collectives, peak), grouping in fitting
+        if total <= first + first // _AS_GOOD
+    ]
+    return min(as_good, key=lambda scored: scored[:3])[3]
 
 
 def schedule_automatically(graph: Graph, auto: AutoSchedule) -> Result:

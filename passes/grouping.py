@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.fx import Graph
 
-from .bucket import Bucket, Group, gather_buckets, reduction_buckets, sink_derived, whole_buckets
+from .bucket import Group, gather_buckets, reduction_buckets, regroup, sink_derived
 from .collectives import group_size, resolve_group
 from .hardware import Hardware, Link
 from .ops import ReduceGrad, Unshard
 from .sizes import num_bytes
-from .sync_plan import Gather, Plan, Reduction
+from .sync_plan import Plan, Reduction
 
 # Of the size at which latency is half of the time: it then is a hundredth, a twentieth, a fifth, a half.
 _MULTIPLES = (64, 16, 4, 1)
@@ -40,68 +40,65 @@ class Grouping:
 
 @dataclass(frozen=True)
 class _Item:
-    """A unit's bucket.
+    """What shares a collective by default.
 
     Attributes:
-        index: its index.
+        members: the parameters.
         key: equal for buckets that may merge; None: it stays as it is.
         place: where the graph needs it first, or has all of it.
         sizes: bytes of its parameters, unsharded.
         knee: bytes that travel in the time of the latency.
     """
 
-    index: int
+    members: Group
     key: Hashable
     place: int
     sizes: tuple[int, ...]
     knee: float
 
 
-def groupings(graph: Graph, plan: Plan, hardware: Hardware, *, smallest: bool) -> list[Grouping]:
-    """The groupings to choose from, each once; the first is that of the units.
+def groupings(graph: Graph, plan: Plan, default: Grouping, hardware: Hardware, *, smallest: bool) -> list[Grouping]:
+    """The groupings to choose from, each once.
 
     Args:
         graph: a graph after the preparing passes. Views of parameters sink to their readers in it.
         plan: what the graph does.
+        default: the first of them, from whose groups others are made.
         hardware: what it runs on.
         smallest: also every parameter by itself, which needs the least memory.
     """
     sink_derived(graph)
-    gathers, reductions = gather_buckets(graph), reduction_buckets(graph)
-    gather_items = _gather_items(graph, gathers, plan, hardware)
-    reduction_items = _reduction_items(graph, reductions, plan, hardware)
-    gathered = {item.index for item in gather_items}
-    found = [
-        Grouping(tuple(group for group in whole_buckets(gathers) if group[0][0] in gathered), tuple(whole_buckets(reductions)))
-    ]
+    gather_items = _gather_items(graph, default.gathers, plan, hardware)
+    reduction_items = _reduction_items(graph, default.reductions, plan, hardware)
+    found = [default]
     for multiple in (*_MULTIPLES, *((0,) if smallest else ())):
         found.append(Grouping(_group_by_size(gather_items, multiple), _group_by_size(reduction_items, multiple)))
     return list(dict.fromkeys(found))
 
 
-def _gather_items(graph: Graph, buckets: Sequence[Bucket], plan: Plan, hardware: Hardware) -> list[_Item]:
+def _gather_items(graph: Graph, groups: Sequence[Group], plan: Plan, hardware: Hardware) -> list[_Item]:
     place = {node: index for index, node in enumerate(graph.nodes)}
     items = []
-    for index, bucket in enumerate(buckets):
-        if plan.gathers[index] is Gather.REUSE:
-            continue
+    for group, bucket in zip(groups, regroup(gather_buckets(graph), groups), strict=True):
+        index, _ = group[0]
         spec = Unshard.of(bucket.nodes[0])
         sizes = [num_bytes(shard.meta["val"]) * group_size(spec.group) for shard in bucket.shards]
         key = (plan.gathers[index], spec.group, spec.shard.meta["val"].dtype)
         first = min(place[reader] for node in bucket.nodes for reader in node.users)
-        items.append(_Item(index, key, first, tuple(sizes), _knee(hardware, spec.group, lambda links: links.all_gather)))
+        items.append(_Item(group, key, first, tuple(sizes), _knee(hardware, spec.group, lambda links: links.all_gather)))
     return items
 
 
-def _reduction_items(graph: Graph, buckets: Sequence[Bucket], plan: Plan, hardware: Hardware) -> list[_Item]:
+def _reduction_items(graph: Graph, groups: Sequence[Group], plan: Plan, hardware: Hardware) -> list[_Item]:
     place = {node: index for index, node in enumerate(graph.nodes)}
     items = []
-    for index, bucket in enumerate(buckets):
+    for group, bucket in zip(groups, regroup(reduction_buckets(graph), groups), strict=True):
+        index, _ = group[0]
         specs = [ReduceGrad.of(node) for node in bucket.nodes]
         sizes = [num_bytes(spec.grad.meta["val"]) for spec in specs]
         last = max(place[spec.grad] for spec in specs)
         knee = _knee(hardware, specs[0].group, lambda links: links.reduce_scatter)
-        items.append(_Item(index, _reduction_key(specs[0], plan, index), last, tuple(sizes), knee))
+        items.append(_Item(group, _reduction_key(specs[0], plan, index), last, tuple(sizes), knee))
     return items
 
 
@@ -120,20 +117,19 @@ def _knee(hardware: Hardware, group: str, kind: Callable[..., Link]) -> float:
 
 def _group_by_size(items: Sequence[_Item], multiple: int) -> tuple[Group, ...]:
     groups: list[list[tuple[int, int]]] = []
-    merging: Hashable = None
+    # A large bucket between small ones does not keep them from merging.
+    merging: tuple[Hashable, list[tuple[int, int]]] = None, []
     merged = 0
-    for item in sorted(items, key=lambda item: (item.place, item.index)):
+    for item in sorted(items, key=lambda item: (item.place, item.members)):
         size, target = sum(item.sizes), multiple * item.knee
-        members = [(item.index, position) for position in range(len(item.sizes))]
         if item.key is None or size >= 2 * target:
-            groups += [members] if item.key is None else _pieces(members, item.sizes, target)
-            merging = None
-        elif merging is not None and item.key == merging and merged < target:
-            groups[-1] += members
+            groups += [list(item.members)] if item.key is None else _pieces(item.members, item.sizes, target)
+        elif item.key == merging[0] and merged < target:
+            merging[1].extend(item.members)
             merged += size
         else:
-            groups.append(members)
-            merging, merged = item.key, size
+            groups.append(list(item.members))
+            merging, merged = (item.key, groups[-1]), size
     return tuple(map(tuple, groups))
 
 

@@ -178,11 +178,10 @@ def run_passes(
     def observe(pass_name: str) -> contextlib.AbstractContextManager[None]:
         return _observed(graph, stage, pass_name, observer)
 
+    grouping = separate_large_parameters(graph, plan)
     if auto is not None:
         _refuse_explicit_schedule(plan)
-        grouping = find_grouping(graph, plan, auto, lambda trial, choice: _try(trial, plan, choice, is_backward))
-    else:
-        grouping = separate_large_parameters(graph, plan)
+        grouping = find_grouping(graph, plan, grouping, auto, lambda trial, choice: _try(trial, plan, choice, is_backward))
     prefetches = find_prefetches(graph, plan.prefetch)
     with replaying_traces():
         interface = _insert_collectives(graph, plan, grouping, is_backward=is_backward, observe=observe)

@@ -1,7 +1,8 @@
 """Placement: an order for the nodes of a graph in which communication hides behind compute and memory stays within a limit.
 
-Communication moves; compute keeps its order. A collective is put where a kernel ends anyhow (ahead of a matrix product or of
-other communication), so that it cuts no fusion, and collectives of one group keep theirs.
+Communication moves; compute keeps its order. A collective is put ahead of other communication: what computes between two is
+one segment (:mod:`passes.segments`), and each more of them costs a call, and time to compile. Only where a limit asks for it,
+it stands ahead of a matrix product: a kernel ends there anyhow. Collectives of one group keep their order.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Block:
         nodes: in their order.
         role: what they do for a bucket; empty: they compute.
         bucket: the bucket.
-        may_follow: communication may stand right ahead of it.
+        may_follow: communication may stand right ahead of it without cutting a kernel.
     """
 
     nodes: list[Node]
@@ -175,7 +176,7 @@ class Placement:
                     continue
                 if timeline.arrives[block.nodes[0]] > timeline.begins[collective]:
                     break
-                if block.may_follow:
+                if block.role:
                     anchor = block
                 if any(node in self._costs.transfer and group_of(node) == group_of(collective) for node in block.nodes):
                     break
@@ -199,7 +200,7 @@ class Placement:
                 anchors[reduction.wait] = next(
                     block
                     for block in behind
-                    if (block.may_follow and block not in waits and timeline.arrives[block.nodes[0]] >= over)
+                    if (block.role and block not in waits and timeline.arrives[block.nodes[0]] >= over)
                     or block is self._order[-1]
                 )
             self._move(anchors)
@@ -283,10 +284,10 @@ def _with_margin(duration: int) -> int:
 
 
 def _last_by(latest: int, blocks: Sequence[_Block], clock: Mapping[_Block, int], until: _Block) -> _Block:
-    """The last place for communication, up to a block, that is reached in time; else the first block of all."""
+    """The last communication, up to a block, that is reached in time; else the first block of all."""
     found = blocks[0]
     for block in blocks:
-        if block.may_follow and clock[block] <= latest:
+        if block.role and clock[block] <= latest:
             found = block
         if block is until:
             break

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
+from passes import auto_schedule
 from passes.auto_schedule import AutoSchedule
-from passes.bucket import gather_buckets, reduction_buckets
+from passes.bucket import gather_buckets, reduction_buckets, whole_buckets
 from passes.graph import bucket, role
+from passes.grouping import Grouping, groupings
 from passes.hardware import Hardware, Link, Links
 from passes.memory_model import live_bytes
 from passes.ops import reduce_grad, unshard
@@ -15,9 +19,9 @@ from passes.sync_plan import Gather, Plan, Reduction, Sync
 from tests.passes.tracing import PassTestCase
 
 
-def machine(latency_s: float, bytes_per_s: float = 1e8) -> Hardware:
+def machine(latency_s: float, bytes_per_s: float = 1e8, taken_s: float = 0.0) -> Hardware:
     """A slow machine: a product of 64 x 8 by 8 x 8 takes 8.2 us. Kernels and memory cost next to nothing."""
-    link = Link(latency_s, bytes_per_s)
+    link = Link(latency_s, bytes_per_s, taken_s)
     links = Links(link, link, link)
     return Hardware("slow", {"float32": 1e9}, 1e15, 1e-9, 8, links, links)
 
@@ -80,20 +84,20 @@ class TestAutoSchedule(PassTestCase):
             self.schedule(self.forward_graph(2, 2, 2), FAST_LINK),
             """\
 start_gather 0/0
-finish_gather 0/0
 start_gather 0/1
+finish_gather 0/0
 mm
-finish_gather 0/1
 start_gather 1/0
+finish_gather 0/1
 mm
-finish_gather 1/0
 start_gather 1/1
+finish_gather 1/0
 mm
-finish_gather 1/1
 start_gather 2/0
+finish_gather 1/1
 mm
-finish_gather 2/0
 start_gather 2/1
+finish_gather 2/0
 mm
 finish_gather 2/1
 mm
@@ -105,14 +109,14 @@ mm
             self.schedule(self.forward_graph(1, 1, 1, 1), machine(1e-7, 1e7)),
             """\
 start_gather 0
-finish_gather 0
 start_gather 1
+finish_gather 0
 mm
-finish_gather 1
 start_gather 2
+finish_gather 1
 mm
-finish_gather 2
 start_gather 3
+finish_gather 2
 mm
 finish_gather 3
 mm
@@ -124,9 +128,9 @@ mm
             self.schedule(self.forward_graph(1, 1, 1, 1, 1, 1), LATE_LINK),
             """\
 start_gather 0+1+2+3
+start_gather 4+5
 finish_gather 0+1+2+3
 mm
-start_gather 4+5
 mm
 mm
 mm
@@ -136,20 +140,47 @@ mm
 """,
         )
 
+    def test_small_gathers_merge_where_they_take_time_from_compute(self) -> None:
+        # All of them would hide, but for the first.
+        self.assertExpectedInline(
+            self.schedule(self.forward_graph(1, 1, 1, 1), machine(latency_s=2e-6, taken_s=4e-6)),
+            """\
+start_gather 0+1+2+3
+finish_gather 0+1+2+3
+mm
+mm
+mm
+mm
+""",
+        )
+
+    def test_small_gathers_merge_across_a_large_one(self) -> None:
+        def forward(x, *shards):
+            for unit, (shard, width) in enumerate(zip(shards, (8, 512, 512, 8), strict=True)):
+                weight = unshard(shard, f"{unit}.weight", [8, width], self.shard, unit=str(unit), offset=0)
+                x = x + (x @ weight).sum(1, keepdim=True)
+            return [x]
+
+        graph = self.trace(forward, torch.zeros(64, 8), *[torch.zeros(1, width) for width in (8, 512, 512, 8)]).graph
+        plan = self.plan(graph)
+        default = Grouping(tuple(whole_buckets(gather_buckets(graph))), ())
+        found = groupings(graph, plan, default, LATE_LINK, smallest=False)
+        assert Grouping((((0, 0), (3, 0)), ((1, 0),), ((2, 0),)), ()) in found
+
     def test_a_large_unit_splits(self) -> None:
         # Only the first piece is waited for: the others hide behind its product.
         self.assertExpectedInline(
             self.schedule(self.forward_graph(4), FAST_LINK),
             """\
 start_gather 0/0
-finish_gather 0/0
 start_gather 0/1
+finish_gather 0/0
 mm
-finish_gather 0/1
 start_gather 0/2
+finish_gather 0/1
 mm
-finish_gather 0/2
 start_gather 0/3
+finish_gather 0/2
 mm
 finish_gather 0/3
 mm
@@ -183,21 +214,21 @@ mm
             self.schedule(self.backward_graph(3), machine(4e-6)),
             """\
 start_gather 0
+start_gather 1
 finish_gather 0
 mm
-start_gather 1
 mm
 start_reduce 0
+start_gather 2
 finish_gather 1
 mm
-finish_reduce 0
-start_gather 2
 mm
+finish_reduce 0
 start_reduce 1
 finish_gather 2
 mm
-finish_reduce 1
 mm
+finish_reduce 1
 start_reduce 2
 finish_reduce 2
 """,
@@ -225,28 +256,37 @@ finish_reduce 2
             self.schedule(gm, FAST_LINK),
             """\
 start_gather 0
+start_gather 1
 finish_gather 0
 mm
-start_gather 1
 mm
 start_reduce 0
+start_gather 2
 finish_gather 1
 mm
-all_reduce 0
-start_gather 2
 mm
-finish_reduce 0
+all_reduce 0
 start_reduce 1
 finish_gather 2
 mm
-all_reduce 1
 mm
-finish_reduce 1
+all_reduce 1
+finish_reduce 0
 start_reduce 2
 all_reduce 2
+finish_reduce 1
 finish_reduce 2
 """,
         )
+
+    def test_of_what_is_as_good_it_takes_the_least_memory(self) -> None:
+        peaks = []
+        for as_good in (50, 10**9):
+            gm = self.backward_graph(6)
+            with patch.object(auto_schedule, "_AS_GOOD", as_good):
+                self.schedule(gm, machine(1e-7, 1e9, taken_s=1e-7))
+            peaks.append(live_bytes(gm.graph).peak)
+        assert peaks[0] < peaks[1]
 
     def test_never_above_the_limit(self) -> None:
         for make in (lambda: self.forward_graph(3, 1, 2), lambda: self.backward_graph(4)):

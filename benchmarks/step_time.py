@@ -32,6 +32,7 @@ import torch.distributed as dist
 from harness import ranks, report
 from harness.gpt import Size, build_gpt, make_batches
 from harness.systems import (
+    AUTO,
     BASE,
     LOWERINGS,
     SYSTEMS,
@@ -45,6 +46,8 @@ from harness.systems import (
 )
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compile.calibrate import measure as calibrate
 
 _WARM_UP_STEPS = 3
 _ROUND_SECONDS = 1.5
@@ -90,9 +93,10 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Build, warm up and time all systems, in each rank."""
     device = torch.device(args.device)
     size, accumulation = Size.parse(args), Accumulation.parse(args)
-    setting = Setting(size, mesh, device, accumulation, args.lowering)
+    calibrated = AUTO in args.systems and args.group != "fake" and dist.get_world_size() > 1
+    setting = Setting(size, mesh, device, accumulation, args.lowering, hardware=calibrate(device) if calibrated else None)
     batches = make_batches(size, dist.get_rank(), accumulation.microbatches, device)
-    result: dict[str, Any] = {"link": {}, "losses": {}, "steps": {}}
+    result: dict[str, Any] = {"link": {}, "losses": {}, "steps": {}, "hardware": setting.hardware and asdict(setting.hardware)}
     if args.group == "gloo":
         result["link"] = {megabytes: ranks.measure_link(device, megabytes) for megabytes in _GATHERED_MEGABYTES}
     if args.group != "fake":

@@ -13,10 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from passes.hardware import Hardware
+
 from .flags import names_of
 
 BASE = "unsharded"
 YARDSTICK = "fsdp2-compiled"
+AUTO = "ours-auto"
 # Names that torch has for its backends, and fsdp_backend for values of its option.
 LOWERINGS = ("inductor", "aot_eager")
 
@@ -100,6 +103,7 @@ class Setting:
         size: the model.
         lowering: what becomes of a system's graphs, where it compiles any.
         policy: mixed precision, of the systems that shard.
+        hardware: what ``ours-auto`` schedules for; None: what it finds.
     """
 
     size: Recipe
@@ -108,6 +112,7 @@ class Setting:
     accumulation: Accumulation = Accumulation()
     lowering: str = "inductor"
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    hardware: Hardware | None = None
 
 
 def _unsharded(setting: Setting) -> System:
@@ -175,7 +180,7 @@ _BUILDERS: dict[str, Callable[[Setting], System]] = {
     YARDSTICK: lambda setting: _fsdp2(setting, compiled=True),
     "fsdp2-async": lambda setting: _fsdp2(setting, compiled=True, async_op=True),
     "ours": _ours,
-    "ours-auto": lambda setting: _ours(setting, schedule="auto"),
+    AUTO: lambda setting: _ours(setting, schedule="auto", hardware=setting.hardware),
 }
 
 SYSTEMS = {
@@ -185,7 +190,7 @@ SYSTEMS = {
     YARDSTICK: "FSDP2, each block compiled",
     "fsdp2-async": "the same, with _set_unshard_async_op(True)",
     "ours": "fsdp_backend",
-    "ours-auto": 'fsdp_backend, with options={"schedule": "auto"}',
+    AUTO: 'fsdp_backend, with options={"schedule": "auto"}',
 }
 
 

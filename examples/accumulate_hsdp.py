@@ -110,11 +110,10 @@ def predict(model: Any, way: Way) -> tuple[int, int]:
 def collectives(profile: torch.autograd.profiler.profile) -> list[int]:
     """How many all-gathers, reduce-scatters and all-reduces ran.
 
-    Over Gloo, both of the former are exchanges: an all-gather of copies, a reduce-scatter of pieces that each rank sums.
+    Over Gloo, a reduce-scatter is an exchange of pieces, which each rank sums.
     """
     count = {event.key: event.count for event in profile.key_averages()}
-    gathers = count.get("fsdp_compile::all_gather", 0)
-    return [gathers, count.get("c10d::alltoall_base_", 0) - gathers, count.get("c10d::allreduce_", 0)]
+    return [count.get(name, 0) for name in ("fsdp_compile::all_gather", "fsdp_compile::all_to_all", "c10d::allreduce_")]
 
 
 def live_bytes(model: Any) -> int:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes.collectives import resolve_group
-from passes.gloo import backend_of, install_all_gather
+from passes.gloo import backend_of, install_all_gather, open_opposite
 from passes.layout import REPLICATED
 
 
@@ -104,14 +104,17 @@ class ShardingMesh:
 
 
 def _connect(group_name: str, device: torch.device) -> None:
-    """Let a group of NCCL's make its communicator now, a collective call of its ranks.
+    """Set up now what a group communicates by, a collective call of its ranks.
 
-    It would else do so at its first collective, in the middle of a graph: where gathers and reductions of several groups are in
-    flight, a handshake holds up the thread that is to start them, and a CUDA graph cannot capture it. A group that has one
-    keeps it. Source: ``ProcessGroupNCCL::eagerConnectSingleDevice``.
+    NCCL would else make its communicator at the first collective, in the middle of a graph: where gathers and reductions of
+    several groups are in flight, a handshake holds up the thread that is to start them, and a CUDA graph cannot capture it. A
+    group that has one keeps it. Source: ``ProcessGroupNCCL::eagerConnectSingleDevice``. Gloo's groups get their opposites.
     """
-    if backend_of(group_name, device) == "nccl":
+    backend = backend_of(group_name, device)
+    if backend == "nccl":
         _backend(group_name, device).eager_connect_single_device(device)
+    elif backend == "gloo" and device.type == "cpu":
+        open_opposite(group_name)
 
 
 def _backend(group_name: str, device: torch.device) -> Any:

@@ -1,56 +1,126 @@
-"""Gloo: a functional all-gather that survives other collectives in flight. Importing this module installs it for the CPU.
+"""Gloo: functional collectives that use both directions of a connection. Importing this module installs them for the CPU.
 
-The worker threads of a Gloo process group record the name of each collective that they finish in one string, without a lock
-(torch 2.11 to 2.13, ``ProcessGroupGloo::runLoop``). Names of more than 15 characters live on the heap, and when two threads
-replace one at the same time, both free it: the process aborts ("malloc(): unaligned tcache chunk detected"). Functional
-all-gathers run as ``ALLGATHER_COALESCED``, which is too long by four; reduce-scatters and all-reduces run as ``ALLREDUCE``.
+Graphs keep the operators that say what they mean, ``_c10d_functional::all_gather_into_tensor`` and ``all_to_all_single`` (which
+is what a reduce-scatter is with Gloo); only their kernels are others.
 
-On CPU, ``_c10d_functional::all_gather_into_tensor`` is therefore given a kernel that runs an ``ALLTOALL_BASE`` in a Gloo group,
-with a copy of the shard for each other rank. That also costs less: Gloo's all-gather receives into a buffer of its own, and
-copies all of it from there. A kernel, because graphs keep the operator that says what they mean.
+**Both directions.** Gloo's collectives send before they post what they want to receive. Of two ranks that are not quite
+together, the later one's permission to send to it queues behind all of its own data: the two directions of a connection carry
+data one after the other, in twice the time. Posted first, in messages of a group like any other, receives make the I/O thread
+spin: it reads while the thread that sends holds the connection's lock, and where both have one core, until the scheduler takes
+it away. So two groups serve an exchange: messages to higher ranks go over the group itself, those to lower ranks over its
+opposite (:func:`open_opposite`), and no connection has data in both directions. What is sent goes to every rank from where it
+lies.
 
-On CUDA, torch's own gives Gloo, which reads with the CPU, the address of GPU memory; an ``ALLTOALL_BASE`` goes by way of the
-host. There the kernel is installed only once somebody shards over Gloo: NCCL's gathers are to go without Python.
+**A name too long.** In a group without an opposite, an all-gather runs as an ``ALLTOALL_BASE``. The worker threads of a Gloo
+process group record the name of each collective that they finish in one string, without a lock (torch 2.11 to 2.13,
+``ProcessGroupGloo::runLoop``). Names of more than 15 characters live on the heap, and when two threads replace one at the same
+time, both free it: the process aborts ("malloc(): unaligned tcache chunk detected"). torch's functional all-gathers run as
+``ALLGATHER_COALESCED``, which is too long by four; reduce-scatters and all-reduces run as ``ALLREDUCE``.
+
+On CUDA, torch's own all-gather gives Gloo, which reads with the CPU, the address of GPU memory; an ``ALLTOALL_BASE`` goes by
+way of the host. There the kernel is installed only once somebody shards over Gloo: NCCL's gathers are to go without Python.
 """
 
 import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 _library = torch.library.Library("_c10d_functional", "IMPL")
 _c10d = torch.ops._c10d_functional
+# Of messages; arbitrary, to be no number that a user would take.
+_TAG = 0x46534450
+
+# By the group that they are opposite to: they go with it.
+_opposites: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def backend_of(group_name: str, device: torch.device) -> str:
     """The name of the backend that serves a device in a process group."""
-    process_group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    process_group = _resolve(group_name)
     try:
         return process_group._get_backend(device).name()
     except RuntimeError:
         return dist.get_backend(process_group)
 
 
+def open_opposite(group_name: str) -> None:
+    """Give a Gloo group another one over the same ranks, for messages to lower ranks.
+
+    A collective call of its ranks, the first time.
+    """
+    group = _resolve(group_name)
+    if group.size() > 1 and group not in _opposites:
+        ranks = dist.get_process_group_ranks(group)
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        # Ranks of other groups need not be here.
+        _opposites[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp_opposite")
+
+
+def _resolve(group_name: str) -> ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+
+
+def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup, whole: Tensor) -> None:
+    """Begin to send each other rank a tensor and to receive one from it.
+
+    Args:
+        received: by the rank that sends it.
+        sent: by the rank that receives it.
+        group: a group that has an opposite.
+        whole: waiting for this tensor waits for all of them.
+    """
+    rank, ranks = group.rank(), group.size()
+    cpu = torch.device("cpu")
+    up: Any = group._get_backend(cpu)
+    down: Any = _opposites[group]._get_backend(cpu)
+    register = torch._C._distributed_c10d._register_work
+    # Everybody begins with another neighbour. What is empty here is empty there.
+    others = [(rank + distance) % ranks for distance in range(1, ranks)]
+    for source in reversed(others):
+        if received[source].numel():
+            channel = up if source < rank else down
+            register(whole, channel.recv([received[source]], source, _TAG))
+    for target in others:
+        if sent[target].numel():
+            channel = up if target > rank else down
+            register(whole, channel.send([sent[target]], target, _TAG))
+
+
 def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> Tensor:
     gathered = shard.new_empty([shard.size(0) * group_size, *shard.shape[1:]])
     if backend_of(group_name, shard.device) != "gloo":
         return _c10d.all_gather_into_tensor_out(shard, group_size, group_name, out=gathered)
-    process_group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    group = _resolve(group_name)
     rows, flat = gathered.view(group_size, -1), shard.reshape(-1)
-    received, sent = rows.view(-1), flat
-    splits = [flat.numel()] * group_size
-    if group_size == 2:
-        # The shard itself goes to the only other rank, and the exchange has nothing to copy.
-        rank = process_group.rank()
-        rows[rank].copy_(flat)
-        received, splits[rank] = rows[1 - rank], 0
-    else:
-        sent = flat.repeat(group_size)
-    # What the exchange stands for, for readers of a profile.
+    # What the messages stand for, for readers of a profile.
     with torch._C._profiler._RecordFunctionFast("fsdp_compile::all_gather"):
-        torch._C._distributed_c10d._register_work(gathered, process_group.alltoall_base(received, sent, splits, splits))
+        if shard.device.type == "cpu" and group in _opposites:
+            _exchange(rows.unbind(), [flat] * group_size, group, gathered)
+            rows[group.rank()].copy_(flat)
+        else:
+            work = group.alltoall_base(rows.view(-1), flat.repeat(group_size), [], [])
+            torch._C._distributed_c10d._register_work(gathered, work)
     return gathered
+
+
+def _all_to_all_single(source: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group_name: str) -> Tensor:
+    received = source.new_empty([sum(output_split_sizes), *source.shape[1:]])
+    group = _resolve(group_name)
+    with torch._C._profiler._RecordFunctionFast("fsdp_compile::all_to_all"):
+        if group in _opposites:
+            pieces, sent = received.split(output_split_sizes), source.contiguous().split(input_split_sizes)
+            _exchange(pieces, sent, group, received)
+            pieces[group.rank()].copy_(sent[group.rank()])
+        else:
+            work = group.alltoall_base(received, source, output_split_sizes, input_split_sizes)
+            torch._C._distributed_c10d._register_work(received, work)
+    return received
 
 
 @functools.cache
@@ -60,3 +130,4 @@ def install_all_gather(device_type: str) -> None:
 
 
 install_all_gather("cpu")
+_library.impl("all_to_all_single", torch._disable_dynamo(_all_to_all_single), "CPU")

@@ -51,6 +51,8 @@ _COLLECTIVES = {
     "c10d::allgather_": "all_gather",
     "c10d::allgather_into_tensor_coalesced_": "all_gather",
     "fsdp_compile::all_gather": "all_gather",
+    # Over Gloo, a reduction is an exchange (passes/gloo.py).
+    "fsdp_compile::all_to_all": "reduce_scatter",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::reduce_scatter_": "reduce_scatter",
     "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
@@ -77,8 +79,6 @@ def count_collectives() -> Iterator[Collectives]:
     results = profile.kineto_results
     assert results is not None
     events = Counter(event.name() for event in results.events())
-    # Over Gloo, gathers and reductions are exchanges (passes/gloo.py); what is no gather reduces.
-    counts.reduce_scatter = events.pop("c10d::alltoall_base_", 0) - events["fsdp_compile::all_gather"]
     for name, number in events.items():
         if name in _COLLECTIVES:
             kind = _COLLECTIVES[name]

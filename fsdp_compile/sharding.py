@@ -66,7 +66,8 @@ def fully_shard(
 
     Args:
         module: the module, or a list of modules to make one unit of.
-        mesh: 1-D for FSDP; 2-D (replicate, shard) for HSDP. None: all ranks.
+        mesh: 1-D for FSDP; 2-D (replicate, shard) for HSDP. None: all ranks. The first use of a mesh is a collective call of
+            its ranks, which sets up how they communicate: NCCL's communicators, over Gloo a second group for each.
         reshard_after_forward: True: backward gathers the unit again. False: the gathered parameters live until backward.
             None: True for all units but the root. An int: keep shards of a group of so many ranks, and gather over that.
         shard_placement_fn: gives ``Shard(dim)``, or None for ``Shard(0)``, for a parameter. Dimensions other than 0 must

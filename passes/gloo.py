@@ -94,13 +94,14 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: Process
 
 def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> Tensor:
     gathered = shard.new_empty([shard.size(0) * group_size, *shard.shape[1:]])
-    if backend_of(group_name, shard.device) != "gloo":
-        return _c10d.all_gather_into_tensor_out(shard, group_size, group_name, out=gathered)
     group = _resolve(group_name)
+    has_opposite = shard.device.type == "cpu" and group in _opposites
+    if not has_opposite and backend_of(group_name, shard.device) != "gloo":
+        return _c10d.all_gather_into_tensor_out(shard, group_size, group_name, out=gathered)
     rows, flat = gathered.view(group_size, -1), shard.reshape(-1)
     # What the messages stand for, for readers of a profile.
     with torch._C._profiler._RecordFunctionFast("fsdp_compile::all_gather"):
-        if shard.device.type == "cpu" and group in _opposites:
+        if has_opposite:
             _exchange(rows.unbind(), [flat] * group_size, group, gathered)
             rows[group.rank()].copy_(flat)
         else:

@@ -120,7 +120,8 @@ _scaled_dot_product_flash_attention_for_cpu 5096
         assert (timeline.exposed, timeline.total) == (0, 1000 + taken + 1000 + 2 * 64**3)
         # Nobody loses what nothing would have hidden: it is over later than what it takes.
         graph = self.trace(lambda x: _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, 8, self.shard)), torch.zeros(800)).graph
-        timeline = simulate(list(graph.nodes), Costs.of(graph, replace(hardware, between_nodes=_FAR)))
+        far = Links(*[replace(_FAR.all_gather, taken_s=5e-6)] * 3)
+        timeline = simulate(list(graph.nodes), Costs.of(graph, replace(hardware, between_nodes=far)))
         assert timeline.total == 100_000 + 224_000
 
     def test_dynamic_sizes_count_with_their_hints_and_add_no_guard(self) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import torch
 from filelock import FileLock
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa, supported_vec_isa_list, x86_isa_checker
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from .kernel_library import KernelLibrary
@@ -54,39 +59,48 @@ def kernels_in_background() -> Iterator[None]:
             libraries[compiler].fill(scope)
 
 
-# What Inductor's own probe (``VecISA._avx_code``) finds out of an instruction set: that the compiler takes its flags, and that
-# torch has Sleef's functions for it. Without the headers of ATen it takes a fraction of a second instead of three.
-_SMALL_PROBE = """
-#include <immintrin.h>
-#if defined(CPU_CAPABILITY_AVX512)
-extern "C" __m512 Sleef_expf16_u10(__m512);
-extern "C" __m512 __avx_chk_kernel() { return Sleef_expf16_u10(_mm512_set1_ps(1)); }
-#else
-extern "C" __m256 Sleef_expf8_u10(__m256);
-extern "C" __m256 __avx_chk_kernel() { return Sleef_expf8_u10(_mm256_set1_ps(1)); }
-#endif
-"""
+# What Inductor's own probe (``VecISA._avx_code``) finds out of an instruction set is that the compiler takes its flags, and
+# that torch has Sleef's functions for it. For that it compiles headers of ATen, links, and loads the result in a process.
+_SMALL_PROBE = "typedef float vector __attribute__((vector_size(64))); vector probe(vector a, vector b) { return a * b; }"
+_SLEEF_FUNCTIONS = {512: "Sleef_expf16_u10", 256: "Sleef_expf8_u10"}
 
 
 @functools.cache
 def probe_instruction_set() -> threading.Thread:
-    """Let Inductor find out, in a thread, what the processor can do: in an empty cache it compiles probes, for seconds."""
+    """Let Inductor find out, in a thread, what the processor can do.
+
+    Inductor's own way compiles and loads half a dozen libraries; this one only compiles, and each in a fraction of the time.
+    Where it says no, on another processor, compiler or torch than it is for, Inductor's own decides.
+    """
 
     def probe() -> None:
-        # One rank of a machine compiles them.
-        with _lock("instruction set"):
-            has_flags = [isa for isa in supported_vec_isa_list if set(str(isa).split()) <= set(x86_isa_checker())]
-            with mock.patch.object(VecISA, "check_build", functools.cache(VecISA.check_build)):
-                # Where the small one fails, on another processor, compiler or torch than it is for, Inductor's own decides.
-                if has_flags and all(isa.check_build(_SMALL_PROBE) for isa in has_flags):
-                    with mock.patch.object(VecISA, "_avx_code", _SMALL_PROBE):
-                        pick_vec_isa()
-                else:
-                    pick_vec_isa()
+        build = VecISA.check_build
+
+        def check_build(isa: VecISA, code: str) -> bool:
+            return _compiles(isa, code) or build(isa, code)
+
+        with mock.patch.object(VecISA, "check_build", check_build):
+            pick_vec_isa()
 
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()
     return thread
+
+
+def _compiles(isa: VecISA, code: str) -> bool:
+    """Whether code that is to probe an instruction set compiles, and torch has the functions that it calls."""
+    if code == VecISA._avx_code:
+        if not _torch_has(_SLEEF_FUNCTIONS.get(isa.bit_width(), "")):
+            return False
+        code = _SMALL_PROBE
+    flags = [*isa.build_arch_flags().split(), *(f"-D{macro}" for macro in isa.build_macro())]
+    command = [get_cpp_compiler(), *flags, "-O1", "-S", "-x", "c++", "-o", os.devnull, "-"]
+    return subprocess.run(command, input=code, text=True, capture_output=True).returncode == 0
+
+
+def _torch_has(function: str) -> bool:
+    libraries = [path for path in Path(torch.__file__).parent.glob("lib/libtorch_cpu.*") if path.suffix in (".so", ".dylib")]
+    return any(hasattr(ctypes.CDLL(str(path)), function) for path in libraries)
 
 
 def _lock(key: Hashable) -> FileLock:

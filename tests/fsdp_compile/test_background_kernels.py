@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.cpu_vec_isa import VecISA, supported_vec_isa_list, x86_isa_checker
 
-from fsdp_compile.background_kernels import _SMALL_PROBE, kernels_in_background, share_among_ranks
+from fsdp_compile.background_kernels import _SLEEF_FUNCTIONS, _compiles, kernels_in_background, share_among_ranks
 
 
 def test_ranks_share_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +80,29 @@ def test_waits_are_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not x86_isa_checker(), reason="an x86 processor's instruction sets")
-def test_small_probe_asks_what_inductors_does() -> None:
+def test_a_probe_finds_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     isa = next(isa for isa in supported_vec_isa_list if set(str(isa).split()) <= set(x86_isa_checker()))
-    assert isa.check_build(_SMALL_PROBE) == isa.check_build(VecISA._avx_code)
-    # A torch without the function.
-    assert not isa.check_build(_SMALL_PROBE.replace("Sleef_expf", "Sleef_nothing"))
+    assert _compiles(isa, VecISA._avx_code)
+    # A compiler that does not know the flag, code that it cannot compile, and a torch without the function.
+    monkeypatch.setattr(isa, "_arch_flags", "-mno_such_instructions")
+    assert not _compiles(isa, VecISA._avx_code)
+    monkeypatch.undo()
+    assert not _compiles(isa, "no code")
+    monkeypatch.setitem(_SLEEF_FUNCTIONS, isa.bit_width(), "Sleef_nothing")
+    assert not _compiles(isa, VecISA._avx_code)
+
+
+@pytest.mark.skipif(not x86_isa_checker(), reason="an x86 processor's instruction sets")
+def test_probing_finds_what_inductor_finds() -> None:
+    def found_by(code: str) -> str:
+        describe = "print([(str(isa), isa.build_arch_flags()) for isa in cpu_vec_isa.valid_vec_isa_list()])"
+        return subprocess.run(
+            [sys.executable, "-c", f"from torch._inductor import cpu_vec_isa\n{code}\n{describe}"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+
+    probed = found_by("from fsdp_compile.background_kernels import probe_instruction_set\nprobe_instruction_set().join()")
+    assert probed == found_by("")
+    assert "avx" in probed

@@ -15,13 +15,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from passes.ops import unshard
 
 from .controls import GradientControls
 from .schedule_controls import ScheduleControls
-from .unit import Unit
+from .unit import Scope, ShardedParam, Unit, shard_attribute
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -33,6 +34,7 @@ class _Sharded:
     """What both kinds of classes have in common."""
 
     _fsdp_unit: Unit
+    _fsdp_scope: Scope
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # A container makes new containers of its own class when it is sliced; they hold no shards of their own.
@@ -86,19 +88,33 @@ class FSDPModule(GradientControls, ScheduleControls, _Sharded):
 
 
 def _sharded_property(name: str) -> property:
+    attribute = shard_attribute(name)
+
+    # Dynamo goes through this for each parameter of each layer: every object and attribute on the way costs time, and a guard.
     def read(self: Any) -> Any:
-        sharded = self._fsdp_sharded[name]
-        if not self._fsdp_unit.scope.active:
-            unsharded = None if torch.compiler.is_compiling() else sharded.unsharded()
-            return self._parameters[name] if unsharded is None else unsharded
-        if sharded.unit.is_meta:
-            raise RuntimeError(sharded.meta_message())
-        if not torch.compiler.is_compiling():
-            sharded.sync_requires_grad()
-            sharded.unit.scope.wait_for_optimizer()
-        return unshard(sharded.shard, *sharded.args, **sharded.kwargs)
+        if not is_compiling():
+            return _read_eagerly(self, name)
+        if not self._fsdp_scope.active:
+            return self._parameters[name]
+        found = getattr(self, attribute)
+        if found is None:
+            raise RuntimeError(self._fsdp_sharded[name].meta_message())
+        shard, args, kwargs = found
+        return unshard(shard, *args, **kwargs)
 
     return property(read)
+
+
+def _read_eagerly(module: Any, name: str) -> Any:
+    sharded: ShardedParam = module._fsdp_sharded[name]
+    if not module._fsdp_scope.active:
+        unsharded = sharded.unsharded()
+        return module._parameters[name] if unsharded is None else unsharded
+    if sharded.shard.is_meta:
+        raise RuntimeError(sharded.meta_message())
+    sharded.sync_requires_grad()
+    sharded.unit.scope.wait_for_optimizer()
+    return unshard(sharded.shard, *sharded.args, **sharded.kwargs)
 
 
 def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:
@@ -118,10 +134,12 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = self._fsdp_scope
+        was_active = scope.active
+        if was_active and not casts:
+            return forward(self, *args, **kwargs)
         unit = self._fsdp_unit
         policy = unit.mp_policy
-        scope = unit.scope
-        was_active = scope.active
         scope.active = True
         try:
             if casts and policy.param_dtype is not None and policy.cast_forward_inputs:
@@ -166,6 +184,7 @@ def swap_class(module: nn.Module, unit: Unit, is_unit: bool) -> None:
         is_unit: the former: it becomes ``FSDP<Class>``, else ``Sharded<Class>``.
     """
     module._fsdp_unit = unit  # type: ignore[assignment]
+    module._fsdp_scope = unit.scope  # type: ignore[assignment]
     names = tuple(module.__dict__.get("_fsdp_sharded", ()))
     module.__class__ = _make_class(type(module), names, is_unit)
     if "forward" in module.__dict__:

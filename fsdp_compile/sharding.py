@@ -102,9 +102,9 @@ def fully_shard(
     _install(unit, found, dims)
     for member in modules:
         swap_class(member, unit, is_unit=True)
+    unit.allocate()
     for member in modules:
         _name_units(member)
-    unit.allocate()
     return module
 
 
@@ -246,6 +246,8 @@ def _install(unit: Unit, found: dict[nn.Parameter, _Owners], dims: dict[nn.Param
         for module, name, _ in owners:
             sharded.owners.append((module, name))
             owned.setdefault(module, {})[name] = sharded
+        if sharded.unit is not unit:
+            sharded.update_operator_args()
     for module, params in owned.items():
         for name, sharded in params.items():
             module._parameters[name] = sharded.param
@@ -262,6 +264,9 @@ def _name_units(root: nn.Module) -> None:
     scope = root_unit.scope
     units = dict.fromkeys(unit for module in prefixes if (unit := unit_of(module)) is not None)
     scope.units = list(units)
+    for module in prefixes:
+        if unit_of(module) is not None:
+            module._fsdp_scope = scope  # type: ignore[assignment]
     for unit in units:
         unit.name = prefixes.get(unit.modules[0], unit.name)
         unit.is_root = unit.is_root and root in unit.modules

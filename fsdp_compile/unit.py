@@ -31,6 +31,12 @@ from .param_state import ParamState
 from .unsharding import PendingGather, abandon_unshard, finish_unshard
 
 
+def shard_attribute(name: str) -> str:
+    """The attribute of a module with the shard of its parameter of this name, as a forward takes it: the shard, and positional
+    and keyword arguments of ``unshard``; None for one without memory."""
+    return f"_fsdp_shard_{name}"
+
+
 class ShardedParam:
     """One parameter of a unit.
 
@@ -187,6 +193,8 @@ class ShardedParam:
         }
         defaults = {"dim": 0, "reshard_after_forward": True, "post_forward_group": "", "replicate_group": ""}
         self.kwargs = {key: value for key, value in kwargs.items() if value != defaults.get(key)}
+        for module, name in self.owners:
+            module.__dict__[shard_attribute(name)] = None if self.shard.is_meta else (self.shard, self.args, self.kwargs)
 
     def sync_requires_grad(self) -> bool:
         """Let the shard follow the parameter's ``requires_grad``. Returns whether it had to change."""
@@ -298,7 +306,6 @@ class Unit:
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.pending: list[PendingGather] = []
         self.averagings: dict[tuple[Any, ...], tuple[Averaging, tuple[float, ...]]] = {}
-        # A plain attribute, not derived: traced code reads it.
         self.is_meta = False
         self.params: list[ShardedParam] = []
         self.storages: dict[torch.dtype, Tensor] = {}

@@ -171,6 +171,22 @@ def test_parameters_inside_and_outside_of_forward(child_is_a_unit: bool, fake_ra
             assert tensor.dtype == torch.bfloat16 and tensor.requires_grad
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parameter_tied_across_trees(compiled: bool, fake_ranks: None) -> None:
+    """Each of two models reads the parameter in its own forward, whichever of them has it in a unit."""
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    fully_shard(first)
+    fully_shard(second)
+    calls = [torch.compile(module, fullgraph=True, **_EAGER_LOWERING) if compiled else module for module in (first, second)]
+    for dtype in (torch.float32, torch.bfloat16):
+        # A cast moves the parameter into other memory.
+        first.to(dtype)
+        second.to(dtype)
+        for call in calls:
+            assert call(torch.zeros(2, 8, dtype=dtype)).dtype == dtype
+
+
 def test_parameters_by_every_way(fake_ranks: None) -> None:
     """Attribute, ``get_parameter``, iteration, ``state_dict``: outside of forward all are the same object."""
     model = _sharded_mlp()

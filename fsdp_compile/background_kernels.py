@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from filelock import FileLock
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -95,7 +95,13 @@ def _compiles(isa: VecISA, code: str) -> bool:
         code = _SMALL_PROBE
     flags = [*isa.build_arch_flags().split(), *(f"-D{macro}" for macro in isa.build_macro())]
     command = [get_cpp_compiler(), *flags, "-O1", "-S", "-x", "c++", "-o", os.devnull, "-"]
-    return subprocess.run(command, input=code, text=True, capture_output=True).returncode == 0
+    # One rank of a machine asks, once for a compiler.
+    lock = _lock((command, code, get_compiler_version_info(command[0])))
+    compiles = Path(f"{lock.lock_file}.compiles")
+    with lock:
+        if not compiles.exists() and subprocess.run(command, input=code, text=True, capture_output=True).returncode == 0:
+            compiles.touch()
+        return compiles.exists()
 
 
 def _torch_has(function: str) -> bool:

@@ -80,13 +80,18 @@ def test_waits_are_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not x86_isa_checker(), reason="an x86 processor's instruction sets")
-def test_a_probe_finds_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_finds_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     isa = next(isa for isa in supported_vec_isa_list if set(str(isa).split()) <= set(x86_isa_checker()))
     assert _compiles(isa, VecISA._avx_code)
+    with monkeypatch.context() as patch:
+        # Asked once.
+        patch.setattr(subprocess, "run", None)
+        assert _compiles(isa, VecISA._avx_code)
     # A compiler that does not know the flag, code that it cannot compile, and a torch without the function.
-    monkeypatch.setattr(isa, "_arch_flags", "-mno_such_instructions")
-    assert not _compiles(isa, VecISA._avx_code)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(isa, "_arch_flags", "-mno_such_instructions")
+        assert not _compiles(isa, VecISA._avx_code)
     assert not _compiles(isa, "no code")
     monkeypatch.setitem(_SLEEF_FUNCTIONS, isa.bit_width(), "Sleef_nothing")
     assert not _compiles(isa, VecISA._avx_code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,7 @@ from passes.segments import Segment, cut_into_segments
 from passes.sync_plan import Plan
 
 from .agreement import agree
-from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks
+from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks, split_among_cores
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
 from .garbage import collector_paused
 from .options import Options
@@ -261,20 +261,26 @@ class _Lowering:
         """The program of collectives and segments: its source, with that of the segments, and its function."""
         outer, segments = cut_into_segments(gm)
         keys = {name: (self.is_backward, segment.key) for name, segment in segments.items()}
-        work: dict[Hashable, Callable[[], Any]] = {
-            keys[name]: functools.partial(self._compile_segment, segment)
-            for name, segment in segments.items()
-            if keys[name] not in self._kernels
+        new: dict[Hashable, Segment] = {
+            keys[name]: segment for name, segment in segments.items() if keys[name] not in self._kernels
         }
         if _devices(gm.graph) == {torch.device("cpu")}:
-            with kernels_in_background():
-                self._kernels.update(share_among_ranks(work))
+            groups = split_among_cores({key: len(segment.graph_module.graph.nodes) for key, segment in new.items()})
+            with kernels_in_background() as end_library:
+                share_among_ranks({group: functools.partial(self._compile, group, new, end_library) for group in groups})
         else:
-            self._kernels.update({key: compile_segment() for key, compile_segment in work.items()})
+            self._compile(new, new)
         compiled = {name: self._kernels[key] for name, key in keys.items()}
         source, function = write_program(outer, compiled, gm)
         parts = [f"# {name}\n{kernels.source_code}" for name, kernels in compiled.items() if hasattr(kernels, "source_code")]
         return "\n\n".join([source, *parts]), function
+
+    def _compile(
+        self, keys: Iterable[Hashable], segments: Mapping[Hashable, Segment], end_library: Callable[[], None] = lambda: None
+    ) -> None:
+        for key in keys:
+            self._kernels[key] = self._compile_segment(segments[key])
+        end_library()
 
     def _compile_segment(self, segment: Segment) -> Any:
         inputs = [node.meta["val"] for node in segment.graph_module.graph.find_nodes(op="placeholder")]

@@ -28,35 +28,41 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def kernels_in_background() -> Iterator[None]:
+def kernels_in_background() -> Iterator[Callable[[], None]]:
     """Let C++ compilers work while Inductor goes on: what it compiles inside of the ``with`` block is waited for at its end.
 
     Generated code waits for its own kernels when it is loaded. Nothing runs it before the block ends, so it may as well wait
-    then. Its kernels are compiled together (:mod:`fsdp_compile.kernel_library`). Only for C++: Inductor's cache wants to see
-    Triton kernels when a graph is done.
+    then. Only for C++: Inductor's cache wants to see Triton kernels when a graph is done.
+
+    Gives a function to call now and then: what was asked for since the last call is compiled together
+    (:mod:`fsdp_compile.kernel_library`), from then on.
     """
     # Otherwise Inductor would probe, too.
     probe_instruction_set().join()
     waits: list[tuple[AsyncCompile, dict[str, Any]]] = []
-    libraries: dict[AsyncCompile, KernelLibrary] = {}
+    libraries = [KernelLibrary()]
     compile_alone = AsyncCompile.cpp_pybinding
 
     def cpp_pybinding(compiler: AsyncCompile, argtypes: list[str], source: str) -> Any:
         if not KernelLibrary.takes(source):
             return compile_alone(compiler, argtypes, source)
-        return libraries.setdefault(compiler, KernelLibrary()).add(argtypes, source)
+        return libraries[-1].add(argtypes, source)
 
     def wait(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
-        if compiler in libraries:
-            libraries[compiler].compile()
         waits.append((compiler, scope))
 
+    def end_library() -> None:
+        if not libraries[-1].is_empty:
+            libraries[-1].compile()
+            libraries.append(KernelLibrary())
+
     with mock.patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding), mock.patch.object(AsyncCompile, "wait", wait):
-        yield
+        yield end_library
+    end_library()
     for compiler, scope in waits:
         compiler.wait(scope)
-        if compiler in libraries:
-            libraries[compiler].fill(scope)
+    for library in libraries[:-1]:
+        library.fill([scope for _, scope in waits])
 
 
 # What Inductor's own probe (``VecISA._avx_code``) finds out of an instruction set is that the compiler takes its flags, and
@@ -113,6 +119,18 @@ def _lock(key: Hashable) -> FileLock:
     folder = os.path.join(cache_dir(), "fsdp_compile_locks")
     os.makedirs(folder, exist_ok=True)
     return FileLock(os.path.join(folder, hashlib.sha256(repr(key).encode()).hexdigest()[:32]))
+
+
+def split_among_cores(sizes: Mapping[K, int]) -> list[tuple[K, ...]]:
+    """Groups of about equal size, one for each core of the machine: as few libraries as keep all of them busy.
+
+    Args:
+        sizes: of what there is to compile, by keys that are equal, and in the same order, on all ranks.
+    """
+    groups: list[list[K]] = [[] for _ in range(min(len(sizes), os.cpu_count() or 1))]
+    for key in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        min(groups, key=lambda group: sum(map(sizes.__getitem__, group))).append(key)
+    return [tuple(group) for group in groups]
 
 
 def share_among_ranks(work: Mapping[K, Callable[[], T]]) -> dict[K, T]:

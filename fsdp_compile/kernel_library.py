@@ -1,4 +1,4 @@
-"""The C++ kernels of one generated program, compiled as one library.
+"""C++ kernels of generated programs, compiled as one library.
 
 Inductor compiles each kernel by itself, and most of what that takes is not the kernel: behind the precompiled header, the
 compiler instantiates for every file what the headers of ATen's vectors need, which is half a second that kernels can share.
@@ -9,7 +9,7 @@ The library lives in Inductor's cache and has Inductor's bindings: a Python func
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,16 @@ class PendingKernel:
 
 
 class KernelLibrary:
-    """The kernels that a program asks for, to be compiled together once it has asked for all."""
+    """The kernels that programs ask for, to be compiled together once they have asked for all."""
 
     def __init__(self) -> None:
-        self._kernels: list[tuple[Sequence[str], str]] = []
+        self._kernels: dict[tuple[tuple[str, ...], str], int] = {}
         self._load: Callable[[], Callable[[], Sequence[Kernel]]] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has asked for a kernel."""
+        return not self._kernels
 
     @staticmethod
     def takes(source: str) -> bool:
@@ -73,8 +78,8 @@ class KernelLibrary:
             source: C++ of the kernel, as Inductor writes it.
         """
         kernel_code_log.info("CPP+Bindings Kernel:\n%s", source)
-        self._kernels.append((argtypes, source))
-        return PendingKernel(self, len(self._kernels) - 1)
+        # Programs may have a kernel in common.
+        return PendingKernel(self, self._kernels.setdefault((tuple(argtypes), source), len(self._kernels)))
 
     def compile(self) -> None:
         """Begin to compile in the background; where Inductor has no workers for that, :meth:`fill` does it."""
@@ -82,19 +87,20 @@ class KernelLibrary:
         submit = AsyncCompile.submit if get_compile_threads() > 1 else None
         self._load = bindings.load_pybinding_async([], code, submit_fn=submit)
 
-    def fill(self, scope: dict[str, Any]) -> None:
-        """Wait, and put the kernels among the globals of the program, in the place of what stands for them."""
+    def fill(self, scopes: Iterable[dict[str, Any]]) -> None:
+        """Wait, and put the kernels among the globals of the programs, in the place of what stands for them."""
         assert self._load is not None, "The library has not been compiled."
         kernels = self._load()()
-        for name, value in scope.items():
-            if isinstance(value, PendingKernel) and value.library is self:
-                scope[name] = kernels[value.index]
+        for scope in scopes:
+            for name, value in scope.items():
+                if isinstance(value, PendingKernel) and value.library is self:
+                    scope[name] = kernels[value.index]
 
     def _bindings(self) -> tuple[type[CppPythonBindingsCodeCache], str]:
         """Inductor's bindings for one function, which gives the kernels, and the code that stands ahead of them."""
         includes: dict[str, None] = {}
         kernels, functions, results = [], [], []
-        for index, (argtypes, source) in enumerate(self._kernels):
+        for (argtypes, source), index in self._kernels.items():
             name = f"kernel_{index}"
             lines = source.splitlines()
             includes.update(dict.fromkeys(line for line in lines if line.startswith("#include")))

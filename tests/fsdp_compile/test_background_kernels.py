@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +13,13 @@ import pytest
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.cpu_vec_isa import VecISA, supported_vec_isa_list, x86_isa_checker
 
-from fsdp_compile.background_kernels import _SLEEF_FUNCTIONS, _compiles, kernels_in_background, share_among_ranks
+from fsdp_compile.background_kernels import (
+    _SLEEF_FUNCTIONS,
+    _compiles,
+    kernels_in_background,
+    share_among_ranks,
+    split_among_cores,
+)
 
 
 def test_ranks_share_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +68,13 @@ def test_work_that_fails_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(TimeoutError, match="no compiler"):
         share_among_ranks({"segment": fail})
     assert share_among_ranks({"segment": lambda: 1}) == {"segment": 1}
+
+
+@pytest.mark.parametrize(("cores", "groups"), [(1, ["cbad"]), (2, ["cd", "ba"]), (3, ["c", "b", "ad"]), (8, list("cbad"))])
+def test_work_is_split_among_cores(cores: int, groups: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert split_among_cores({"a": 2, "b": 4, "c": 5, "d": 1}) == [tuple(group) for group in groups]
+    assert split_among_cores({}) == []
 
 
 def test_waits_are_put_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,17 @@ def test_kernels_share_a_file_and_not_their_helpers() -> None:
     library = KernelLibrary()
     program = {"double": library.add(_TYPES, _KERNEL.format(change="2 * value")), "number": 3}
     program["negate"] = library.add(_TYPES, _KERNEL.format(change="-value"))
+    other_program = {"minus": library.add(_TYPES, _KERNEL.format(change="-value"))}
+    assert other_program["minus"] == program["negate"]
     library.compile()
-    library.fill(program)
+    library.fill([program, other_program])
     x, out = torch.arange(5.0), torch.empty(5)
     program["double"](x, out, 5)
     assert out.tolist() == [0, 2, 4, 6, 8]
     program["negate"](x, out, 5)
     assert out.tolist() == [0, -1, -2, -3, -4]
+    other_program["minus"](out, out, 5)
+    assert out.tolist() == [0, 1, 2, 3, 4]
     assert program["number"] == 3
     with pytest.raises(RuntimeError, match="requires a tuple of 3 args"):
         program["negate"](x, out)
@@ -43,14 +47,23 @@ def test_takes_what_has_one_kernel_of_the_common_name() -> None:
     assert not KernelLibrary.takes(_KERNEL.format(change="value") * 2)
 
 
-def test_a_program_of_several_kernels_has_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_kernels_of_programs_share_a_library(apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.softmax((x + 1) @ weight, -1)
 
+    def another(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x + 2) @ weight
+
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     inputs = [torch.randn(4, 4), torch.randn(4, 4)]
-    with kernels_in_background():
-        compiled = torch._inductor.compile(torch.fx.symbolic_trace(function), inputs)
-    torch.testing.assert_close(compiled(*inputs), function(*inputs))
+    programs = {}
+    with kernels_in_background() as end_library:
+        for traced in (function, another):
+            programs[traced] = torch._inductor.compile(torch.fx.symbolic_trace(traced), inputs)
+            if apart:
+                end_library()
+    for traced, program in programs.items():
+        torch.testing.assert_close(program(*inputs), traced(*inputs))
     sources = [path.read_text() for path in tmp_path.rglob("*.main.cpp")]
-    assert [source.count('extern "C"') for source in sources] == [2]
+    assert sorted(source.count('extern "C"') for source in sources) == ([1, 2] if apart else [3])

@@ -154,8 +154,9 @@ def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
 
 def land_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
     """Set ``param.grad`` of a bucket's parameters to views of the flat shard of their gradients."""
-    for param, piece in zip(params, _slices(params, flat), strict=True):
-        set_grad_in(param.param, param.unpad(piece.tensor().view(param.padded_shape)), piece)
+    runs = flat.split([param.padded_numel for param in params])
+    for param, piece, run in zip(params, _slices(params, flat), runs, strict=True):
+        set_grad_in(param.param, param.unpad(run.view(param.padded_shape)), piece)
 
 
 def _slices(params: Sequence[ShardedParam], flat: Tensor) -> list[FlatSlice]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,8 +24,7 @@ def _count_step(*_: object) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-@dataclass(frozen=True)
-class FlatSlice:
+class FlatSlice(NamedTuple):
     """A run of a flat buffer: ``numel`` elements from ``offset`` on."""
 
     flat: Tensor

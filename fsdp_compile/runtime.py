@@ -232,7 +232,9 @@ class PlannedGraph:
             for member in self._shards_read:
                 sharded_param(args[member]).end_forward()
         self._release(gathers, reductions)
-        outputs = list(variant.function(args))
+        # Autograd has nothing to record here, but each functional collective would pass through its formula, in Python.
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs = list(variant.function(args))
         for slot, value in zip(variant.outputs, outputs[self._num_outputs :], strict=True):
             _land(slot, value, gathers, reductions)
         for reduction in reductions:

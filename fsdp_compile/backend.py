@@ -267,20 +267,24 @@ class _Lowering:
         if _devices(gm.graph) == {torch.device("cpu")}:
             groups = split_among_cores({key: len(segment.graph_module.graph.nodes) for key, segment in new.items()})
             with kernels_in_background() as end_library:
-                share_among_ranks({group: functools.partial(self._compile, group, new, end_library) for group in groups})
+                work = {group: functools.partial(self._compile_together, group, new, end_library) for group in groups}
+                done = list(share_among_ranks(work).values())
         else:
-            self._compile(new, new)
+            done = [self._compile_together(new, new)]
+        # Whole, or after a failure not at all.
+        for kernels in done:
+            self._kernels.update(kernels)
         compiled = {name: self._kernels[key] for name, key in keys.items()}
         source, function = write_program(outer, compiled, gm)
         parts = [f"# {name}\n{kernels.source_code}" for name, kernels in compiled.items() if hasattr(kernels, "source_code")]
         return "\n\n".join([source, *parts]), function
 
-    def _compile(
+    def _compile_together(
         self, keys: Iterable[Hashable], segments: Mapping[Hashable, Segment], end_library: Callable[[], None] = lambda: None
-    ) -> None:
-        for key in keys:
-            self._kernels[key] = self._compile_segment(segments[key])
+    ) -> dict[Hashable, Any]:
+        kernels = {key: self._compile_segment(segments[key]) for key in keys}
         end_library()
+        return kernels
 
     def _compile_segment(self, segment: Segment) -> Any:
         inputs = [node.meta["val"] for node in segment.graph_module.graph.find_nodes(op="placeholder")]

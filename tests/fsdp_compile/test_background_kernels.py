@@ -8,11 +8,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.cpu_vec_isa import VecISA, supported_vec_isa_list, x86_isa_checker
 
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.backend import _Lowering
 from fsdp_compile.background_kernels import (
     _SLEEF_FUNCTIONS,
     _compiles,
@@ -20,6 +27,7 @@ from fsdp_compile.background_kernels import (
     share_among_ranks,
     split_among_cores,
 )
+from passes.segments import Segment
 
 
 def test_ranks_share_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,3 +133,30 @@ def test_probing_finds_what_inductor_finds() -> None:
     probed = found_by("from fsdp_compile.background_kernels import probe_instruction_set\nprobe_instruction_set().join()")
     assert probed == found_by("")
     assert "avx" in probed
+
+
+def test_a_failure_leaves_no_kernels_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward that could not be compiled is compiled anew when it is called again."""
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(fully_shard(nn.Sequential(nn.Linear(8, 8), nn.GELU())), nn.Linear(8, 8))
+        compiled = torch.compile(fully_shard(model), backend=fsdp_backend)
+        losses = [compiled(torch.ones(2, 8)).square().sum() for _ in range(2)]
+        compile_segment, calls = _Lowering._compile_segment, []
+
+        def fail_at_the_second(lowering: _Lowering, segment: Segment) -> Any:
+            calls.append(segment)
+            if len(calls) == 2:
+                raise OSError("no space left")
+            return compile_segment(lowering, segment)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_Lowering, "_compile_segment", fail_at_the_second)
+            with pytest.raises(OSError, match="no space left"):
+                losses[0].backward()
+        losses[1].backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()

@@ -12,7 +12,8 @@ code    Compile a sharded model for this GPU and, in a process that sees no GPU,
         launch the same kernels, collectives and waits in the same order.
 time    Time forward and backward of a Llama of 1.2 billion parameters in bf16, as one of eight pretended ranks: all kernels of
         sharding and no communication; in comparison with the same model in one piece, compiled, and with FSDP2. Systems take
-        turns; figures are medians. Then the model in one piece and fsdp_backend's as a CUDA graph each.
+        turns; figures are medians. Then fsdp_backend with options={"cudagraphs": True}, and whole steps of the model in one
+        piece and of fsdp_backend's as a CUDA graph each.
 
 The exit code is 1 where gradients or code differ or a check fails. Whether the goals for time are met is printed, and no error.
 """
@@ -20,6 +21,7 @@ The exit code is 1 where gradients or code differ or a check fails. Whether the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import math
 import os
@@ -35,11 +37,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import allocations, cuda_graph, device_profile, parity, ranks, report
+from harness import allocations, cuda_graph, device_profile, parity, ranks, replay, report
 from harness.flags import names_of
 from harness.link import LOOPBACK
 from harness.llama import LlamaSize
-from harness.systems import BASE, YARDSTICK, Setting, System, build, shard_blocks
+from harness.systems import BASE, RECORDED, YARDSTICK, Setting, System, build, shard_blocks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -103,16 +105,36 @@ def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]
         if name in args.precisions:
             result[name] = parity.compare(name, Setting(size, mesh, device, lowering=args.lowering))
             ranks.progress(f"parity on {dist.get_backend()}, {name}: done")
+    setting = Setting(size, mesh, device, lowering=args.lowering)
+    if mesh.size() == 1:
+        result["fp32, cudagraphs"] = graphed_parity(lambda: recorded_parity(setting))
     if dist.get_backend() == "nccl":
-        torch._dynamo.reset()
-        system = build(_OURS, Setting(size, mesh, device))
-        try:
-            _, distance = captured(system, size.make_batch(0, device))
-            result["fp32, CUDA graph"] = {"ours": distance, "fsdp2": 0.0}
-        except RuntimeError as error:
-            # What was measured before it is worth having.
-            result["fp32, CUDA graph"] = {"ours": math.nan, "fsdp2": 0.0, "error": str(error)}
+        result["fp32, CUDA graph of a step"] = graphed_parity(lambda: captured_parity(setting))
     return result
+
+
+def graphed_parity(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What is measured, or why not: the rest is worth having all the same."""
+    try:
+        return measure()
+    except Exception as error:
+        return {"ours": math.nan, "fsdp2": 0.0, "error": str(error)}
+
+
+def recorded_parity(setting: Setting) -> dict[str, Any]:
+    with recordings(setting.device):
+        return parity.compare("fp32", setting, RECORDED)
+
+
+def captured_parity(setting: Setting) -> dict[str, Any]:
+    torch._dynamo.reset()
+    _, distance = captured(build(_OURS, setting), setting.size.make_batch(0, setting.device))  # type: ignore[attr-defined]
+    return {"ours": distance, "fsdp2": 0.0}
+
+
+def recordings(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """What ``options={"cudagraphs": True}`` needs on a device: in a dry run, recordings of operators."""
+    return replay.on_cpu() if device.type == "cpu" else contextlib.nullcontext()
 
 
 def captured(system: System, batch: tuple[Tensor, Tensor]) -> tuple[Callable[[], None], float]:
@@ -124,10 +146,15 @@ def captured(system: System, batch: tuple[Tensor, Tensor]) -> tuple[Callable[[],
     for gradient in local_gradients(system):
         gradient.fill_(math.nan)
     replay()
-    pairs = list(zip(local_gradients(system), expected, strict=True))
+    return replay, distance(local_gradients(system), expected)
+
+
+def distance(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Between gradients, relative to the norm of what is expected."""
+    pairs = list(zip(gradients, expected, strict=True))
     difference = sum((a.float() - e.float()).square().sum() for a, e in pairs)
     size = sum(e.float().square().sum() for _, e in pairs)
-    return replay, math.sqrt(float(difference / size))  # type: ignore[operator]
+    return math.sqrt(float(difference / size))  # type: ignore[operator]
 
 
 def local_gradients(system: System) -> list[Tensor]:
@@ -212,7 +239,12 @@ def measure_time(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     setting = Setting(size, mesh, device, lowering=args.lowering)
     batch = size.make_batch(0, device)
     systems: dict[str, System] = {}
-    result: dict[str, Any] = {"size": size.describe(), "systems": {name: {} for name in _SYSTEMS}, "graphs": {}}
+    result: dict[str, Any] = {
+        "size": size.describe(),
+        "device": args.device,
+        "systems": {name: {} for name in _SYSTEMS},
+        "graphs": {},
+    }
     for name, found in result["systems"].items():
         began, before = time.perf_counter(), live(device)
         systems[name] = build(name, setting)
@@ -235,9 +267,18 @@ def measure_time(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
         for name, found in result["systems"].items():
             found["peak"] = max(allocations.peaks([steps[name]] * 3, device))
     # Last, as a capture that fails can leave the device useless.
+    graphs = {RECORDED: lambda: measure_recorded(setting, systems[_OURS], batch, steps[_OURS], args.rounds)}
     for name in _CAPTURED if device.type == "cuda" else ():
-        result["graphs"][name] = measure_captured(systems[name], batch, steps[name], args.rounds, device)
-        ranks.progress(f"{name}: CUDA graph {'failed' if 'error' in result['graphs'][name] else 'measured'}")
+        graphs[f"{name}, a step as one"] = lambda name=name: measure_captured(
+            systems[name], batch, steps[name], args.rounds, device
+        )
+    for name, measure in graphs.items():
+        try:
+            result["graphs"][name] = measure()
+        except RuntimeError as error:
+            result["graphs"][name] = {"error": str(error).splitlines()[0]}
+        forget(systems[_OURS])
+        ranks.progress(f"{name}: CUDA graphs {'failed' if 'error' in result['graphs'][name] else 'measured'}")
     return result
 
 
@@ -279,26 +320,51 @@ def time_steps(step: Callable[[], None], device: torch.device) -> Times:
     return Times(elapsed * 1000 / _STEPS, (issued - began) * 1000 / _STEPS, begin.elapsed_time(end) / _STEPS)
 
 
+def measure_recorded(
+    setting: Setting, unrecorded: System, batch: tuple[Tensor, Tensor], step: Callable[[], None], rounds: int
+) -> dict[str, Any]:
+    """Times, activity and memory of steps whose graphs are CUDA graphs, taking turns with a step that has none."""
+    device = setting.device
+    with recordings(device):
+        before = live(device)
+        system = build(RECORDED, setting)
+        for _ in range(_WARM_UP_STEPS + 1):
+            forget(system)
+            forward_backward(system, batch)
+        held = live(device) - before
+        forward_backward(unrecorded, batch)
+        off = distance(local_gradients(system), local_gradients(unrecorded))
+        forget(unrecorded)
+
+        def recorded_step() -> None:
+            forget(system)
+            forward_backward(system, batch)
+
+        with allocations.inputs_held_in_flight(device):
+            peak = max(allocations.peaks([recorded_step] * 3, device))
+        return measure_graphs(step, recorded_step, rounds, device, off) | {"held": held, "peak": peak}
+
+
 def measure_captured(
     system: System, batch: tuple[Tensor, Tensor], step: Callable[[], None], rounds: int, device: torch.device
 ) -> dict[str, Any]:
-    """Times and activity of a step's CUDA graph, taking turns with the step; or why there is none."""
-    try:
-        replay, distance = captured(system, batch)
-        if not distance <= _TOLERANCE:
-            return {"error": f"gradients of the replayed graph are off by {distance:.1e} of their norm"}
-        forget(system)
-        times = time_rounds({"step": step, "graph": replay}, rounds, device)
-        activity = device_profile.profile(replay, _STEPS, device)
-        del replay
-    except RuntimeError as error:
-        return {"error": str(error).splitlines()[0]}
-    finally:
-        forget(system)
-    return {name: [asdict(one) for one in found] for name, found in times.items()} | {
-        "activity": asdict(activity),
-        "distance": distance,
+    """Times and activity of a step's CUDA graph, taking turns with the step."""
+    replay_step, off = captured(system, batch)
+    forget(system)
+    return measure_graphs(step, replay_step, rounds, device, off)
+
+
+def measure_graphs(
+    step: Callable[[], None], graphed: Callable[[], None], rounds: int, device: torch.device, off: float
+) -> dict[str, Any]:
+    """Times of a step and of one with CUDA graphs, and activity of the latter; or why it is worth nothing."""
+    if not off <= _TOLERANCE:
+        return {"error": f"gradients of the replayed graph are off by {off:.1e} of their norm"}
+    times = {
+        name: [asdict(one) for one in found]
+        for name, found in time_rounds({"step": step, "graph": graphed}, rounds, device).items()
     }
+    return times | {"activity": asdict(device_profile.profile(graphed, _STEPS, device)), "distance": off}
 
 
 # --------------------------------------------------------------------------------------------------- jobs
@@ -434,7 +500,8 @@ def summarize(result: dict[str, Any]) -> dict[str, Summary]:
         summary[name] = Summary.of(found["times"], found["activity"], held=found["held"], peak=found["held"] + found["peak"])
     for name, found in result["graphs"].items():
         if "error" not in found:
-            summary[f"{name}, CUDA graph"] = Summary.of(found["graph"], found["activity"])
+            memory = {"held": found["held"], "peak": found["held"] + found["peak"]} if "held" in found else {}
+            summary[name] = Summary.of(found["graph"], found["activity"], **memory)
     return summary
 
 
@@ -468,7 +535,7 @@ def check_time(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list
     print(report.table(header, [one.row(name, summary[BASE]) for name, one in summary.items()]))
     for name, found in result["graphs"].items():
         if "error" in found:
-            print(f"{name} is no CUDA graph: {found['error']}")
+            print(f"{name}: no CUDA graph: {found['error']}")
     met = goals(summary)
     if args.dry_run:
         print("A dry run: times say nothing of any GPU, and sizes nothing of any model.")
@@ -487,8 +554,8 @@ def time_complaints(result: dict[str, Any]) -> list[str]:
         same = name == BASE or math.isclose(found["loss"], losses[_OURS], rel_tol=_TOLERANCE)
         if not (same and math.isfinite(found["loss"])):
             complaints.append(f"time: the loss of {name} is {found['loss']}, that of {_OURS} {losses[_OURS]}")
-    complaints += [f"time: {name} is no CUDA graph" for name, found in result["graphs"].items() if "error" in found]
-    if result["graphs"] and not result["systems"][BASE]["activity"]["kernels"]:
+    complaints += [f"time: {name}: no CUDA graph" for name, found in result["graphs"].items() if "error" in found]
+    if result["device"] == "cuda" and not result["systems"][BASE]["activity"]["kernels"]:
         complaints.append("time: the profiler saw no kernel; is CUPTI installed, and allowed?")
     return complaints
 

@@ -48,7 +48,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     report.add_flags(parser)
     args = parser.parse_args(argv)
     ranks.check_flags(parser, args)
-    args.systems = args.systems or default_systems(args.group)
+    args.systems = args.systems or default_systems(args.group, args.device)
     return args
 
 

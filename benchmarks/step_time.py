@@ -59,7 +59,7 @@ _TOLERANCE = 1e-4
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    systems = "\n".join(f"  {name:15}{what}" for name, what in SYSTEMS.items())
+    systems = "\n".join(f"  {name:17}{what}" for name, what in SYSTEMS.items())
     parser.epilog = f"systems:\n{systems}"
     parser.add_argument("--systems", type=parse_systems, metavar="A,B", help="see below; default all")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default 10")
@@ -82,7 +82,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
             if given:
                 parser.error(f"{flag} needs --microbatches of at least 2")
     ranks.check_flags(parser, args)
-    args.systems = args.systems or default_systems(args.group)
+    args.systems = args.systems or default_systems(args.group, args.device)
     return args
 
 

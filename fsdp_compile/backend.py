@@ -35,6 +35,7 @@ from passes.sync_plan import Plan
 from .agreement import agree
 from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks, split_among_cores
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
+from .cuda_graphs import Recorders
 from .garbage import collector_paused
 from .options import Options
 from .runtime import BoxedFunction, PlannedGraph, boxed, sharded_param
@@ -64,7 +65,7 @@ def fsdp_backend(
     if not shards:
         if any(isinstance(value, nn.Parameter) and not hasattr(value, "_fsdp_ignored") for value in example_inputs):
             _warn_once_that_nothing_is_sharded()
-        if parsed.lowering == "inductor":
+        if parsed.lowering == "inductor" and not parsed.cudagraphs:
             return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
         return _compile(gm, example_inputs, parsed)
     if parsed.lowering == "inductor" and all(example_inputs[index].device.type == "cpu" for index in shards):
@@ -167,9 +168,10 @@ def _compile(
     kernels: dict[Hashable, Any] = {}
     device = next((param.unit.mesh.device for param in (params or {}).values()), None)
     auto = options.auto_schedule(device) if device is not None else None
+    recorders = Recorders(device) if options.cudagraphs else None
 
     def inner_compile(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> BoxedFunction:
-        lowering = _Lowering(graph_module, options, config_patches, kwargs, kernels, auto)
+        lowering = _Lowering(graph_module, options, config_patches, kwargs, kernels, auto, recorders)
         planned = PlannedGraph(
             graph_module,
             lowering,
@@ -204,6 +206,7 @@ class _Lowering:
         kwargs: what ``compile_fx`` has for ``compile_fx_inner``.
         kernels: compiled segments, shared by all graphs of a model and all their variants.
         auto: what to schedule for; None: the default schedule.
+        recorders: make CUDA graphs of programs; None: they do not become any.
     """
 
     def __init__(
@@ -214,6 +217,7 @@ class _Lowering:
         kwargs: dict[str, Any],
         kernels: dict[Hashable, Any],
         auto: AutoSchedule | None,
+        recorders: Recorders | None,
     ):
         self._gm = gm
         self._options = options
@@ -223,6 +227,7 @@ class _Lowering:
         self._kwargs = {**kwargs, "static_input_idxs": ()}
         self._kernels = kernels
         self._auto = auto
+        self._recorders = recorders
         self._group_names = _group_names(gm.graph)
         self._tracing_context = TracingContext.try_get()
         self._compile_context = CompileContext.try_get()
@@ -255,6 +260,8 @@ class _Lowering:
             lowered = boxed(lambda args: gm(*_emptied(args)))
         if is_capturing():
             record(CapturedGraph(snapshot(gm), code, group_names), self.is_backward)
+        if self._recorders is not None:
+            lowered = boxed(self._recorders.recorded(lowered, gm.graph, is_backward=self.is_backward, groups=group_names))
         return lowered, interface
 
     def _lower_with_inductor(self, gm: GraphModule) -> tuple[str, Callable[[list[Any]], Any]]:

@@ -29,7 +29,7 @@ class Options:
             ``CapturedGraph.live_bytes()``.
         hardware: only with "auto": the machine's numbers, or the path of a file that ``fsdp_compile.calibrate`` wrote. Else the
             file that a calibration left, or a table.
-        cudagraphs: only False: a CUDA graph is captured around a whole step, by whoever writes the step.
+        cudagraphs: record forward and backward as CUDA graphs (see :mod:`fsdp_compile.cuda_graphs`).
     """
 
     lowering: str = "inductor"
@@ -44,7 +44,6 @@ class Options:
 
         Raises:
             ValueError: it has a key or a value that means nothing.
-            NotImplementedError: it asks for CUDA graphs.
         """
         known = [field.name for field in fields(Options)]
         for key in options or {}:
@@ -55,15 +54,8 @@ class Options:
             if getattr(parsed, name) not in choices:
                 raise ValueError(f"options[{name!r}] must be one of {choices}, not {getattr(parsed, name)!r}.")
         parsed._check_schedule()
-        if parsed.cudagraphs is not False:
-            # Forward and backward captured apart would have to agree with everything in between on where activations, gathered
-            # parameters and gradients lie: a second forward ahead of the backward, a gradient that accumulates, a parameter
-            # that is kept, another plan.
-            raise NotImplementedError(
-                f"options['cudagraphs'] = {parsed.cudagraphs!r}: the backend captures no CUDA graphs. It compiles forward and "
-                "backward, and only who writes the step knows what has to stay where it is between them and from one step to "
-                "the next. Capture the whole step: run it a few times, then once more in torch.cuda.graph(graph)."
-            )
+        if not isinstance(parsed.cudagraphs, bool):
+            raise ValueError(f"options['cudagraphs'] must be True or False, not {parsed.cudagraphs!r}.")
         return parsed
 
     def _check_schedule(self) -> None:

@@ -58,6 +58,8 @@ def test_gpu_check_runs_dry(tmp_path: Path) -> None:
     # Gathers of pretended ranks copy, so losses say whether all systems gather the same.
     losses = {name: found["loss"] for name, found in results["time"]["systems"].items()}
     assert losses["ours"] == pytest.approx(losses["fsdp2"], rel=1e-5) and losses["ours"] != losses["unsharded"]
+    # Compared with those of steps that are not recorded.
+    assert results["time"]["graphs"]["ours-cudagraphs"]["distance"] < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,8 @@ def time_of_systems(**ours: float) -> dict[str, Any]:
     system = {"loss": 1.0, "times": [{"wall": 12.0, "host": 1.0}], "activity": activity, "held": 100, "peak": 50}
     mine = {**system, "loss": ours.get("loss", 1.0), "activity": {**activity, "kernel_ms": ours.get("kernel_ms", 10.4)}}
     mine |= {"times": [{"wall": wall, "host": 1.0} for wall in (11.0, 10.0, 30.0)], "peak": 49}
-    return {"systems": {"unsharded": system, "fsdp2-compiled": system, "fsdp2": system, "ours": mine}, "graphs": {}}
+    systems = {"unsharded": system, "fsdp2-compiled": system, "fsdp2": system, "ours": mine}
+    return {"device": "cuda", "systems": systems, "graphs": {}}
 
 
 def test_goals_of_a_gpu() -> None:
@@ -239,7 +242,7 @@ def test_gpu_check_complains_of_worthless_figures() -> None:
     ]
     assert "time: the loss of ours is nan" in gpu_check.time_complaints(time_of_systems(loss=math.nan))[-1]
     result = time_of_systems() | {"graphs": {"ours": {"error": "cannot"}}}
-    assert gpu_check.time_complaints(result) == ["time: ours is no CUDA graph"]
+    assert gpu_check.time_complaints(result) == ["time: ours: no CUDA graph"]
     result["systems"]["unsharded"]["activity"]["kernels"] = 0.0
     assert "the profiler saw no kernel" in gpu_check.time_complaints(result)[-1]
 

@@ -20,6 +20,7 @@ from .flags import names_of
 BASE = "unsharded"
 YARDSTICK = "fsdp2-compiled"
 AUTO = "ours-auto"
+RECORDED = "ours-cudagraphs"
 # Names that torch has for its backends, and fsdp_backend for values of its option.
 LOWERINGS = ("inductor", "aot_eager")
 
@@ -181,6 +182,7 @@ _BUILDERS: dict[str, Callable[[Setting], System]] = {
     "fsdp2-async": lambda setting: _fsdp2(setting, compiled=True, async_op=True),
     "ours": _ours,
     AUTO: lambda setting: _ours(setting, schedule="auto", hardware=setting.hardware),
+    RECORDED: lambda setting: _ours(setting, cudagraphs=True),
 }
 
 SYSTEMS = {
@@ -191,6 +193,7 @@ SYSTEMS = {
     "fsdp2-async": "the same, with _set_unshard_async_op(True)",
     "ours": "fsdp_backend",
     AUTO: 'fsdp_backend, with options={"schedule": "auto"}',
+    RECORDED: 'fsdp_backend, with options={"cudagraphs": True}; on CUDA, without Gloo',
 }
 
 
@@ -199,9 +202,15 @@ def build(name: str, setting: Setting) -> System:
     return _BUILDERS[name](setting)
 
 
-def default_systems(group: str) -> list[str]:
-    """All that train with this kind of process group: the reducer of DDP fails with collectives that do nothing."""
-    return [name for name in SYSTEMS if not (name == "ddp" and group == "fake")]
+def default_systems(group: str, device: str) -> list[str]:
+    """All that train with this kind of process group on this kind of device."""
+    left_out = set()
+    if group == "fake":
+        # The reducer of DDP fails with collectives that do nothing.
+        left_out.add("ddp")
+    if device != "cuda" or group == "gloo":
+        left_out.add(RECORDED)
+    return [name for name in SYSTEMS if name not in left_out]
 
 
 #: Names of systems, separated by commas: an argparse type.

@@ -226,7 +226,8 @@ class Trainee:
     Compiling takes most of the time of a test, so that the same compiled model serves several schedules.
 
     Args:
-        system: "fsdp2", "eager" (the library, not compiled), or a lowering of the library's.
+        system: "fsdp2", "eager" (the library, not compiled), a lowering of the library's, or "recorded" (with recordings of
+            CUDA graphs, see :mod:`tests.common.replay`).
         mesh_shape: one dimension for FSDP, (replicate, shard) for HSDP.
         build: makes the model.
         shard: applies ``fully_shard`` to it.
@@ -253,10 +254,11 @@ class Trainee:
         self.names = tuple(self._initial)
         shard(self.model, device_mesh(mesh_shape), fully_shard_of(system), **({} if policy is None else {"mp_policy": policy}))
         self.forward: Forward = self.model
-        if system in ("aot_eager", "inductor"):
+        if system not in ("fsdp2", "eager"):
             from fsdp_compile import fsdp_backend
 
-            self.forward = torch.compile(self.model, backend=fsdp_backend, options={"lowering": system})
+            options = {"lowering": "aot_eager", "cudagraphs": True} if system == "recorded" else {"lowering": system}
+            self.forward = torch.compile(self.model, backend=fsdp_backend, options=options)
 
     def reset(self) -> None:
         """Initial parameters, no gradients, flags at their defaults."""

@@ -25,6 +25,7 @@ from fsdp_compile import (
     cuda_outline,
     fully_shard,
 )
+from fsdp_compile.cuda_graphs import find_device
 from fsdp_compile.cuda_outline import Step, cuda_steps, triton_kernels
 from fsdp_compile.pretend_cuda import require_triton
 from passes.foreach_copies import LARGE
@@ -165,6 +166,13 @@ def test_nothing_waits_for_the_gpu(case: str) -> None:
         assert {step.name for step in cuda_steps(graph)} <= {*_COLLECTIVES, *_KERNELS, "wait", "mm", "addmm"}
         inputs = [node.meta["val"] for node in graph.graph_module.graph.find_nodes(op="placeholder")]
         assert {value.device.type for value in inputs} == {"cuda"}
+
+
+@every_case
+def test_cuda_graphs_can_record_it(case: str) -> None:
+    for graph in graphs_of(case):
+        device, reason = find_device(graph.graph_module.graph)
+        assert device is not None and device.type == "cuda", reason
 
 
 @every_case

@@ -1,0 +1,93 @@
+"""CUDA graphs without CUDA: record operators with the memory that they work on, and run them again on that memory.
+
+What a CUDA graph does with memory, these recordings do: they read what lies where their inputs were, and write to where their
+outputs and everything in between was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_compile import cuda_graphs
+
+_wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+def _where_it_is(tensor: Tensor) -> Tensor:
+    """The same memory without holding it, as a CUDA graph knows addresses alone; what nobody lends is held."""
+    memory = tensor.untyped_storage()
+    if not hasattr(memory, "_fsdp_loan"):
+        return tensor
+    alias = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
+    return torch.empty(0, dtype=tensor.dtype).set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
+
+
+def _poison(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.fill_(math.nan)
+
+
+class _Tape(TorchDispatchMode):
+    """Notes operators that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._before.append((value, value.clone()))
+        results = func(*args, **(kwargs or {}))
+        aliases = [returned.alias_info for returned in func._schema.returns if returned.alias_info is not None]
+        if func is not _wait and (not aliases or any(alias.is_write for alias in aliases)):
+            new = [] if aliases else [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+            self._steps.append((func, *pytree.tree_map_only(Tensor, _where_it_is, (args, kwargs or {}, new))))
+        return results
+
+    def undo(self) -> None:
+        """Give what was written to its values from before: to record a launch is not to launch."""
+        while self._before:
+            written, before = self._before.pop()
+            written.copy_(before)
+
+    def replay(self) -> None:
+        for *_, results in self._steps:
+            for result in results:
+                _poison(result)
+        for func, args, kwargs, results in self._steps:
+            again = [leaf for leaf in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            for old, new in zip(results, again if results else [], strict=True):
+                old.copy_(_wait(new) if func.namespace == "_c10d_functional" else new)
+
+
+class ReplayRecorder:
+    """Records what runs on the CPU. A replay first poisons all memory that the recording wrote."""
+
+    def is_recording(self) -> bool:
+        return False
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        with _Tape() as tape:
+            run()
+        tape.undo()
+        return tape.replay
+
+
+@contextlib.contextmanager
+def on_cpu(recorder: type[ReplayRecorder] = ReplayRecorder) -> Iterator[None]:
+    """Let ``options={"cudagraphs": True}`` record on the CPU, for programs that run operator by operator."""
+    cuda_graphs.RECORDERS["cpu"] = recorder
+    try:
+        yield
+    finally:
+        del cuda_graphs.RECORDERS["cpu"]

@@ -197,7 +197,7 @@ def _corpus(number: int) -> list[tuple[Schedule, ...]]:
     return found[::5]
 
 
-@pytest.mark.parametrize(("mesh_shape", "number"), [((2,), 24), ((2, 2), 16)])
+@pytest.mark.parametrize(("mesh_shape", "number"), [((2,), 20), ((2, 2), 10)])
 def test_does_what_fsdp2_does(mesh_shape: tuple[int, ...], number: int, rank_pools: RankPools) -> None:
     sequences = _corpus(number)
     world = 2 if mesh_shape == (2,) else 4

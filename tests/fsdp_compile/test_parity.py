@@ -243,6 +243,9 @@ _TABLE = [
         reference_rtol=1e-1,
         fsdp2_rtol=1e-3,
     ),
+]
+# What a process does with its shard, however many there are: two ranks show it.
+_OF_EACH_RANK = [
     Case("to_float64", _one_block, dtype=torch.float64),
     # Everything is rounded to bfloat16, parameters and the reduction of gradients included.
     Case("to_bfloat16", _one_block, dtype=torch.bfloat16, optimizer=_sgd, reference_rtol=None, fsdp2_rtol=2e-2),
@@ -264,6 +267,7 @@ _TABLE = [
     Case("adamw_fused", _one_block, optimizer=partial(adamw, fused=True)),
     Case("sgd_root_only", _one_block, _shard_root_only, optimizer=_sgd),
 ]
+_TABLE += [dataclasses.replace(case, worlds=(2,)) for case in _OF_EACH_RANK]
 CASES = {case.name: case for case in _TABLE}
 
 

@@ -106,10 +106,10 @@ def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]
             result[name] = parity.compare(name, Setting(size, mesh, device, lowering=args.lowering))
             ranks.progress(f"parity on {dist.get_backend()}, {name}: done")
     setting = Setting(size, mesh, device, lowering=args.lowering)
-    if mesh.size() == 1:
-        result["fp32, cudagraphs"] = graphed_parity(lambda: recorded_parity(setting))
     if dist.get_backend() == "nccl":
         result["fp32, CUDA graph of a step"] = graphed_parity(lambda: captured_parity(setting))
+    if mesh.size() == 1:
+        result["fp32, cudagraphs"] = graphed_parity(lambda: recorded_parity(setting))
     return result
 
 
@@ -267,17 +267,19 @@ def measure_time(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
         for name, found in result["systems"].items():
             found["peak"] = max(allocations.peaks([steps[name]] * 3, device))
     # Last, as a capture that fails can leave the device useless.
-    graphs = {RECORDED: lambda: measure_recorded(setting, systems[_OURS], batch, steps[_OURS], args.rounds)}
+    graphs: dict[str, Callable[[], dict[str, Any]]] = {}
     for name in _CAPTURED if device.type == "cuda" else ():
         graphs[f"{name}, a step as one"] = lambda name=name: measure_captured(
             systems[name], batch, steps[name], args.rounds, device
         )
+    graphs[RECORDED] = lambda: measure_recorded(setting, systems[_OURS], batch, steps[_OURS], args.rounds)
     for name, measure in graphs.items():
         try:
             result["graphs"][name] = measure()
         except RuntimeError as error:
             result["graphs"][name] = {"error": str(error).splitlines()[0]}
-        forget(systems[_OURS])
+        for system in systems.values():
+            forget(system)
         ranks.progress(f"{name}: CUDA graphs {'failed' if 'error' in result['graphs'][name] else 'measured'}")
     return result
 

@@ -24,7 +24,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -127,7 +127,7 @@ class Recorders:
 
 
 def _title(graph: Graph, is_backward: bool) -> str:
-    """The graph in words: parameters and units that only it has."""
+    """The graph in words, by the first of its inputs."""
     first = next((node.name for node in graph.find_nodes(op="placeholder")), "nothing")
     return f"the {'backward' if is_backward else 'forward'} graph that takes {first} first"
 
@@ -155,9 +155,9 @@ def _is_dynamic(value: Tensor) -> bool:
 
 
 class _Loan:
-    """What the memory of an output holds on to while anybody holds a tensor there, and nothing else does.
+    """The outputs of a replay: exists for as long as anybody holds a tensor in the memory of one of them.
 
-    It keeps the recording, to which the memory belongs.
+    That memory holds on to it, nothing else does, and it keeps the recording, to which the memory belongs.
     """
 
     def __init__(self, recording: _Recording):
@@ -219,30 +219,22 @@ class _Recording:
         replay: launches it again.
         inputs: of the program.
         outputs: of the program; what is no tensor, as it is.
-        loans: of the latest replay.
+        latest_loan: of the latest replay.
     """
 
     replay: Callable[[], None]
     inputs: list[_Input]
     outputs: list[Any]
-    loans: list[weakref.ref[_Loan]] = field(default_factory=list)
+    latest_loan: Callable[[], _Loan | None] = lambda: None
 
     def is_held(self) -> bool:
         """Whether anybody holds an output of the latest replay."""
-        return any(loan() is not None for loan in self.loans)
+        return self.latest_loan() is not None
 
     def moved(self, args: Sequence[Tensor]) -> list[int]:
         """The inputs that are not where the recording reads them."""
         pairs = enumerate(zip(self.inputs, args, strict=True))
         return [index for index, (entry, arg) in pairs if entry.copy is None and entry.address != arg.data_ptr()]
-
-    def lend(self, owner: Tensor) -> Any:
-        """The memory of a tensor of the recording, for others."""
-        memory = owner.untyped_storage()
-        lent: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
-        loan = lent._fsdp_loan = _Loan(self)
-        self.loans.append(weakref.ref(loan))
-        return lent
 
 
 class RecordedProgram:
@@ -343,12 +335,13 @@ class RecordedProgram:
             assert copy is not None
             # Not what lies in its gaps.
             inputs[index].copy_(_like(inputs[index], copy))
-        recording.loans = []
+        loan = _Loan(recording)
+        recording.latest_loan = weakref.ref(loan)
         storages: dict[int, Any] = {}
-        return [_give(output, recording, inputs, storages) for output in recording.outputs]
+        return [_give(output, loan, inputs, storages) for output in recording.outputs]
 
 
-def _give(output: Any, recording: _Recording, inputs: Sequence[Tensor], storages: dict[int, Any]) -> Any:
+def _give(output: Any, loan: _Loan, inputs: Sequence[Tensor], storages: dict[int, Any]) -> Any:
     """An output of the latest replay; those in one memory of the recording share one in ``storages``."""
     if not isinstance(output, _Output):
         return output
@@ -357,10 +350,12 @@ def _give(output: Any, recording: _Recording, inputs: Sequence[Tensor], storages
         return source if output.is_input else output.within(source.untyped_storage(), _start(source))
     if output.is_copied:
         return output.owner.clone()
-    memory = output.owner.untyped_storage()._cdata
-    if memory not in storages:
-        storages[memory] = recording.lend(output.owner)
-    return output.within(storages[memory])
+    memory = output.owner.untyped_storage()
+    if memory._cdata not in storages:
+        lent: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
+        lent._fsdp_loan = loan
+        storages[memory._cdata] = lent
+    return output.within(storages[memory._cdata])
 
 
 def _start(tensor: Tensor) -> Any:

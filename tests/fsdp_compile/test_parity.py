@@ -181,24 +181,8 @@ _TABLE = [
     ),
     Case("fewer_rows_than_ranks", models.Narrow, batch=partial(regression_batch, out=1)),
     _decoder("transformer_uneven", _UNEVEN, inductor_worlds=(2,)),
-    Case("scalar_parameters", models.ScalarParameters, fsdp2=False),
     Case("shard_columns", _one_block, _shard_columns),
-    Case("frozen_in_part", _frozen_in_part),
-    Case("frozen_units", _frozen_units),
-    Case("unused_parameter", models.UnusedParameter),
     _decoder("tied_in_root", {"tied": True}),
-    # FSDP2 shards the weight twice, which unties it.
-    _decoder("tied_across_units", {"tied": True, "layers": 1}, shard=_shard_tied_units, fsdp2=False),
-    Case("shared_weight", models.SharedWeight),
-    Case("recurrent", models.Recurrent),
-    Case("buffers", models.Buffers),
-    Case("containers", models.Containers),
-    Case("reads_child", models.ReadsChild),
-    # FSDP2 gives the parent a shard, which it cannot multiply with.
-    Case("reads_child_unit", models.ReadsChild, _shard_child, fsdp2=False),
-    Case("keywords_and_tuples", models.KeywordsAndTuples),
-    Case("list_of_modules", models.MLP, _shard_list),
-    Case("ignored_params", _one_block, _shard_except_ignored, ignored=_IGNORED),
     # None, the default, is in most other cases: True for blocks and False for the root.
     Case("reshard_true", models.MLP, partial(shard_units, reshard_after_forward=True)),
     Case("reshard_false", models.MLP, partial(shard_units, reshard_after_forward=False)),
@@ -244,8 +228,24 @@ _TABLE = [
         fsdp2_rtol=1e-3,
     ),
 ]
-# What a process does with its shard, however many there are: two ranks show it.
+# What a model is, and what a process does with its shards, however many there are: two ranks show it.
 _OF_EACH_RANK = [
+    Case("scalar_parameters", models.ScalarParameters, fsdp2=False),
+    Case("frozen_in_part", _frozen_in_part),
+    Case("frozen_units", _frozen_units),
+    Case("unused_parameter", models.UnusedParameter),
+    # FSDP2 shards the weight twice, which unties it.
+    _decoder("tied_across_units", {"tied": True, "layers": 1}, shard=_shard_tied_units, fsdp2=False),
+    Case("shared_weight", models.SharedWeight),
+    Case("recurrent", models.Recurrent),
+    Case("buffers", models.Buffers),
+    Case("containers", models.Containers),
+    Case("reads_child", models.ReadsChild),
+    # FSDP2 gives the parent a shard, which it cannot multiply with.
+    Case("reads_child_unit", models.ReadsChild, _shard_child, fsdp2=False),
+    Case("keywords_and_tuples", models.KeywordsAndTuples),
+    Case("list_of_modules", models.MLP, _shard_list),
+    Case("ignored_params", _one_block, _shard_except_ignored, ignored=_IGNORED),
     Case("to_float64", _one_block, dtype=torch.float64),
     # Everything is rounded to bfloat16, parameters and the reduction of gradients included.
     Case("to_bfloat16", _one_block, dtype=torch.bfloat16, optimizer=_sgd, reference_rtol=None, fsdp2_rtol=2e-2),

@@ -30,6 +30,15 @@ def _where_it_is(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
 
 
+def _like_result(collective: Any, args: tuple[Any, ...]) -> Tensor:
+    """What a collective would give, without values."""
+    if collective is _wait:
+        return args[0]
+    (sent,) = [arg for arg in args if isinstance(arg, Tensor)]
+    shaped = collective(*pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), args))
+    return torch.zeros(shaped.shape, dtype=shaped.dtype, device=sent.device)
+
+
 def _poison(tensor: Tensor) -> None:
     if tensor.is_floating_point():
         tensor.fill_(math.nan)
@@ -47,7 +56,8 @@ class _Tape(TorchDispatchMode):
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._before.append((value, value.clone()))
-        results = func(*args, **(kwargs or {}))
+        # Nothing is sent: whether this call is one that records is up to each rank.
+        results = _like_result(func, args) if func.namespace == "_c10d_functional" else func(*args, **(kwargs or {}))
         aliases = [returned.alias_info for returned in func._schema.returns if returned.alias_info is not None]
         if func is not _wait and (not aliases or any(alias.is_write for alias in aliases)):
             new = [] if aliases else [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]

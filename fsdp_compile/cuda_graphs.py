@@ -33,7 +33,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from passes.gloo import backend_of
-from passes.graph import is_view
+from passes.graph import memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -382,12 +382,5 @@ def _written_inputs(graph: Graph) -> set[int]:
             for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     values = value if isinstance(value, (list, tuple)) else [value]
-                    written.update(_viewed(one) for one in values if isinstance(one, Node))
+                    written.update(memory_of(one) for one in values if isinstance(one, Node))
     return {index for index, node in enumerate(graph.find_nodes(op="placeholder")) if node in written}
-
-
-def _viewed(node: Node) -> Node:
-    """What a node is a view of."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node

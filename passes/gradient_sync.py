@@ -36,7 +36,7 @@ from .collectives import (
 )
 from .divide_factors import factor_dtype
 from .emit import emit
-from .graph import is_view
+from .graph import memory_of, viewed
 from .interface import Interface, Slot
 from .ops import ReduceGrad, reduce_grads
 from .sync_plan import Reduction, Sync
@@ -217,7 +217,7 @@ class _Writer:
         if kept is not None:
             self._update(kept, flat, "finish_reduce")
         else:
-            if _viewed(flat) is not None:
+            if viewed(flat) is not None:
                 # A hook may give a view: of the gradient, or of all that it has reduced.
                 flat = emit(self.graph, torch.clone, flat, role=f"finish_reduce:{self.bucket.name}")
             self.interface.add_output(flat, Slot(kind, self.index))
@@ -225,20 +225,10 @@ class _Writer:
 
 def _may_share_memory(node: Node, given_out: Sequence[Node]) -> bool:
     """Whether a value may live in memory that somebody else has, or several of its elements in the same place."""
-    others = {_memory_of(other) for other in given_out}
+    others = {memory_of(other) for other in given_out}
     while node.op != "placeholder" and node.target != _expand:
-        source = _viewed(node)
+        source = viewed(node)
         if source is None:
             return node in others
         node = source
     return True
-
-
-def _memory_of(node: Node) -> Node:
-    source = _viewed(node)
-    return node if source is None else _memory_of(source)
-
-
-def _viewed(node: Node) -> Node | None:
-    """What a node is a view of."""
-    return node.all_input_nodes[0] if is_view(node) else None

@@ -43,6 +43,17 @@ def is_view(node: Node) -> bool:
     return node.target is operator.getitem or node.target in VIEWS or node.target in _SPLITS
 
 
+def viewed(node: Node) -> Node | None:
+    """What a node is a view of."""
+    return node.all_input_nodes[0] if is_view(node) else None
+
+
+def memory_of(node: Node) -> Node:
+    """The node in whose memory a value lies: itself, unless it is a view."""
+    source = viewed(node)
+    return node if source is None else memory_of(source)
+
+
 def derived(graph: Graph, roots: list[Node]) -> dict[Node, None]:
     """``roots`` and the nodes made of them alone by moves and casts, in graph order."""
     found = dict.fromkeys(roots)

@@ -26,3 +26,13 @@ def fake_ranks() -> Iterator[None]:
     yield
     dist.destroy_process_group()
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A world of one rank, in which everything really runs."""
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()

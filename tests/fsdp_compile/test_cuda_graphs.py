@@ -34,14 +34,6 @@ _OPTIONS = {"lowering": "aot_eager", "cudagraphs": True}
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch._dynamo.reset()
-
-
-@pytest.fixture
 def counts(one_rank: None) -> Iterator[Counts]:
     with recordings_on_cpu() as found:
         yield found

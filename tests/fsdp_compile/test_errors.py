@@ -33,15 +33,6 @@ _EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowerin
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A world of one rank, in which everything really runs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch._dynamo.reset()
-
-
-@pytest.fixture
 def warn_anew() -> None:
     """Forget what this process has warned about already."""
     _warn_once_that_nothing_is_sharded.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -74,15 +73,6 @@ class Model(nn.Module):
 #: Which can be traced once.
 FOLDED = ["plain", "expanded gradient", "frozen parameter", "several outputs", "tied parameter"]
 TRACED_EACH = ["checkpoint", "dropout", "unused result", "view of an input", "written input"]
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    torch._dynamo.reset()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch._dynamo.reset()
 
 
 def make_model(kind: str, units: bool = True) -> nn.Module:

@@ -197,6 +197,7 @@ def _corpus(number: int) -> list[tuple[Schedule, ...]]:
     return found[::5]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh_shape", "number"), [((2,), 20), ((2, 2), 10)])
 def test_does_what_fsdp2_does(mesh_shape: tuple[int, ...], number: int, rank_pools: RankPools) -> None:
     sequences = _corpus(number)
@@ -242,6 +243,7 @@ def compare_mutants(mesh_shape: tuple[int, ...], sequences: list[tuple[Schedule,
     return found
 
 
+@pytest.mark.exhaustive
 def test_sequences_tell_an_ignored_flag(rank_pools: RankPools) -> None:
     """Of the sequences that the library is tested with, several fail for a system that does not know the flag."""
     found = rank_pools[4].run(compare_mutants, mesh_shape=(2, 2), sequences=_corpus(16)[:10])[0]

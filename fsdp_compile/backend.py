@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -41,6 +42,8 @@ from .options import Options
 from .runtime import BoxedFunction, PlannedGraph, boxed, sharded_param
 from .unit import ShardedParam, Unit
 
+logger = logging.getLogger(__name__)
+
 
 @collector_paused()
 def fsdp_backend(
@@ -67,13 +70,13 @@ def fsdp_backend(
             _warn_once_that_nothing_is_sharded()
         if parsed.lowering == "inductor" and not parsed.cudagraphs:
             return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
-        return _compile(gm, example_inputs, parsed)
+        return _compile_folded(gm, example_inputs, parsed)
     if parsed.lowering == "inductor" and all(example_inputs[index].device.type == "cpu" for index in shards):
         probe_instruction_set()
     # compile_fx consumes its graph; this one can still be run operator by operator.
     uncompiled = snapshot(gm)
     params = {names: sharded_param(example_inputs[index]) for index, names in shards.items()}
-    return _guard_requires_grad(_compile(gm, example_inputs, parsed, params), uncompiled, list(shards))
+    return _guard_requires_grad(_compile_folded(gm, example_inputs, parsed, params), uncompiled, list(shards))
 
 
 @functools.cache
@@ -153,24 +156,51 @@ class _JointPass(CustomGraphPass):
         return None if None in uuids else ["fsdp_compile.joint_passes", *uuids]
 
 
-def _compile(
+class _LoweringBegan:
+    """Whether a compilation has got as far as lowering a graph: then ranks have agreed on it, and it cannot begin anew."""
+
+    def __init__(self) -> None:
+        self.value = False
+
+
+def _compile_folded(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, params: dict[tuple[str, str], ShardedParam] | None = None
+) -> Callable[..., Any]:
+    """Compile with repeated layers traced once; and as they are, should the fold be in the way of a graph."""
+    # A pass of the user's over the joint graph is to see every layer.
+    if inductor_config.joint_custom_pre_pass or inductor_config.joint_custom_post_pass:
+        return _compile(gm, example_inputs, options, params, _LoweringBegan())
+    unfolded = snapshot(gm)
+    began = _LoweringBegan()
+    folded = fold_layers(gm)
+    try:
+        return _compile(gm, example_inputs, options, params, began)
+    except Exception as error:
+        if began.value or not folded:
+            raise
+        logger.warning("Repeated layers are traced one by one, as tracing them once failed: %r", error)
+    return _compile(unfolded, example_inputs, options, params, began)
+
+
+def _compile(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    params: dict[tuple[str, str], ShardedParam] | None,
+    began: _LoweringBegan,
 ) -> Callable[..., Any]:
     config_patches = {
         "joint_custom_post_pass": _JointPass(inductor_config.joint_custom_post_pass),
         # Parameters that are frozen into the code could not be sharded.
         "freezing": False,
     }
-
-    # A pass of the user's over the joint graph is to see every layer.
-    if not inductor_config.joint_custom_pre_pass and not inductor_config.joint_custom_post_pass:
-        fold_layers(gm)
     kernels: dict[Hashable, Any] = {}
     device = next((param.unit.mesh.device for param in (params or {}).values()), None)
     auto = options.auto_schedule(device) if device is not None else None
     recorders = Recorders(device) if options.cudagraphs else None
 
     def inner_compile(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> BoxedFunction:
+        began.value = True
         lowering = _Lowering(graph_module, options, config_patches, kwargs, kernels, auto, recorders)
         planned = PlannedGraph(
             graph_module,

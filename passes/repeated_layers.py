@@ -10,7 +10,8 @@ a copy of a gradient that is laid out otherwise than the layer's output, or zero
 Tracing is most of what compiling a deep model costs once equal layers share their kernels; copying nodes costs a tenth of it.
 A layer is left as it is where copying could be wrong: calls of higher-order operators such as checkpoints, sizes that are
 symbols, inputs that are written to, outputs that are views of inputs, random numbers (Inductor numbers their seeds through the
-whole graph).
+whole graph), operations that are not there for a result (a mode that is switched, a transform that is entered), and whatever a
+trace holds that is no functional operator with a fake value.
 
 ``torch.compiler.nested_compile_region`` (torch/_higher_order_ops/invoke_subgraph.py) has the same aim with regions that the
 user marks, and keeps them apart in the partitioner, too.
@@ -23,15 +24,15 @@ import logging
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch._inductor.inductor_prims
 import torch.fx.traceback as fx_traceback
 from torch import Tensor
-from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.aot_autograd import aot_function
 from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -39,6 +40,7 @@ from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
+from torch.utils._pytree import tree_leaves
 
 from .fake_values import FakeCopies
 from .ops import ReduceGrad, Unshard, reduce_grad, unshard, unshards, update_args
@@ -50,6 +52,9 @@ MIN_LAYERS = 8
 
 # A module of one or two operations is not worth the calls that stand for it.
 _MIN_OPERATIONS = 4
+
+# Gives nothing, and does nothing that a graph is to repeat.
+_HARMLESS = {torch._C._log_api_usage_once}
 
 _library = torch.library.Library("fsdp_compile", "FRAGMENT")
 _library.define("layer(Tensor[] inputs, int call) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
@@ -154,10 +159,17 @@ class _Layer:
         users = [user for node in self.outputs for user in node.users if self.is_outside(user)]
         return (
             bool(self.outputs)
-            and all(node.op in ("call_function", "call_method") for node in self.nodes)
+            and all(node.op in ("call_function", "call_method") and _only_computes(node) for node in self.nodes)
             and all(_is_plain(node.meta.get("example_value")) for node in [*self.inputs, *self.outputs])
             and all(last < user for user in users)
+            and self._is_in_one_piece()
         )
+
+    def _is_in_one_piece(self) -> bool:
+        """Whether nothing of others is done between its operations, such as leaving a context that one of them has entered."""
+        operations = [node for node in self.nodes if node.target is not unshard]
+        between = itertools.takewhile(lambda node: node is not operations[-1], _from(operations[0]))
+        return all(node in self._inside or node.op in ("placeholder", "get_attr") or node.target is unshard for node in between)
 
     def key(self) -> Hashable:
         """Equal for layers that do the same with equal tensors."""
@@ -186,6 +198,21 @@ def _without(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in mapping.items() if key not in keys}
 
 
+def _from(node: Node) -> Iterator[Node]:
+    """A node and all behind it in the graph."""
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def _only_computes(node: Node) -> bool:
+    """Whether an operation is there for its result alone: no switch of a mode, and no entry into a transform of functions."""
+    if node.target in _HARMLESS:
+        return True
+    results = node.meta.get("example_value")
+    return all(isinstance(result, (Tensor, int, float, torch.Size)) for result in tree_leaves(results)) and results is not None
+
+
 def _is_plain(value: Any) -> bool:
     """Whether it is an ordinary dense tensor of known size."""
     return (
@@ -200,8 +227,12 @@ def _description(value: Tensor) -> Hashable:
     return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
 
 
-def fold_layers(gm: GraphModule, min_layers: int = MIN_LAYERS) -> None:
-    """Make each call of a module that is called in ``min_layers`` equal ways or more one node of the Dynamo graph. In place."""
+def fold_layers(gm: GraphModule, min_layers: int = MIN_LAYERS) -> bool:
+    """Make each call of a module that is called in ``min_layers`` equal ways or more one node of the Dynamo graph. In place.
+
+    Returns:
+        Whether there were any.
+    """
     folded = False
     for layers in _repeated(gm.graph, min_layers):
         trace = _trace(layers[0])
@@ -212,6 +243,7 @@ def fold_layers(gm: GraphModule, min_layers: int = MIN_LAYERS) -> None:
         folded = True
     if folded:
         gm.recompile()
+    return folded
 
 
 def _repeated(graph: Graph, min_layers: int) -> list[list[_Layer]]:
@@ -268,32 +300,62 @@ def _trace(layer: _Layer) -> _Trace | None:
     with fake_mode, V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
         inputs = [_empty_like(value).requires_grad_(value.requires_grad) for value in examples]
         try:
-            gm: Any = aot_export_joint_simple(
-                run, tuple(inputs), trace_joint=any(has_tangent), decompositions=select_decomp_table()
-            )
+            gm = _trace_jointly(run, inputs)
+            gm = joint_graph_passes(gm, next((value.device for value in examples), None))
+            return _split(gm.graph, layer.params, len(inputs), has_tangent)
         except Exception as error:
-            # Writes to an input and outputs that alias one are refused; of any other failure tracing the whole graph will tell.
+            # Of a failure that is not the fold's, tracing the whole graph will tell.
             logger.debug("a repeated layer is traced each time: %s", error)
             return None
-        gm = joint_graph_passes(gm, next((value.device for value in examples), None))
-    return _split(gm.graph, layer.params, len(inputs), has_tangent)
+
+
+class _Traced(BaseException):
+    """Ends AOTAutograd's work at the graph that it has traced."""
+
+    def __init__(self, gm: GraphModule):
+        self.gm = gm
+
+
+def _trace_jointly(function: Callable[..., Any], inputs: list[Tensor]) -> GraphModule:
+    """The joint graph of a function, or its only one if no input wants a gradient, as AOTAutograd hands it on.
+
+    ``aot_export_joint_simple`` traces as for an exported program, which decomposes more operators than a compiled one.
+    """
+
+    def stop(gm: GraphModule, *_: Any, **__: Any) -> NoReturn:
+        raise _Traced(gm)
+
+    try:
+        aot_function(function, stop, partition_fn=stop, decompositions=select_decomp_table(), enable_log=False)(*inputs)
+    except _Traced as traced:
+        return traced.gm
+    raise AssertionError("AOTAutograd traced no graph.")
+
+
+def _is_copyable(node: Node) -> bool:
+    """Whether a copy of an operation with a fake value of its own does what the operation does."""
+    is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem
+    return is_operator and "val" in node.meta and not node.is_impure(impure_random=False)
 
 
 def _split(graph: Graph, params: list[_Param], num_inputs: int, has_tangent: list[bool]) -> _Trace | None:
     operations = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    if not all(isinstance(node.target, OpOverload) or node.target is operator.getitem for node in operations):
+    if not all(map(_is_copyable, operations)):
         return None
     if graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_seeds.default):
         return None
     placeholders = graph.find_nodes(op="placeholder")
+    tangents = placeholders[num_inputs:]
     results: Any = graph.output_node().args[0]
     outputs, gradients = results[: len(has_tangent)], results[len(has_tangent) :]
-    if any(node not in operations for node in outputs):
+    if len(tangents) != sum(has_tangent) or len(gradients) not in (0, num_inputs):
+        # AOTAutograd wrote what an epilogue is to copy into an input, or to make views of.
+        return None
+    if any(node not in operations for node in outputs) or _share_memory([*placeholders, *outputs]):
         return None
     # Autograd runs forward whole before it starts backward, so the last of the outputs ends it.
     end = 1 + max(operations.index(node) for node in outputs)
     forward, backward = operations[:end], operations[end:]
-    tangents = placeholders[num_inputs:]
     if any(user in forward for node in tangents for user in node.users):
         return None
     return _Trace(
@@ -306,6 +368,11 @@ def _split(graph: Graph, params: list[_Param], num_inputs: int, has_tangent: lis
         forward=forward,
         backward=backward,
     )
+
+
+def _share_memory(nodes: list[Node]) -> bool:
+    memory = [node.meta["val"].untyped_storage()._cdata for node in nodes]
+    return len(set(memory)) < len(memory)
 
 
 def _fold(graph: Graph, layer: _Layer, trace: _Trace) -> None:
@@ -340,11 +407,14 @@ class _LayerFunction(torch.autograd.Function):
     """``layer``, with ``layer_backward`` as its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, trace: _Trace, number: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(trace: _Trace, number: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_layer(inputs, number))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        trace, number, *_ = inputs
         ctx.trace, ctx.number = trace, number
-        outputs = tuple(_layer(inputs, number))
-        ctx.mark_non_differentiable(*_select(outputs, [not differentiable for differentiable in trace.has_tangent]))
-        return outputs
+        ctx.mark_non_differentiable(*_select(output, [not differentiable for differentiable in trace.has_tangent]))
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor) -> Any:

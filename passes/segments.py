@@ -14,7 +14,7 @@ work; so do lookups of random seeds, whose index would tell equal layers apart. 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,29 +89,64 @@ def _symbols(value: Any) -> set[Any]:
     return set()
 
 
+@dataclass(frozen=True)
+class _SizeOf:
+    """A symbol that only sizes of tensors spell out: where the outer graph reads it."""
+
+    tensor: Node
+    dim: int
+
+
+class _Sources:
+    """Where the outer graph has the symbols of a graph's sizes.
+
+    Inductor looks a symbol up among the inputs of what it compiles, where it has to stand by itself: ``[2 * s]`` does not tell
+    ``s``. So a segment is given each symbol of whatever it holds or reads as an input of its own.
+    """
+
+    def __init__(self, graph: Graph):
+        self._of: dict[Any, Node | _SizeOf] = {}
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, SymInt) and value.node.expr.is_Symbol:
+                self._of.setdefault(value.node.expr, node)
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+                if isinstance(size, SymInt) and size.node.expr.is_Symbol:
+                    self._of.setdefault(size.node.expr, _SizeOf(node, dim))
+
+    def of(self, nodes: Iterable[Node]) -> dict[Node | _SizeOf, None]:
+        """The sources of all symbols in the values of nodes."""
+        wanted = set().union(*(_symbols(node.meta.get("val")) for node in nodes))
+        return dict.fromkeys(self._of[symbol] for symbol in sorted(wanted, key=str) if symbol in self._of)
+
+
 class _Builder:
     """Builds the module of one stretch."""
 
-    def __init__(self, owner: GraphModule, stretch: dict[Node, None], sources: dict[Any, Node]):
+    def __init__(self, owner: GraphModule, stretch: dict[Node, None], sources: _Sources, read_elsewhere: set[Node]):
         self.stretch = stretch
         self.owner = owner
-        # A size that no input spells out enters as an input of its own.
-        wanted = set().union(*(_symbols(node.meta.get("val")) for node in stretch))
-        self.inputs = dict.fromkeys(sources[symbol] for symbol in sorted(wanted, key=str) if symbol in sources)
         self.constants: dict[Node, None] = {}
+        inputs: dict[Node, None] = {}
         for node in stretch:
             for source in node.all_input_nodes:
                 if source not in stretch:
-                    (self.constants if _is_constant(source) else self.inputs)[source] = None
-        self.inputs = {node: None for node in self.inputs if node not in stretch}
-        self.outputs = [node for node in stretch if any(user not in stretch for user in node.users)]
+                    (self.constants if _is_constant(source) else inputs)[source] = None
+        last = next(reversed(stretch))
+        symbols = [source for source in sources.of([*stretch, *inputs]) if _node_of(source) < last]
+        self.inputs: dict[Node | _SizeOf, None] = {
+            source: None for source in [*symbols, *inputs] if _node_of(source) not in stretch
+        }
+        self.outputs = [node for node in stretch if node in read_elsewhere or any(user not in stretch for user in node.users)]
 
     def build(self, key: Hashable) -> Segment:
         graph = Graph()
-        copies: dict[Node, Node] = {}
-        for node in self.inputs:
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = {"val": node.meta["val"]}
+        copies: dict[Any, Node] = {}
+        for source in self.inputs:
+            copies[source] = graph.placeholder(_name_of(source))
+            copies[source].meta = {"val": _value_of(source)}
         for node in (*self.constants, *self.stretch):
             copies[node] = graph.node_copy(node, copies.__getitem__)
         output = graph.output(tuple(copies[node] for node in self.outputs))
@@ -122,14 +157,26 @@ class _Builder:
 
     def key(self) -> Hashable:
         body = (*self.constants, *self.stretch)
-        place = {node: f"%{index}" for index, node in enumerate((*self.inputs, *body))}
+        place: dict[Any, str] = {node: f"%{index}" for index, node in enumerate((*self.inputs, *body))}
 
         def named(node: Node) -> Any:
             return _Named(place[node])
 
-        inputs = tuple(_describe(node.meta["val"]) for node in self.inputs)
+        inputs = tuple(_describe(_value_of(source)) for source in self.inputs)
         calls = tuple((node.target, repr(map_arg((node.args, node.kwargs), named))) for node in body)
         return inputs, calls, tuple(place[node] for node in self.outputs)
+
+
+def _node_of(source: Node | _SizeOf) -> Node:
+    return source.tensor if isinstance(source, _SizeOf) else source
+
+
+def _name_of(source: Node | _SizeOf) -> str:
+    return f"size_{source.dim}_of_{source.tensor.name}" if isinstance(source, _SizeOf) else source.name
+
+
+def _value_of(source: Node | _SizeOf) -> Any:
+    return source.tensor.meta["val"].shape[source.dim] if isinstance(source, _SizeOf) else source.meta["val"]
 
 
 class _Named(str):
@@ -154,29 +201,40 @@ def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:
     Returns:
         The outer graph, and the segments that it calls, by name, each distinct one once.
     """
-    stretch_of: dict[Node, dict[Node, None]] = {}
-    for stretch in _stretches(gm.graph):
-        stretch_of.update(dict.fromkeys(stretch, stretch))
+    stretches = _stretches(gm.graph)
+    stretch_of = {node: stretch for stretch in stretches for node in stretch}
+    sources = _Sources(gm.graph)
+    builders = _builders(gm, stretches, sources)
     outer = Graph()
-    copies: dict[Node, Node] = {}
-    sources: dict[Any, Node] = {}
+    copies: dict[Any, Node] = {}
     segments: dict[str, Segment] = {}
     names: dict[Hashable, str] = {}
     for node in gm.graph.nodes:
-        value = node.meta.get("val")
         if node not in stretch_of:
             if not _is_constant(node) or any(user not in stretch_of for user in node.users):
                 copies[node] = outer.node_copy(node, copies.__getitem__)
         elif node is next(reversed(stretch_of[node])):
-            builder = _Builder(gm, stretch_of[node], sources)
+            builder = builders[node]
             key = builder.key()
             name = names.setdefault(key, f"segment_{len(names)}")
             if name not in segments:
                 segments[name] = builder.build(key)
+            for source in builder.inputs:
+                if isinstance(source, _SizeOf) and source not in copies:
+                    copies[source] = outer.call_function(_aten.sym_size.int, (copies[source.tensor], source.dim))
             call = outer.create_node("call_module", name, tuple(copies[source] for source in builder.inputs))
             for index, result in enumerate(builder.outputs):
                 copies[result] = outer.call_function(operator.getitem, (call, index))
                 copies[result].meta = dict(result.meta)
-        if isinstance(value, SymInt) and value.node.expr.is_Symbol:
-            sources.setdefault(value.node.expr, node)
     return outer, segments
+
+
+def _builders(gm: GraphModule, stretches: list[dict[Node, None]], sources: _Sources) -> dict[Node, _Builder]:
+    """What builds each stretch, by the stretch's last node."""
+    read_elsewhere: set[Node] = set()
+    builders = {}
+    # From the last on: what a stretch reads of the sizes in an earlier one, that one gives out.
+    for stretch in reversed(stretches):
+        builder = builders[next(reversed(stretch))] = _Builder(gm, stretch, sources, read_elsewhere)
+        read_elsewhere.update(map(_node_of, builder.inputs))
+    return builders

@@ -10,12 +10,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.fx import Graph, Node, map_arg
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compile.backend
+import passes.repeated_layers
 from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
 from passes.repeated_layers import fold_layers
+from tests.common.graphs import operations
 
 DEPTH, WIDTH = 3, 8
 
@@ -40,6 +41,13 @@ class Layer(nn.Module):
             return x + self.down(y), x[0]
         if self.kind == "several outputs":
             return x + self.down(y), y > 0, y * 2
+        if self.kind == "cast":
+            y = y.to(torch.float64).to(torch.float32)
+        if self.kind == "vmap":
+            y = torch.vmap(torch.mul, in_dims=1, out_dims=1)(y, y)
+        if self.kind == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                return x + self.down(y)
         return x + self.down(y)
 
 
@@ -71,8 +79,8 @@ class Model(nn.Module):
 
 
 #: Which can be traced once.
-FOLDED = ["plain", "expanded gradient", "frozen parameter", "several outputs", "tied parameter"]
-TRACED_EACH = ["checkpoint", "dropout", "unused result", "view of an input", "written input"]
+FOLDED = ["plain", "cast", "expanded gradient", "frozen parameter", "several outputs", "tied parameter"]
+TRACED_EACH = ["autocast", "checkpoint", "dropout", "unused result", "view of an input", "vmap", "written input"]
 
 
 def make_model(kind: str, units: bool = True) -> nn.Module:
@@ -89,9 +97,10 @@ def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, trai
     """What was captured, results, and how many layers were folded."""
     folded = []
 
-    def fold_and_count(gm: torch.fx.GraphModule) -> None:
-        fold_layers(gm, min_layers)
+    def fold_and_count(gm: torch.fx.GraphModule) -> bool:
+        found = fold_layers(gm, min_layers)
         folded.extend(node for node in gm.graph.nodes if getattr(node.target, "__name__", "") == "call_layer")
+        return found
 
     monkeypatch.setattr(fsdp_compile.backend, "fold_layers", fold_and_count)
     torch._dynamo.reset()
@@ -104,24 +113,6 @@ def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, trai
             loss.backward()
     gradients = [None if param.grad is None else param.grad.full_tensor() for param in model.parameters()]
     return captured, (loss.detach(), gradients), len(folded)
-
-
-def operations(graph: Graph) -> list[Any]:
-    """A graph without its names. Values that share memory share a number."""
-    numbers: dict[Node, int] = {}
-    memory: dict[int, int] = {}
-    described = []
-    for node in graph.nodes:
-        numbers[node] = len(numbers)
-        value = node.meta.get("val")
-        tensors = [item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, Tensor)]
-        layouts = [
-            (item.shape, item.stride(), item.dtype, memory.setdefault(item.untyped_storage()._cdata, len(memory)))
-            for item in tensors
-        ]
-        arguments = map_arg((node.args, node.kwargs), lambda source: f"%{numbers[source]}")
-        described.append((node.op, str(node.target) if node.op == "call_function" else "", str(arguments), layouts))
-    return described
 
 
 @pytest.mark.parametrize("kind", FOLDED + TRACED_EACH)
@@ -157,3 +148,17 @@ def test_layers_that_differ_are_traced_each(one_rank: None, monkeypatch: pytest.
     layer.kind = "dropout"
     _, _, folded = run(fully_shard(model, mesh=init_device_mesh("cpu", (1,))), monkeypatch, DEPTH)
     assert folded == 0
+
+
+def test_a_fold_that_fails_is_undone(one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever goes wrong between the fold and the first lowering, the model compiles as it does without a fold."""
+    _, expected, _ = run(make_model("plain"), monkeypatch, DEPTH + 1)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("val")
+
+    monkeypatch.setattr(passes.repeated_layers._Copy, "write_backward", fail)
+    _, found, folded = run(make_model("plain"), monkeypatch, DEPTH)
+    assert folded == DEPTH
+    assert "traced one by one" in caplog.text
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

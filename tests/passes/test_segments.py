@@ -3,6 +3,7 @@ import operator
 import torch
 import torch._inductor.inductor_prims
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.bucket import bucket_gathers
 from passes.gradient_sync import synchronize_gradients
@@ -179,6 +180,31 @@ def forward(self, grad: "f32[3, 8]", x: "f32[3, 8]", weight: "f32[1, 8]", scale:
         _, segments = cut_into_segments(self.layers(1))
         (segment,) = segments.values()
         assert segment.graph_module.graph.output_node().meta["user_visible_output_idxs"] == [0]
+
+    def test_a_symbol_that_its_inputs_do_not_spell_out_is_an_input(self) -> None:
+        def forward(x):
+            doubled = torch.cat([x, x])
+            reduced = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(doubled, "sum", self.shard))
+            return reduced + 1
+
+        gm = make_fx(forward, tracing_mode="symbolic")(torch.zeros(5))
+        outer, segments = cut_into_segments(gm)
+        self.assertExpectedInline(
+            str(outer).strip(),
+            """\
+graph():
+    %x_1 : [num_users=2] = placeholder[target=x_1]
+    %sym_size_int : [num_users=2] = call_function[target=torch.ops.aten.sym_size.int](args = (%x_1, 0), kwargs = {})
+    %segment_0 : [num_users=1] = call_module[target=segment_0](args = (%sym_size_int, %x_1), kwargs = {})
+    %getitem : [num_users=1] = call_function[target=operator.getitem](args = (%segment_0, 0), kwargs = {})
+    %all_reduce : [num_users=1] = call_function[target=torch.ops._c10d_functional.all_reduce.default](args = (%getitem, sum, 0), kwargs = {})
+    %wait_tensor : [num_users=1] = call_function[target=torch.ops._c10d_functional.wait_tensor.default](args = (%all_reduce,), kwargs = {})
+    %segment_1 : [num_users=1] = call_module[target=segment_1](args = (%sym_size_int, %wait_tensor), kwargs = {})
+    %getitem_1 : [num_users=1] = call_function[target=operator.getitem](args = (%segment_1, 0), kwargs = {})
+    return getitem_1""",
+        )
+        # What the second reads has sizes [2 * s] only.
+        assert len(segments["segment_1"].graph_module.graph.find_nodes(op="placeholder")) == 2
 
     def test_leaves_the_graph_alone(self) -> None:
         gm = self.layers(2)

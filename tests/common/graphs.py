@@ -1,0 +1,33 @@
+"""Graphs, to be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node, map_arg
+
+
+def operations(graph: Graph) -> list[Any]:
+    """A graph without its names. Values that share memory share a number."""
+    numbers: dict[Node, int] = {}
+    memory: dict[int, int] = {}
+    described = []
+    for node in graph.nodes:
+        numbers[node] = len(numbers)
+        value = node.meta.get("val")
+        tensors = [item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, Tensor)]
+        layouts = [
+            (item.shape, item.stride(), item.dtype, memory.setdefault(item.untyped_storage()._cdata, len(memory)))
+            for item in tensors
+        ]
+        arguments = map_arg((node.args, node.kwargs), lambda source: f"%{numbers[source]}")
+        described.append((node.op, str(node.target) if node.op == "call_function" else "", str(arguments), layouts))
+    return described
+
+
+def kinds(graph: Graph) -> list[Any]:
+    """What each operation of a graph is and gives, whatever its inputs are."""
+    return [
+        (target, [(shape, stride, dtype) for shape, stride, dtype, _ in layouts]) for _, target, _, layouts in operations(graph)
+    ]

@@ -126,6 +126,8 @@ def _guard_requires_grad(compiled: Callable[..., Any], uncompiled: GraphModule, 
     """
 
     def call(*args: Any) -> Any:
+        for index in shards:
+            sharded_param(args[index]).check_registered()
         if torch.is_grad_enabled():
             changed = [sharded_param(args[index]).sync_requires_grad() for index in shards]
             if any(changed):
@@ -194,6 +196,10 @@ def _compile(
         # Parameters that are frozen into the code could not be sharded.
         "freezing": False,
     }
+    if options.lowering == "aot_eager":
+        # Inductor's random numbers come from seeds, which its operators ignore where no kernel is made of them: a checkpoint
+        # would draw others in backward.
+        config_patches["fallback_random"] = True
     kernels: dict[Hashable, Any] = {}
     device = next((param.unit.mesh.device for param in (params or {}).values()), None)
     auto = options.auto_schedule(device) if device is not None else None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from passes.collectives import (
     factor_tensor,
@@ -277,10 +278,25 @@ def discard(scope: Scope) -> None:
 # Gradients of eager operators.
 
 
+def accumulates(shard: Tensor) -> bool:
+    """Whether the backward that runs is to accumulate the gradients of parameters, of which ``shard`` is one's shard.
+
+    ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` run a compiled backward whole, which computes those of
+    parameters, too, but nobody has asked for them. Shards are no tensors of the user's: it is all of them or none.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        # A backward graph that is called as a function.
+        return True
+    with torch.enable_grad():
+        return torch._C._will_engine_execute_node(get_gradient_edge(shard).node)
+
+
 @torch.no_grad()
 def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
     """Do with one full gradient, at once, what graphs do with those of a bucket."""
     unit, state = param.unit, param.state
+    if not param.param.requires_grad or not param.shard.requires_grad or not accumulates(param.shard):
+        return
     receive(unit, [param])
     grad_dtype = param.shard.dtype
     grad = grad.to(unit.mp_policy.reduce_dtype or grad.dtype)
@@ -338,5 +354,18 @@ def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
 
 
 def drop_eager_gradient(shard: Tensor) -> None:
-    """Hook on shards: the gradient that autograd accumulates there is nobody's (see :mod:`passes.ops`)."""
+    """Hook on shards: the gradient that autograd accumulates there stands for one that :func:`receive_gradient` got.
+
+    Raises:
+        RuntimeError: that function did not get any.
+    """
+    param: ShardedParam = shard._fsdp_sharded_param  # type: ignore[attr-defined]
+    backward = _backwards.get(torch._C._current_graph_task_id())
     shard.grad = None
+    received = backward is not None and param in backward.received.get(param.unit, ())
+    if param.param.requires_grad and not received:
+        raise RuntimeError(
+            f"A gradient of {param.name} was computed where nobody could tell whose it is: saved-tensor hooks (save_on_cpu, a "
+            "checkpoint) have replaced its shard in a graph that another backend than fsdp_backend compiled. Compile with "
+            "backend=fsdp_backend, or without the hooks."
+        )

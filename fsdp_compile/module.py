@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.compiler import is_compiling
+from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from passes.ops import unshard
@@ -46,6 +48,13 @@ class _Sharded:
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         with _SyncAfterApply(self._fsdp_unit):
             return super()._apply(fn, recurse)  # type: ignore[misc]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        super().requires_grad_(requires_grad)  # type: ignore[misc]
+        for module in self.modules():  # type: ignore[attr-defined]
+            for sharded in module.__dict__.get("_fsdp_sharded", {}).values():
+                sharded.sync_requires_grad()
+        return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         sharded = self.__dict__.get("_fsdp_sharded", {}).get(name)
@@ -107,13 +116,18 @@ def _sharded_property(name: str) -> property:
 
 def _read_eagerly(module: Any, name: str) -> Any:
     sharded: ShardedParam = module._fsdp_sharded[name]
+    if name not in module._parameters:
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+    registered = module._parameters[name]
+    if registered is not sharded.param:
+        # torch.func.functional_call puts tensors there.
+        return sharded.compute_with(registered) if module._fsdp_scope.active else registered
     if not module._fsdp_scope.active:
         unsharded = sharded.unsharded()
-        return module._parameters[name] if unsharded is None else unsharded
+        return registered if unsharded is None else unsharded
     if sharded.shard.is_meta:
         raise RuntimeError(sharded.meta_message())
     sharded.sync_requires_grad()
-    sharded.unit.scope.wait_for_optimizer()
     return unshard(sharded.shard, *sharded.args, **sharded.kwargs)
 
 
@@ -122,6 +136,22 @@ def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return pytree.tree_map(cast, tree)
+
+
+@torch.compiler.assume_constant_result
+def _refuse_traced_functional_call() -> bool:
+    """Dynamo runs this where it traces a forward.
+
+    Raises:
+        RuntimeError: ``functional_call`` is traced, too. What it puts into modules is there for Dynamo alone: traced properties
+            would have to look for it, each with guards that no other call needs.
+    """
+    if stateless._functional_call.__code__ in (TracingContext.get_traced_code() or ()):
+        raise RuntimeError(
+            "torch.func.functional_call is traced together with a module that fully_shard sharded, whose shards compiled code "
+            "reads whatever functional_call is given. Call it uncompiled, or write values to the parameters."
+        )
+    return True
 
 
 def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
@@ -142,6 +172,8 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
         policy = unit.mp_policy
         scope.active = True
         try:
+            if torch.compiler.is_compiling() and not was_active:
+                _refuse_traced_functional_call()
             if casts and policy.param_dtype is not None and policy.cast_forward_inputs:
                 args, kwargs = _cast_floating((args, kwargs), policy.param_dtype)
             result = forward(self, *args, **kwargs)

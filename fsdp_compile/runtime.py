@@ -20,7 +20,7 @@ from passes.interface import Interface, Slot
 from passes.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from passes.sync_plan import Gather, Plan, Reduction, Sync
 
-from .gradients import flat_grad, flat_partial, keep_partial, land_gradients, receive, reduced, reduction_of
+from .gradients import accumulates, flat_grad, flat_partial, keep_partial, land_gradients, receive, reduced, reduction_of
 from .schedule_plan import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
 from .unit import ShardedParam, Unit
 from .unsharding import finish_unshard
@@ -83,6 +83,19 @@ class _Reductions:
     def make_plan(self) -> Reduction:
         self.plan, self.factors = reduction_of(self.unit, self.params, self.like)
         return self.plan
+
+    def leave_out(self) -> Reduction:
+        """Plan for gradients that nobody has asked for: the graph gives them out as they are, and they are dropped."""
+        self.plan, self.factors = Reduction(Sync.NONE), ()
+        return self.plan
+
+
+def _accumulates(reductions: list[_Reductions]) -> bool:
+    """Whether the backward that runs is to accumulate gradients of parameters."""
+    shards = [param.shard for reduction in reductions for param in reduction.params]
+    # One may have been frozen since forward.
+    shard = next((shard for shard in shards if shard.requires_grad), None)
+    return shard is not None and accumulates(shard)
 
 
 def _regroup(reductions: list[_Reductions], groups: Sequence[Group] | None) -> list[_Reductions]:
@@ -219,7 +232,8 @@ class PlannedGraph:
             for members, like, grad_dtype in self._reductions
         ]
         units = {name: sharded_param(args[member]).unit for name, member in self._units.items()}
-        plan = self._plan(units, gathers, reductions)
+        is_wanted = _accumulates(reductions)
+        plan = self._plan(units, gathers, reductions, is_wanted)
         variant = self._variant(plan, units)
         reductions = _regroup(reductions, variant.reductions)
         for unit in units.values():
@@ -236,20 +250,28 @@ class PlannedGraph:
         with torch._C._AutoDispatchBelowAutograd():
             outputs = list(variant.function(args))
         for slot, value in zip(variant.outputs, outputs[self._num_outputs :], strict=True):
-            _land(slot, value, gathers, reductions)
+            if is_wanted or slot.kind == "full":
+                _land(slot, value, gathers, reductions)
         for reduction in reductions:
             if reduction.plan.sync is Sync.ALL:
                 reduced(reduction.params)
         return outputs[: self._num_outputs]
 
     def _plan(
-        self, units: dict[str, Unit], gathers: Sequence[list[ShardedParam] | None], reductions: Sequence[_Reductions]
+        self,
+        units: dict[str, Unit],
+        gathers: Sequence[list[ShardedParam] | None],
+        reductions: Sequence[_Reductions],
+        is_wanted: bool,
     ) -> Plan:
         actions = tuple(self._gather(params) for params in gathers)
         prefetch = self._prefetch(units, actions)
         if not self._is_backward:
             return Plan(actions, prefetch=prefetch)
         self._check_backward_may_gather(units, gathers, actions)
+        if not is_wanted:
+            left_out = tuple(reduction.leave_out() for reduction in reductions)
+            return Plan(actions, left_out, prefetch, None, tuple(range(len(reductions))) if self._can_merge else ())
         for reduction in reductions:
             receive(reduction.unit, reduction.params)
         made = tuple(reduction.make_plan() for reduction in reductions)

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -97,15 +99,41 @@ def fully_shard(
     _check_devices(found)
 
     unit = Unit(modules, sharding_mesh, mp_policy, reshard_after_forward)
+    owners = [owner for owners in found.values() for owner, _, _ in owners]
+    with _all_or_nothing([*modules, *owners], found):
+        _install(unit, found, dims)
+        for member in modules:
+            swap_class(member, unit, is_unit=True)
+        unit.allocate()
+        for member in modules:
+            _name_units(member)
     for param in ignored:
         param._fsdp_ignored = True  # type: ignore[attr-defined]
-    _install(unit, found, dims)
-    for member in modules:
-        swap_class(member, unit, is_unit=True)
-    unit.allocate()
-    for member in modules:
-        _name_units(member)
     return module
+
+
+@contextlib.contextmanager
+def _all_or_nothing(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Leave modules and parameters as they were if the ``with`` block fails."""
+    before = [(module, type(module), [module.__dict__, *_dictionaries(module)]) for module in dict.fromkeys(modules)]
+    copies = [[dict(found) for found in dictionaries] for _, _, dictionaries in before]
+    untouched = [param for param in params if not hasattr(param, "_fsdp_sharded_as")]
+    try:
+        yield
+    except BaseException:
+        for (module, kind, dictionaries), kept in zip(before, copies, strict=True):
+            module.__class__ = kind
+            for dictionary, copy in zip(dictionaries, kept, strict=True):
+                dictionary.clear()
+                dictionary.update(copy)
+        for param in untouched:
+            param.__dict__.pop("_fsdp_sharded_as", None)
+        raise
+
+
+def _dictionaries(module: nn.Module) -> list[dict[str, Any]]:
+    """What a module keeps its parameters, hooks and the like in."""
+    return [value for value in module.__dict__.values() if isinstance(value, dict)]
 
 
 def _check_modules(module: Any) -> list[nn.Module]:
@@ -176,6 +204,12 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
                     f"Parameter {prefix}{name} is a DTensor already. Sharding on top of tensor parallelism is not supported "
                     "yet; add it to ignored_params, or shard before distributing it."
                 )
+            if _has_ways_of_its_own(param):
+                raise NotImplementedError(
+                    f"Parameter {prefix}{name} is a {type(param).__name__}, a tensor subclass with operators or gathers of its "
+                    "own, which a shard would lose. Add it to ignored_params, which leaves it whole on every rank, or convert "
+                    "the model after sharding."
+                )
             if not param.is_contiguous():
                 raise NotImplementedError(
                     f"Parameter {prefix}{name} is not contiguous (stride {param.stride()}). Make it so before sharding."
@@ -187,6 +221,15 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
     for index, module in enumerate(modules):
         visit(module, f"{index}." if len(modules) > 1 else "")
     return found
+
+
+def _has_ways_of_its_own(param: nn.Parameter) -> bool:
+    """Whether a parameter is more than a plain tensor: not so where a subclass of ``nn.Parameter`` only adds attributes."""
+    kind = type(param)
+    if issubclass(kind, FakeTensor):
+        return False
+    overrides = kind.__torch_function__ not in (Tensor.__torch_function__, nn.Parameter.__torch_function__)
+    return overrides or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or hasattr(param, "fsdp_pre_all_gather")
 
 
 def _shard_dim(param: nn.Parameter, owners: _Owners, mesh: ShardingMesh, shard_placement_fn: ShardPlacementFn | None) -> int:

@@ -106,6 +106,7 @@ class ShardedParam:
         self.param._local_tensor = self.unpad(padded).data  # type: ignore[attr-defined]
         self.shard = nn.Parameter(padded.data, requires_grad=self.param.requires_grad)
         self.shard._fsdp_sharded_param = self  # type: ignore[attr-defined]
+        self.shard._fsdp_before_unshard = self.before_unshard  # type: ignore[attr-defined]
         self.shard._fsdp_receive_gradient = functools.partial(receive_gradient, self)  # type: ignore[attr-defined]
         abandon_unshard(self.unit)
         self.state.drop_full()
@@ -195,6 +196,42 @@ class ShardedParam:
         self.kwargs = {key: value for key, value in kwargs.items() if value != defaults.get(key)}
         for module, name in self.owners:
             module.__dict__[shard_attribute(name)] = None if self.shard.is_meta else (self.shard, self.args, self.kwargs)
+
+    def before_unshard(self) -> None:
+        """What an operator asks for ahead of its gather, also in a graph that another backend compiled.
+
+        Raises:
+            RuntimeError: the graph was traced when the parameter was frozen, or while another one was registered in its place.
+        """
+        if self.sync_requires_grad() and self.shard.requires_grad:
+            raise RuntimeError(
+                f"Parameter {self.name} was unfrozen after its forward was compiled by another backend than fsdp_backend, "
+                "which gives it no gradient. Call the model again, and it compiles anew; or unfreeze it by its module: "
+                "module.requires_grad_()."
+            )
+        self.check_registered()
+        self.unit.scope.wait_for_optimizer()
+
+    def compute_with(self, given: Tensor | None) -> Tensor | None:
+        """What a forward reads where ``given`` is registered in the parameter's place: the whole, in the compute dtype."""
+        if given is None:
+            return None
+        full = given.full_tensor() if isinstance(given, DTensor) else given
+        return full.to(self.compute_dtype) if full.is_floating_point() else full
+
+    def check_registered(self) -> None:
+        """Refuse to go on where something else is registered in the parameter's place.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        for module, name in self.owners:
+            if module._parameters.get(name) is not self.param:
+                raise RuntimeError(
+                    f"A compiled graph reads the shard of parameter {self.name}, but something else stands in its place in "
+                    "module._parameters (torch.func.functional_call puts it there). Call the model uncompiled, where it is "
+                    "read, or write values to the parameter: param.copy_, load_state_dict."
+                )
 
     def sync_requires_grad(self) -> bool:
         """Let the shard follow the parameter's ``requires_grad``. Returns whether it had to change."""

@@ -9,9 +9,13 @@
 shape. Their eager kernels communicate at once, so the part of a model that is not compiled trains just as well.
 
 ``reduce_grad`` takes the shard too. It reads no value of it: the shard rides along into the backward graph so that the
-runtime can tell there which parameter a gradient belongs to, also when one compiled graph serves many identical blocks. A shard
-with an attribute ``_fsdp_receive_gradient`` is owned by somebody who decides about its gradients: eager autograd then hands the
-full gradient to that function, and no ``reduce_grad`` runs.
+runtime can tell there which parameter a gradient belongs to, also when one compiled graph serves many identical blocks.
+
+A shard may have an owner who decides about it. Attributes of the tensor say so, which eager kernels heed, whoever calls them:
+eager autograd, or a graph that another backend has compiled.
+
+``_fsdp_before_unshard()``         is called ahead of the gather.
+``_fsdp_receive_gradient(grad)``   takes the full gradient in the place of the reduction; ``reduce_grad`` then gives zeros.
 """
 
 from collections.abc import Sequence
@@ -27,16 +31,19 @@ from .layout import REPLICATED, disassemble, padded_shard_shape
 
 _library = torch.library.Library("fsdp_compile", "DEF")
 
+# A replay of recorded kernels would leave out what an owner does in Python.
+_communicates = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+
 _library.define(
     "unshard(Tensor shard, str name, int[] shape, str group, *, str unit='', int dim=0, int offset=-1, "
     "ScalarType? param_dtype=None, ScalarType? reduce_dtype=None, str replicate_group='', "
     "bool reshard_after_forward=True, str post_forward_group='') -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=_communicates,
 )
 _library.define(
     "reduce_grad(Tensor grad, Tensor shard, str name, int[] shape, str group, *, str unit='', int dim=0, "
     "ScalarType? reduce_dtype=None, ScalarType? grad_dtype=None, str replicate_group='') -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=_communicates,
 )
 _library.define(
     "reshard(Tensor full, str name, str group, *, int dim=0) -> Tensor",
@@ -148,6 +155,9 @@ def _unshard_kernel(
     param_dtype: torch.dtype | None = None,
     **_: Any,
 ) -> Tensor:
+    before_unshard = getattr(shard, "_fsdp_before_unshard", None)
+    if before_unshard is not None:
+        before_unshard()
     if dim == REPLICATED:
         return shard.to(param_dtype or shard.dtype, copy=True)
     (full,) = finish_gather(start_gather([shard.to(param_dtype or shard.dtype)], group), [shape], [dim], group)
@@ -167,6 +177,10 @@ def _reduce_grad_kernel(
     replicate_group: str = "",
     **_: Any,
 ) -> Tensor:
+    receive_gradient = getattr(shard, "_fsdp_receive_gradient", None)
+    if receive_gradient is not None:
+        receive_gradient(grad)
+        return shard.new_zeros(shard.shape, dtype=grad_dtype or reduce_dtype or grad.dtype)
     grad = grad.to(reduce_dtype or grad.dtype)
     (shard_grad,) = reduce_gradients([grad], [shape], [dim], group, replicate_group)
     return shard_grad.to(grad_dtype or grad.dtype)

@@ -1,0 +1,282 @@
+"""Callers that do otherwise than ``torch.compile(model, backend=fsdp_backend)`` and ``loss.backward()``: they get the right
+result, or an error."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fsdp_backend, fully_shard
+from tests.common import models
+from tests.common.distributed import RankPools, device_mesh
+from tests.common.parity import Case, Forward, Run, compare, shard_units, train_reference, train_sharded
+
+
+def compile_whole(model: nn.Module, options: Any) -> Forward:
+    return torch.compile(model, **options)
+
+
+def compile_blocks(model: nn.Module, options: Any) -> Forward:
+    """FSDP2's recipe."""
+    for block in model.get_submodule("blocks").children():
+        block.compile(**options)
+    return model
+
+
+def compile_in_place(model: nn.Module, options: Any) -> Forward:
+    model.compile(**options)
+    return model
+
+
+OTHERS = Case("another backend", models.MLP, steps=2, accumulate=2)
+HOW: dict[str, Callable[[nn.Module, Any], Forward]] = {
+    "whole": compile_whole,
+    "blocks": compile_blocks,
+    "in place": compile_in_place,
+}
+
+
+def train(how: str, backend: Any) -> Run:
+    return train_sharded(dataclasses.replace(OTHERS, compile=HOW[how]), fully_shard, {"backend": backend})
+
+
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ("whole", "aot_eager"),
+        ("whole", "eager"),
+        ("blocks", "aot_eager"),
+        ("in place", fsdp_backend),
+        ("blocks", fsdp_backend),
+        pytest.param("whole", "inductor", marks=pytest.mark.exhaustive),
+        pytest.param("blocks", "inductor", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_any_backend_trains(how: str, backend: Any, rank_pools: RankPools) -> None:
+    compare(rank_pools[2].run(train, how=how, backend=backend), train_reference(OTHERS, 2), rtol=1e-5)
+
+
+def accumulate_without_sync() -> None:
+    """Flags mean with another backend what they mean with ours."""
+    torch.manual_seed(0)
+    model, reference = models.MLP(), models.MLP()
+    reference.load_state_dict(model.state_dict())
+    shard_units(model, device_mesh((2,)), fully_shard)
+    compiled = torch.compile(model, backend="aot_eager")
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randn(2, 2, 3, 8, generator=generator)
+    model.set_gradient_divide_factor(1.0)
+    for micro, last in enumerate((False, True)):
+        model.set_requires_gradient_sync(last)
+        compiled(batches[micro, dist.get_rank()]).square().sum().backward()
+        assert all((param.grad is not None) is last for param in model.parameters())
+    reference(batches.flatten(0, 2)).square().sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        # Only the root's factor was set.
+        expected = theirs.grad / (2 if name.startswith("blocks") else 1)
+        torch.testing.assert_close(ours.grad.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_flags_with_another_backend(rank_pools: RankPools) -> None:
+    rank_pools[2].run(accumulate_without_sync)
+
+
+def make_mlp(world: int = 1) -> Any:
+    torch.manual_seed(0)
+    model = models.MLP()
+    shard_units(model, init_device_mesh("cpu", (world,)), fully_shard)
+    return model
+
+
+def compile_with(model: nn.Module, how: str) -> Any:
+    if how == "uncompiled":
+        return model
+    if how == "ours":
+        return torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+    return torch.compile(model, backend="aot_eager")
+
+
+SYSTEMS = ["uncompiled", "ours", "another backend"]
+
+
+@pytest.mark.parametrize("how", SYSTEMS)
+def test_unfrozen_later(how: str, one_rank: None) -> None:
+    """A parameter that is unfrozen by its module gets its gradient; one by itself does, or the call says that it does not."""
+    model = make_mlp()
+    model.requires_grad_(False)
+    compiled = compile_with(model, how)
+    x = torch.randn(3, 8, requires_grad=True)
+    compiled(x).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+    model.blocks[0].requires_grad_(True)
+    compiled(x).sum().backward()
+    assert all((param.grad is not None) is name.startswith("blocks.0") for name, param in model.named_parameters())
+    model.head.weight.requires_grad_(True)
+    if how == "another backend":
+        with pytest.raises(RuntimeError, match=r"head\.weight was unfrozen after its forward was compiled"):
+            compiled(x)
+    compiled(x).sum().backward()
+    assert model.head.weight.grad is not None
+
+
+def ask_for_input_gradients(how: str) -> None:
+    torch.manual_seed(0)
+    model = models.MLP()
+    shard_units(model, device_mesh((2,)), fully_shard)
+    compiled = compile_with(model, how)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(3, 8, requires_grad=True, generator=generator)
+    first, second = torch.randn(2, 3, 8, generator=generator)
+    reference = models.MLP()
+    reference.load_state_dict({name: param.full_tensor() for name, param in model.state_dict().items()})
+
+    model.set_requires_gradient_sync(False)
+    compiled(first).square().sum().backward()
+    # Neither accumulates, here in the middle of microbatches.
+    hooked = []
+    model.head.weight.register_post_accumulate_grad_hook(hooked.append)
+    (gradient,) = torch.autograd.grad(compiled(x).square().sum(), x)
+    compiled(x).square().sum().backward(inputs=[x])
+    assert not hooked
+    (expected,) = torch.autograd.grad(reference(x).square().sum(), x)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-6)
+    assert all(param.grad is None for param in model.parameters())
+    model.set_requires_gradient_sync(True)
+    compiled(second).square().sum().backward()
+    assert len(hooked) == 1
+
+    for batch in (first, second):
+        reference(batch).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(theirs.grad)
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad / 2, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", SYSTEMS)
+def test_what_nobody_asked_for_is_not_accumulated(how: str, rank_pools: RankPools) -> None:
+    rank_pools[2].run(ask_for_input_gradients, how=how)
+
+
+@pytest.mark.parametrize("how", SYSTEMS)
+def test_gradients_of_parameters_are_refused_by_autograd(how: str, one_rank: None) -> None:
+    """As with FSDP2: outside of a forward they are no tensors of the graph."""
+    model = make_mlp()
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(compile_with(model, how)(torch.randn(3, 8)).sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("how", SYSTEMS)
+def test_a_swapped_parameter_is_read_or_refused(how: str, one_rank: None) -> None:
+    model, x = make_mlp(), torch.randn(3, 8)
+    plain = models.MLP()
+    full = {name: param.full_tensor() for name, param in model.named_parameters()}
+    compiled = compile_with(model, how)
+    compiled(x)
+    for given in (
+        {name: (2 * value).detach().requires_grad_() for name, value in full.items()},
+        {name: 2 * param.detach() for name, param in model.named_parameters()},
+    ):
+        expected = functional_call(plain, {name: 2 * value for name, value in full.items()}, (x,))
+        if how == "uncompiled":
+            torch.testing.assert_close(functional_call(model, given, (x,)), expected)
+            continue
+        renamed = {f"_orig_mod.{name}": value for name, value in given.items()}
+        with pytest.raises(RuntimeError, match=r"something else stands in its place"):
+            functional_call(compiled, renamed, (x,))
+    given = {name: 2 * value for name, value in full.items()}
+    if how != "uncompiled":
+        backend = fsdp_backend if how == "ours" else "aot_eager"
+        traced = torch.compile(lambda values: functional_call(model, values, (x,)), backend=backend)
+        with pytest.raises(RuntimeError, match="functional_call is traced together with"):
+            traced(given)
+    weight = model.head.weight
+    model.head._parameters["weight"] = given["head.weight"]
+    if how == "uncompiled":
+        torch.testing.assert_close(model(x), functional_call(plain, full | {"head.weight": given["head.weight"]}, (x,)))
+    else:
+        with pytest.raises(RuntimeError, match=r"head\.weight"):
+            compiled(x)
+    model.head._parameters["weight"] = weight
+    torch.testing.assert_close(compiled(x), functional_call(plain, full, (x,)))
+
+
+class Dropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(torch.tanh(self.up(x)), 0.5)).sum()
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+def test_a_checkpoint_draws_the_same_numbers_again(lowering: str, one_rank: None) -> None:
+    """Of a linear function of the mask, forward's result is the gradient by the mask's scale."""
+    torch.manual_seed(0)
+    model: Any = Dropout()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False) * weight
+
+    compiled = torch.compile(forward, backend=fsdp_backend, options={"lowering": lowering})
+    loss = compiled(torch.randn(4, 64), torch.ones(()))
+    loss.backward()
+    # loss = sum(down.weight * its gradient) + sum of biases, whatever the mask is.
+    bias = 4 * model.down.bias.full_tensor().sum()
+    product = (model.down.weight.full_tensor() * model.down.weight.grad.full_tensor()).sum()
+    torch.testing.assert_close(loss, product + bias, rtol=1e-4, atol=1e-4)
+
+
+class WithAttributes(nn.Parameter):
+    """A parameter that knows something."""
+
+
+def test_subclasses(one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+    attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
+    with pytest.raises(NotImplementedError, match=r"1\.weight is a TwoTensor.*ignored_params"):
+        fully_shard(model, mesh=mesh)
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
+    fully_shard(model, mesh=mesh, ignored_params={model[1].weight})
+    assert type(model[1].weight) is TwoTensor
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight = WithAttributes(model[0].weight.detach())
+    assert isinstance(fully_shard(model, mesh=mesh)[0].weight, DTensor)
+
+
+def test_nothing_changes_where_sharding_fails(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.MLP()
+    before = {name: (type(module), dict(module.__dict__)) for name, module in model.named_modules()}
+    params = dict(model.named_parameters())
+
+    def fail(self: Any) -> None:
+        raise MemoryError("no memory for shards")
+
+    monkeypatch.setattr("fsdp_compile.unit.Unit.allocate", fail)
+    with pytest.raises(MemoryError):
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    monkeypatch.undo()
+    after = {name: (type(module), dict(module.__dict__)) for name, module in model.named_modules()}
+    assert after == before
+    assert dict(model.named_parameters()).items() == params.items()
+    x = torch.randn(3, 8)
+    expected = model(x)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    torch.testing.assert_close(model(x), expected)

@@ -122,13 +122,15 @@ def live_bytes(model: Any) -> int:
     After a backward these are full gradients that wait to be reduced, partial shards that wait to be all-reduced, the
     shards in param.grad, and gathered parameters that were kept.
     """
-    shards = {parameter.to_local().untyped_storage()._cdata for parameter in model.parameters()}
+    shown = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad) if tensor is not None]
+    # Gradients lie in flat buffers, which are counted.
+    aliases = {tensor.to_local().untyped_storage()._cdata for tensor in shown}
     totals: list[int] = []
     while len(totals) < 4 or len(set(totals[-4:])) > 1:
         time.sleep(0.05)  # Gloo's threads let go of a collective's tensors a moment after it is done.
         storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is Tensor]
         held = {storage._cdata: storage.nbytes() for storage in storages}
-        totals.append(sum(nbytes for storage, nbytes in held.items() if storage not in shards))
+        totals.append(sum(nbytes for storage, nbytes in held.items() if storage not in aliases))
     return totals[-1]
 
 

@@ -22,6 +22,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from passes.auto_schedule import AutoSchedule
 from passes.collective_sequence import collective_sequence
@@ -207,6 +208,7 @@ def _compile(
 
     def inner_compile(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> BoxedFunction:
         began.value = True
+        _refuse_writes(example_inputs, (params or {}).values())
         lowering = _Lowering(graph_module, options, config_patches, kwargs, kernels, auto, recorders)
         planned = PlannedGraph(
             graph_module,
@@ -230,6 +232,27 @@ def _compile(
             config_patches=config_patches,
         )
     return cast("Callable[..., Any]", compiled)
+
+
+def _refuse_writes(inputs: Sequence[Any], params: Iterable[ShardedParam]) -> None:
+    """Refuse a graph that writes to a parameter that it also unshards: by AOTAutograd's order the write would come last.
+
+    AOTAutograd sees no connection between the parameter and its shard.
+    """
+    context = TracingContext.try_get()
+    infos = context.fw_metadata.input_info if context is not None and context.fw_metadata is not None else []
+    mutated = [info.mutates_data for info in infos]
+    if not any(mutated):
+        return
+    flat = [value for value in inputs for _ in (value.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(value) else [0])]
+    # Of inputs that are views of each other it makes one: which is which is not known then.
+    written = [value for index, value in enumerate(flat) if len(mutated) != len(flat) or mutated[index]]
+    for param in params:
+        if any(param.owns_memory_of(value) for value in written):
+            raise RuntimeError(
+                f"A compiled function writes to parameter {param.name} and runs the forward that reads it, in one graph. "
+                "Write to it outside of the compiled function, or call torch._dynamo.graph_break() between the two."
+            )
 
 
 class _Lowering:

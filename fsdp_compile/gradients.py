@@ -121,7 +121,7 @@ def _changed_set(unit: Unit, names: Sequence[str], what: str) -> str:
 
 
 def flat_partial(params: Sequence[ShardedParam]) -> Tensor:
-    """The partial results of a bucket's parameters as one flat shard; those that wait are views of it afterwards."""
+    """The partial results of a bucket's parameters as one flat shard; those that wait lie in it afterwards."""
     slices = [param.state.partial_grad for param in params]
     flat = whole_buffer(slices)
     if flat is None:
@@ -139,7 +139,7 @@ def keep_partial(params: Sequence[ShardedParam], flat: Tensor) -> None:
 def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
     """``param.grad`` of a bucket's parameters as one flat shard, to add to in place.
 
-    They are views of it already unless the user replaced one; then they move into a new buffer. A missing one is zero.
+    They lie in it already unless the user replaced one; then they move into a new buffer. A missing one is zero.
     """
     flat = whole_buffer([grad_slice(param.param) for param in params])
     if flat is None:
@@ -154,7 +154,7 @@ def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
 
 
 def land_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
-    """Set ``param.grad`` of a bucket's parameters to views of the flat shard of their gradients."""
+    """Set ``param.grad`` of a bucket's parameters to their runs of the flat shard of their gradients."""
     runs = flat.split([param.padded_numel for param in params])
     for param, piece, run in zip(params, _slices(params, flat), runs, strict=True):
         set_grad_in(param.param, param.unpad(run.view(param.padded_shape)), piece)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .own_storage import with_own_storage
 
 #: What changes with every write to a parameter.
 Stamp: TypeAlias = tuple[int, int, int]
@@ -62,6 +65,7 @@ class ParamState:
         self.partial_grad: FlatSlice | None = None
         self.is_unsharded = False
         self._full: Tensor | None = None
+        self._shown: Tensor | None = None
         self._full_of: Stamp = (0, 0, 0)
         self._gathering_of: Stamp | None = None
 
@@ -81,13 +85,23 @@ class ParamState:
     def keep_full(self, param: nn.Parameter, full: Tensor) -> None:
         """Keep a gathered parameter for as long as ``param`` does not change, from the start of its gather on."""
         self._full, self._full_of = full, self._gathering_of or stamp(param)
-        self._gathering_of = None
+        self._shown = self._gathering_of = None
 
     def full(self, param: nn.Parameter) -> Tensor | None:
         """The gathered parameter, unless there is none or ``param`` has changed since."""
         if self._full is not None and self._full_of != stamp(param):
-            self._full, self.is_unsharded = None, False
+            self._full, self._shown, self.is_unsharded = None, None, False
         return self._full
+
+    def shown(self, param: nn.Parameter) -> Tensor | None:
+        """What the user sees of the gathered parameter that ``unshard()`` left; None if there is none."""
+        full = self.full(param)
+        if full is None or not self.is_unsharded:
+            return None
+        if self._shown is None:
+            # Not of :meth:`full`: what graphs take and give is theirs, down to the storage.
+            self._shown = with_own_storage(full)
+        return self._shown
 
     def will_have_full(self, param: nn.Parameter) -> bool:
         """Whether :meth:`full` gives the parameter once the gather in flight, if there is one, is finished."""
@@ -97,7 +111,7 @@ class ParamState:
 
     def drop_full(self) -> None:
         """Free the gathered parameter, and forget one in flight."""
-        self._full = self._gathering_of = None
+        self._full = self._shown = self._gathering_of = None
         self.is_unsharded = False
 
 
@@ -106,17 +120,30 @@ def stamp(param: nn.Parameter) -> Stamp:
     return param._version, param._local_tensor._version, _optimizer_steps  # type: ignore[attr-defined]
 
 
+def set_local(tensor: Any, local: Tensor) -> None:
+    """Give a DTensor another local tensor, which lies at offset 0 of its storage. It keeps its identity."""
+    tensor._local_tensor = local
+    if tensor.storage_offset():
+        # A DTensor that was made of a view says that it is at the view's offset.
+        tensor.data = DTensor(local, tensor._spec, requires_grad=False)
+
+
 def set_grad_in(param: nn.Parameter, local: Tensor, piece: FlatSlice) -> None:
-    """Let ``param.grad`` be a DTensor of this rank's part, which lies in ``piece``; one that is there keeps its identity."""
+    """Let ``param.grad`` be a DTensor of this rank's part, a view in ``piece``; one that is there keeps its identity."""
     grad: Any = param.grad
+    local = with_own_storage(local)
     if grad is None:
         grad = param.grad = DTensor(local, param._spec, requires_grad=False)  # type: ignore[attr-defined, assignment]
-    grad._local_tensor = local
-    # On the gradient itself, so that its memory is free as soon as the user clears it.
-    grad._fsdp_lies_in = (local, piece)
+    set_local(grad, local)
+    # On the memory itself, which is free as soon as the user clears the gradient. What stands on a tensor, torch.save saves.
+    storage: Any = local.untyped_storage()
+    storage._fsdp_lies_in = (weakref.ref(local), piece)
 
 
 def grad_slice(param: nn.Parameter) -> FlatSlice | None:
     """Where ``param.grad`` lies in a flat buffer; None if the user put it elsewhere."""
-    local, piece = getattr(param.grad, "_fsdp_lies_in", (None, None))
-    return piece if local is not None and param.grad._local_tensor is local else None  # type: ignore[union-attr]
+    local = getattr(param.grad, "_local_tensor", None)
+    if local is None:
+        return None
+    noted, piece = getattr(local.untyped_storage(), "_fsdp_lies_in", (None, None))
+    return piece if noted is not None and noted() is local else None

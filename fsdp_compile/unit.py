@@ -1,12 +1,13 @@
 """A unit of sharding: the parameters that one ``fully_shard`` call groups, and where their shards live.
 
-Of each parameter there are three views on one piece of memory:
+Of each parameter there are three tensors on one piece of memory:
 
 - the *parameter*: a DTensor, what modules register, optimizers step and checkpoints save;
 - the *shard*: a plain leaf tensor, padded so that all ranks have the same shape, what a forward reads and a graph takes;
 - its run of the unit's *flat storage*, one buffer for each dtype in registration order, what a bucket gathers in place.
 
-Views are made with ``.data``: with a version counter of its own, a step on one parameter is no write to another.
+Each has a version counter of its own: a step on one parameter is no write to another. The parameter's local tensor, which users
+save, copy and compile optimizers with, also has a storage of its own (:mod:`.own_storage`); the shard is a view.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from passes.layout import REPLICATED, padded_shard_numel, padded_shard_shape
 
 from .gradients import drop_eager_gradient, receive_gradient
 from .mesh import ShardingMesh
-from .param_state import ParamState
+from .own_storage import has_memory, with_own_storage
+from .param_state import ParamState, set_local
 from .unsharding import PendingGather, abandon_unshard, finish_unshard
 
 
@@ -68,6 +70,7 @@ class ShardedParam:
         self.offset = 0
         self.param = self._make_param(param)
         self.shard: nn.Parameter
+        self._own_storage: torch.UntypedStorage
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.state = ParamState()
@@ -98,12 +101,14 @@ class ShardedParam:
         return padded.narrow(self.dim, 0, self.rows[1])
 
     def bind(self, storage: Tensor, offset: int) -> None:
-        """Move the local tensor into ``storage`` and make parameter and shard views of it there."""
+        """Move the local tensor into ``storage``, and let parameter and shard lie there."""
         self.offset = offset
         padded = storage.narrow(0, offset, self.padded_numel).view(self.padded_shape)
         with torch.no_grad():
             self.unpad(padded).copy_(self.local)
-        self.param._local_tensor = self.unpad(padded).data  # type: ignore[attr-defined]
+        local = with_own_storage(self.unpad(padded))
+        self._own_storage = local.untyped_storage()
+        set_local(self.param, local)
         self.shard = nn.Parameter(padded.data, requires_grad=self.param.requires_grad)
         self.shard._fsdp_sharded_param = self  # type: ignore[attr-defined]
         self.shard._fsdp_before_unshard = self.before_unshard  # type: ignore[attr-defined]
@@ -125,7 +130,7 @@ class ShardedParam:
 
     def unsharded(self) -> Tensor | None:
         """The full parameter that ``unshard()`` left, for the user to read outside of a forward."""
-        return self.state.full(self.param) if self.state.is_unsharded else None
+        return self.state.shown(self.param)
 
     def end_forward(self) -> None:
         """Free what ``unshard()`` gathered, if the unit reshards after forward."""
@@ -143,11 +148,15 @@ class ShardedParam:
         )
 
     def is_bound(self) -> bool:
-        """Whether the parameter still is a view of the memory that the shard is a view of."""
-        local, shard = self.local, self.shard
-        return local.untyped_storage()._cdata == shard.untyped_storage()._cdata and (
-            local.storage_offset() == shard.storage_offset() or local.numel() == 0
-        )
+        """Whether the parameter's local tensor still is the one that lies in the memory of the shard."""
+        return self.local.untyped_storage()._cdata == self._own_storage._cdata and self.local.storage_offset() == 0
+
+    def owns_memory_of(self, value: Any) -> bool:
+        """Whether a tensor, or a DTensor's local one, begins in the memory of this parameter."""
+        local = getattr(value, "_local_tensor", value)
+        if value is self.param or not isinstance(local, Tensor) or not has_memory(local) or not has_memory(self.shard):
+            return value is self.param
+        return self.shard.data_ptr() <= local.data_ptr() < self.shard.data_ptr() + self.shard.nbytes
 
     def check_replacement(self, param: Any) -> None:
         """Refuse a parameter that cannot take this one's place."""

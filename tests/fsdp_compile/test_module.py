@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
 from fsdp_compile import FSDPModule, capture, fsdp_backend, fully_shard, register_fsdp_forward_method
+from fsdp_compile.param_state import grad_slice
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import shard_units
@@ -543,7 +544,11 @@ def test_cleared_gradients_are_freed(fake_ranks: None) -> None:
     compiled = torch.compile(model, **_EAGER_LOWERING)
     for _ in range(2):
         compiled(torch.ones(2, 8)).sum().backward()
-    buffers = [weakref.ref(param.grad._local_tensor) for param in model.parameters()]
+    slices = [grad_slice(param) for param in model.parameters()]
+    held = [weakref.ref(param.grad._local_tensor) for param in model.parameters()]
+    held += [weakref.ref(piece.flat) for piece in slices if piece is not None]
+    assert len(held) == 2 * len(slices)
+    del slices
     model.zero_grad()
     gc.collect()
-    assert not any(ref() is not None for ref in buffers)
+    assert not any(ref() is not None for ref in held)

@@ -9,7 +9,9 @@ import hashlib
 import os
 import subprocess
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -21,7 +23,7 @@ from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compi
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from .kernel_library import KernelLibrary
+from .kernel_library import KernelLibrary, fall_back
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -39,6 +41,10 @@ def kernels_in_background() -> Iterator[Callable[[], None]]:
     """
     # Otherwise Inductor would probe, too.
     probe_instruction_set().join()
+    if not _async_compile_is_known():
+        fall_back(f"the AsyncCompile of torch {torch.__version__} has an unknown form.")
+        yield lambda: None
+        return
     waits: list[tuple[AsyncCompile, dict[str, Any]]] = []
     libraries = [KernelLibrary()]
     compile_alone = AsyncCompile.cpp_pybinding
@@ -65,6 +71,12 @@ def kernels_in_background() -> Iterator[Callable[[], None]]:
         library.fill([scope for _, scope in waits])
 
 
+def _async_compile_is_known() -> bool:
+    """Whether the functions that are replaced take what their replacements take."""
+    functions = [getattr(AsyncCompile, name, None) for name in ("cpp_pybinding", "wait")]
+    return [callable(function) and len(signature(function).parameters) for function in functions] == [3, 2]
+
+
 # What Inductor's own probe (``VecISA._avx_code``) finds out of an instruction set is that the compiler takes its flags, and
 # that torch has Sleef's functions for it. For that it compiles headers of ATen, links, and loads the result in a process.
 _SMALL_PROBE = "typedef float vector __attribute__((vector_size(64))); vector probe(vector a, vector b) { return a * b; }"
@@ -80,10 +92,18 @@ def probe_instruction_set() -> threading.Thread:
     """
 
     def probe() -> None:
-        build = VecISA.check_build
+        build = getattr(VecISA, "check_build", None)
+        if build is None:
+            _warn_once_of_probe("VecISA has no check_build")
+            return
 
         def check_build(isa: VecISA, code: str) -> bool:
-            return _compiles(isa, code) or build(isa, code)
+            try:
+                compiles = _compiles(isa, code)
+            except Exception as error:
+                _warn_once_of_probe(repr(error))
+                compiles = False
+            return compiles or build(isa, code)
 
         with mock.patch.object(VecISA, "check_build", check_build):
             pick_vec_isa()
@@ -91,6 +111,11 @@ def probe_instruction_set() -> threading.Thread:
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()
     return thread
+
+
+@functools.cache
+def _warn_once_of_probe(error: str) -> None:
+    warnings.warn(f"torch {torch.__version__} probes the processor in its own way, which takes longer: {error}", stacklevel=2)
 
 
 def _compiles(isa: VecISA, code: str) -> bool:

@@ -3,16 +3,20 @@
 Inductor compiles each kernel by itself, and most of what that takes is not the kernel: behind the precompiled header, the
 compiler instantiates for every file what the headers of ATen's vectors need, which is half a second that kernels can share.
 
-The library lives in Inductor's cache and has Inductor's bindings: a Python function for each kernel.
+The library lives in Inductor's cache and has Inductor's bindings: a Python function for each kernel, as torch's template for
+one function has it. Where that template has another form than is known here, or the library does not compile, each kernel is
+compiled by itself after all, and a warning says so.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -21,23 +25,27 @@ Kernel = Callable[..., None]
 # The name that Inductor gives to all of them.
 _ENTRY = re.compile(r'extern "C"\s+void\s+kernel\(')
 
-# Of several kernels what ``CppPythonBindingsCodeCache.suffix_template`` has for one.
-_FUNCTION = """
-static PyObject* %(name)s_py(PyObject* self, PyObject* args) {
-    try {
-        if (!PyTuple_CheckExact(args) || PyTuple_GET_SIZE(args) != %(num_args)s) [[unlikely]]
-            throw std::runtime_error("requires a tuple of %(num_args)s args");
-        %(name)s(%(args)s);
-        Py_RETURN_NONE;
-    } catch (std::exception const& e) {
-        PyErr_SetString(PyExc_RuntimeError, e.what());
-    } catch (...) {
-        PyErr_SetString(PyExc_RuntimeError, "unhandled error");
-    }
-    return nullptr;
-}
-static PyMethodDef %(name)s_method = {"%(name)s", %(name)s_py, METH_VARARGS, ""};
-"""
+# What ``CppPythonBindingsCodeCache.suffix_template`` has for its one function: the function, and how Python is to call it.
+_BINDING = re.compile(
+    r"\{extra_parse_arg\}\s*(?P<function>static PyObject\* \{entry_func\}_py\(.*?)"
+    r"static PyMethodDef py_methods\[\] = \{\{\s*(?P<method>.*?),\s*\{\{NULL",
+    re.DOTALL,
+)
+
+# Whether :func:`fall_back` has been called.
+_fell_back = False
+
+
+def fall_back(reason: str) -> None:
+    """From here on compile kernels as torch does, each by itself, and say so once.
+
+    Args:
+        reason: what of torch has a form that is not known here, or what failed.
+    """
+    global _fell_back
+    if not _fell_back:
+        _fell_back = True
+        warnings.warn(f"C++ kernels are compiled one by one, which takes longer: {reason}", stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class KernelLibrary:
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[tuple[str, ...], str], int] = {}
-        self._load: Callable[[], Callable[[], Sequence[Kernel]]] | None = None
+        self._load: Callable[[], Sequence[Kernel]] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -68,7 +76,7 @@ class KernelLibrary:
     @staticmethod
     def takes(source: str) -> bool:
         """Whether a kernel's source can share a file."""
-        return len(_ENTRY.findall(source)) == 1
+        return not _fell_back and len(_ENTRY.findall(source)) == 1
 
     def add(self, argtypes: Sequence[str], source: str) -> PendingKernel:
         """Something to stand for a kernel until :meth:`fill`.
@@ -83,21 +91,42 @@ class KernelLibrary:
 
     def compile(self) -> None:
         """Begin to compile in the background; where Inductor has no workers for that, :meth:`fill` does it."""
-        bindings, code = self._bindings()
-        submit = AsyncCompile.submit if get_compile_threads() > 1 else None
-        self._load = bindings.load_pybinding_async([], code, submit_fn=submit)
+        try:
+            bindings, code = self._bindings()
+            load = bindings.load_pybinding_async([], code, submit_fn=_submit())
+            self._load = lambda: load()()
+        except Exception as error:
+            self._load = self._compile_apart(error)
 
     def fill(self, scopes: Iterable[dict[str, Any]]) -> None:
         """Wait, and put the kernels among the globals of the programs, in the place of what stands for them."""
         assert self._load is not None, "The library has not been compiled."
-        kernels = self._load()()
+        try:
+            kernels = self._load()
+        except Exception as error:
+            kernels = self._compile_apart(error)()
         for scope in scopes:
             for name, value in scope.items():
                 if isinstance(value, PendingKernel) and value.library is self:
                     scope[name] = kernels[value.index]
 
+    def _compile_apart(self, error: Exception) -> Callable[[], Sequence[Kernel]]:
+        """Begin to compile each kernel by itself, as the library could not be compiled."""
+        # Compilers print pages.
+        lines = str(error).splitlines()
+        line = next((line for line in lines if "error:" in line), next(iter(lines), ""))
+        fall_back(f"for torch {torch.__version__}, a library of them fails with {type(error).__name__}: {line}")
+        loads = [
+            CppPythonBindingsCodeCache.load_pybinding_async(argtypes, source, submit_fn=_submit())
+            for argtypes, source in self._kernels
+        ]
+        return lambda: [load() for load in loads]
+
     def _bindings(self) -> tuple[type[CppPythonBindingsCodeCache], str]:
         """Inductor's bindings for one function, which gives the kernels, and the code that stands ahead of them."""
+        binding = _BINDING.search(CppPythonBindingsCodeCache.suffix_template)
+        if binding is None:
+            raise ValueError("the template of Inductor's bindings has an unknown form.")
         includes: dict[str, None] = {}
         kernels, functions, results = [], [], []
         for (argtypes, source), index in self._kernels.items():
@@ -111,7 +140,12 @@ class KernelLibrary:
             kernels.append(f"using {name}_only::{name};")
             types = (argtype.replace("const ", "") for argtype in argtypes)
             args = ", ".join(f"parse_arg<{argtype}>(args, {position})" for position, argtype in enumerate(types))
-            functions.append(_FUNCTION % {"name": name, "num_args": len(argtypes), "args": args})
+            call = f"{name}({args}); Py_RETURN_NONE;"
+            function, method = (
+                binding[part].format(entry_func=name, arg_len=len(argtypes), call_entry_func=call)
+                for part in ("function", "method")
+            )
+            functions.append(f"{function}static PyMethodDef {name}_method = {method};")
             results.append(f"PyCFunction_New(&{name}_method, nullptr)")
         bindings = type(
             "KernelBindings",
@@ -119,7 +153,11 @@ class KernelLibrary:
             {
                 "entry_function": "kernels",
                 "call_entry_function": f'return Py_BuildValue("({"N" * len(results)})", {", ".join(results)});',
-                "extra_parse_arg": "".join(functions).replace("{", "{{").replace("}", "}}"),
+                "extra_parse_arg": "\n".join(functions).replace("{", "{{").replace("}", "}}"),
             },
         )
         return bindings, "\n".join([*includes, *kernels])
+
+
+def _submit() -> Callable[..., Any] | None:
+    return AsyncCompile.submit if get_compile_threads() > 1 else None

@@ -16,9 +16,9 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.cpu_vec_isa import VecISA, supported_vec_isa_list, x86_isa_checker
+from torch._inductor.cpu_vec_isa import VecISA, VecNEON, supported_vec_isa_list, x86_isa_checker
 
-from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile import background_kernels, fsdp_backend, fully_shard
 from fsdp_compile.backend import _Lowering
 from fsdp_compile.background_kernels import (
     _SLEEF_FUNCTIONS,
@@ -133,6 +133,30 @@ def test_probing_finds_what_inductor_finds() -> None:
     probed = found_by("from fsdp_compile.background_kernels import probe_instruction_set\nprobe_instruction_set().join()")
     assert probed == found_by("")
     assert "avx" in probed
+
+
+def test_inductor_probes_where_this_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def pick() -> None:
+        asked.append([VecISA.check_build(VecNEON(), code) for code in ("one", "another")])
+
+    def fail(isa: VecISA, code: str) -> bool:
+        raise AttributeError("a torch without _avx_code")
+
+    monkeypatch.setattr(background_kernels, "pick_vec_isa", pick)
+    monkeypatch.setattr(background_kernels, "_compiles", fail)
+    monkeypatch.setattr(VecISA, "check_build", lambda isa, code: code == "one")
+    background_kernels._warn_once_of_probe.cache_clear()
+    with pytest.warns(UserWarning, match="which takes longer.*_avx_code") as warned:
+        background_kernels.probe_instruction_set.__wrapped__().join()
+    assert asked == [[True, False]]
+    assert len(warned) == 1
+    # And where there is nothing to replace, it is asked when Inductor wants to know.
+    monkeypatch.delattr(VecISA, "check_build")
+    with pytest.warns(UserWarning, match="no check_build"):
+        background_kernels.probe_instruction_set.__wrapped__().join()
+    assert len(asked) == 1
 
 
 def test_a_failure_leaves_no_kernels_behind(monkeypatch: pytest.MonkeyPatch) -> None:

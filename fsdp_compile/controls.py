@@ -20,6 +20,7 @@ from passes.traced_hook import apply_in_place_hook, apply_reduce_hook
 
 from .comm_hooks import BoundHook, bind_hook
 from .gradients import discard
+from .torch_versions import RESET_DISCARDS_GRADIENTS, reduce_dtype
 from .unit import Unit
 
 
@@ -169,7 +170,8 @@ class GradientControls(Controls):
 
     def reset_iter_state(self) -> None:
         """Recover after an exception in forward or backward: forget gathered parameters, and gradients that wait for
-        communication. ``param.grad`` stays as it is; start the sequence of microbatches anew.
+        communication. From torch 2.15 on ``param.grad``, too, before that it stays as it is. Start the sequence of microbatches
+        anew.
 
         Raises:
             RuntimeError: this is not the root of its tree of units.
@@ -179,6 +181,10 @@ class GradientControls(Controls):
             raise RuntimeError(f"reset_iter_state() must be called on the root, not on {unit.name}.")
         unit.scope.active = False
         discard(unit.scope)
+        if RESET_DISCARDS_GRADIENTS:
+            for member in unit.scope.units:
+                for param in member.params:
+                    param.param.grad = None
 
 
 def _examples(unit: Unit) -> list[Tensor]:
@@ -186,7 +192,7 @@ def _examples(unit: Unit) -> list[Tensor]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        dtypes = {unit.mp_policy.reduce_dtype or unit.mp_policy.param_dtype or dtype for dtype in unit.storages}
+        dtypes = {reduce_dtype(unit.mp_policy, dtype) or unit.mp_policy.param_dtype or dtype for dtype in unit.storages}
         return [torch.empty(8, dtype=dtype, device=unit.mesh.device) for dtype in sorted(dtypes, key=str)]
 
 

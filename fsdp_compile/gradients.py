@@ -28,6 +28,7 @@ from passes.divide_factors import Averaging
 from passes.sync_plan import Reduction, Sync
 
 from .param_state import FlatSlice, grad_slice, set_grad_in, whole_buffer
+from .torch_versions import reduce_dtype
 
 if TYPE_CHECKING:
     from .unit import Scope, ShardedParam, Unit
@@ -299,7 +300,7 @@ def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
         return
     receive(unit, [param])
     grad_dtype = param.shard.dtype
-    grad = grad.to(unit.mp_policy.reduce_dtype or grad.dtype)
+    grad = grad.to(reduce_dtype(unit.mp_policy, grad_dtype) or grad.dtype)
     reduction, values = reduction_of(unit, [param], grad)
     if reduction.sync is Sync.NONE:
         if state.unsharded_grad is None:

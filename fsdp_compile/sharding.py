@@ -18,6 +18,7 @@ from passes.layout import REPLICATED
 
 from .mesh import ShardingMesh
 from .module import FSDPModule, swap_class, unit_of
+from .torch_versions import check_policy
 from .unit import ShardedParam, Unit
 
 M = TypeVar("M", bound=nn.Module)
@@ -91,6 +92,7 @@ def fully_shard(
         raise NotImplementedError(
             f"offload_policy={offload_policy!r} is not supported yet; leave it at OffloadPolicy(), which does not offload."
         )
+    check_policy(mp_policy)
     ignored = _check_ignored(ignored_params)
     found = _collect_parameters(modules, ignored)
     sharding_mesh = ShardingMesh.of(mesh)

@@ -30,6 +30,7 @@ from .gradients import drop_eager_gradient, receive_gradient
 from .mesh import ShardingMesh
 from .own_storage import has_memory, with_own_storage
 from .param_state import ParamState, set_local
+from .torch_versions import reduce_dtype
 from .unsharding import PendingGather, abandon_unshard, finish_unshard
 
 
@@ -196,7 +197,7 @@ class ShardedParam:
             "dim": self.dim,
             "offset": self.offset,
             "param_dtype": policy.param_dtype if self.param.is_floating_point() else None,
-            "reduce_dtype": policy.reduce_dtype,
+            "reduce_dtype": reduce_dtype(policy, self.param.dtype),
             "replicate_group": mesh.replicate_group,
             "reshard_after_forward": self.unit.reshards_after_forward,
             "post_forward_group": self.unit.post_forward_group,

@@ -101,10 +101,14 @@ def _shard_except_ignored(model: nn.Module, mesh: DeviceMesh, fully_shard: Fully
     shard_units(model, mesh, fully_shard, ignored_params={model.get_parameter(name) for name in _IGNORED})
 
 
-def _shard_bf16(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard, cast_forward_inputs: bool = True) -> None:
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=cast_forward_inputs
-    )
+def _shard_bf16(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    fully_shard: FullyShard,
+    cast_forward_inputs: bool = True,
+    reduce_dtype: torch.dtype | None = torch.float32,
+) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, cast_forward_inputs=cast_forward_inputs)
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=dataclasses.replace(policy, output_dtype=torch.float32))
@@ -219,6 +223,15 @@ _TABLE = [
         lowered_rtol={"inductor": 1e-1},
         inductor_worlds=(2,),
     ),
+    # Versions of torch differ in what it is reduced in.
+    Case(
+        "bf16_alone",
+        _one_block,
+        partial(_shard_bf16, reduce_dtype=None),
+        reference_rtol=1e-1,
+        fsdp2_rtol=1e-3,
+        worlds=(2,),
+    ),
     Case(
         "bf16_uncast_inputs",
         models.KeepsInputPrecision,
@@ -322,6 +335,9 @@ def _mutant(mutation: str, module: nn.Module, **options: Any) -> None:
     policy = options.get("mp_policy", MixedPrecisionPolicy())
     if mutation == "reduces in bfloat16":
         options["mp_policy"] = dataclasses.replace(policy, reduce_dtype=torch.bfloat16)
+    elif mutation == "reduces in the other dtype":
+        reduce_dtype = torch.bfloat16 if torch.__version__ >= "2.15" else torch.float32
+        options["mp_policy"] = dataclasses.replace(policy, reduce_dtype=reduce_dtype)
     elif mutation == "casts inputs":
         options["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=True)
     elif mutation == "shards rows":
@@ -347,6 +363,7 @@ def run_mutant(name: str, mutation: str) -> Run:
         ("hsdp", 4, "does not reduce over replicas"),
         ("shard_columns", 2, "shards rows"),
         ("bf16_mlp", 2, "reduces in bfloat16"),
+        ("bf16_alone", 2, "reduces in the other dtype"),
         ("bf16_uncast_inputs", 2, "casts inputs"),
     ],
 )

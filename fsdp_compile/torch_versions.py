@@ -1,0 +1,36 @@
+"""Calls that mean different things in the versions of torch that are supported; here they mean what the installed one says."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+_FROM_2_15 = torch.__version__ >= "2.15"
+
+# Whether ``reset_iter_state`` also discards ``param.grad``.
+RESET_DISCARDS_GRADIENTS = _FROM_2_15
+
+
+def reduce_dtype(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype that gradients are reduced in; None: as they come, which is the dtype that the parameter computes in.
+
+    Args:
+        policy: of the parameter's unit.
+        param_dtype: the parameter's own, not that of the policy.
+    """
+    if policy.reduce_dtype is None and policy.param_dtype is not None and _FROM_2_15:
+        return param_dtype
+    return policy.reduce_dtype
+
+
+def check_policy(policy: MixedPrecisionPolicy) -> None:
+    """Raise where a policy has a setting, of a newer torch, that is not supported.
+
+    Raises:
+        NotImplementedError: it has ``param_dtype_override_fn``.
+    """
+    if getattr(policy, "param_dtype_override_fn", None) is not None:
+        raise NotImplementedError(
+            "MixedPrecisionPolicy(param_dtype_override_fn=...) is not supported yet. Shard a module whose parameters are to "
+            "compute in another dtype with a fully_shard call of its own, which takes another policy."
+        )

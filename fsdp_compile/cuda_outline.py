@@ -39,6 +39,7 @@ _KINDS = {"poi": "pointwise kernel", "red": "reduction kernel", "per": "reductio
 # Calls in generated code that launch nothing and wait for nothing.
 _SILENT = {
     "assert_size_stride",
+    "assert_size_stride_grouped",
     "assert_alignment",
     "get_raw_stream",
     "copy_if_misaligned",

@@ -163,6 +163,7 @@ def _python_functions(device: CudaDevice, has_device: bool) -> Iterator[None]:
             "init": lambda: None,
             "_lazy_init": lambda: None,
             "is_initialized": lambda: True,
+            "is_current_stream_capturing": lambda: False,
             # Dynamo saves and restores it around what it traces.
             "get_rng_state": lambda *_: torch.empty(16, dtype=torch.uint8, device="cpu"),
             "set_rng_state": lambda *_: None,

@@ -84,8 +84,8 @@ def compress(model: Any) -> None:
 _CASES: dict[str, Callable[[], CudaCode]] = {
     "fp32": generate,
     "bf16": lambda: generate(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "bf16 reduction": lambda: generate(param_dtype=torch.bfloat16),
-    "fp16": lambda: generate(param_dtype=torch.float16),
+    "bf16 reduction": lambda: generate(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    "fp16": lambda: generate(param_dtype=torch.float16, reduce_dtype=torch.float16),
     "hook": lambda: generate(prepare=compress),
     "hsdp": lambda: generate((2, 4), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }

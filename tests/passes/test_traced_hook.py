@@ -192,6 +192,7 @@ def forward(self, grad: "f32[16]"):
 """,
         )
 
+    @pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch 2.15 traces a number that is assigned as scalar_tensor")
     def test_pieces_and_numbers(self) -> None:
         self.assertExpectedInline(
             self.graph(in_pieces),

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_compile import FSDPModule, OffloadPolicy, capture, fsdp_backend, fully_shard
@@ -247,6 +248,20 @@ def test_offload_policy(fake_ranks: None) -> None:
     with _refused(model, NotImplementedError, r"CPUOffloadPolicy.* not supported yet; leave it at OffloadPolicy\(\)"):
         fully_shard(model, mesh=_mesh(), offload_policy=CPUOffloadPolicy())
     fully_shard(nn.Linear(8, 8), mesh=_mesh(), offload_policy=OffloadPolicy())
+
+
+@dataclass(frozen=True)
+class NewerPolicy(MixedPrecisionPolicy):
+    """What torch 2.15 has."""
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+
+def test_dtype_of_single_parameters(fake_ranks: None) -> None:
+    model = _model()
+    with _refused(model, NotImplementedError, r"param_dtype_override_fn=.* not supported yet.*fully_shard call of its own"):
+        fully_shard(model, mesh=_mesh(), mp_policy=NewerPolicy(param_dtype_override_fn=lambda param: param.dtype))
+    fully_shard(nn.Linear(8, 8), mesh=_mesh(), mp_policy=NewerPolicy())
 
 
 def test_tensor_parallel_parameter(fake_ranks: None) -> None:

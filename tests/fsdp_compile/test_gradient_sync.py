@@ -55,6 +55,7 @@ from tests.common.microbatches import (
     train_schedules,
 )
 from tests.common.parity import FullyShard, adamw, regression_batch, shard_units, squared_error
+from tests.common.versions import needs_fsdp2
 
 FSDP, FSDP4, HSDP = (2,), (4,), (2, 2)
 RTOL = 1e-5
@@ -664,6 +665,19 @@ def reset_of_unit(system: str) -> str | None:
 def test_reset_iter_state_is_the_roots(system: str, rank_pools: RankPools) -> None:
     for message in rank_pools[2].run(reset_of_unit, system=system):
         assert message is not None and "root" in message
+
+
+def reset_of_root(system: str) -> list[str]:
+    """A job: the parameters that have gradients after a backward and a recovery."""
+    trainee = Trainee(system, FSDP, SMALL.build)
+    _backward(trainee, SMALL)
+    trainee.model.reset_iter_state()
+    return [name for name, parameter in trainee.model.named_parameters() if parameter.grad is not None]
+
+
+@needs_fsdp2("reset_iter_state")
+def test_reset_iter_state_does_to_gradients_what_fsdp2_does(rank_pools: RankPools) -> None:
+    assert rank_pools[2].run(reset_of_root, system="eager") == rank_pools[2].run(reset_of_root, system="fsdp2")
 
 
 _armed: set[str] = set()

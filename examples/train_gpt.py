@@ -10,6 +10,7 @@ those (NCCL).  It leaves checkpoints, `losses.json` and `loss.png` in --out and 
 what the model has learned to write.  Some variations:
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --resume              # go on from the newest checkpoint
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --resume auto    # also after a rank has died
     torchrun --nproc-per-node 2 examples/train_gpt.py --system fsdp2        # the same with PyTorch's FSDP2
     torchrun --nproc-per-node 2 examples/train_gpt.py --bf16 --no-reshard-after-forward
     torchrun --nproc-per-node 1 examples/train_gpt.py --batch 16            # the same losses on one rank
@@ -26,6 +27,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import sysconfig
 import time
 import zlib
@@ -101,7 +103,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         nargs="?",
         const="newest",
         metavar="CHECKPOINT",
-        help="go on from this checkpoint; without a value, from the newest one in --out",
+        help="go on from this checkpoint; without a value, from the newest whole one in --out; "
+        "'auto': the same, but start anew where there is none, as torchrun --max-restarts needs",
     )
     output.add_argument("--sample-length", type=int, default=256, help="bytes to generate at the end")
     output.add_argument("--prompt", default="def ", help="what the sample begins with")
@@ -465,23 +468,52 @@ def checkpoint_state(model: GPT, optimizer: torch.optim.Optimizer, run: dict[str
 def save_checkpoint(
     model: GPT, optimizer: torch.optim.Optimizer, losses: list[float], config: dict[str, Any], out: Path
 ) -> None:
-    state = checkpoint_state(model, optimizer, {"losses": losses, "config": config})
-    dcp.save(state, checkpoint_id=out / f"step-{len(losses):06d}")
+    """Save as step-N, a folder that all ranks must share.
+
+    Whatever is killed, and whenever: a folder of that name is whole. It is written under another name, and renamed once
+    every rank has written its part.
+    """
+    path = out / f"step-{len(losses):06d}"
+    written, replaced = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.replaced")
+    first = dist.get_rank() == 0
+    if first:
+        for leftover in (written, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+    # Files of a save that was cut short must be gone before another rank adds its own.
+    dist.barrier()
+    dcp.save(checkpoint_state(model, optimizer, {"losses": losses, "config": config}), checkpoint_id=written)
+    if not (written / ".metadata").exists():  # Rank 0 wrote it.
+        raise RuntimeError(f"rank {dist.get_rank()} does not see what rank 0 wrote to {written}: do they share that folder?")
+    dist.barrier()
+    if first:
+        # An earlier run's: a folder that is not empty cannot be renamed over, and one half deleted would look whole.
+        if path.exists():
+            path.rename(replaced)
+        written.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def newest_checkpoint(out: Path) -> Path | None:
+    """The newest whole checkpoint, or None; as rank 0 sees it."""
+    found: list[Path | None] = [None]
+    if dist.get_rank() == 0:
+        whole = [path for path in out.glob("step-*/.metadata") if not path.parent.suffix]
+        # By time and not by step: an earlier run may have left later steps in the same folder.
+        newest = max(whole, key=lambda path: path.stat().st_mtime_ns, default=None)
+        found = [newest and newest.parent]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def load_checkpoint(
     model: GPT, optimizer: torch.optim.Optimizer, config: dict[str, Any], args: argparse.Namespace
 ) -> list[float]:
     """Load what --resume asks for and return the losses so far."""
-    if args.resume == "newest":
-        # The metadata is written last: without it, the save was cut short.
-        complete = list(args.out.glob("step-*/.metadata"))
-        if not complete:
-            raise SystemExit(f"--resume: there is no checkpoint in {args.out}")
-        # By time and not by step: an earlier run may have left later steps in the same folder.
-        path = max(complete, key=lambda metadata: metadata.stat().st_mtime).parent
-    else:
-        path = Path(args.resume)
+    path = newest_checkpoint(args.out) if args.resume in ("newest", "auto") else Path(args.resume)
+    if path is None:
+        if args.resume == "auto":
+            return []
+        raise SystemExit(f"--resume: there is no checkpoint in {args.out}")
 
     # dcp.load fills the tensors of the state in place and replaces its other values.
     run = {"run": ""}
@@ -614,6 +646,26 @@ def run(args: argparse.Namespace, device: torch.device) -> list[float]:
     return losses
 
 
+def join_ranks(device: torch.device) -> None:
+    """Make the process group of all ranks that torchrun started.
+
+    torchrun --max-restarts keeps one store of addresses for all attempts: ranks would now and then find those of the dead.
+    """
+    group: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        group = {"backend": "nccl", "device_id": device}
+    attempts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if attempts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if os.environ["GROUP_WORLD_SIZE"] != "1":
+            # Nodes may count attempts differently.
+            raise SystemExit("--max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
+        store, rank, world = next(dist.rendezvous("env://"))
+        attempt = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        group |= {"store": attempt, "rank": rank, "world_size": world}
+    dist.init_process_group(**group)
+
+
 def main(argv: list[str] | None = None) -> list[float]:
     """Train as the command line says and return the loss of each step."""
     args = parse_args(argv)
@@ -623,11 +675,7 @@ def main(argv: list[str] | None = None) -> list[float]:
             "    torchrun --nproc-per-node 2 examples/train_gpt.py"
         )
     device = choose_device(args)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    join_ranks(device)
     try:
         return run(args, device)
     finally:

@@ -28,6 +28,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import sysconfig
 import time
 import zlib
@@ -281,15 +282,20 @@ def check_same_text(digest: str) -> None:
         raise RuntimeError(f"the ranks have read different texts (do their Python versions differ?): {found}")
 
 
-def crops(text: Tensor, args: argparse.Namespace, device: torch.device, *key: Any) -> tuple[Tensor, Tensor]:
-    """This rank's rows of the random global batch named by the key: inputs and targets."""
+def rows(text: Tensor, length: int, args: argparse.Namespace, device: torch.device, *key: Any) -> Tensor:
+    """This rank's rows, of that many tokens, of the random global batch named by the key."""
     # The global batch is drawn on every rank, so that it does not depend on how many ranks share it.
     count = args.batch * dist.get_world_size()
-    starts = torch.randint(len(text) - args.seq_length, (count,), generator=generator(*key))
+    starts = torch.randint(len(text) - length + 1, (count,), generator=generator(*key))
     first = args.batch * dist.get_rank()
     starts = starts[first : first + args.batch]
-    rows = text[starts[:, None] + torch.arange(args.seq_length + 1)].long().to(device)
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    return text[starts[:, None] + torch.arange(length)].long().to(device)
+
+
+def crops(text: Tensor, args: argparse.Namespace, device: torch.device, *key: Any) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of this rank's rows."""
+    drawn = rows(text, args.seq_length + 1, args, device, *key)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 # ----------------------------------------------------------------------------------------- communication
@@ -609,6 +615,10 @@ def smooth(values: list[float], reach: int = 10) -> list[float]:
 
 
 def choose_device(args: argparse.Namespace) -> torch.device:
+    """Where this rank, which torchrun has started, computes."""
+    if "RANK" not in os.environ:
+        script = sys.argv[0]
+        raise SystemExit(f"{script} runs as one process per rank: start it with torchrun --nproc-per-node 2 {script}")
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     # NCCL refuses two ranks on one GPU, so without one for each rank none is used.
     if args.device == "cpu" or (args.device == "auto" and torch.cuda.device_count() < local_world):
@@ -669,11 +679,6 @@ def join_ranks(device: torch.device) -> None:
 def main(argv: list[str] | None = None) -> list[float]:
     """Train as the command line says and return the loss of each step."""
     args = parse_args(argv)
-    if "RANK" not in os.environ:
-        raise SystemExit(
-            "train_gpt.py runs as one process per rank: start it with torchrun, for example\n"
-            "    torchrun --nproc-per-node 2 examples/train_gpt.py"
-        )
     device = choose_device(args)
     join_ranks(device)
     try:

@@ -669,7 +669,8 @@ def join_ranks(device: torch.device) -> None:
     if attempts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         if os.environ["GROUP_WORLD_SIZE"] != "1":
             # Nodes may count attempts differently.
-            raise SystemExit("--max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
+            wanted = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d ..."
+            raise SystemExit(f"--max-restarts on several nodes: {wanted}")
         store, rank, world = next(dist.rendezvous("env://"))
         attempt = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         group |= {"store": attempt, "rank": rank, "world_size": world}

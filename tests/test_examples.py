@@ -10,7 +10,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from harness.fresh_module import fresh_module
+from harness.link import Link, LinkError, make_link
 from torch import nn, optim
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -33,11 +35,14 @@ def straight(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     return out
 
 
-def torchrun(*command: str, cache: Path, nodes: tuple[str, ...] = ("--standalone",)) -> str:
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+def torchrun(*command: str, cache: Path) -> str:
     """Run a script on two ranks; gives what it printed."""
-    start = [sys.executable, "-m", "torch.distributed.run", *nodes, "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    done = subprocess.run([*start, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    start = [*TORCHRUN, "--standalone", *command]
+    done = subprocess.run(start, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -104,3 +109,48 @@ def test_train_gpt_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Pat
     assert f"resumed from {tmp_path}/step-000003" in printed
     assert losses(tmp_path) == losses(straight)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000003", "step-000006"]
+
+
+@pytest.mark.exhaustive
+def test_train_gpt_on_two_nodes_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Path, cache: Path) -> None:
+    try:
+        with make_link("1gbit") as link:
+            printed = train_on_nodes(link, tmp_path, cache)
+    except LinkError as error:
+        pytest.skip(f"two nodes are two network namespaces: {error}")
+    assert f"resumed from {tmp_path}/step-000003" in printed
+    # Four ranks sum in another order than two.
+    assert losses(tmp_path) == pytest.approx(losses(straight), abs=1e-4)
+
+
+def train_on_nodes(link: Link, out: Path, cache: Path) -> str:
+    """Run the main job on two ranks in each network namespace, as docs/launching.md says; gives what they printed."""
+    script = [str(ROOT / "tests/common/killed_ranks.py"), str(ROOT / "examples/train_gpt.py"), *SIZE, "--batch", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    environment |= {"GLOO_SOCKET_IFNAME": link.interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    nodes: list[subprocess.Popen[bytes]] = []
+    logs = [out / "node-0.log", out / "node-1.log"]
+    try:
+        for index, log in enumerate(logs):
+            rendezvous = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29500", "--max-restarts", "3"]
+            # The names of namespaces' hosts are not those of their addresses.
+            rendezvous += ["--rdzv-conf", f"is_host={1 - index}", "--local-addr", f"10.0.0.{index + 1}"]
+            command = link.command(index, [*TORCHRUN, *rendezvous, *script, "--resume", "auto", "--out", str(out)])
+            with log.open("wb") as file:
+                nodes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=file))
+        codes = [node.wait(timeout=500) for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()  # Not kill, which would leave its ranks behind.
+            node.wait()
+    printed = "".join(log.read_text(errors="replace") for log in logs)
+    assert codes == [0, 0], printed[-6000:]
+    return printed
+
+
+def test_restarts_on_several_nodes_want_a_store_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun_sets = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}
+    for name, value in torchrun_sets.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d"):
+        fresh_module(ROOT / "examples/train_gpt.py").join_ranks(torch.device("cpu"))

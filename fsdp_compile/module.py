@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.compiler import is_compiling
-from torch.nn.utils import stateless
+from torch.nn.utils._named_member_accessor import swap_tensor
 from torch.utils import _pytree as pytree
 
 from passes.ops import unshard
@@ -146,7 +146,7 @@ def _refuse_traced_functional_call() -> bool:
         RuntimeError: ``functional_call`` is traced, too. What it puts into modules is there for Dynamo alone: traced properties
             would have to look for it, each with guards that no other call needs.
     """
-    if stateless._functional_call.__code__ in (TracingContext.get_traced_code() or ()):
+    if swap_tensor.__code__ in (TracingContext.get_traced_code() or ()):
         raise RuntimeError(
             "torch.func.functional_call is traced together with a module that fully_shard sharded, whose shards compiled code "
             "reads whatever functional_call is given. Call it uncompiled, or write values to the parameters."

@@ -1,10 +1,11 @@
-"""Agreement: ranks compare what a graph communicates before it runs for the first time.
+"""Agreement: ranks compare what they are about to run, where they have not done so before.
 
-Ranks that issue different collectives hang, or mix up data. So at each lowering of a graph the ranks of its process groups put
-its :func:`~passes.collective_sequence.collective_sequence` side by side, and where two differ, all of them raise.
+Ranks that issue different collectives hang, or mix up data. So the ranks of a process group put their programs side by side: a
+graph's :func:`~passes.collective_sequence.collective_sequence`, or the name of an operator that runs outside of a graph. Where
+two differ, all of them raise. :mod:`fsdp_compile.course` says when that is.
 
-That goes through the store of the process group rather than through a collective: a collective might meet one of those that
-are the problem, and would have to fit between those in flight when backward lowers a graph. Every rank posts its sequence; the
+It goes through the store of the process group rather than through a collective: a collective might meet one of those that
+are the problem, and would have to fit between those in flight when backward lowers a graph. Every rank posts its program; the
 first rank of the group compares them and posts a verdict.
 
 What a group has agreed on, it knows: a graph with a sequence that is known already asks nobody. So a rank may compile alone
@@ -13,6 +14,7 @@ what communicates as before, for instance anew for an input of another size.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 import warnings
@@ -21,13 +23,10 @@ from base64 import b85decode, b85encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
-from passes.collective_sequence import Collective, digest, identities
-from passes.collectives import resolve_group
+from passes.collective_sequence import digest
 
 #: Seconds after which a rank that waits for others says for whom.
 WARN_AFTER_S = 30.0
@@ -35,101 +34,66 @@ WARN_AFTER_S = 30.0
 _AGREED = "agreed"
 _DIGEST_LENGTH = len(digest([]))
 _SHOWN_COLLECTIVES = 3
-_WHAT_TO_LOOK_FOR = (
-    "All ranks must compile the same graphs in the same order. Look for what differs between them: sizes of the model, flags "
-    "such as set_requires_gradient_sync, inputs or a branch on the rank that lead to other graphs (TORCH_LOGS=recompiles says "
-    "why a rank compiles), versions of the code."
+# A rank that is not there by then may have something else to do.
+_LATE_S = 0.3
+WHAT_TO_LOOK_FOR = (
+    "All ranks must run the same graphs, and the same operators outside of graphs, in the same order. Look for what differs "
+    "between them: sizes of the model, flags such as set_requires_gradient_sync, inputs or a branch on the rank that lead to "
+    "other graphs (TORCH_LOGS=recompiles,graph_breaks says why a rank compiles, and why it runs a part uncompiled), a rank "
+    "that exceeds torch._dynamo.config.recompile_limit and from then on runs uncompiled, torch.compiler.set_stance, versions "
+    "of the code."
 )
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks compiled graphs that cannot communicate with each other, or some compiled one and others none."""
+    """Ranks run, or are about to run, what cannot communicate with each other."""
 
 
 @dataclass(frozen=True)
-class GraphSequence:
-    """What a graph communicates.
+class Program:
+    """What a rank runs that communicates: a graph, or an operator outside of one.
 
     Attributes:
-        title: which graph it is.
-        lines: its collectives, to be read.
+        title: which it is.
+        lines: its collectives, to be read; none of an operator.
         compared: what of them has to be equal on all ranks.
+        is_graph: whether it is a graph.
     """
 
     title: str
     lines: Sequence[str]
     compared: Sequence[str]
+    is_graph: bool = True
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         return digest([self.title, *self.compared])
 
-    def pack(self) -> str:
-        """The digest, and the whole in few bytes."""
-        text = json.dumps([self.title, self.lines, self.compared])
-        return self.digest + b85encode(zlib.compress(text.encode())).decode()
-
-    @staticmethod
-    def unpack(packed: bytes) -> GraphSequence:
-        return GraphSequence(*json.loads(zlib.decompress(b85decode(packed[_DIGEST_LENGTH:]))))
-
     def __str__(self) -> str:
-        """The title and where the graph begins."""
+        """The title and where a graph begins."""
+        if not self.is_graph:
+            return self.title
         first = "; ".join(f"{number}: {line}" for number, line in enumerate(self.lines[:_SHOWN_COLLECTIVES], start=1))
         return f"{self.title} that begins with {first}" if first else f"{self.title} without collectives"
 
 
-def agree(stage: str, sequence: Sequence[Collective], group_names: Mapping[str, str]) -> None:
-    """Wait until all ranks that a graph concerns have one that communicates alike.
+@dataclass(frozen=True)
+class _Post:
+    """What a rank is about to run, and what it says of what it has run before."""
 
-    Args:
-        stage: "forward" or "backward".
-        sequence: what it communicates.
-        group_names: names of the process groups of the model's sharding to their roles. The ranks of these groups take part
-            even if this graph does not communicate over them: it should not on any rank.
+    program: Program
+    before: str
 
-    Raises:
-        RanksDisagree: the sequences differ, or some ranks did not come.
-    """
-    graph = GraphSequence(f"{stage} graph", [str(collective) for collective in sequence], identities(sequence))
-    ballots = _ballots([*group_names, *(collective.group for collective in sequence)], group_names)
-    for position, ballot in enumerate(ballots):
-        try:
-            ballot.agree(graph)
-        except RanksDisagree as error:
-            # With replicas, those who share no shard group with the rank at fault would wait for one who does.
-            for following in ballots[position + 1 :]:
-                following.fail(str(error))
-            raise
+    def pack(self) -> str:
+        """A digest, and the whole in few bytes."""
+        program = self.program
+        text = json.dumps([program.title, program.lines, program.compared, program.is_graph, self.before])
+        return digest([program.digest, self.before]) + b85encode(zlib.compress(text.encode())).decode()
 
-
-_BALLOTS: WeakKeyDictionary[dist.ProcessGroup, Ballot] = WeakKeyDictionary()
-
-
-def _ballots(groups: Sequence[str], group_names: Mapping[str, str]) -> list[Ballot]:
-    """The ballots to hold, in the same order on all ranks; a group that lies within an earlier one needs none."""
-    found: list[Ballot] = []
-    for name in dict.fromkeys(groups):
-        group = resolve_group(name)
-        ranks = dist.get_process_group_ranks(group)
-        if len(ranks) == 1 or any(set(ranks) <= set(ballot.ranks) for ballot in found):
-            continue
-        if group not in _BALLOTS:
-            store = dist.distributed_c10d._get_process_group_store(group)
-            # A fake group has no other ranks, and MPI no store.
-            if "fake" in dist.get_backend(group) or store is None:
-                continue
-            label = group_names.get(name, f"of {_ranks(ranks)}")
-            _BALLOTS[group] = Ballot(store, ranks, dist.get_rank(), label=label, timeout_s=_timeout_s(group))
-        found.append(_BALLOTS[group])
-    return found
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    """How long the collectives of a group wait for a rank."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    timeout = getattr(options, "_timeout", default_pg_timeout)
-    return timeout.total_seconds()
+    @staticmethod
+    def unpack(packed: bytes) -> _Post:
+        *program, before = json.loads(zlib.decompress(b85decode(packed[_DIGEST_LENGTH:])))
+        return _Post(Program(*program), before)
 
 
 class Ballot:
@@ -142,6 +106,10 @@ class Ballot:
         label: what the group is in the mesh.
         timeout_s: after how long to give up on ranks that do not come.
         warn_after_s: after how long to warn.
+
+    Attributes:
+        asking: while this rank waits for the others: the number of the comparison, and what it is about to run.
+        passed: the number of the last comparison that ended well.
     """
 
     def __init__(
@@ -155,9 +123,11 @@ class Ballot:
         warn_after_s: float | None = None,
     ):
         self.ranks = ranks
-        self._store = store
-        self._rank = rank
-        self._label = label
+        self.store = store
+        self.rank = rank
+        self.label = label
+        self.asking: tuple[int, str] | None = None
+        self.passed = 0
         self._timeout_s = timeout_s
         self._warn_after_s = WARN_AFTER_S if warn_after_s is None else warn_after_s
         self._agreed: set[str] = set()
@@ -165,83 +135,123 @@ class Ballot:
         # A process group that was destroyed and made anew may find the keys of the old one in the store.
         self._life = store.add(f"fsdp_compile/agreement/lives/{rank}", 1)
 
-    def agree(self, graph: GraphSequence) -> None:
-        """Wait until all ranks have a graph with this sequence; at once if they had one before.
+    @property
+    def prefix(self) -> str:
+        """What the keys begin with that the ranks use in the store of the group."""
+        return f"fsdp_compile/agreement/{self._life}"
+
+    def agree(self, program: Program, before: str = "") -> bool:
+        """Wait until all ranks have a program like this one; at once if they had one before.
+
+        Returns:
+            Whether they had to compare.
 
         Raises:
-            RanksDisagree: the sequences differ, or some ranks did not come.
+            RanksDisagree: the programs differ, or some ranks did not come.
         """
-        if graph.digest in self._agreed:
-            return
+        if program.digest in self._agreed:
+            return False
+        self.compare(program, before)
+        return True
+
+    def compare(self, program: Program, before: str = "") -> None:
+        """Wait until all ranks have a program like this one, and the same to say of what they ran before.
+
+        Raises:
+            RanksDisagree: they differ, or some ranks did not come.
+        """
         self._number += 1
-        self._store.set(self._post(self._rank), graph.pack())
-        if self._rank == self.ranks[0]:
-            self._judge(graph)
+        self.asking = (self._number, str(program))
+        try:
+            self._hold(_Post(program, before))
+        finally:
+            self.asking = None
+
+    def _hold(self, post: _Post) -> None:
+        self.store.set(self._post(self.rank), post.pack())
+        if self.rank == self.ranks[0]:
+            self._judge(post.program)
         else:
-            self._wait(lambda: self._store.check([self._verdict()]), graph)
-        verdict = self._store.get(self._verdict()).decode()
+            self._wait(lambda: self.store.check([self._verdict()]), post.program)
+        verdict = self.store.get(self._verdict()).decode()
         if verdict != _AGREED:
             raise RanksDisagree(verdict)
-        self._agreed.add(graph.digest)
-        self._store.delete_key(self._post(self._rank))
+        # Ahead of anything that this rank runs then: see Course.
+        self.passed = self._number
+        self._agreed.add(post.program.digest)
+        self.store.delete_key(self._post(self.rank))
 
     def fail(self, reason: str) -> None:
-        """Have the others raise, who are about to agree on a graph or will be."""
+        """Have the others raise, who are about to agree on a program or will be."""
         self._number += 1
-        self._store.set(self._verdict(), reason)
+        self.store.set(self._verdict(), reason)
 
-    def _judge(self, graph: GraphSequence) -> None:
+    def failure(self) -> str:
+        """Why the ranks of this group cannot go on, if one of them found that out; else the empty string."""
+        key = f"{self.prefix}/failed"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def announce_failure(self, reason: str) -> None:
+        """Let all ranks know why they cannot go on. What was announced first stands."""
+        self.store.compare_set(f"{self.prefix}/failed", "", reason)
+
+    def _judge(self, program: Program) -> None:
         """Post the verdict, as the first of the ranks."""
         posts = [self._post(rank) for rank in self.ranks]
         try:
-            self._wait(lambda: self._store.check(posts) or self._store.check([self._verdict()]), graph)
+            self._wait(lambda: self.store.check(posts) or self.store.check([self._verdict()]), program)
         except RanksDisagree as error:
-            self._store.set(self._verdict(), str(error))
+            self.store.set(self._verdict(), str(error))
             raise
-        if self._store.check([self._verdict()]):
+        if self.store.check([self._verdict()]):
             return
         # All ranks are here, so all have read the last verdict.
-        self._store.delete_key(self._verdict(self._number - 1))
-        self._store.set(self._verdict(), self._compare(self._store.multi_get(posts)))
+        self.store.delete_key(self._verdict(self._number - 1))
+        self.store.set(self._verdict(), self._compare(self.store.multi_get(posts)))
 
     def _compare(self, packed: Sequence[bytes]) -> str:
         """The verdict on what the ranks posted."""
         posts = {post[:_DIGEST_LENGTH]: post for post in packed}
         if len(posts) == 1:
             return _AGREED
-        graphs = []
+        sides = []
         for key, post in posts.items():
             ranks = [rank for rank, other in zip(self.ranks, packed, strict=True) if other.startswith(key)]
-            graphs.append((_ranks(ranks), GraphSequence.unpack(post)))
-        return f"{_first_difference(self._label, graphs)}\n{_WHAT_TO_LOOK_FOR}"
+            sides.append((ranks_text(ranks), _Post.unpack(post)))
+        if len({post.program.digest for _, post in sides}) == 1:
+            return disagreement(self.label, {ranks: post.before for ranks, post in sides})
+        programs = [(ranks, post.program) for ranks, post in sides]
+        return f"{_first_difference(self.label, programs)}\n{WHAT_TO_LOOK_FOR}"
 
-    def _wait(self, is_over: Callable[[], bool], graph: GraphSequence) -> None:
+    def _wait(self, is_over: Callable[[], bool], program: Program) -> None:
         # By asking now and then: a store that waits keeps its connection, which others may need, to itself.
         start = time.monotonic()
         warned = False
         while not is_over():
             waited = time.monotonic() - start
+            if waited > _LATE_S and (failure := self.failure()):
+                raise RanksDisagree(failure)
             if waited > self._timeout_s:
                 raise RanksDisagree(
-                    f"{self._missing(graph)} They did not come within {self._timeout_s:g} s, the timeout of the process group. "
-                    f"They run, or wait for, something else. {_WHAT_TO_LOOK_FOR}"
+                    f"{self._missing(program)} They did not come within {self._timeout_s:g} s, the timeout of the process "
+                    f"group. They run, or wait for, something else. {WHAT_TO_LOOK_FOR}"
                 )
             if waited > self._warn_after_s and not warned:
                 warned = True
                 warnings.warn(
-                    f"{self._missing(graph)} Waiting since {waited:.1f} s, until {self._timeout_s:g} s. Ranks that are slow to "
-                    "compile come yet; one that runs another graph does not.",
+                    f"{self._missing(program)} Waiting since {waited:.1f} s, until {self._timeout_s:g} s. Ranks that are slow, "
+                    "to compile for instance, come yet; one that waits for something else does not.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
             time.sleep(min(max(waited / 10, 0.001), 0.2))
 
-    def _missing(self, graph: GraphSequence) -> str:
-        missing = [rank for rank in self.ranks if not self._store.check([self._post(rank)])]
+    def _missing(self, program: Program) -> str:
+        missing = [rank for rank in self.ranks if not self.store.check([self._post(rank)])]
         return (
             # Nobody missing: the first rank has all it needs, but says nothing.
-            f"Rank {self._rank} waits for {_ranks(missing or self.ranks[:1])} (process group {self._label}) to compile "
-            f"what it has compiled: a {graph}."
+            f"Rank {self.rank} waits for {ranks_text(missing or self.ranks[:1])} (process group {self.label}) to come to what "
+            f"it is about to run: {'a ' * program.is_graph}{program}."
         )
 
     def _post(self, rank: int) -> str:
@@ -251,23 +261,38 @@ class Ballot:
         return f"{self._prefix(self._number if number is None else number)}/verdict"
 
     def _prefix(self, number: int) -> str:
-        return f"fsdp_compile/agreement/{self._life}/{number}"
+        return f"{self.prefix}/{number}"
 
 
-def _first_difference(label: str, graphs: Sequence[tuple[str, GraphSequence]]) -> str:
-    """Where graphs that are not equal begin to differ, and who has what."""
-    shown = [[graph.title, *graph.lines] for _, graph in graphs]
-    compared = [[graph.title, *graph.compared] for _, graph in graphs]
+def disagreement(label: str, sides: Mapping[str, str]) -> str:
+    """What to say of ranks that do not run the same.
+
+    Args:
+        label: what their process group is in the mesh.
+        sides: who runs what.
+    """
+    lines = [
+        f"The ranks of process group {label} do not run what communicates alike: they would hang, or mix up data.",
+        *(f"  {ranks}: {what}" for ranks, what in sides.items()),
+    ]
+    return "\n".join([*lines, WHAT_TO_LOOK_FOR])
+
+
+def _first_difference(label: str, programs: Sequence[tuple[str, Program]]) -> str:
+    """Where programs that are not equal begin to differ, and who has what."""
+    shown = [[program.title, *program.lines] for _, program in programs]
+    compared = [[program.title, *program.compared] for _, program in programs]
     # Names may differ where nothing is wrong (see passes.collective_sequence).
     position = min(_differences(shown), key=lambda position: (position not in _differences(compared), position))
-    where = f"at collective {position}" if position else "which graph they compile"
+    where = f"at collective {position}" if position else "which they are"
     lines = [
-        f"The ranks of process group {label} compiled graphs that do not communicate alike: running them would hang, or mix up "
+        f"The ranks of process group {label} are about to run what does not communicate alike: they would hang, or mix up "
         f"data. The first difference is {where}:"
     ]
-    for (ranks, graph), own in zip(graphs, shown, strict=True):
-        what = own[position] if position < len(own) else "none"
-        lines.append(f"  {ranks}: {what} (in a {graph.title}; collectives: {len(graph.lines)})")
+    for (ranks, program), own in zip(programs, shown, strict=True):
+        what = (own[position] if position < len(own) else "none") if position else str(program)
+        of = f" (in a {program.title}; collectives: {len(program.lines)})" if program.is_graph else ""
+        lines.append(f"  {ranks}: {what}{of}")
     return "\n".join(lines)
 
 
@@ -276,7 +301,7 @@ def _differences(sequences: Sequence[Sequence[str]]) -> list[int]:
     return [position for position, lines in enumerate(zip_longest(*sequences)) if len(set(lines)) > 1]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks to be read: "rank 3", or "ranks 0-6, 9"."""
     runs: list[list[int]] = []
     for rank in ranks:

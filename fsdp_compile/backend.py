@@ -34,9 +34,9 @@ from passes.repeated_layers import fold_layers
 from passes.segments import Segment, cut_into_segments
 from passes.sync_plan import Plan
 
-from .agreement import agree
 from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks, split_among_cores
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
+from .course import Run, agree_on_graph
 from .cuda_graphs import Recorders
 from .garbage import collector_paused
 from .options import Options
@@ -292,7 +292,7 @@ class _Lowering:
         self._compile_context = CompileContext.try_get()
         run_preparing_passes(gm, is_backward=self.is_backward, observer=observer())
 
-    def __call__(self, plan: Plan) -> tuple[BoxedFunction, Interface]:
+    def __call__(self, plan: Plan) -> tuple[BoxedFunction, Interface, Run]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(collector_paused())
             stack.enter_context(torch.no_grad())
@@ -304,13 +304,14 @@ class _Lowering:
                 stack.enter_context(V.set_fake_mode(self._tracing_context.fake_mode))
             return self._lower(snapshot(self._gm), plan)
 
-    def _lower(self, gm: GraphModule, plan: Plan) -> tuple[BoxedFunction, Interface]:
+    def _lower(self, gm: GraphModule, plan: Plan) -> tuple[BoxedFunction, Interface, Run]:
         for_inductor = self._options.lowering == "inductor"
         interface = run_passes(
             gm, plan, is_backward=self.is_backward, for_inductor=for_inductor, observer=observer(), auto=self._auto
         )
         group_names = self._group_names | _reduce_scatter_groups(plan)
-        agree("backward" if self.is_backward else "forward", collective_sequence(gm.graph, group_names), group_names)
+        stage = "backward" if self.is_backward else "forward"
+        run = agree_on_graph(stage, collective_sequence(gm.graph, group_names), group_names)
         code = None
         if for_inductor:
             code, function = self._lower_with_inductor(gm)
@@ -321,7 +322,7 @@ class _Lowering:
             record(CapturedGraph(snapshot(gm), code, group_names), self.is_backward)
         if self._recorders is not None:
             lowered = boxed(self._recorders.recorded(lowered, gm.graph, is_backward=self.is_backward, groups=group_names))
-        return lowered, interface
+        return lowered, interface, run
 
     def _lower_with_inductor(self, gm: GraphModule) -> tuple[str, Callable[[list[Any]], Any]]:
         """The program of collectives and segments: its source, with that of the segments, and its function."""

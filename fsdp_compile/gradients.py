@@ -27,6 +27,7 @@ from passes.collectives import (
 from passes.divide_factors import Averaging
 from passes.sync_plan import Reduction, Sync
 
+from .course import eager_run
 from .param_state import FlatSlice, grad_slice, set_grad_in, whole_buffer
 from .torch_versions import reduce_dtype
 
@@ -299,8 +300,7 @@ def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
     if not param.param.requires_grad or not param.shard.requires_grad or not accumulates(param.shard):
         return
     receive(unit, [param])
-    grad_dtype = param.shard.dtype
-    grad = grad.to(reduce_dtype(unit.mp_policy, grad_dtype) or grad.dtype)
+    grad = grad.to(reduce_dtype(unit.mp_policy, param.shard.dtype) or grad.dtype)
     reduction, values = reduction_of(unit, [param], grad)
     if reduction.sync is Sync.NONE:
         if state.unsharded_grad is None:
@@ -308,6 +308,19 @@ def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
         else:
             state.unsharded_grad += grad
         return
+    mesh = unit.mesh
+    replicate_group = mesh.replicate_group if reduction.sync is Sync.ALL and not reduction.comm_hook_in_place else ""
+    groups = (mesh.shard_group, replicate_group, reduction.group)
+    run = eager_run(f"reduction of the gradient of {param.name}", tuple(param.shape), groups)
+    run.begin()
+    with run:
+        _reduce_gradient(param, grad, reduction, values, replicate_group)
+
+
+def _reduce_gradient(
+    param: ShardedParam, grad: Tensor, reduction: Reduction, values: Sequence[float], replicate_group: str
+) -> None:
+    state = param.state
     factors = [[factor_tensor(value, grad.dtype, grad.device)] for value in values]
     averaging = reduction.averaging
     before, scattered, result = (
@@ -321,7 +334,7 @@ def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
     accumulated = [state.unsharded_grad] if state.unsharded_grad is not None else []
     partial = [flat_partial([param])] if reduction.has_partial else []
     state.discard_gradients()
-    group = reduction.group or unit.mesh.shard_group
+    group = reduction.group or param.unit.mesh.shard_group
     flat = start_reduce_scatter(
         [grad],
         accumulated,
@@ -336,17 +349,17 @@ def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
     if reduction.sync is Sync.SCATTER:
         keep_partial([param], flat)
         return
-    if unit.mesh.replicate_group and not reduction.comm_hook_in_place:
+    if replicate_group:
         flat = finish_all_reduce(
             start_all_reduce(
                 flat,
                 group=group,
                 in_flight=False,
-                replicate_group=unit.mesh.replicate_group,
+                replicate_group=replicate_group,
                 op=averaging.all_reduce_op,
             )
         )
-    flat = finish_reduction(flat, result, grad_dtype=grad_dtype, hook=reduction.all_reduce_hook)
+    flat = finish_reduction(flat, result, grad_dtype=param.shard.dtype, hook=reduction.all_reduce_hook)
     if reduction.has_grad:
         flat_grad([param], flat.dtype).add_(flat)
     else:

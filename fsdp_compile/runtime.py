@@ -20,6 +20,7 @@ from passes.interface import Interface, Slot
 from passes.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from passes.sync_plan import Gather, Plan, Reduction, Sync
 
+from .course import Run
 from .gradients import accumulates, flat_grad, flat_partial, keep_partial, land_gradients, receive, reduced, reduction_of
 from .schedule_plan import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
 from .unit import ShardedParam, Unit
@@ -57,12 +58,14 @@ class Variant:
     Attributes:
         function: the lowered graph.
         inputs, outputs: what it takes and gives besides those of the traced graph.
+        run: what the ranks know it as.
         reductions: the gradients that it reduces together, by bucket and position there; None: those of each bucket.
     """
 
     function: BoxedFunction
     inputs: Sequence[Slot]
     outputs: Sequence[Slot]
+    run: Run
     reductions: Sequence[Group] | None = None
 
 
@@ -157,7 +160,7 @@ class PlannedGraph:
     def __init__(
         self,
         gm: GraphModule,
-        lower: Callable[[Plan], tuple[BoxedFunction, Interface]],
+        lower: Callable[[Plan], tuple[BoxedFunction, Interface, Run]],
         *,
         is_backward: bool,
         can_keep: bool,
@@ -196,9 +199,9 @@ class PlannedGraph:
         variant = self._variants.get(plan)
         if variant is None:
             log_idle_lists(units, is_backward=self._is_backward)
-            function, interface = self._lower(plan)
+            function, interface, run = self._lower(plan)
             groups = interface.reduction_groups if interface.reduction_groups != self._unmerged else None
-            variant = self._variants[plan] = Variant(function, interface.inputs, interface.outputs, groups)
+            variant = self._variants[plan] = Variant(function, interface.inputs, interface.outputs, run, groups)
         return variant
 
     def _gather(self, params: list[ShardedParam] | None) -> Gather:
@@ -235,6 +238,7 @@ class PlannedGraph:
         is_wanted = _accumulates(reductions)
         plan = self._plan(units, gathers, reductions, is_wanted)
         variant = self._variant(plan, units)
+        variant.run.begin()
         reductions = _regroup(reductions, variant.reductions)
         for unit in units.values():
             if not self._is_backward:
@@ -247,7 +251,7 @@ class PlannedGraph:
                 sharded_param(args[member]).end_forward()
         self._release(gathers, reductions)
         # Autograd has nothing to record here, but each functional collective would pass through its formula, in Python.
-        with torch._C._AutoDispatchBelowAutograd():
+        with variant.run, torch._C._AutoDispatchBelowAutograd():
             outputs = list(variant.function(args))
         for slot, value in zip(variant.outputs, outputs[self._num_outputs :], strict=True):
             if is_wanted or slot.kind == "full":

@@ -11,6 +11,8 @@ from torch import Tensor
 from passes.collectives import finish_gather, start_gather
 from passes.layout import REPLICATED
 
+from .course import eager_run
+
 if TYPE_CHECKING:
     from .unit import ShardedParam, Unit
 
@@ -54,10 +56,17 @@ def start_unshard(unit: Unit) -> None:
         dtype = params[0].compute_dtype
         sharded = [param for param in params if param.dim != REPLICATED]
         pieces = [piece.to(dtype) for piece in _runs(unit, sharded)]
-        gathered = start_gather(pieces, unit.mesh.shard_group) if pieces else None
+        gathered = _start_gather(unit, pieces) if pieces else None
         for param in params:
             param.state.start_full(param.param)
         unit.pending.append(PendingGather(params, dtype, gathered))
+
+
+def _start_gather(unit: Unit, pieces: list[Tensor]) -> Tensor:
+    run = eager_run(f"unshard() of {unit.name or 'the root'}", (sum(map(Tensor.numel, pieces)),), (unit.mesh.shard_group,))
+    run.begin()
+    with run:
+        return start_gather(pieces, unit.mesh.shard_group)
 
 
 def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:

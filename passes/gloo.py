@@ -21,9 +21,11 @@ On CUDA, torch's own all-gather gives Gloo, which reads with the CPU, the addres
 way of the host. There the kernel is installed only once somebody shards over Gloo: NCCL's gathers are to go without Python.
 """
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,6 +37,11 @@ _library = torch.library.Library("_c10d_functional", "IMPL")
 _c10d = torch.ops._c10d_functional
 # Of messages; arbitrary, to be no number that a user would take.
 _TAG = 0x46534450
+_TAG_OF_NO_MESSAGE = 0x7FFFFFFF
+
+#: What the messages of a group, by its name, are tagged with. Messages with unequal tags never meet: whoever sets a tag to what
+#: this rank runs has ranks wait that run something else, where they would read each other's data.
+message_tags: dict[str, int] = {}
 
 # By the group that they are opposite to: they go with it.
 _opposites: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
@@ -56,17 +63,35 @@ def open_opposite(group_name: str) -> None:
     """
     group = _resolve(group_name)
     if group.size() > 1 and group not in _opposites:
+        # An earlier group may have had the name.
+        message_tags.pop(group_name, None)
         ranks = dist.get_process_group_ranks(group)
         timeout = group._get_backend(torch.device("cpu")).options._timeout
         # Ranks of other groups need not be here.
         _opposites[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp_opposite")
 
 
+def break_connections(group_name: str) -> None:
+    """Have every rank fail that waits for a message of a Gloo group on the CPU, or will. The group is of no more use.
+
+    A receive that times out closes all connections of its group; ``ProcessGroup.abort`` leaves those who wait alone.
+    """
+    cpu = torch.device("cpu")
+    group = _resolve(group_name)
+    if group.size() == 1 or backend_of(group_name, cpu) != "gloo":
+        return
+    for each in filter(None, (group, _opposites.get(group))):
+        neighbour = (each.rank() + 1) % each.size()
+        with contextlib.suppress(RuntimeError):
+            backend: Any = each._get_backend(cpu)
+            backend.recv([torch.empty(1)], neighbour, _TAG_OF_NO_MESSAGE).wait(timedelta(milliseconds=1))
+
+
 def _resolve(group_name: str) -> ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
 
 
-def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup, whole: Tensor) -> None:
+def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup, whole: Tensor, tag: int = _TAG) -> None:
     """Begin to send each other rank a tensor and to receive one from it.
 
     Args:
@@ -74,6 +99,7 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: Process
         sent: by the rank that receives it.
         group: a group that has an opposite.
         whole: waiting for this tensor waits for all of them.
+        tag: equal for messages that belong together.
     """
     rank, ranks = group.rank(), group.size()
     cpu = torch.device("cpu")
@@ -85,11 +111,11 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: Process
     for source in reversed(others):
         if received[source].numel():
             channel = up if source < rank else down
-            register(whole, channel.recv([received[source]], source, _TAG))
+            register(whole, channel.recv([received[source]], source, tag))
     for target in others:
         if sent[target].numel():
             channel = up if target > rank else down
-            register(whole, channel.send([sent[target]], target, _TAG))
+            register(whole, channel.send([sent[target]], target, tag))
 
 
 def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> Tensor:
@@ -102,7 +128,7 @@ def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> 
     # What the messages stand for, for readers of a profile.
     with torch._C._profiler._RecordFunctionFast("fsdp_compile::all_gather"):
         if has_opposite:
-            _exchange(rows.unbind(), [flat] * group_size, group, gathered)
+            _exchange(rows.unbind(), [flat] * group_size, group, gathered, message_tags.get(group_name, _TAG))
             rows[group.rank()].copy_(flat)
         else:
             work = group.alltoall_base(rows.view(-1), flat.repeat(group_size), [], [])
@@ -116,7 +142,7 @@ def _all_to_all_single(source: Tensor, output_split_sizes: list[int], input_spli
     with torch._C._profiler._RecordFunctionFast("fsdp_compile::all_to_all"):
         if group in _opposites:
             pieces, sent = received.split(output_split_sizes), source.contiguous().split(input_split_sizes)
-            _exchange(pieces, sent, group, received)
+            _exchange(pieces, sent, group, received, message_tags.get(group_name, _TAG))
             pieces[group.rank()].copy_(sent[group.rank()])
         else:
             work = group.alltoall_base(received, source, output_split_sizes, input_split_sizes)

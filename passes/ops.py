@@ -18,7 +18,8 @@ eager autograd, or a graph that another backend has compiled.
 ``_fsdp_receive_gradient(grad)``   takes the full gradient in the place of the reduction; ``reduce_grad`` then gives zeros.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -121,6 +122,17 @@ class ReduceGrad:
 
 _NUM_POSITIONAL = {unshard: 4, reduce_grad: 5}
 
+#: What runs around an eager kernel that communicates: takes the operator's name, the shard, the parameter's name and full
+#: shape, and the names of the process groups.
+Around = Callable[[str, Tensor, str, Sequence[int], tuple[str, ...]], AbstractContextManager[Any]]
+_around: Around = lambda *_: nullcontext()  # noqa: E731
+
+
+def set_around_eager_kernels(around: Around) -> None:
+    """Have eager kernels communicate within what ``around`` returns."""
+    global _around
+    _around = around
+
 
 def update_args(node: Node, **changes: Any) -> None:
     """Set arguments of an ``unshard`` or ``reduce_grad`` node by name; a default value drops the keyword from the node."""
@@ -160,7 +172,8 @@ def _unshard_kernel(
         before_unshard()
     if dim == REPLICATED:
         return shard.to(param_dtype or shard.dtype, copy=True)
-    (full,) = finish_gather(start_gather([shard.to(param_dtype or shard.dtype)], group), [shape], [dim], group)
+    with _around("unshard", shard, name, shape, (group,)):
+        (full,) = finish_gather(start_gather([shard.to(param_dtype or shard.dtype)], group), [shape], [dim], group)
     return full
 
 
@@ -182,7 +195,8 @@ def _reduce_grad_kernel(
         receive_gradient(grad)
         return shard.new_zeros(shard.shape, dtype=grad_dtype or reduce_dtype or grad.dtype)
     grad = grad.to(reduce_dtype or grad.dtype)
-    (shard_grad,) = reduce_gradients([grad], [shape], [dim], group, replicate_group)
+    with _around("reduce_grad", shard, name, shape, (group, replicate_group)):
+        (shard_grad,) = reduce_gradients([grad], [shape], [dim], group, replicate_group)
     return shard_grad.to(grad_dtype or grad.dtype)
 
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile import RanksDisagree, fsdp_backend, fully_shard
-from fsdp_compile.agreement import Ballot, GraphSequence
+from fsdp_compile.agreement import Ballot, Program
 from tests.common.distributed import RankPools, device_mesh
 
 
-def _graph(*lines: str, title: str = "backward graph") -> GraphSequence:
-    return GraphSequence(title, lines, lines)
+def _graph(*lines: str, title: str = "backward graph") -> Program:
+    return Program(title, lines, lines)
 
 
 _GATHER, _SCATTER, _REDUCE = (
@@ -45,8 +45,8 @@ class Ranks:
         with ThreadPoolExecutor(len(jobs)) as pool:
             return list(pool.map(self._outcome, self.ballots, jobs))
 
-    def agree(self, *graphs: GraphSequence | None) -> list[str]:
-        return self.each([None if graph is None else functools.partial(Ballot.agree, graph=graph) for graph in graphs])
+    def agree(self, *graphs: Program | None) -> list[str]:
+        return self.each([None if graph is None else functools.partial(Ballot.agree, program=graph) for graph in graphs])
 
     @staticmethod
     def _outcome(ballot: Ballot, job: Callable[[Ballot], None] | None) -> str:
@@ -81,7 +81,7 @@ def test_ranks_that_agree_and_then_do_not(kind: str, tmp_path: Path) -> None:
     assert errors[0] and len(set(errors)) == 1
 
 
-def _error(ranks: Ranks, *graphs: GraphSequence) -> str:
+def _error(ranks: Ranks, *graphs: Program) -> str:
     """The error that all ranks raise alike."""
     start = time.monotonic()
     errors = ranks.agree(*graphs)
@@ -119,13 +119,13 @@ def test_every_rank_another_graph(store: dist.Store) -> None:
 
 def test_forward_meets_backward(store: dist.Store) -> None:
     error = _error(Ranks([store] * 2), _graph(_GATHER, title="forward graph"), _graph(_GATHER))
-    assert "which graph they compile:\n  rank 0: forward graph" in error
+    assert "which they are:\n  rank 0: forward graph" in error
 
 
 def test_names_that_may_differ_are_not_the_first_difference(store: dist.Store) -> None:
-    third = GraphSequence("forward graph", ["gather 8, bucket blocks.3", "reduce 8"], ["gather 8", "reduce 8"])
-    fifth = GraphSequence("forward graph", ["gather 8, bucket blocks.5", "reduce 8"], ["gather 8", "reduce 8"])
-    longer = GraphSequence("forward graph", ["gather 8, bucket blocks.5", "reduce 9"], ["gather 8", "reduce 9"])
+    third = Program("forward graph", ["gather 8, bucket blocks.3", "reduce 8"], ["gather 8", "reduce 8"])
+    fifth = Program("forward graph", ["gather 8, bucket blocks.5", "reduce 8"], ["gather 8", "reduce 8"])
+    longer = Program("forward graph", ["gather 8, bucket blocks.5", "reduce 9"], ["gather 8", "reduce 9"])
     assert Ranks([store] * 2).agree(third, fifth) == ["", ""]
     error = _error(Ranks([store] * 2), third, longer)
     assert "at collective 2:\n  rank 0: reduce 8" in error
@@ -167,12 +167,12 @@ def test_rank_that_is_slow_only_warns(store: dist.Store) -> None:
         ballot.agree(_graph(_GATHER))
 
     with pytest.warns(RuntimeWarning, match="waits for rank 1"):
-        assert ranks.each([functools.partial(Ballot.agree, graph=_graph(_GATHER)), late]) == ["", ""]
+        assert ranks.each([functools.partial(Ballot.agree, program=_graph(_GATHER)), late]) == ["", ""]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_failure_elsewhere(store: dist.Store, failing: int) -> None:
-    jobs: list[Any] = [functools.partial(Ballot.agree, graph=_graph(_GATHER))] * 3
+    jobs: list[Any] = [functools.partial(Ballot.agree, program=_graph(_GATHER))] * 3
     jobs[failing] = functools.partial(Ballot.fail, reason="Ranks of another group differ.")
     outcome = Ranks([store] * 3).each(jobs)
     assert outcome == ["" if rank == failing else "Ranks of another group differ." for rank in range(3)]

@@ -274,8 +274,8 @@ def _course_of(group: dist.ProcessGroup, name: str, label: str) -> Course | None
         ranks = dist.get_process_group_ranks(group)
         ballot = Ballot(store, ranks, dist.get_rank(), label=label, timeout_s=_timeout_s(group))
         has_tags = backend_of(name, torch.device("cpu")) == "gloo"
-        course = Course(ballot, name, has_tags=has_tags, is_asynchronous=torch.accelerator.is_available())
-        _courses[group] = course
+        is_asynchronous = torch.accelerator.is_available() and dist.get_backend(group) != "gloo"
+        _courses[group] = course = Course(ballot, name, has_tags=has_tags, is_asynchronous=is_asynchronous)
         message_tags.pop(name, None)
         _watch.add(course)
     return _courses[group]

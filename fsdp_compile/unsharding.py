@@ -11,7 +11,7 @@ from torch import Tensor
 from passes.collectives import finish_gather, start_gather
 from passes.layout import REPLICATED
 
-from .course import eager_run
+from .course import Run, eager_run
 
 if TYPE_CHECKING:
     from .unit import ShardedParam, Unit
@@ -25,11 +25,13 @@ class PendingGather:
         params: the parameters of a unit that share a dtype.
         dtype: the dtype that they compute in.
         gathered: the flat buffer in flight; None if all of them are whole on every rank.
+        run: what the ranks know the gather as.
     """
 
     params: list[ShardedParam]
     dtype: torch.dtype
     gathered: Tensor | None
+    run: Run
 
 
 @torch.inference_mode(False)
@@ -56,17 +58,16 @@ def start_unshard(unit: Unit) -> None:
         dtype = params[0].compute_dtype
         sharded = [param for param in params if param.dim != REPLICATED]
         pieces = [piece.to(dtype) for piece in _runs(unit, sharded)]
-        gathered = _start_gather(unit, pieces) if pieces else None
+        group = unit.mesh.shard_group
+        run = eager_run(f"unshard() of {unit.name or 'the root'}", (sum(map(Tensor.numel, pieces)),), (group,))
+        gathered = None
+        if pieces:
+            run.begin()
+            with run:
+                gathered = start_gather(pieces, group)
         for param in params:
             param.state.start_full(param.param)
-        unit.pending.append(PendingGather(params, dtype, gathered))
-
-
-def _start_gather(unit: Unit, pieces: list[Tensor]) -> Tensor:
-    run = eager_run(f"unshard() of {unit.name or 'the root'}", (sum(map(Tensor.numel, pieces)),), (unit.mesh.shard_group,))
-    run.begin()
-    with run:
-        return start_gather(pieces, unit.mesh.shard_group)
+        unit.pending.append(PendingGather(params, dtype, gathered, run))
 
 
 def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:
@@ -90,7 +91,8 @@ def finish_unshard(unit: Unit) -> None:
         }
         if pending.gathered is not None:
             shapes, dims = [param.shape for param in sharded], [param.dim for param in sharded]
-            gathered = finish_gather(pending.gathered, shapes, dims, unit.mesh.shard_group)
+            with pending.run:
+                gathered = finish_gather(pending.gathered, shapes, dims, unit.mesh.shard_group)
             fulls.update(zip(sharded, gathered, strict=True))
         for param, full in fulls.items():
             param.state.keep_full(param.param, full.contiguous())
@@ -101,7 +103,8 @@ def abandon_unshard(unit: Unit) -> None:
     """Wait for what :func:`start_unshard` started, and forget it."""
     for pending in _taken(unit):
         if pending.gathered is not None:
-            torch.ops._c10d_functional.wait_tensor(pending.gathered)
+            with pending.run:
+                torch.ops._c10d_functional.wait_tensor(pending.gathered)
         for param in pending.params:
             param.state.drop_full()
 

@@ -214,6 +214,9 @@ def test_many_ranks_compare_themselves_with_some() -> None:
 
 # Real ranks.
 
+# A second or two; much more where many processes share a core.
+_SOON_S = 20
+
 
 class Model(nn.Module):
     """Layers of equal size, so that messages of one would fit another."""
@@ -327,10 +330,9 @@ def test_one_rank_deviates(rank_pools: RankPools, name: str, odd_rank: int) -> N
     odd, others = _SIDES[name]
     for first, second in rank_pools[2].run(_deviate, mesh_shape=(2,), name=name, odd_ranks=[odd_rank]):
         _check(first[0], {f"rank {odd_rank}": odd, f"rank {1 - odd_rank}": others})
-        assert first[1] < 10
         # The groups are of no more use, and everything says why.
         _check(second[0], {f"rank {odd_rank}": odd})
-        assert second[1] < 2
+        assert max(first[1], second[1]) < _SOON_S
 
 
 @pytest.mark.parametrize("odd_ranks", [[3], pytest.param([2, 3], marks=pytest.mark.exhaustive)])
@@ -339,7 +341,7 @@ def test_with_replicas(rank_pools: RankPools, odd_ranks: list[int]) -> None:
         # Where both of a shard group deviate, it is the replicas that disagree.
         operator = _OPERATOR if len(odd_ranks) == 1 else "outside of a compiled graph"
         assert "RanksDisagree" in error and operator in error and "ward graph that begins with" in error
-        assert seconds < 15
+        assert seconds < _SOON_S
 
 
 def _alternate() -> list[tuple[str, float]]:
@@ -356,7 +358,34 @@ def test_ranks_choose_among_known_graphs(rank_pools: RankPools) -> None:
     for *before, (error, seconds) in rank_pools[2].run(_alternate):
         assert not any(message for message, _ in before)
         _check(error, {"rank 0": "backward graph", "rank 1": "backward graph"})
-        assert seconds < 10
+        assert seconds < _SOON_S
+
+
+def _return() -> list[tuple[str, float]]:
+    """Executed by every rank: all run uncompiled for a while; then one compiles again, and later one gathers ahead."""
+    outcomes = []
+    model, compiled = _trainee(_mesh((2,)))
+    with _settings():
+        torch.compiler.set_stance("force_eager")
+        for _ in range(2):
+            outcomes.append(_outcome(lambda: compiled(torch.ones(2, 8)).sum().backward()))
+        if dist.get_rank() == 1:
+            torch.compiler.set_stance("default")
+        outcomes.append(_outcome(lambda: compiled(torch.ones(2, 8)).sum().backward()))
+    model, compiled = _trainee(_mesh((2,)))
+    for gathers in (True, True, False, False, True, dist.get_rank() == 0):
+        if gathers:
+            model.first.unshard(async_op=True)
+        outcomes.append(_outcome(lambda: compiled(torch.ones(2, 8)).sum().backward()))
+    return outcomes
+
+
+def test_ranks_that_were_allowed_to_run_uncompiled(rank_pools: RankPools) -> None:
+    for *alike, (returned, seconds), first, second, third, fourth, fifth, (ahead, later) in rank_pools[2].run(_return):
+        assert not any(message for message, _ in (*alike, first, second, third, fourth, fifth))
+        _check(returned, {"rank 0": _OPERATOR, "rank 1": f"forward {_GRAPH}"})
+        _check(ahead, {"rank 0": "unshard() of first outside of a compiled graph", "rank 1": f"forward {_GRAPH}"})
+        assert max(seconds, later) < _SOON_S
 
 
 class Counter:

@@ -208,6 +208,10 @@ def _compile(
 
     def inner_compile(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> BoxedFunction:
         began.value = True
+        metadata = TracingContext.get().fw_metadata
+        if metadata is not None:
+            # Nothing is donated. AOTAutograd asks the configuration at run time for that, and refuses retain_graph=True.
+            metadata.bw_donated_idxs = []
         _refuse_writes(example_inputs, (params or {}).values())
         lowering = _Lowering(graph_module, options, config_patches, kwargs, kernels, auto, recorders)
         planned = PlannedGraph(

@@ -103,8 +103,10 @@ def make_mlp(world: int = 1) -> Any:
 def compile_with(model: nn.Module, how: str) -> Any:
     if how == "uncompiled":
         return model
-    if how == "ours":
-        return torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+    if how in ("ours", "inductor"):
+        return torch.compile(
+            model, backend=fsdp_backend, options={"lowering": "inductor" if how == "inductor" else "aot_eager"}
+        )
     return torch.compile(model, backend="aot_eager")
 
 
@@ -168,6 +170,19 @@ def ask_for_input_gradients(how: str) -> None:
 @pytest.mark.parametrize("how", SYSTEMS)
 def test_what_nobody_asked_for_is_not_accumulated(how: str, rank_pools: RankPools) -> None:
     rank_pools[2].run(ask_for_input_gradients, how=how)
+
+
+@pytest.mark.parametrize("how", ["ours", "inductor"])
+def test_a_graph_that_is_kept_runs_backward_again(how: str, one_rank: None) -> None:
+    model, reference = make_mlp(), models.MLP()
+    reference.load_state_dict({name: param.full_tensor() for name, param in model.state_dict().items()})
+    compiled, x = compile_with(model, how), torch.randn(3, 8)
+    for system in (compiled, reference):
+        loss = system(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
 @pytest.mark.parametrize("how", SYSTEMS)

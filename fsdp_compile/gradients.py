@@ -7,9 +7,9 @@ eager operator, goes on with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
     """
     flags, mesh = unit.flags, unit.mesh
     hook, in_place = flags.comm_hook, flags.comm_hook_in_place
-    has_unsharded = _all_or_none(params, [param.state.unsharded_grad is not None for param in params])
+    has_unsharded = any(param.state.unsharded_grad is not None for param in params)
     # An all-reduce style hook cannot stop half-way.
     if not flags.reduce_grads or (in_place and mesh.replicate_group and not flags.all_reduce_grads):
         return Reduction(Sync.NONE, has_unsharded=has_unsharded), ()
@@ -91,7 +91,7 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
         sync,
         averaging,
         has_unsharded,
-        _all_or_none(params, [param.state.partial_grad is not None for param in params]),
+        any(param.state.partial_grad is not None for param in params),
         sync is Sync.ALL and any(param.param.grad is not None for param in params),
         flags.reduce_scatter_group if hook is None else "",
         hook,
@@ -100,36 +100,29 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
     ), factors
 
 
-def _all_or_none(params: Sequence[ShardedParam], has: list[bool]) -> bool:
-    if any(has) and not all(has):
-        without = [param.name for param, one in zip(params, has, strict=True) if not one]
-        raise RuntimeError(_changed_set(params[0].unit, without, _ADDED))
-    return has[0]
-
-
-_ADDED = "get a gradient in this microbatch, but got none in earlier ones"
-
-
-def _changed_set(unit: Unit, names: Sequence[str], what: str) -> str:
-    return (
-        f"Gradients of {unit.name or 'the root'} accumulate without synchronisation, and the set of parameters that get one "
-        f"changed: {', '.join(sorted(names))} {what}. Use the same parameters in every microbatch between two "
-        "synchronisations, or synchronise before the set changes; set_reduce_scatter_unused_params(True) counts a missing "
-        "gradient as zero. reset_iter_state() on the root discards what has accumulated."
-    )
-
-
 # What graphs read and leave.
 
 
 def flat_partial(params: Sequence[ShardedParam]) -> Tensor:
-    """The partial results of a bucket's parameters as one flat shard; those that wait lie in it afterwards."""
+    """The partial results of a bucket's parameters as one flat shard; those that wait lie in it afterwards.
+
+    One of them waits at least. A missing one is zero.
+    """
     slices = [param.state.partial_grad for param in params]
     flat = whole_buffer(slices)
     if flat is None:
-        flat = torch.cat([piece.tensor() for piece in slices if piece is not None])
+        like = next(piece.flat for piece in slices if piece is not None)
+        numels = [param.padded_numel for param in params]
+        pieces = [like.new_zeros(n) if piece is None else piece.tensor() for piece, n in zip(slices, numels, strict=True)]
+        flat = torch.cat(pieces)
         keep_partial(params, flat)
     return flat
+
+
+def unsharded_grad(param: ShardedParam, like: Tensor) -> Tensor:
+    """The full gradient of earlier microbatches; zeros in the dtype of ``like`` where there is none."""
+    grad = param.state.unsharded_grad
+    return like.new_zeros(param.shape) if grad is None else grad
 
 
 def keep_partial(params: Sequence[ShardedParam], flat: Tensor) -> None:
@@ -178,14 +171,12 @@ class _Backward:
 
     Attributes:
         scopes: trees of units that took part.
-        accumulating: for each unit, the parameters whose gradients waited for communication when the unit first took part.
         received: for each unit, the parameters that got a gradient.
         reduced: parameters whose hooks are due at the end, when their gradients are whole.
     """
 
     def __init__(self) -> None:
         self.scopes: dict[Scope, None] = {}
-        self.accumulating: dict[Unit, list[ShardedParam]] = {}
         self.received: dict[Unit, set[ShardedParam]] = {}
         self.reduced: dict[ShardedParam, None] = {}
 
@@ -202,19 +193,9 @@ def _current_backward() -> _Backward:
 
 
 def receive(unit: Unit, params: Sequence[ShardedParam]) -> None:
-    """Note that parameters of a unit get gradients in the backward that runs.
-
-    Raises:
-        RuntimeError: gradients of other parameters of the unit wait for communication, without these.
-    """
+    """Note that parameters of a unit get gradients in the backward that runs."""
     backward = _current_backward()
     backward.scopes[unit.scope] = None
-    if unit not in backward.accumulating:
-        backward.accumulating[unit] = [param for param in unit.params if param.state.is_accumulating]
-    accumulating = backward.accumulating[unit]
-    added = [param.name for param in params if param not in accumulating]
-    if accumulating and added and not unit.flags.reduce_scatter_unused_params:
-        raise RuntimeError(_changed_set(unit, added, _ADDED))
     backward.received.setdefault(unit, set()).update(params)
 
 
@@ -238,33 +219,25 @@ def _finish_backward(task: int) -> None:
                 _receive_zeros(unit, backward)
             if unit.flags.reshard_after_backward:
                 unit.drop_full()
-        for param in backward.reduced:
-            for hook in list(param.param._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
-                hook(param.param)
-        for unit in units:
-            _check_all_received(unit, backward)
+            if unit.scope.is_last_backward and not unit.scope.finalizes_by_hand:
+                backward.reduced.update(dict.fromkeys(reduce_pending(unit)))
+        call_hooks(backward.reduced)
     finally:
         _backwards.pop(task, None)
+
+
+def call_hooks(params: Iterable[ShardedParam]) -> None:
+    """Call the post-accumulate-grad hooks of parameters whose gradients have landed."""
+    for param in params:
+        for hook in list((param.param._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
+            hook(param.param)
 
 
 def _receive_zeros(unit: Unit, backward: _Backward) -> None:
     for param in unit.params:
         if param.param.requires_grad and param not in backward.received.get(unit, ()):
             dtype = unit.mp_policy.param_dtype or param.shard.dtype
-            receive_gradient(param, torch.zeros(param.shape, dtype=dtype, device=param.shard.device))
-
-
-def _check_all_received(unit: Unit, backward: _Backward) -> None:
-    received = backward.received.get(unit, set())
-    accumulating = backward.accumulating.get(unit)
-    if accumulating is None:
-        accumulating = [param for param in unit.params if param.state.is_accumulating]
-        if not (unit.flags.reduce_grads and unit.scope.is_last_backward):
-            # The unit sat this microbatch out, and there will be others.
-            return
-    missing = [param.name for param in accumulating if param not in received]
-    if missing:
-        raise RuntimeError(_changed_set(unit, missing, "got gradients in earlier microbatches, but none in this one"))
+            _take(param, torch.zeros(param.shape, dtype=dtype, device=param.shard.device))
 
 
 def discard(scope: Scope) -> None:
@@ -293,35 +266,82 @@ def accumulates(shard: Tensor) -> bool:
         return torch._C._will_engine_execute_node(get_gradient_edge(shard).node)
 
 
-@torch.no_grad()
 def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
     """Do with one full gradient, at once, what graphs do with those of a bucket."""
+    if param.param.requires_grad and param.shard.requires_grad and accumulates(param.shard):
+        _take(param, grad)
+
+
+@torch.no_grad()
+def _take(param: ShardedParam, grad: Tensor) -> None:
     unit, state = param.unit, param.state
-    if not param.param.requires_grad or not param.shard.requires_grad or not accumulates(param.shard):
-        return
     receive(unit, [param])
     grad = grad.to(reduce_dtype(unit.mp_policy, param.shard.dtype) or grad.dtype)
     reduction, values = reduction_of(unit, [param], grad)
-    if reduction.sync is Sync.NONE:
-        if state.unsharded_grad is None:
-            state.unsharded_grad = grad.clone(memory_format=torch.contiguous_format)
-        else:
-            state.unsharded_grad += grad
-        return
-    mesh = unit.mesh
+    if reduction.sync is not Sync.NONE:
+        _reduce(f"reduction of the gradient of {param.name}", [param], [grad], reduction, values)
+        if reduction.sync is Sync.ALL:
+            reduced([param])
+    elif state.unsharded_grad is None:
+        state.unsharded_grad = grad.clone(memory_format=torch.contiguous_format)
+    else:
+        state.unsharded_grad += grad
+
+
+@torch.no_grad()
+def reduce_pending(unit: Unit) -> list[ShardedParam]:
+    """Reduce what waits for communication, as far as the unit's flags say, where no backward will.
+
+    These are gradients that microbatches accumulated in parameters that the last backward did not reach, or all of them, where
+    backward left them to be finalised by hand. A collective for each dtype.
+
+    Returns:
+        The parameters whose gradients have landed.
+    """
+    landed = []
+    buckets: dict[Any, list[ShardedParam]] = {}
+    for param in unit.params:
+        full = param.state.unsharded_grad
+        if param.state.is_accumulating:
+            buckets.setdefault((full is None, None if full is None else full.dtype, param.shard.dtype), []).append(param)
+    for (is_scattered, *_), params in buckets.items():
+        grads = [param.state.unsharded_grad for param in params if param.state.unsharded_grad is not None]
+        like = grads[0] if grads else flat_partial(params)
+        reduction, values = reduction_of(unit, params, like)
+        if reduction.sync is Sync.NONE or (reduction.sync is Sync.SCATTER and is_scattered):
+            continue
+        for param in params:
+            param.state.unsharded_grad = None
+        what = f"reduction of gradients of {unit.name or 'the root'} that earlier microbatches left"
+        _reduce(what, params, grads, replace(reduction, has_unsharded=False), values)
+        if reduction.sync is Sync.ALL:
+            landed += params
+    return landed
+
+
+def _reduce(
+    what: str, params: Sequence[ShardedParam], grads: Sequence[Tensor], reduction: Reduction, values: Sequence[float]
+) -> None:
+    """Reduce full gradients of one dtype, without any: what was scattered of them, beyond its replicas."""
+    mesh = params[0].unit.mesh
     replicate_group = mesh.replicate_group if reduction.sync is Sync.ALL and not reduction.comm_hook_in_place else ""
-    groups = (mesh.shard_group, replicate_group, reduction.group)
-    run = eager_run(f"reduction of the gradient of {param.name}", tuple(param.shape), groups)
+    shapes = tuple(size for param in params for size in param.shape)
+    run = eager_run(what, shapes, (mesh.shard_group, replicate_group, reduction.group))
     run.begin()
     with run:
-        _reduce_gradient(param, grad, reduction, values, replicate_group)
+        _communicate(params, grads, reduction, values, replicate_group)
 
 
-def _reduce_gradient(
-    param: ShardedParam, grad: Tensor, reduction: Reduction, values: Sequence[float], replicate_group: str
+def _communicate(
+    params: Sequence[ShardedParam],
+    grads: Sequence[Tensor],
+    reduction: Reduction,
+    values: Sequence[float],
+    replicate_group: str,
 ) -> None:
-    state = param.state
-    factors = [[factor_tensor(value, grad.dtype, grad.device)] for value in values]
+    partial = [flat_partial(params)] if reduction.has_partial else []
+    like = grads[0] if grads else partial[0]
+    factors = [[factor_tensor(value, like.dtype, like.device)] for value in values]
     averaging = reduction.averaging
     before, scattered, result = (
         factors.pop(0) if used else []
@@ -331,23 +351,26 @@ def _reduce_gradient(
             averaging.divides_result and reduction.sync is Sync.ALL,
         )
     )
-    accumulated = [state.unsharded_grad] if state.unsharded_grad is not None else []
-    partial = [flat_partial([param])] if reduction.has_partial else []
-    state.discard_gradients()
-    group = reduction.group or param.unit.mesh.shard_group
-    flat = start_reduce_scatter(
-        [grad],
-        accumulated,
-        before,
-        dims=[param.dim],
-        group=group,
-        op=averaging.reduce_scatter_op,
-        hook=reduction.comm_hook,
-        in_place=reduction.comm_hook_in_place,
-    )
-    flat = finish_reduce_scatter(flat, scattered, partial, group=group, in_flight=reduction.comm_hook is None)
+    group = reduction.group or params[0].unit.mesh.shard_group
+    accumulated = [unsharded_grad(param, like) for param in params] if reduction.has_unsharded else []
+    for param in params:
+        param.state.discard_gradients()
+    if grads:
+        flat = start_reduce_scatter(
+            grads,
+            accumulated,
+            before,
+            dims=[param.dim for param in params],
+            group=group,
+            op=averaging.reduce_scatter_op,
+            hook=reduction.comm_hook,
+            in_place=reduction.comm_hook_in_place,
+        )
+        flat = finish_reduce_scatter(flat, scattered, partial, group=group, in_flight=reduction.comm_hook is None)
+    else:
+        (flat,) = partial
     if reduction.sync is Sync.SCATTER:
-        keep_partial([param], flat)
+        keep_partial(params, flat)
         return
     if replicate_group:
         flat = finish_all_reduce(
@@ -359,12 +382,11 @@ def _reduce_gradient(
                 op=averaging.all_reduce_op,
             )
         )
-    flat = finish_reduction(flat, result, grad_dtype=param.shard.dtype, hook=reduction.all_reduce_hook)
+    flat = finish_reduction(flat, result, grad_dtype=params[0].shard.dtype, hook=reduction.all_reduce_hook)
     if reduction.has_grad:
-        flat_grad([param], flat.dtype).add_(flat)
+        flat_grad(params, flat.dtype).add_(flat)
     else:
-        land_gradients([param], flat)
-    reduced([param])
+        land_gradients(params, flat)
 
 
 def drop_eager_gradient(shard: Tensor) -> None:

@@ -21,7 +21,17 @@ from passes.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from passes.sync_plan import Gather, Plan, Reduction, Sync
 
 from .course import Run
-from .gradients import accumulates, flat_grad, flat_partial, keep_partial, land_gradients, receive, reduced, reduction_of
+from .gradients import (
+    accumulates,
+    flat_grad,
+    flat_partial,
+    keep_partial,
+    land_gradients,
+    receive,
+    reduced,
+    reduction_of,
+    unsharded_grad,
+)
 from .schedule_plan import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
 from .unit import ShardedParam, Unit
 from .unsharding import finish_unshard
@@ -298,9 +308,7 @@ class PlannedGraph:
             return full
         reduction = reductions[slot.bucket]
         if slot.kind == "unsharded":
-            grad = reduction.params[slot.index].state.unsharded_grad
-            assert grad is not None
-            return grad
+            return unsharded_grad(reduction.params[slot.index], reduction.like)
         if slot.kind == "partial":
             return flat_partial(reduction.params)
         if slot.kind == "grad":

@@ -267,6 +267,7 @@ class Scope:
             can use a parameter of a module inside it that is a unit of its own.
         units: the units, in the order of their modules.
         is_last_backward: no other microbatch follows the next backward.
+        finalizes_by_hand: backward leaves what it does not reach to ``finalize_backward()``.
         post_optim_event: what the next forward has to wait for; None: nothing.
     """
 
@@ -274,6 +275,7 @@ class Scope:
         self.active = False
         self.units: list[Unit] = []
         self.is_last_backward = True
+        self.finalizes_by_hand = False
         self.post_optim_event: Event | None = None
 
     def wait_for_optimizer(self) -> None:

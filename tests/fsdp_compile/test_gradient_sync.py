@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_compile import fsdp_backend
 from tests.common import models
 from tests.common.distributed import RankPools
 from tests.common.microbatches import (
@@ -57,6 +58,7 @@ from tests.common.microbatches import (
 from tests.common.parity import FullyShard, adamw, regression_batch, shard_units, squared_error
 from tests.common.versions import needs_fsdp2
 
+AOT_EAGER = {"lowering": "aot_eager"}
 FSDP, FSDP4, HSDP = (2,), (4,), (2, 2)
 RTOL = 1e-5
 
@@ -609,42 +611,113 @@ class Switched(nn.Module):
 
 
 SWITCHED = Task(Switched, regression_batch, squared_error)
+# What of the first microbatch waits for the second.
 PENDING = {"unsharded": sync(False), "partial": all_reduce(False)}
+Branches: TypeAlias = Sequence[tuple[bool, Flag]]
 
 
 def _backward(trainee: Trainee, task: Task) -> None:
     task.loss(trainee.forward, task.batch(50, dist.get_rank(), dist.get_world_size())).backward()
 
 
-def switch_branches(system: str, mesh_shape: tuple[int, ...], pending: str) -> tuple[str | None, Run]:
-    """A job: the error of switching with gradients pending, and a run after recovery."""
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+def switch_branches(system: str, mesh_shape: tuple[int, ...], branches: Branches) -> dict[str, Tensor]:
+    """A job: gradients of microbatches, each through the left layer or not, under a flag."""
     trainee = Trainee(system, mesh_shape, Switched)
     switch: Any = trainee.model.get_submodule("blocks.0")
-    PENDING[pending].apply(trainee.model)
-    _backward(trainee, SWITCHED)
-    switch.uses_left = False
-    message = None
-    try:
-        _backward(trainee, SWITCHED)
-    except RuntimeError as error:
-        message = str(error)
-    trainee.model.reset_iter_state()
-    switch.uses_left = True
-    trainee.reset()
-    return message, trainee.train(SWITCHED, [FLAVOURS["sharded"][:2], _small(FLAVOURS["unsharded"])])
+    for index, (uses_left, flag) in enumerate(branches):
+        switch.uses_left = uses_left
+        flag.apply(trainee.model)
+        batch = SWITCHED.batch(index, dist.get_rank(), dist.get_world_size())
+        SWITCHED.loss(trainee.forward, batch).backward()
+    return _gradients(trainee.model)
 
 
+def _switched_alone(world: int, branches: Branches) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Switched().double()
+    switch: Any = model.blocks[0]
+    for index, (uses_left, _) in enumerate(branches):
+        switch.uses_left = uses_left
+        for rank in range(world):
+            inputs, targets = SWITCHED.batch(index, rank, world)
+            (SWITCHED.loss(model, (inputs.double(), targets.double())) / world).backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("system", ["eager", "aot_eager"])
 @pytest.mark.parametrize(("mesh_shape", "pending"), [(FSDP, "unsharded"), (HSDP, "unsharded"), (HSDP, "partial")])
-def test_changed_parameters_raise(mesh_shape: tuple[int, ...], pending: str, rank_pools: RankPools) -> None:
-    """Nothing is dropped or added to the wrong parameter, and training goes on after ``reset_iter_state``."""
-    world = _world(mesh_shape)
-    replies = rank_pools[world].run(switch_branches, system="aot_eager", mesh_shape=mesh_shape, pending=pending)
-    for message, _ in replies:
-        assert message is not None, "switching raised no error"
-        # Those that are new, or those that are missing.
-        assert "blocks.0.left.weight" in message or "blocks.0.right.weight" in message, message
-    found = differences([run for _, run in replies], reference(SWITCHED, world, [2, 4], adamw), RTOL)
-    assert not found, "\n".join(found)
+def test_each_microbatch_may_use_other_parameters(
+    mesh_shape: tuple[int, ...], pending: str, system: str, rank_pools: RankPools
+) -> None:
+    """What waits and gets nothing more is reduced with the last backward, by itself; what is new counts from there."""
+    flag, world = PENDING[pending], _world(mesh_shape)
+    branches = [(True, flag), (False, flag), (True, flag), (False, sync(True))]
+    expected = _switched_alone(world, branches)
+    for found in rank_pools[world].run(switch_branches, system=system, mesh_shape=mesh_shape, branches=branches):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+class InChunks(nn.Module):
+    """A body, and a head that is applied to one chunk of what the body gives at a time."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(dim, dim), nn.Linear(dim, dim)])
+        self.head = nn.Linear(dim, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def loss_in_chunks(system: str, reduces_each: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A job: gradients of losses in chunks, several backwards for each microbatch of which the last reaches the body; and of
+    whole losses in one process."""
+
+    def shard(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard) -> None:
+        fully_shard(model.get_submodule("head"), mesh=mesh)
+        shard_units(model, mesh, fully_shard)
+
+    trainee = Trainee(system, FSDP, InChunks, shard)
+    model: Any = trainee.model
+    head = model.head if trainee.forward is model else torch.compile(model.head, backend=fsdp_backend, options=AOT_EAGER)
+    torch.manual_seed(0)
+    alone = InChunks()
+    for micro, is_last in enumerate((False, True)):
+        model.set_requires_gradient_sync(is_last or reduces_each)
+        model.head.set_requires_gradient_sync(reduces_each)
+        model.set_is_last_backward(False)
+        for rank in range(2):
+            x, _ = regression_batch(micro, rank, 2)
+            (alone.head(alone(x)).square().sum() / 2).backward()
+        x, _ = regression_batch(micro, dist.get_rank(), 2)
+        hidden = trainee.forward(x)
+        chunks = [chunk.requires_grad_() for chunk in hidden.detach().chunk(3)]
+        for chunk in chunks:
+            head(chunk).square().sum().backward()
+        model.head.set_requires_gradient_sync(is_last or reduces_each)
+        model.set_is_last_backward(is_last)
+        hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
+    return _gradients(trainee.model), {name: param.grad for name, param in alone.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("system", "reduces_each"),
+    # FSDP2 reduces what waits in a unit only where a backward reaches the unit.
+    [("fsdp2", True), ("eager", True), ("eager", False), ("aot_eager", True), ("aot_eager", False)],
+)
+def test_losses_in_chunks(system: str, reduces_each: bool, rank_pools: RankPools) -> None:
+    for found, expected in rank_pools[2].run(loss_in_chunks, system=system, reduces_each=reduces_each):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 # Recovery

@@ -734,7 +734,7 @@ def reset_of_unit(system: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("system", ["fsdp2", "eager"])
+@pytest.mark.parametrize("system", [pytest.param("fsdp2", marks=needs_fsdp2("reset_iter_state")), "eager"])
 def test_reset_iter_state_is_the_roots(system: str, rank_pools: RankPools) -> None:
     for message in rank_pools[2].run(reset_of_unit, system=system):
         assert message is not None and "root" in message
@@ -814,7 +814,7 @@ def fail_and_recover(system: str, mesh_shape: tuple[int, ...], where: str, pendi
     ("system", "mesh_shape", "pending", "where"),
     [
         # After an error in backward, FSDP2 adds the full gradients that autograd had made by then to the next ones.
-        ("fsdp2", HSDP, "partial", "forward"),
+        pytest.param("fsdp2", HSDP, "partial", "forward", marks=needs_fsdp2("reset_iter_state")),
         *[
             (*setting, where)
             for setting in [
@@ -868,7 +868,7 @@ def train_with_unused(system: str) -> list[dict[str, float | None]]:
     return results
 
 
-@pytest.mark.parametrize("system", ["fsdp2", "aot_eager"])
+@pytest.mark.parametrize("system", [pytest.param("fsdp2", marks=needs_fsdp2("set_reduce_scatter_unused_params")), "aot_eager"])
 def test_unused_parameters(system: str, rank_pools: RankPools) -> None:
     """Where the flag is set, a parameter that no forward reads gets a gradient of zeros; else none."""
     block, root = "blocks.0.unused", "unused"

@@ -52,6 +52,7 @@ def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
     assert forward.parameters == pytest.approx(forward.accounted, rel=0.01)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="reductions of torch 2.11's pretended ranks leave gradients unset")
 def test_gpu_check_runs_dry(tmp_path: Path) -> None:
     results = run("gpu_check.py", tmp_path / "out.json", "--dry-run", "--checks", "time", "--rounds", "1")
     assert results["complaints"] == []

@@ -1,6 +1,6 @@
 """Fully sharded data parallelism (FSDP) as torch.compile graph passes. See README.md for a first example."""
 
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from passes.divide_factors import gradient_divide_factors
 from passes.traced_hook import HookNotTraceable
@@ -12,14 +12,19 @@ from .capture import Capture, CapturedGraph, CapturedPass, capture
 from .cuda_code import CudaCode, cuda_code
 from .cuda_outline import cuda_outline
 from .module import FSDPModule, register_fsdp_forward_method
+from .schedule_controls import share_comm_ctx
 from .sharding import fully_shard, sync_module_states
+from .torch_versions import DataParallelMeshDims, GradientReductionHandle
 
 __all__ = [
+    "CPUOffloadPolicy",
     "Capture",
     "CapturedGraph",
     "CapturedPass",
     "CudaCode",
+    "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "HookNotTraceable",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -33,5 +38,6 @@ __all__ = [
     "fully_shard",
     "gradient_divide_factors",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "sync_module_states",
 ]

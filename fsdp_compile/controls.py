@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from passes.traced_hook import apply_in_place_hook, apply_reduce_hook
 
 from .comm_hooks import BoundHook, bind_hook
-from .gradients import discard
-from .torch_versions import RESET_DISCARDS_GRADIENTS, reduce_dtype
+from .gradients import call_hooks, discard, reduce_pending
+from .torch_versions import RESET_DISCARDS_GRADIENTS, GradientReductionHandle, reduce_dtype
 from .unit import Unit
 
 
@@ -62,6 +62,54 @@ class GradientControls(Controls):
         synchronise must have got gradients for all that it accumulated; before, it may sit a microbatch out.
         """
         self._fsdp_unit.scope.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether :meth:`finalize_backward` reduces what a backward did not, rather than the end of the last backward.
+
+        For N backwards without synchronisation, then ``set_requires_gradient_sync(True)`` and one finalisation. A unit that
+        synchronises while a backward reaches it is reduced there all the same.
+
+        Raises:
+            RuntimeError: this is not the root of its tree of units, or a backward runs.
+
+        Source: torch 2.15.
+        """
+        scope = self._root("set_manual_backward_finalization").scope
+        if enabled != scope.finalizes_by_hand and _in_backward():
+            raise RuntimeError("set_manual_backward_finalization cannot change the mode during a backward.")
+        scope.finalizes_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> _Finished | None:
+        """Reduce what backwards have accumulated, in all units that are set to synchronise, and reshard as the flags say.
+
+        Args:
+            async_op: return a handle to wait for. The reductions are over before that; it is there for FSDP2's signature.
+
+        Raises:
+            RuntimeError: this is not the root; backward is not finalised by hand; a backward runs; a unit holds a gradient
+                that was reduced over shards but not over replicas, or is not to be reduced over replicas.
+
+        Source: torch 2.15.
+        """
+        scope = self._root("finalize_backward").scope
+        if not scope.finalizes_by_hand:
+            raise RuntimeError("finalize_backward() wants set_manual_backward_finalization(True) ahead of the backward.")
+        if _in_backward():
+            raise RuntimeError("finalize_backward() must be called after the backward, not within it.")
+        for unit in scope.units:
+            _check_may_finalize(unit)
+        for unit in reversed(scope.units):
+            if unit.flags.reduce_grads:
+                call_hooks(reduce_pending(unit))
+            if unit.flags.reshard_after_backward:
+                unit.drop_full()
+        return _Finished() if async_op else None
+
+    def _root(self, method: str) -> Unit:
+        unit = self._fsdp_unit
+        if not unit.is_root:
+            raise RuntimeError(f"{method} must be called on the root, not on {unit.name}.")
+        return unit
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether gathered parameters are freed after backward.
@@ -176,15 +224,41 @@ class GradientControls(Controls):
         Raises:
             RuntimeError: this is not the root of its tree of units.
         """
-        unit = self._fsdp_unit
-        if not unit.is_root:
-            raise RuntimeError(f"reset_iter_state() must be called on the root, not on {unit.name}.")
+        unit = self._root("reset_iter_state")
         unit.scope.active = False
         discard(unit.scope)
         if RESET_DISCARDS_GRADIENTS:
             for member in unit.scope.units:
                 for param in member.params:
                     param.param.grad = None
+
+
+class _Finished(GradientReductionHandle):
+    """The handle of reductions that are over."""
+
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _check_may_finalize(unit: Unit) -> None:
+    if not unit.mesh.replicate_group or not unit.flags.reduce_grads:
+        return
+    where = unit.name or "the root"
+    waits = [param for param in unit.params if param.state.is_accumulating]
+    if waits and not unit.flags.all_reduce_grads:
+        raise RuntimeError(f"finalize_backward() reduces over replicas, too: call set_requires_all_reduce(True) on {where}.")
+    if any(param.state.partial_grad is not None for param in waits):
+        raise RuntimeError(
+            f"finalize_backward() takes full gradients, but those of {where} were reduced over shards already, with "
+            "set_requires_all_reduce(False). Use set_requires_gradient_sync(False) for the microbatches before."
+        )
 
 
 def _examples(unit: Unit) -> list[Tensor]:

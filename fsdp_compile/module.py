@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._guards import TracingContext
 from torch.compiler import is_compiling
 from torch.nn.utils._named_member_accessor import swap_tensor
-from torch.utils import _pytree as pytree
 
 from passes.ops import unshard
 
+from .casts import cast_inputs, cast_output
+from .composable import UnitState, state_of
 from .controls import GradientControls
 from .schedule_controls import ScheduleControls
 from .unit import Scope, ShardedParam, Unit, shard_attribute
@@ -93,7 +96,14 @@ class _SyncAfterApply:
 
 
 class FSDPModule(GradientControls, ScheduleControls, _Sharded):
-    """Mixin of modules that were passed to ``fully_shard``."""
+    """Mixin of modules that were passed to ``fully_shard``.
+
+    They are instances of torch's ``FSDPModule``, too: it stands behind the module's own class among the bases of theirs.
+    """
+
+    def _get_fsdp_state(self) -> UnitState | None:
+        # Where torch finds FSDP2's state.
+        return state_of(cast(nn.Module, self))
 
 
 def _sharded_property(name: str) -> property:
@@ -129,13 +139,6 @@ def _read_eagerly(module: Any, name: str) -> Any:
         raise RuntimeError(sharded.meta_message())
     sharded.sync_requires_grad()
     return unshard(sharded.shard, *sharded.args, **sharded.kwargs)
-
-
-def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return pytree.tree_map(cast, tree)
 
 
 @torch.compiler.assume_constant_result
@@ -174,11 +177,11 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
         try:
             if torch.compiler.is_compiling() and not was_active:
                 _refuse_traced_functional_call()
-            if casts and policy.param_dtype is not None and policy.cast_forward_inputs:
-                args, kwargs = _cast_floating((args, kwargs), policy.param_dtype)
+            if casts:
+                args, kwargs = cast_inputs(policy, args, kwargs)
             result = forward(self, *args, **kwargs)
-            if casts and policy.output_dtype is not None:
-                result = _cast_floating(result, policy.output_dtype)
+            if casts:
+                result = cast_output(policy, result)
             if casts and not torch.compiler.is_compiling():
                 unit.end_forward()
             return result
@@ -201,10 +204,13 @@ _classes: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] =
 def _new_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
     base, prefix = (FSDPModule, "FSDP") if is_unit else (_Sharded, "Sharded")
     namespace: dict[str, Any] = {name: _sharded_property(name) for name in names}
-    namespace["forward"] = _in_unit(original.forward, casts=is_unit)
+    if not issubclass(original, OptimizedModule):
+        # Which runs that of the module inside.
+        namespace["forward"] = _in_unit(original.forward, casts=is_unit)
     namespace["_fsdp_original_class"] = original
     namespace["__module__"] = original.__module__
-    return type(f"{prefix}{original.__name__}", (base, original), namespace)
+    bases = (base, original, torch.distributed.fsdp.FSDPModule) if is_unit else (base, original)
+    return type(f"{prefix}{original.__name__}", bases, namespace)
 
 
 def swap_class(module: nn.Module, unit: Unit, is_unit: bool) -> None:
@@ -223,6 +229,14 @@ def swap_class(module: nn.Module, unit: Unit, is_unit: bool) -> None:
         # A forward patched onto the instance hides the class's.
         _wrap_on_instance(module, "forward", casts=is_unit)
     module.register_load_state_dict_post_hook(lambda _module, _keys: unit.sync())
+
+
+def swap_class_of_wrapper(wrapper: OptimizedModule) -> None:
+    """Make what ``torch.compile`` gave of a module that a unit was made of an ``FSDPModule``, too.
+
+    It has the attributes of the module inside, and so its unit.
+    """
+    wrapper.__class__ = cast("type[OptimizedModule]", _make_class(type(wrapper), (), True))
 
 
 def _wrap_on_instance(module: nn.Module, name: str, casts: bool) -> None:

@@ -146,6 +146,15 @@ class ScheduleControls(Controls):
         if enable:
             raise NotImplementedError(_BUFFERS.format("set_allocate_memory_from_process_group_for_comm"))
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Not supported but as False, the default: gathered parameters are values of the graph, at no address of their own.
+
+        Raises:
+            NotImplementedError: ``keep`` is True.
+        """
+        if keep:
+            raise NotImplementedError(_BUFFERS.format("set_keep_unsharded_storage"))
+
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         """Not supported: buffers of collectives are values of the graph."""
         raise NotImplementedError(_BUFFERS.format("set_symm_mem_for_comm"))
@@ -155,3 +164,16 @@ _BUFFERS = (
     "{}: buffers of collectives are values of a compiled graph, allocated like all others; a process group cannot bring its "
     "own. Leave the call out."
 )
+
+
+def share_comm_ctx(modules: Sequence[object]) -> None:
+    """Accepted, and without effect: FSDP2 lets modules share streams for communication, and graphs have none of their own.
+
+    Raises:
+        ValueError: an entry was not passed to ``fully_shard``.
+
+    Source: ``torch.distributed.fsdp.share_comm_ctx``.
+    """
+    for module in modules:
+        if not isinstance(module, ScheduleControls):
+            raise ValueError(f"share_comm_ctx takes modules that fully_shard has sharded, but got {type(module).__name__}.")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -16,13 +17,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from passes.layout import REPLICATED
 
+from .composable import is_fsdp2s, register, state_of
 from .mesh import ShardingMesh
-from .module import FSDPModule, swap_class, unit_of
+from .module import FSDPModule, swap_class, swap_class_of_wrapper, unit_of
 from .torch_versions import check_policy
 from .unit import ShardedParam, Unit
 
 M = TypeVar("M", bound=nn.Module)
-ShardPlacementFn = Callable[[nn.Parameter], "Shard | None"]
+# Also torch's ShardPlacementResult, which torch 2.11 lacks.
+ShardPlacementFn = Callable[[nn.Parameter], Any]
 
 
 @overload
@@ -35,6 +38,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: object | None = None,
 ) -> M: ...
 
 
@@ -48,6 +52,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: object | None = None,
 ) -> list[nn.Module]: ...
 
 
@@ -60,6 +65,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen; FSDP2's own default)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: object | None = None,
 ) -> Any:
     """Shard a module's parameters over a mesh, in place.
 
@@ -73,11 +79,12 @@ def fully_shard(
             its ranks, which sets up how they communicate: NCCL's communicators, over Gloo a second group for each.
         reshard_after_forward: True: backward gathers the unit again. False: the gathered parameters live until backward.
             None: True for all units but the root. An int: keep shards of a group of so many ranks, and gather over that.
-        shard_placement_fn: gives ``Shard(dim)``, or None for ``Shard(0)``, for a parameter. Dimensions other than 0 must
-            divide by the number of ranks.
+        shard_placement_fn: gives ``Shard(dim)``, or None for ``Shard(0)``, for a parameter, or torch's ``ShardPlacementResult``
+            of one of these and ``mesh``. Dimensions other than 0 must divide by the number of ranks.
         mp_policy: dtypes of computation and reduction.
         offload_policy: only the default, which does not offload.
         ignored_params: parameters to leave as they are.
+        dp_mesh_dims: only None: it is for parameters that are DTensors on a mesh of more dimensions.
 
     Returns:
         ``module``. Its class is now ``FSDP<Class>``, a subclass of its own class and of :class:`FSDPModule`.
@@ -88,6 +95,11 @@ def fully_shard(
     Source: torch/distributed/fsdp/_fully_shard/_fully_shard.py; scalars are kept whole on every rank, which FSDP2 refuses.
     """
     modules = _check_modules(module)
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            f"dp_mesh_dims={dp_mesh_dims!r} is for parameters that are DTensors already, which is not supported yet. Pass the "
+            "dimensions to shard and replicate over as the mesh: mesh=mesh['dp'] or mesh['replicate', 'shard']."
+        )
     if type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(
             f"offload_policy={offload_policy!r} is not supported yet; leave it at OffloadPolicy(), which does not offload."
@@ -101,17 +113,24 @@ def fully_shard(
     _check_devices(found)
 
     unit = Unit(modules, sharding_mesh, mp_policy, reshard_after_forward)
+    wrappers = [wrapper for wrapper in _as_list(module) if isinstance(wrapper, OptimizedModule)]
     owners = [owner for owners in found.values() for owner, _, _ in owners]
-    with _all_or_nothing([*modules, *owners], found):
+    with _all_or_nothing([*modules, *wrappers, *owners], found):
         _install(unit, found, dims)
         for member in modules:
             swap_class(member, unit, is_unit=True)
+        for wrapper in wrappers:
+            swap_class_of_wrapper(wrapper)
+        register([*modules, *wrappers], unit)
         unit.allocate()
         for member in modules:
             _name_units(member)
     for param in ignored:
         param._fsdp_ignored = True  # type: ignore[attr-defined]
     return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -139,9 +158,11 @@ def _dictionaries(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _check_modules(module: Any) -> list[nn.Module]:
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    modules = _as_list(module)
     if not modules:
         raise ValueError("fully_shard got an empty list of modules.")
+    # What torch.compile gave of a module only calls it.
+    modules = [member._orig_mod if isinstance(member, OptimizedModule) else member for member in modules]
     for member in modules:
         if not isinstance(member, nn.Module):
             raise TypeError(f"fully_shard takes a module or a list of modules, but got {type(member).__name__}.")
@@ -165,6 +186,10 @@ def _check_modules(module: Any) -> list[nn.Module]:
                     f"{type(member).__name__}. List only modules that do not contain each other."
                 )
     return modules
+
+
+def _as_list(module: Any) -> list[Any]:
+    return list(module) if isinstance(module, (list, tuple)) else [module]
 
 
 def _check_ignored(ignored_params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
@@ -192,6 +217,11 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
     def visit(module: nn.Module, prefix: str) -> None:
         if module in visited or (unit_of(module) is not None and isinstance(module, FSDPModule)):
             return
+        if is_fsdp2s(module):
+            raise ValueError(
+                f"{prefix.rstrip('.') or type(module).__name__} is sharded by torch's own fully_shard. Import it from one of "
+                "torch.distributed.fsdp and fsdp_compile for the whole model."
+            )
         visited.add(module)
         for name, param in module._parameters.items():
             if param is None or param in ignored:
@@ -204,7 +234,7 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
             if isinstance(param, DTensor):
                 raise NotImplementedError(
                     f"Parameter {prefix}{name} is a DTensor already. Sharding on top of tensor parallelism is not supported "
-                    "yet; add it to ignored_params, or shard before distributing it."
+                    "yet: leave parallelize_module out, or add the parameter to ignored_params, which leaves it as it is."
                 )
             if _has_ways_of_its_own(param):
                 raise NotImplementedError(
@@ -238,7 +268,16 @@ def _shard_dim(param: nn.Parameter, owners: _Owners, mesh: ShardingMesh, shard_p
     if param.dim() == 0:
         return REPLICATED
     name = owners[0][2]
-    placement = shard_placement_fn(param) if shard_placement_fn else None
+    placement: Any = shard_placement_fn(param) if shard_placement_fn else None
+    mesh_info = getattr(placement, "mesh_info", None)
+    if mesh_info is not None:
+        # torch's ShardPlacementResult.
+        placement = placement.placement
+        if mesh_info.mesh != mesh.mesh:
+            raise NotImplementedError(
+                f"shard_placement_fn returned another mesh for parameter {name} than fully_shard has, {mesh_info.mesh}. Shard "
+                "the module that holds it with a call of its own, with mesh= that mesh."
+            )
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
@@ -303,7 +342,7 @@ def _install(unit: Unit, found: dict[nn.Parameter, _Owners], dims: dict[nn.Param
 
 def _name_units(root: nn.Module) -> None:
     """Name all units in ``root``, and their parameters, from there; those inside are no roots."""
-    prefixes = {module: prefix for prefix, module in root.named_modules()}
+    prefixes = {module: _without_wrappers(prefix) for prefix, module in root.named_modules()}
     root_unit = unit_of(root)
     assert root_unit is not None
     scope = root_unit.scope
@@ -320,6 +359,11 @@ def _name_units(root: nn.Module) -> None:
             module, name = sharded.owners[0]
             sharded.name = ".".join(part for part in (prefixes.get(module, ""), name) if part)
             sharded.update_operator_args()
+
+
+def _without_wrappers(name: str) -> str:
+    """A name without the parts that torch.compile's wrappers put in, as checkpoints have it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> None:

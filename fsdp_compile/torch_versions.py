@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed.fsdp
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _FROM_2_15 = torch.__version__ >= "2.15"
+
+# torch 2.11 lacks it.
+DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
+
+# What ``finalize_backward(async_op=True)`` gives is one, where torch has the class: from 2.15 on.
+GradientReductionHandle: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 
 # Whether ``reset_iter_state`` also discards ``param.grad``.
 RESET_DISCARDS_GRADIENTS = _FROM_2_15

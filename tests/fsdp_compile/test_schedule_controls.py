@@ -626,12 +626,6 @@ def test_what_graphs_cannot_do(fake_ranks: None) -> None:
         root._set_unshard_async_op(async_op)
 
 
-def test_no_method_of_fsdp2_is_missing() -> None:
-    theirs = vars(torch.distributed.fsdp.FSDPModule)
-    public = {name for name in theirs if not name.startswith("_")} | {"_set_unshard_async_op"}
-    assert not {name for name in public if not hasattr(FSDPModule, name)}
-
-
 # --- Training -------------------------------------------------------------------------------------
 
 

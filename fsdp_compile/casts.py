@@ -1,0 +1,29 @@
+"""Casts of what goes into a unit's forward and of what comes out of it, as its mixed-precision policy says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
+
+
+def cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Positional and keyword arguments, floating-point tensors among them in the dtype that parameters compute in."""
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return args, kwargs
+    return _cast_floating((args, kwargs), policy.param_dtype)
+
+
+def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
+    """What a forward gives, floating-point tensors in it in the policy's dtype for that."""
+    return output if policy.output_dtype is None else _cast_floating(output, policy.output_dtype)
+
+
+def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(cast, tree)

@@ -10,13 +10,15 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -40,7 +42,7 @@ from .course import Run, agree_on_graph
 from .cuda_graphs import Recorders
 from .garbage import collector_paused
 from .options import Options
-from .runtime import BoxedFunction, PlannedGraph, boxed, sharded_param
+from .runtime import BoxedFunction, Owners, PlannedGraph, boxed, sharded_param
 from .unit import ShardedParam, Unit
 
 logger = logging.getLogger(__name__)
@@ -77,7 +79,9 @@ def fsdp_backend(
     # compile_fx consumes its graph; this one can still be run operator by operator.
     uncompiled = snapshot(gm)
     params = {names: sharded_param(example_inputs[index]) for index, names in shards.items()}
-    return _guard_requires_grad(_compile_folded(gm, example_inputs, parsed, params), uncompiled, list(shards))
+    owners = Owners(params)
+    compiled = _compile_folded(gm, example_inputs, parsed, params, owners)
+    return _check_parameters(compiled, uncompiled, shards, owners)
 
 
 @functools.cache
@@ -119,16 +123,20 @@ def _unique_name(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def _guard_requires_grad(compiled: Callable[..., Any], uncompiled: GraphModule, shards: list[int]) -> Callable[..., Any]:
-    """Notice parameters that were frozen or unfrozen since the graph was traced.
+def _check_parameters(
+    compiled: Callable[..., Any], uncompiled: GraphModule, shards: dict[int, tuple[str, str]], owners: Owners
+) -> Callable[..., Any]:
+    """Notice parameters that were swapped, frozen or unfrozen since the graph was traced.
 
-    Dynamo guards on the shards, which follow their parameters here: this call runs operator by operator, with the gradients
-    that are now asked for, and the next call compiles anew.
+    Dynamo guards on the shards. They follow their parameters' ``requires_grad`` here: this call runs operator by operator, with
+    the gradients that are now asked for, and the next call compiles anew.
     """
 
     def call(*args: Any) -> Any:
-        for index in shards:
-            sharded_param(args[index]).check_registered()
+        for index, names in shards.items():
+            param = sharded_param(args[index])
+            param.check_registered()
+            owners.note(names, param)
         if torch.is_grad_enabled():
             changed = [sharded_param(args[index]).sync_requires_grad() for index in shards]
             if any(changed):
@@ -167,29 +175,34 @@ class _LoweringBegan:
 
 
 def _compile_folded(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, params: dict[tuple[str, str], ShardedParam] | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    params: Mapping[tuple[str, str], ShardedParam] = MappingProxyType({}),
+    owners: Owners = Owners({}),  # noqa: B008 (of nobody)
 ) -> Callable[..., Any]:
     """Compile with repeated layers traced once; and as they are, should the fold be in the way of a graph."""
     # A pass of the user's over the joint graph is to see every layer.
     if inductor_config.joint_custom_pre_pass or inductor_config.joint_custom_post_pass:
-        return _compile(gm, example_inputs, options, params, _LoweringBegan())
+        return _compile(gm, example_inputs, options, params, owners, _LoweringBegan())
     unfolded = snapshot(gm)
     began = _LoweringBegan()
     folded = fold_layers(gm)
     try:
-        return _compile(gm, example_inputs, options, params, began)
+        return _compile(gm, example_inputs, options, params, owners, began)
     except Exception as error:
         if began.value or not folded:
             raise
         logger.warning("Repeated layers are traced one by one, as tracing them once failed: %r", error)
-    return _compile(unfolded, example_inputs, options, params, began)
+    return _compile(unfolded, example_inputs, options, params, owners, began)
 
 
 def _compile(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
-    params: dict[tuple[str, str], ShardedParam] | None,
+    params: Mapping[tuple[str, str], ShardedParam],
+    owners: Owners,
     began: _LoweringBegan,
 ) -> Callable[..., Any]:
     config_patches = {
@@ -202,9 +215,12 @@ def _compile(
         # would draw others in backward.
         config_patches["fallback_random"] = True
     kernels: dict[Hashable, Any] = {}
-    device = next((param.unit.mesh.device for param in (params or {}).values()), None)
+    device = next((param.unit.mesh.device for param in params.values()), None)
     auto = options.auto_schedule(device) if device is not None else None
     recorders = Recorders(device) if options.cudagraphs else None
+
+    # AOTAutograd keeps inner_compile, which must not keep the model.
+    examples, ahead = list(example_inputs), dict(params)
 
     def inner_compile(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> BoxedFunction:
         began.value = True
@@ -212,17 +228,18 @@ def _compile(
         if metadata is not None:
             # Nothing is donated. AOTAutograd asks the configuration at run time for that, and refuses retain_graph=True.
             metadata.bw_donated_idxs = []
-        _refuse_writes(example_inputs, (params or {}).values())
+        _refuse_writes(examples, ahead.values())
         lowering = _Lowering(graph_module, options, config_patches, kwargs, kernels, auto, recorders)
         planned = PlannedGraph(
             graph_module,
             lowering,
             is_backward=lowering.is_backward,
+            owners=owners,
             can_keep=not kwargs.get("is_inference", False),
             can_merge=auto is not None,
         )
         if not lowering.is_backward:
-            planned.lower_ahead(params or {})
+            planned.lower_ahead(ahead)
         return boxed(planned)
 
     # The cache of AOTAutograd stores Inductor's own output; what inner_compile returns is bound to this process. Gathered
@@ -235,6 +252,8 @@ def _compile(
             inner_compile=inner_compile,  # type: ignore[arg-type]
             config_patches=config_patches,
         )
+    examples.clear()
+    ahead.clear()
     return cast("Callable[..., Any]", compiled)
 
 
@@ -297,7 +316,28 @@ class _Lowering:
         run_preparing_passes(gm, is_backward=self.is_backward, observer=observer())
 
     def __call__(self, plan: Plan) -> tuple[BoxedFunction, Interface, Run]:
+        gm = snapshot(self._gm)
+        with self._compiling():
+            interface = run_passes(
+                gm,
+                plan,
+                is_backward=self.is_backward,
+                for_inductor=self._options.lowering == "inductor",
+                observer=observer(),
+                auto=self._auto,
+            )
+        group_names = self._group_names | _reduce_scatter_groups(plan)
+        stage = "backward" if self.is_backward else "forward"
+        # Another thread may compile meanwhile: on other ranks it may be that one's turn.
+        run = agree_on_graph(stage, collective_sequence(gm.graph, group_names), group_names)
+        with self._compiling():
+            return self._lower(gm, group_names), interface, run
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            # Neither torch.fx nor Inductor can work for two threads at once. Dynamo holds the lock while it compiles.
+            stack.enter_context(compile_lock)
             stack.enter_context(collector_paused())
             stack.enter_context(torch.no_grad())
             stack.enter_context(inductor_config.patch(self._config_patches))
@@ -306,18 +346,11 @@ class _Lowering:
                 stack.enter_context(tracing(self._tracing_context))
                 stack.enter_context(compile_context(self._compile_context))
                 stack.enter_context(V.set_fake_mode(self._tracing_context.fake_mode))
-            return self._lower(snapshot(self._gm), plan)
+            yield
 
-    def _lower(self, gm: GraphModule, plan: Plan) -> tuple[BoxedFunction, Interface, Run]:
-        for_inductor = self._options.lowering == "inductor"
-        interface = run_passes(
-            gm, plan, is_backward=self.is_backward, for_inductor=for_inductor, observer=observer(), auto=self._auto
-        )
-        group_names = self._group_names | _reduce_scatter_groups(plan)
-        stage = "backward" if self.is_backward else "forward"
-        run = agree_on_graph(stage, collective_sequence(gm.graph, group_names), group_names)
+    def _lower(self, gm: GraphModule, group_names: dict[str, str]) -> BoxedFunction:
         code = None
-        if for_inductor:
+        if self._options.lowering == "inductor":
             code, function = self._lower_with_inductor(gm)
             lowered = boxed(function)
         else:
@@ -326,7 +359,7 @@ class _Lowering:
             record(CapturedGraph(snapshot(gm), code, group_names), self.is_backward)
         if self._recorders is not None:
             lowered = boxed(self._recorders.recorded(lowered, gm.graph, is_backward=self.is_backward, groups=group_names))
-        return lowered, interface, run
+        return lowered
 
     def _lower_with_inductor(self, gm: GraphModule) -> tuple[str, Callable[[list[Any]], Any]]:
         """The program of collectives and segments: its source, with that of the segments, and its function."""

@@ -96,8 +96,8 @@ class Course:
     def __init__(self, ballot: Ballot, group_name: str, *, has_tags: bool = False, is_asynchronous: bool = False):
         self.ballot = ballot
         self.failure = ""
-        #: Whether this rank is within a program.
-        self.running = False
+        #: The thread in which this rank is within a program; 0: it is not.
+        self.thread = 0
         #: Programs run over all of these, this one among them.
         self.family: set[Course] = {self}
         #: This group, and those whose ranks are among its ranks.
@@ -181,7 +181,7 @@ class Course:
         """
         # In this order: see _judge.
         step, asking = self._step, self.ballot.asking
-        is_busy = self.running or asking is not None or self._is_asynchronous
+        is_busy = self.thread or asking is not None or self._is_asynchronous
         if self.failure or not is_busy or (step.number, asking) != self._seen:
             self._seen, self._seen_at, self._due_at = (step.number, asking), now, now + self._slow_s
             return
@@ -358,9 +358,17 @@ class Run:
 
         Raises:
             RanksDisagree: they run something else.
+            RuntimeError: another thread is within a program over the same group.
         """
         if self._world() is not dist.group.WORLD:
             self._bind()
+        for course, _ in self._over:
+            if course.thread not in (0, threading.get_ident()):
+                raise RuntimeError(
+                    f"Two threads communicate over the process group {course.ballot.label} at once, in an order that other "
+                    "ranks need not share. Models that are trained in threads of their own need meshes of their own: "
+                    "DeviceMesh.from_group(torch.distributed.new_group(ranks), device_type)."
+                )
         for course, known in self._over:
             if not course.may_run(known):
                 _together(self._over, Course.ask)
@@ -369,12 +377,13 @@ class Run:
             course.push(known)
 
     def __enter__(self) -> None:
+        thread = threading.get_ident()
         for course, _ in self._over:
-            course.running = True
+            course.thread = thread
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         for course, _ in self._over:
-            course.running = False
+            course.thread = 0
         if isinstance(error, RuntimeError):
             self._explain(error)
 

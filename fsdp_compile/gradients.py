@@ -20,6 +20,7 @@ from passes.collectives import (
     finish_all_reduce,
     finish_reduce_scatter,
     finish_reduction,
+    group_size,
     resolve_averaging,
     start_all_reduce,
     start_reduce_scatter,
@@ -325,6 +326,7 @@ def _reduce(
     """Reduce full gradients of one dtype, without any: what was scattered of them, beyond its replicas."""
     mesh = params[0].unit.mesh
     replicate_group = mesh.replicate_group if reduction.sync is Sync.ALL and not reduction.comm_hook_in_place else ""
+    replicate_group = replicate_group if group_size(replicate_group) > 1 else ""
     shapes = tuple(size for param in params for size in param.shape)
     run = eager_run(what, shapes, (mesh.shard_group, replicate_group, reduction.group))
     run.begin()
@@ -356,17 +358,18 @@ def _communicate(
     for param in params:
         param.state.discard_gradients()
     if grads:
+        in_flight = reduction.comm_hook is None and group_size(group) > 1
         flat = start_reduce_scatter(
             grads,
             accumulated,
             before,
             dims=[param.dim for param in params],
             group=group,
-            op=averaging.reduce_scatter_op,
+            op=averaging.reduce_scatter_op if in_flight else "",
             hook=reduction.comm_hook,
             in_place=reduction.comm_hook_in_place,
         )
-        flat = finish_reduce_scatter(flat, scattered, partial, group=group, in_flight=reduction.comm_hook is None)
+        flat = finish_reduce_scatter(flat, scattered, partial, group=group, in_flight=in_flight)
     else:
         (flat,) = partial
     if reduction.sync is Sync.SCATTER:

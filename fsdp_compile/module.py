@@ -124,6 +124,7 @@ def _sharded_property(name: str) -> property:
     return property(read)
 
 
+@torch._disable_dynamo
 def _read_eagerly(module: Any, name: str) -> Any:
     sharded: ShardedParam = module._fsdp_sharded[name]
     if name not in module._parameters:

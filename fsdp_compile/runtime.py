@@ -5,7 +5,8 @@ A lowered graph does not know which parameters it works on: equal blocks may sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,18 +48,47 @@ def boxed(function: Callable[[list[Any]], Any]) -> BoxedFunction:
 
 
 def sharded_param(shard: Any) -> ShardedParam:
-    """The parameter that a graph input is the shard of.
+    """The parameter that a graph input is the shard of."""
+    return shard._fsdp_sharded_param
 
-    Raises:
-        RuntimeError: the input is none, as when a saved-tensor hook replaced what backward finds.
+
+class Owners:
+    """Whose shards a model's graphs were compiled for, by the names of unit and parameter in them.
+
+    Graphs ask their inputs. Where a saved-tensor hook has replaced what backward finds (``save_on_cpu``, a checkpoint around
+    the compiled model), the input does not know, and it is the parameter that the graph was compiled for: if there never was
+    another, as with equal blocks that share one graph.
+
+    Attributes:
+        are_known: the graphs have been called with those shards only.
     """
-    found = getattr(shard, "_fsdp_sharded_param", None)
-    if found is None:
-        raise RuntimeError(
-            "A compiled graph of a sharded model was called with an input that is not the shard it was compiled for. "
-            "torch.autograd.graph.saved_tensors_hooks around a sharded model are not supported."
-        )
-    return found
+
+    def __init__(self, params: Mapping[tuple[str, str], ShardedParam]):
+        # Compiled code must not keep a model alive.
+        self._params = {names: weakref.ref(param) for names, param in params.items()}
+        self.are_known = True
+
+    def note(self, names: tuple[str, str], param: ShardedParam) -> None:
+        """Note what a graph is called with."""
+        if self._params[names]() is not param:
+            self.are_known = False
+
+    def of(self, shard: Any, names: tuple[str, str]) -> ShardedParam:
+        """The parameter of an input that goes by these names in the graph.
+
+        Raises:
+            RuntimeError: nobody knows.
+        """
+        found = getattr(shard, "_fsdp_sharded_param", None)
+        if found is None and self.are_known and names in self._params:
+            found = self._params[names]()
+        if found is None:
+            raise RuntimeError(
+                f"Backward found another tensor than the shard of {names[1]} that forward saved, as a saved-tensor hook "
+                "(save_on_cpu, a checkpoint) replaced it, and several modules share the compiled graph. Compile the whole "
+                "model, or use no such hook around it."
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -149,6 +179,17 @@ def _find_units(graph: Graph) -> dict[str, int]:
     return found
 
 
+def _names_of_inputs(graph: Graph) -> dict[int, tuple[str, str]]:
+    """The names of unit and parameter of each placeholder that is a shard."""
+    index = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
+    specs: list[Unshard | ReduceGrad] = [
+        *map(Unshard.of, unshards(graph.nodes)),
+        *map(ReduceGrad.of, reduce_grads(graph.nodes)),
+    ]
+    shards = ((shard_input(spec.shard), spec) for spec in specs)
+    return {index[shard]: (spec.unit, spec.name) for shard, spec in shards if shard is not None}
+
+
 def _shards_read(graph: Graph) -> list[int]:
     """The placeholders of the shards that a graph unshards."""
     index = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
@@ -163,6 +204,7 @@ class PlannedGraph:
         gm: the graph after the preparing passes.
         lower: lowers a graph for a plan.
         is_backward: which of the two it is.
+        owners: whose shards its inputs are where they do not tell.
         can_keep: whether gathered parameters may live on: not those of a graph for inference.
         can_merge: whether ``lower`` may reduce gradients of several buckets together.
     """
@@ -173,10 +215,13 @@ class PlannedGraph:
         lower: Callable[[Plan], tuple[BoxedFunction, Interface, Run]],
         *,
         is_backward: bool,
+        owners: Owners,
         can_keep: bool,
         can_merge: bool = False,
     ):
         self._lower = lower
+        self._owners = owners
+        self._names = _names_of_inputs(gm.graph)
         self._is_backward = is_backward
         self._can_keep = can_keep
         self._can_merge = can_merge
@@ -238,13 +283,13 @@ class PlannedGraph:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         gathers = [
-            [sharded_param(args[member]) for member in members] if members is not None else None for members in self._gathers
+            [self._param(args, member) for member in members] if members is not None else None for members in self._gathers
         ]
         reductions = [
-            _Reductions([sharded_param(args[member]) for member in members], like, grad_dtype)
+            _Reductions([self._param(args, member) for member in members], like, grad_dtype)
             for members, like, grad_dtype in self._reductions
         ]
-        units = {name: sharded_param(args[member]).unit for name, member in self._units.items()}
+        units = {name: self._param(args, member).unit for name, member in self._units.items()}
         is_wanted = _accumulates(reductions)
         plan = self._plan(units, gathers, reductions, is_wanted)
         variant = self._variant(plan, units)
@@ -258,7 +303,7 @@ class PlannedGraph:
         args.extend([self._bind(slot, args, gathers, reductions) for slot in variant.inputs])
         if not self._is_backward and Gather.REUSE in plan.gathers:
             for member in self._shards_read:
-                sharded_param(args[member]).end_forward()
+                self._param(args, member).end_forward()
         self._release(gathers, reductions)
         # Autograd has nothing to record here, but each functional collective would pass through its formula, in Python.
         with variant.run, torch._C._AutoDispatchBelowAutograd():
@@ -270,6 +315,9 @@ class PlannedGraph:
             if reduction.plan.sync is Sync.ALL:
                 reduced(reduction.params)
         return outputs[: self._num_outputs]
+
+    def _param(self, args: list[Any], member: int) -> ShardedParam:
+        return self._owners.of(args[member], self._names[member])
 
     def _plan(
         self,
@@ -299,8 +347,8 @@ class PlannedGraph:
     ) -> Tensor:
         """The tensor of an extra input."""
         if slot.kind == "storage":
-            shard = args[slot.index]
-            return sharded_param(shard).unit.storages[shard.dtype].narrow(0, slot.offset, slot.numel)
+            param = self._param(args, slot.index)
+            return param.unit.storages[param.shard.dtype].narrow(0, slot.offset, slot.numel)
         if slot.kind == "full":
             param = gathers[slot.bucket][slot.index]  # type: ignore[index]
             full = param.state.full(param.param)

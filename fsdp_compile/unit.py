@@ -124,6 +124,11 @@ class ShardedParam:
             self.shard.register_post_accumulate_grad_hook(drop_eager_gradient)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this rank's shard is the parameter."""
+        return self.dim == REPLICATED or self.unit.mesh.shard_size == 1
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype that a forward reads the parameter in."""
         param_dtype = self.unit.mp_policy.param_dtype

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from passes.collectives import finish_gather, start_gather
-from passes.layout import REPLICATED
 
 from .course import Run, eager_run
 
@@ -56,7 +55,7 @@ def start_unshard(unit: Unit) -> None:
                 param.state.is_unsharded = True
             continue
         dtype = params[0].compute_dtype
-        sharded = [param for param in params if param.dim != REPLICATED]
+        sharded = [param for param in params if not param.is_whole]
         pieces = [piece.to(dtype) for piece in _runs(unit, sharded)]
         group = unit.mesh.shard_group
         run = eager_run(f"unshard() of {unit.name or 'the root'}", (sum(map(Tensor.numel, pieces)),), (group,))
@@ -85,10 +84,8 @@ def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:
 def finish_unshard(unit: Unit) -> None:
     """Wait for what :func:`start_unshard` started, and keep it for the next graph that reads it."""
     for pending in _taken(unit):
-        sharded = [param for param in pending.params if param.dim != REPLICATED]
-        fulls = {
-            param: param.shard.detach().to(pending.dtype, copy=True) for param in pending.params if param.dim == REPLICATED
-        }
+        sharded = [param for param in pending.params if not param.is_whole]
+        fulls = {param: param.shard.detach().to(pending.dtype, copy=True) for param in pending.params if param.is_whole}
         if pending.gathered is not None:
             shapes, dims = [param.shape for param in sharded], [param.dim for param in sharded]
             with pending.run:

@@ -110,7 +110,7 @@ def start_reduce_scatter(
         factors: divide the gradients.
         dims: the dimension that each is cut along.
         group: name of the shard group.
-        op: "sum" or "avg".
+        op: "sum" or "avg"; empty: none, as the group has one rank.
         hook: a communication hook that reduces in the place of the reduce-scatter.
         in_place: it takes the gradient alone and leaves the result there, which is the shard of the only rank.
 
@@ -125,6 +125,9 @@ def start_reduce_scatter(
     flat = _divide((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), factors)
     if hook is not None:
         return apply_in_place_hook(hook, flat) if in_place else apply_reduce_hook(hook, flat, world_size)
+    if not op:
+        # The gradient may be somebody else's, too.
+        return flat.clone()
     if exchanges(group, flat.device):
         assert op == "sum"
         pieces = [flat.numel() // world_size] * world_size

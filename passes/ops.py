@@ -170,7 +170,7 @@ def _unshard_kernel(
     before_unshard = getattr(shard, "_fsdp_before_unshard", None)
     if before_unshard is not None:
         before_unshard()
-    if dim == REPLICATED:
+    if dim == REPLICATED or group_size(group) == 1:
         return shard.to(param_dtype or shard.dtype, copy=True)
     with _around("unshard", shard, name, shape, (group,)):
         (full,) = finish_gather(start_gather([shard.to(param_dtype or shard.dtype)], group), [shape], [dim], group)

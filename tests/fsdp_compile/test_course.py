@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +56,7 @@ class Ranks:
         except RanksDisagree as error:
             return str(error)
         course.push(known)
-        course.running = True
+        course.thread = threading.get_ident()
         return ""
 
     def asks(self, rank: int, program: Program) -> contextlib.AbstractContextManager[Any]:
@@ -184,9 +185,9 @@ def test_a_question_that_was_answered_is_of_the_past() -> None:
     with ranks.asks(0, _EAGER):
         assert ranks.look() == ["", ""]
     # The post still says that the first rank asks.
-    ranks.courses[0].running = False
+    ranks.courses[0].thread = 0
     assert ranks.run(_EAGER, _EAGER) == ["", ""]
-    ranks.courses[0].running = False
+    ranks.courses[0].thread = 0
     assert ranks.look() == ["", ""]
 
 

@@ -4,6 +4,8 @@ result, or an error."""
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import functional_call
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -228,6 +231,61 @@ def test_a_swapped_parameter_is_read_or_refused(how: str, one_rank: None) -> Non
     torch.testing.assert_close(compiled(x), functional_call(plain, full, (x,)))
 
 
+def saved_on_the_cpu(model: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)
+
+
+def copied(model: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda packed: packed + 0):
+        return model(x)
+
+
+def checkpointed(model: Any, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("hook", [saved_on_the_cpu, copied, checkpointed])
+@pytest.mark.parametrize("how", ["uncompiled", "ours", "ours, folded"])
+def test_saved_tensor_hooks(how: str, hook: Callable[[Any, Tensor], Tensor], one_rank: None) -> None:
+    """What backward finds is another tensor than the shard that forward saved."""
+    torch.manual_seed(0)
+    layers = 8 if how == "ours, folded" else 2
+    model, reference = models.MLP(layers=layers), models.MLP(layers=layers)
+    reference.load_state_dict(model.state_dict())
+    shard_units(model, init_device_mesh("cpu", (1,)), fully_shard)
+    compiled = compile_with(model, how.partition(",")[0])
+    for _ in range(2):
+        x = torch.randn(3, 8)
+        hook(compiled, x).square().sum().backward()
+        reference(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("backend", "says"), [(fsdp_backend, "several modules share"), ("aot_eager", "computed where nobody")])
+def test_saved_tensor_hooks_that_hide_whose_gradient_it_is(backend: Any, says: str, one_rank: None) -> None:
+    model = make_mlp()
+    for block in model.blocks:
+        block.compile(backend=backend)
+    copied(model, torch.randn(3, 8, requires_grad=True))
+    loss = copied(model, torch.randn(3, 8, requires_grad=True)).sum()
+    with pytest.raises(RuntimeError, match=says):
+        loss.backward()
+
+
+@pytest.mark.parametrize("how", SYSTEMS)
+def test_a_deleted_model_is_gone(how: str, one_rank: None) -> None:
+    def train() -> Any:
+        model = make_mlp()
+        compile_with(model, how)(torch.randn(3, 8)).sum().backward()
+        return weakref.ref(model)
+
+    model = train()
+    gc.collect()
+    assert model() is None
+
+
 class Dropout(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -295,3 +353,18 @@ def test_nothing_changes_where_sharding_fails(one_rank: None, monkeypatch: pytes
     expected = model(x)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     torch.testing.assert_close(model(x), expected)
+
+
+def test_a_rank_alone_does_not_communicate(one_rank: None) -> None:
+    model, reference = make_mlp(), models.MLP()
+    reference.load_state_dict({name: param.full_tensor() for name, param in model.state_dict().items()})
+    x = torch.randn(3, 8)
+    for _ in range(2):
+        with CommDebugMode() as counted:
+            model.blocks[0].unshard()
+            model(x).square().sum().backward()
+        assert counted.get_total_counts() == 0
+    for _ in range(2):
+        reference(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

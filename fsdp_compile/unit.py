@@ -235,11 +235,17 @@ class ShardedParam:
         return full.to(self.compute_dtype) if full.is_floating_point() else full
 
     def check_registered(self) -> None:
-        """Refuse to go on where something else is registered in the parameter's place.
+        """Refuse to go on where something else is registered in the parameter's place, or has a gather of its own.
 
         Raises:
-            RuntimeError: it is.
+            RuntimeError: something else is.
+            NotImplementedError: somebody gave the local tensor a gather of its own, as FSDP2 takes it.
         """
+        if hasattr(self.local, "fsdp_pre_all_gather"):
+            raise NotImplementedError(
+                f"The local tensor of parameter {self.name} has an fsdp_pre_all_gather, which is not supported: nothing would "
+                "call it. Delete it; MixedPrecisionPolicy(param_dtype=...) gathers in lower precision."
+            )
         for module, name in self.owners:
             if module._parameters.get(name) is not self.param:
                 raise RuntimeError(

@@ -334,6 +334,19 @@ def test_subclasses(one_rank: None) -> None:
     assert isinstance(fully_shard(model, mesh=mesh)[0].weight, DTensor)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_gather_of_the_users_own_is_refused(compiled: bool, one_rank: None) -> None:
+    """FSDP2 calls what the local tensor has, a plain tensor's included."""
+    model: Any = fully_shard(models.MLP(layers=1), mesh=init_device_mesh("cpu", (1,)))
+    local = model.head.weight._local_tensor
+    local.fsdp_pre_all_gather = lambda *_: ((local.bfloat16(),), None)
+    forward = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"}) if compiled else model
+    with pytest.raises(NotImplementedError, match=r"head\.weight has an fsdp_pre_all_gather"):
+        forward(torch.randn(3, 8))
+    del local.fsdp_pre_all_gather
+    forward(torch.randn(3, 8)).sum().backward()
+
+
 def test_nothing_changes_where_sharding_fails(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.MLP()
     before = {name: (type(module), dict(module.__dict__)) for name, module in model.named_modules()}

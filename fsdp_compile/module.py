@@ -14,11 +14,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._guards import TracingContext
 from torch.compiler import is_compiling
+
+# Bound once: code that wants ours instead puts it in the place of torch's.
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.nn.utils._named_member_accessor import swap_tensor
 
 from passes.ops import unshard
@@ -210,7 +212,7 @@ def _new_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool)
         namespace["forward"] = _in_unit(original.forward, casts=is_unit)
     namespace["_fsdp_original_class"] = original
     namespace["__module__"] = original.__module__
-    bases = (base, original, torch.distributed.fsdp.FSDPModule) if is_unit else (base, original)
+    bases = (base, original, TorchFSDPModule) if is_unit else (base, original)
     return type(f"{prefix}{original.__name__}", bases, namespace)
 
 

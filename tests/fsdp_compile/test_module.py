@@ -61,6 +61,17 @@ def test_classes(fake_ranks: None) -> None:
     assert type(model).__module__ == models.__name__
 
 
+def test_where_ours_stands_in_the_place_of_torchs(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As code does that is to shard with us and imports torch's names."""
+
+    class Other(nn.Linear):
+        pass
+
+    kind = torch.distributed.fsdp.FSDPModule
+    monkeypatch.setattr(torch.distributed.fsdp, "FSDPModule", FSDPModule)
+    assert isinstance(fully_shard(Other(8, 8)), kind)
+
+
 def test_equal_modules_share_a_class(fake_ranks: None) -> None:
     """Code that Dynamo traced for one block serves the others only if their classes are the same."""
     model = _sharded_mlp()

@@ -97,13 +97,16 @@ class ScheduleControls(Controls):
         nothing to save: with False, a backward that does read a parameter raises a ``RuntimeError`` that names it."""
         self._fsdp_unit.flags.unshard_in_backward = unshard_in_backward
 
-    def set_post_optim_event(self, event: Event) -> None:
+    def set_post_optim_event(self, event: Event | None) -> None:
         """Let the next forward wait for an event, ahead of its gathers; for the whole model.
+
+        Args:
+            event: None: nothing to wait for, which is what the current stream of a CPU records.
 
         Raises:
             TypeError: ``event`` has no ``wait``.
         """
-        if not callable(getattr(event, "wait", None)):
+        if event is not None and not callable(getattr(event, "wait", None)):
             raise TypeError(f"set_post_optim_event takes an event with a wait() method, such as torch.Event, not {event!r}.")
         self._fsdp_unit.scope.post_optim_event = event
 

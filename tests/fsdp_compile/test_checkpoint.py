@@ -201,6 +201,20 @@ def test_state_dict_is_as_fsdp2s(name: str, shape: tuple[int, ...], rank_pools: 
     rank_pools[world].run(state_dict_like_fsdp2, name=name, shape=shape)
 
 
+def state_dict_taken_once(compiled: bool) -> None:
+    pair = _Pair(compiled)
+    state = pair.model.state_dict()
+    pair.train(range(2))
+    for name, parameter in pair.model.named_parameters():
+        assert state[name].to_local().untyped_storage().data_ptr() == parameter.to_local().untyped_storage().data_ptr()
+        torch.testing.assert_close(_full(state[name]), _full(parameter), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_state_dict_taken_once_follows_the_steps(compiled: bool, rank_pools: RankPools) -> None:
+    rank_pools[2].run(state_dict_taken_once, compiled=compiled)
+
+
 class _Twice(nn.Module):
     """One module under two names, which is called under both."""
 

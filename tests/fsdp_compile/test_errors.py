@@ -111,6 +111,16 @@ def test_mixed_dtypes_of_trainable_parameters(fake_ranks: None) -> None:
     assert all(isinstance(parameter, DTensor) for parameter in frozen.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn], ids=str)
+def test_frozen_parameters_of_other_kinds_of_dtypes(dtype: torch.dtype, one_rank: None) -> None:
+    model = _model()
+    model.codes = nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model(torch.randn(3, 8)).sum().backward()
+    assert model.codes.dtype == dtype and model.codes.grad is None
+    assert all(parameter.grad is not None for parameter in model.head.parameters())
+
+
 def test_uneven_columns(fake_ranks: None) -> None:
     model = models.MLP(dim=8, hidden=12)
     with _refused(

@@ -497,9 +497,16 @@ def test_unshard_waits_for_the_event_and_the_forward_does(fake_ranks: None) -> N
     assert event.waits == 2
 
 
+def test_there_may_be_no_event(fake_ranks: None) -> None:
+    """The current stream of a CPU records None."""
+    training = Chain(2)
+    training.root.set_post_optim_event(torch.cpu.current_stream().record_event())
+    training.step()
+
+
 def test_an_event_has_to_wait(fake_ranks: None) -> None:
-    with pytest.raises(TypeError, match=r"wait\(\) method, such as torch.Event, not None"):
-        Chain(1).root.set_post_optim_event(cast(Any, None))
+    with pytest.raises(TypeError, match=r"wait\(\) method, such as torch.Event, not 'event'"):
+        Chain(1).root.set_post_optim_event(cast(Any, "event"))
 
 
 def test_backward_must_not_gather(fake_ranks: None) -> None:

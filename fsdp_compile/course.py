@@ -442,9 +442,10 @@ def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -
 def _around_eager_kernel(operator: str, shard: Tensor, name: str, shape: Sequence[int], group_names: tuple[str, ...]) -> Any:
     # Operators know a parameter by its name within its unit.
     param = getattr(shard, "_fsdp_sharded_param", None)
-    run = eager_run(f"{operator} of {name if param is None else param.name}", tuple(shape), group_names)
+    known_as = name if param is None else param.name
+    run = eager_run(f"{operator} of {known_as}", tuple(shape), group_names)
     run.begin()
-    with run:
+    with run, torch._C._profiler._RecordFunctionFast(f"FSDP::{operator} ({known_as})"):
         yield
 
 

@@ -72,6 +72,16 @@ def call(args):
         _, function = self.write(gm)
         assert [result.shape for result in function([torch.ones(4), torch.ones(2)])] == [(32,), (16,)]
 
+    def test_names_the_collectives_of_buckets_in_profiles(self) -> None:
+        gm = self.graph()
+        all_reduce, wait = (node for node in gm.graph.nodes if "_c10d_functional" in str(node.target))
+        all_reduce.meta["fsdp"], wait.meta["fsdp"] = "all_reduce:blocks.0", "finish_reduce:blocks.0"
+        _, function = self.write(gm)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            function([torch.randn(4), torch.randn(4)])
+        names = [event.name for event in profile.events() if "FSDP" in event.name]
+        assert names == ["FSDP::all_reduce (blocks.0)", "FSDP::all_reduce wait (blocks.0)"]
+
     def test_computes_what_the_graph_computes(self) -> None:
         gm = self.graph()
         _, function = self.write(gm)

@@ -1,0 +1,379 @@
+"""What people use together with FSDP2, beside FSDP2: the same job runs with both, and gives the same numbers.
+
+A job gets a :class:`System` that shards and compiles: FSDP2 with compiled blocks, or this library with the whole model. It gives
+a tree of tensors and numbers, which have to agree. docs/compatibility.md names these tests, and those that stand elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.data import DataLoader, IterableDataset
+
+from fsdp_compile import fsdp_backend, fully_shard
+from tests.common import models
+from tests.common.distributed import RankPools, device_mesh
+from tests.common.parity import Forward, adamw, regression_batch, shard_units, squared_error
+
+Numbers = dict[str, Any]
+_WORLD = 2
+_EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "aot_eager"}}
+
+
+@dataclass(frozen=True)
+class System:
+    """``ours``: this library, the model compiled whole; else FSDP2 with compiled blocks, torch's recipe."""
+
+    ours: bool
+
+    def shard(self, model: nn.Module, **options: Any) -> nn.Module:
+        shard_units(model, device_mesh((_WORLD,)), fully_shard if self.ours else torch.distributed.fsdp.fully_shard, **options)
+        return model
+
+    def compile(self, model: nn.Module, **options: Any) -> Forward:
+        if self.ours:
+            return torch.compile(model, **_EAGER_LOWERING, **options)
+        for block in model.get_submodule("blocks").children():
+            block.compile(backend="aot_eager", **options)
+        return model
+
+
+def _mlp(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return models.MLP(**options)
+
+
+def _full(value: Any) -> Any:
+    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+
+
+def _numbers(model: nn.Module, **others: Any) -> Numbers:
+    return pytree.tree_map(_full, {"parameters": dict(model.named_parameters()), **others})
+
+
+def _batch(step: int) -> tuple[Tensor, Tensor]:
+    return regression_batch(step, dist.get_rank(), _WORLD)
+
+
+def _train(model: nn.Module, forward: Forward, optimizer: torch.optim.Optimizer | None = None, steps: int = 3) -> Numbers:
+    optimizer = adamw(model.parameters()) if optimizer is None else optimizer
+    losses = []
+    for step in range(steps):
+        loss = squared_error(forward, _batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return _numbers(model, losses=losses)
+
+
+def _plain(system: System, **options: Any) -> Numbers:
+    model = system.shard(_mlp(), **options)
+    return _train(model, system.compile(model))
+
+
+# --- What is saved for backward -------------------------------------------------------------------
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Selective(models.MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            context = partial(create_selective_checkpoint_contexts, _policy)
+            x = checkpoint(block, x, use_reentrant=False, context_fn=context)
+        return self.head(x + self.bias)
+
+
+def selective_checkpoint(system: System) -> Numbers:
+    torch.manual_seed(0)
+    model = system.shard(_Selective())
+    return _train(model, system.compile(model))
+
+
+def memory_budget(system: System) -> Numbers:
+    with torch._functorch.config.patch(activation_memory_budget=0.3):
+        return _plain(system)
+
+
+# --- Precision ------------------------------------------------------------------------------------
+
+
+def autocast(system: System) -> Numbers:
+    model = system.shard(_mlp())
+    forward = system.compile(model)
+
+    def lowered(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = forward(x)
+        assert y.dtype is torch.bfloat16
+        return y
+
+    return _train(model, lowered)
+
+
+def scaler(system: System) -> Numbers:
+    """One entry of one gradient overflows at the second step, which one rank holds: no rank may step then."""
+    model = system.shard(_mlp())
+    forward, optimizer = system.compile(model), adamw(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scales, moved = [], []
+    for step in range(4):
+        scaler.scale(squared_error(forward, _batch(step))).backward()
+        if step == 1 and dist.get_rank() == 1:
+            model.head.bias.grad.to_local()[0] = float("inf")
+        before = [param.detach().to_local().clone() for param in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        moved.append(
+            sum(not torch.equal(new.detach().to_local(), old) for new, old in zip(model.parameters(), before, strict=True))
+        )
+    assert moved[1] == 0 and all(moved[:1] + moved[2:])
+    return _numbers(model, scales=scales, moved=moved)
+
+
+# --- Optimizers -----------------------------------------------------------------------------------
+
+
+def adamw_kind(system: System, **kind: bool) -> Numbers:
+    model = system.shard(_mlp())
+    return _train(model, system.compile(model), adamw(model.parameters(), **kind))
+
+
+def muon(system: System) -> Numbers:
+    model = system.shard(_mlp())
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    return _train(model, system.compile(model), torch.optim.Muon(matrices, lr=1e-2))
+
+
+def lbfgs(system: System) -> Numbers:
+    model = system.shard(_mlp())
+    forward = system.compile(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = squared_error(forward, _batch(0))
+        loss.backward()
+        dist.all_reduce(mean := loss.detach() / _WORLD)
+        losses.append(mean.item())
+        return mean
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return _numbers(model, losses=losses)
+
+
+def step_in_backward(system: System) -> Numbers:
+    model = system.shard(_mlp())
+    own = {param: adamw([param]) for param in model.parameters()}
+
+    def step(param: Tensor) -> None:
+        own[param].step()  # type: ignore[index]
+        own[param].zero_grad()  # type: ignore[index]
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    return _train(model, system.compile(model), torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+# --- Data and models ------------------------------------------------------------------------------
+
+
+class _Batches(IterableDataset):
+    """Computed in the worker, with torch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for step in range(3):
+            yield regression_batch(step, self.rank, _WORLD)
+
+
+@contextlib.contextmanager
+def _may_have_children() -> Iterator[None]:
+    """The ranks of a pool are daemons, which the multiprocessing module allows no children."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["daemon"] = False
+    try:
+        yield
+    finally:
+        config["daemon"] = True
+
+
+def forked_workers(system: System) -> Numbers:
+    """Workers that are forked after the first step, when collectives and their threads are there."""
+    model = system.shard(_mlp())
+    forward, optimizer = system.compile(model), adamw(model.parameters())
+    _train(model, forward, optimizer, steps=1)
+    losses = []
+    for _ in range(2):
+        batches: Iterable[Any] = DataLoader(
+            _Batches(dist.get_rank()), batch_size=None, num_workers=1, multiprocessing_context="fork"
+        )
+        with _may_have_children():
+            batches = iter(batches)
+        for batch in batches:
+            loss = squared_error(forward, batch)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return _numbers(model, losses=losses)
+
+
+def two_models(system: System) -> Numbers:
+    """A generator and a critic, compiled apart, each with its own loss and optimizer, in one step."""
+    torch.manual_seed(0)
+    pair = models.TwoModels()
+    parts = [system.shard(pair.generator), system.shard(pair.critic)]
+    generator, critic = (system.compile(part) for part in parts)
+    optimizers = [adamw(part.parameters()) for part in parts]
+    losses = []
+    for step in range(3):
+        x, target = regression_batch(step, dist.get_rank(), _WORLD, out=6)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (critic(generator(x).detach()).mean() - critic(target).mean()).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        loss = -critic(generator(x)).mean()
+        loss.backward()
+        optimizers[0].step()
+        losses.append(loss.item())
+    return _numbers(pair, losses=losses)
+
+
+def teacher(system: System) -> Numbers:
+    """A student that learns from a frozen teacher, which follows it as a moving average."""
+    student, teacher = system.shard(_mlp()), system.shard(_mlp())
+    teacher.requires_grad_(False)
+    teacher.eval()
+    forward, target, optimizer = system.compile(student), system.compile(teacher), adamw(student.parameters())
+    losses = []
+    for step in range(3):
+        x, _ = _batch(step)
+        with torch.no_grad():
+            wanted = target(x + 1)
+        teacher.reshard()  # FSDP2's root stays unsharded.
+        loss = F.mse_loss(forward(x), wanted)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for theirs, ours in zip(teacher.parameters(), student.parameters(), strict=True):
+                theirs.lerp_(ours, 0.5)
+    return _numbers(nn.ModuleList([student, teacher]), losses=losses)
+
+
+def lengths(system: System) -> Numbers:
+    """Another length every step, marked as nothing: Dynamo makes it dynamic at the second."""
+    torch.manual_seed(0)
+    model = system.shard(models.Transformer())
+    forward, optimizer = system.compile(model), adamw(model.parameters())
+    losses, compiled = [], []
+    for step, length in enumerate((6, 9, 5, 12, 7, 8)):
+        tokens = torch.randint(16, (2, length + 1), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = F.cross_entropy(forward(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert compiled[1] == compiled[-1]
+    return _numbers(model, losses=losses)
+
+
+def fullgraph(system: System) -> Numbers:
+    model = system.shard(_mlp())
+    return _train(model, system.compile(model, fullgraph=True))
+
+
+def each_block(system: System) -> Numbers:
+    model = system.shard(_mlp())
+    for block in model.get_submodule("blocks").children():
+        block.compile(**(_EAGER_LOWERING if system.ours else {"backend": "aot_eager"}))
+    return _train(model, model)
+
+
+Job = Callable[[System], Numbers]
+_JOBS: dict[str, Job] = {
+    "selective checkpoint": selective_checkpoint,
+    "memory budget": memory_budget,
+    "autocast": autocast,
+    "GradScaler": scaler,
+    "fused AdamW": partial(adamw_kind, fused=True),
+    "foreach AdamW": partial(adamw_kind, foreach=True),
+    "Muon": muon,
+    "LBFGS": lbfgs,
+    "optimizer in backward": step_in_backward,
+    "forked workers": forked_workers,
+    "two models": two_models,
+    "teacher and student": teacher,
+    "lengths that change": lengths,
+    "fullgraph": fullgraph,
+    "each block": each_block,
+}
+# In bfloat16, kernels round where they do.
+_RTOL = {"autocast": 2e-2}
+
+
+def compare(name: str) -> None:
+    theirs = _JOBS[name](System(ours=False))
+    torch._dynamo.reset()
+    ours = _JOBS[name](System(ours=True))
+    rtol = _RTOL.get(name, 1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.parametrize("name", _JOBS)
+def test_same_as_fsdp2(name: str, rank_pools: RankPools) -> None:
+    rank_pools[_WORLD].run(compare, name=name)
+
+
+# --- Profiles -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+def test_profile_names_buckets(compiled: bool, fake_ranks: None) -> None:
+    model = _mlp()
+    shard_units(model, init_device_mesh("cpu", (8,)), fully_shard)
+    forward = torch.compile(model, backend=fsdp_backend) if compiled else model
+    forward(torch.randn(3, 8)).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        forward(torch.randn(3, 8)).sum().backward()
+    names = [event.name for event in profile.events() if event.name.startswith("FSDP::")]
+    if not compiled:
+        assert names[:2] == ["FSDP::unshard (blocks.0.up.weight)", "FSDP::unshard (blocks.0.up.bias)"]
+        return
+    gathered = [name for name in names if name.startswith("FSDP::all_gather_into_tensor (")]
+    # Forward gathers all units, and backward the blocks.
+    assert gathered == [
+        f"FSDP::all_gather_into_tensor ({name})" for name in ("blocks.0", "blocks.1", "root", "blocks.1", "blocks.0")
+    ]
+    for unit in ("root", "blocks.1", "blocks.0"):
+        started, waited = (names.index(f"FSDP::reduce_scatter_tensor{what} ({unit})") for what in ("", " wait"))
+        assert started < waited

@@ -12,6 +12,7 @@ from .capture import Capture, CapturedGraph, CapturedPass, capture
 from .cuda_code import CudaCode, cuda_code
 from .cuda_outline import cuda_outline
 from .module import FSDPModule, register_fsdp_forward_method
+from .replace import replacing_fsdp2
 from .schedule_controls import share_comm_ctx
 from .sharding import fully_shard, sync_module_states
 from .torch_versions import DataParallelMeshDims, GradientReductionHandle
@@ -38,6 +39,7 @@ __all__ = [
     "fully_shard",
     "gradient_divide_factors",
     "register_fsdp_forward_method",
+    "replacing_fsdp2",
     "share_comm_ctx",
     "sync_module_states",
 ]

@@ -30,15 +30,19 @@ class ParamGroup:
 
     Attributes:
         fsdp_params: none, as nothing is unsharded or resharded this way.
+        has_reduced: whether there was a gradient to reduce the last time.
     """
 
     def __init__(self, unit: Unit):
         self._unit = unit
         self.fsdp_params: tuple[()] = ()
+        self.has_reduced = False
 
     def post_backward(self) -> None:
         """Reduce the gradients that wait, as the unit's flags say, and free gathered parameters."""
-        call_hooks(reduce_pending(self._unit))
+        landed = reduce_pending(self._unit)
+        self.has_reduced = bool(landed)
+        call_hooks(landed)
         if self._unit.flags.reshard_after_backward:
             self._unit.drop_full()
 
@@ -80,7 +84,19 @@ class UnitState:
         return cast_output(self._unit.mp_policy, output)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Nothing: whoever reduces gradients outside of a backward waits for them."""
+        """Whoever reduces gradients outside of a backward waits for them, so there is nothing left to do.
+
+        Raises:
+            RuntimeError: there was no gradient at all, as in a schedule whose backward asks for gradients of inputs first.
+        """
+        trains = any(param.param.requires_grad for unit in self._unit.scope.units for param in unit.params)
+        if trains and not any(state._fsdp_param_group.has_reduced for state in self.all_states):
+            raise RuntimeError(
+                "No microbatch of a pipeline has left a gradient in a stage that fully_shard sharded. Schedules that compute "
+                "gradients of weights apart from those of inputs (zero bubble: ScheduleInterleavedZeroBubble, "
+                "ScheduleZBVZeroBubble, ScheduleDualPipeV) are not supported: take ScheduleGPipe, Schedule1F1B, "
+                "ScheduleInterleaved1F1B or ScheduleLoopedBFS."
+            )
 
 
 def register(modules: list[nn.Module], unit: Unit) -> None:

@@ -7,6 +7,7 @@ a tree of tensors and numbers, which have to agree. docs/compatibility.md names 
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+import torch.distributed.pipelining as pipelining
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -27,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fsdp_compile import fsdp_backend, fully_shard
 from tests.common import models
-from tests.common.distributed import RankPools, device_mesh
+from tests.common.distributed import RankFailure, RankPools, device_mesh
 from tests.common.parity import Forward, adamw, regression_batch, shard_units, squared_error
 
 Numbers = dict[str, Any]
@@ -352,6 +355,145 @@ def compare(name: str) -> None:
 @pytest.mark.parametrize("name", _JOBS)
 def test_same_as_fsdp2(name: str, rank_pools: RankPools) -> None:
     rank_pools[_WORLD].run(compare, name=name)
+
+
+# --- Pipelines ------------------------------------------------------------------------------------
+
+# By name: the class, and the stages of a rank.
+_PIPELINES: dict[str, tuple[Any, int]] = {
+    "GPipe": (pipelining.ScheduleGPipe, 1),
+    "1F1B": (pipelining.Schedule1F1B, 1),
+    "Interleaved1F1B": (pipelining.ScheduleInterleaved1F1B, 2),
+    "LoopedBFS": (pipelining.ScheduleLoopedBFS, 2),
+    "InterleavedZeroBubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
+    "ZBVZeroBubble": (pipelining.ScheduleZBVZeroBubble, 2),
+}
+
+
+@functools.cache
+def _pipeline_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+
+
+def _stage(index: int, system: System) -> nn.Module:
+    torch.manual_seed(index)
+    stage = nn.Sequential(models.Block(8, 16), models.Block(8, 16))
+    for module in (*stage, stage):
+        (fully_shard if system.ours else torch.distributed.fsdp.fully_shard)(module, mesh=_pipeline_mesh()["shard"])
+    if system.ours:
+        stage.compile(**_EAGER_LOWERING)
+    return stage
+
+
+def pipeline(system: System, name: str) -> Numbers:
+    mesh, (schedule_class, count) = _pipeline_mesh(), _PIPELINES[name]
+    rank, group = mesh["pipeline"].get_local_rank(), mesh["pipeline"].get_group()
+    # In a V, the first rank has the first stage and the last.
+    indices = [rank, 3 - rank][:count] if name == "ZBVZeroBubble" else [rank, rank + 2][:count]
+    modules = [_stage(index, system) for index in indices]
+    stages = [
+        pipelining.PipelineStage(module, index, 2 * count, torch.device("cpu"), group=group)
+        for module, index in zip(modules, indices, strict=True)
+    ]
+    schedule = schedule_class(stages if count > 1 else stages[0], n_microbatches=4, loss_fn=F.mse_loss)
+    params = [param for module in modules for param in module.parameters()]
+    optimizer, losses, gradients = adamw(params), [], []
+    for step in range(2):
+        x, target = regression_batch(step, mesh["shard"].get_local_rank(), 2, sizes=(8,), out=8)
+        inputs = [x] if 0 in indices else []
+        schedule.step(*inputs, **({"target": target, "losses": losses} if 2 * count - 1 in indices else {}))
+        gradients.append([_full(param.grad) for param in params])
+        optimizer.step()
+        optimizer.zero_grad()
+    return _numbers(nn.ModuleList(modules), losses=losses, gradients=gradients)
+
+
+def compare_pipelines(name: str) -> None:
+    theirs = pipeline(System(ours=False), name)
+    torch._dynamo.reset()
+    torch.testing.assert_close(pipeline(System(ours=True), name), theirs, rtol=1e-5, atol=1e-6)
+
+
+_QUICK_PIPELINE = "Interleaved1F1B"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == _QUICK_PIPELINE else pytest.mark.exhaustive)
+        for name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
+    ],
+)
+def test_pipeline(name: str, rank_pools: RankPools) -> None:
+    rank_pools[4].run(compare_pipelines, name=name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_pipelines_without_gradients_are_refused(name: str, rank_pools: RankPools) -> None:
+    with pytest.raises(RankFailure, match="gradients of weights apart from those of inputs"):
+        rank_pools[4].run(pipeline, system=System(ours=True), name=name)
+
+
+# --- State dicts ----------------------------------------------------------------------------------
+
+
+def state_dicts(system: System, strict: bool = True, **options: Any) -> Numbers:
+    """Train, get the state, set it into another model and optimizer, train that on; parameters are frozen in part."""
+
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = models.MLP()
+        model.head.bias.requires_grad_(False)
+        system.shard(model)
+        return model, adamw([param for param in model.parameters() if param.requires_grad])
+
+    model, optimizer = build(0)
+    _train(model, system.compile(model), optimizer, steps=2)
+    getting = {name: value for name, value in options.items() if name != "broadcast_from_rank0"}
+    state = get_state_dict(model, optimizer, options=StateDictOptions(**getting))
+    described = pytree.tree_map(lambda leaf: _full(leaf).clone() if isinstance(leaf, Tensor) else str(leaf), state)
+    plain = [not isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(state[0])]
+    if dist.get_rank() and options.get("broadcast_from_rank0"):
+        state = {}, {}
+    model, optimizer = build(1)
+    set_options = StateDictOptions(strict=strict, **options)
+    keys = set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=set_options)
+    after = _train(model, system.compile(model), optimizer, steps=2)
+    return {"keys": [*keys.missing_keys, *keys.unexpected_keys], "plain": plain, "state": described, "after": after}
+
+
+_STATE_OPTIONS: dict[str, dict[str, bool]] = {
+    "sharded": {},
+    "cpu_offload": {"cpu_offload": True},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "without frozen": {"ignore_frozen_params": True, "strict": False},
+    "full": {"full_state_dict": True},
+    "full, broadcast": {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True},
+}
+
+
+def compare_state_dicts(name: str) -> None:
+    theirs, ours = (state_dicts(System(which), **_STATE_OPTIONS[name]) for which in (False, True))
+    for what in ("keys", "plain"):
+        assert ours.pop(what) == theirs.pop(what)
+    leaves, expected = pytree.tree_flatten(ours), pytree.tree_flatten(theirs)
+    assert leaves[1] == expected[1]
+    for leaf, other in zip(leaves[0], expected[0], strict=True):
+        if isinstance(leaf, str):
+            assert leaf == other
+        else:
+            torch.testing.assert_close(leaf, other, rtol=1e-5, atol=1e-6)
+
+
+_QUICK_STATES = ("without frozen", "full, broadcast")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in _QUICK_STATES else pytest.mark.exhaustive) for name in _STATE_OPTIONS]
+)
+def test_state_dict_options(name: str, rank_pools: RankPools) -> None:
+    rank_pools[_WORLD].run(compare_state_dicts, name=name)
 
 
 # --- Profiles -------------------------------------------------------------------------------------

@@ -51,8 +51,8 @@ class _Sharded:
         return instance
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        with _SyncAfterApply(self._fsdp_unit):
-            return super()._apply(fn, recurse)  # type: ignore[misc]
+        with _SyncAfterApply(self._fsdp_unit), _HideUnchanged(self, fn) as applied:
+            return super()._apply(applied, recurse)  # type: ignore[misc]
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         super().requires_grad_(requires_grad)  # type: ignore[misc]
@@ -95,6 +95,39 @@ class _SyncAfterApply:
             touched, _SyncAfterApply._touched = _SyncAfterApply._touched, {}
             for unit in touched:
                 unit.sync()
+
+
+class _HideUnchanged:
+    """Spares a module's own parameters ``Module._apply`` where it would leave them as they are, as ``to`` their own dtype does.
+
+    It would swap each with a new one all the same, which torch refuses for a tensor that guards of a compiled graph refer to.
+    """
+
+    def __init__(self, module: Any, fn: Callable[[Tensor], Tensor]):
+        self._params: dict[str, nn.Parameter | None] = module._parameters
+        self._sharded: tuple[str, ...] = tuple(module.__dict__.get("_fsdp_sharded", ()))
+        self._fn = fn
+        self._changed: dict[int, Tensor] = {}
+        self._unchanged: dict[str, nn.Parameter] = {}
+
+    @torch.no_grad()
+    def __enter__(self) -> Callable[[Tensor], Tensor]:
+        for name in self._sharded:
+            param = self._params.get(name)
+            if param is None:
+                continue
+            result = self._fn(param)
+            if result is not param:
+                self._changed[id(param)] = result
+                continue
+            if param.grad is not None:
+                param.grad = self._fn(param.grad)
+            self._unchanged[name] = param
+            self._params[name] = None
+        return lambda tensor: self._changed.pop(id(tensor)) if id(tensor) in self._changed else self._fn(tensor)
+
+    def __exit__(self, *_: Any) -> None:
+        self._params.update(self._unchanged)
 
 
 class FSDPModule(GradientControls, ScheduleControls, _Sharded):

@@ -6,6 +6,7 @@ beside an unsharded twin that sees the batches of both, in float64.
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import os
@@ -24,6 +25,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
@@ -563,3 +565,47 @@ def test_cleared_gradients_are_freed(fake_ranks: None) -> None:
     model.zero_grad()
     gc.collect()
     assert not any(ref() is not None for ref in held)
+
+
+class _CastsInForward(nn.Module):
+    """As a router that makes sure of its precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear = self.linear.to(torch.float64)
+        return self.linear(x).square().sum()
+
+
+def test_casting_to_the_same_dtype(one_rank: None) -> None:
+    """Outside of forward and in it, compiled; guards of the compiled graph refer to the parameters."""
+    torch.manual_seed(0)
+    alone = _CastsInForward()
+    model = fully_shard(copy.deepcopy(alone), mesh=init_device_mesh("cpu", (1,)))
+    compiled = torch.compile(model, **_EAGER_LOWERING)
+    params = list(model.parameters())
+    for step in range(2):
+        x = torch.randn(3, 4, dtype=torch.float64)
+        alone.zero_grad()
+        model.zero_grad()
+        alone(x).backward()
+        compiled(x).backward()
+        for ours, theirs in zip(params, alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+        grads = [param.grad for param in params]
+        assert model.to(torch.float64) is model
+        assert all(ours is param for ours, param in zip(model.parameters(), params, strict=True))
+        assert all(param.grad is grad for param, grad in zip(params, grads, strict=True)), step
+
+
+def test_casting_gradients_alone(one_rank: None) -> None:
+    """A function that leaves parameters as they are need not leave their gradients."""
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+    model(torch.ones(2, 4)).sum().backward()
+    grad = model.weight.grad.full_tensor()
+    weight = model.weight
+    model._apply(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else 2 * tensor)
+    assert model.weight is weight
+    torch.testing.assert_close(model.weight.grad.full_tensor(), 2 * grad)

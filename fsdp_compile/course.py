@@ -340,10 +340,13 @@ class Run:
         program: the program.
         group_names: names of these groups.
         roles: what groups are in the mesh, by their names.
+        label: what profiles show its communication as; empty: as what it consists of.
     """
 
-    def __init__(self, program: Program, group_names: Sequence[str], roles: Mapping[str, str]):
+    def __init__(self, program: Program, group_names: Sequence[str], roles: Mapping[str, str], label: str = ""):
         self._program = program
+        self._label = label
+        self._range: Any = None
         self.group_names = group_names
         self._roles = roles
         self._bind()
@@ -380,8 +383,13 @@ class Run:
         thread = threading.get_ident()
         for course, _ in self._over:
             course.thread = thread
+        if self._label:
+            self._range = torch._C._profiler._RecordFunctionFast(self._label)
+            self._range.__enter__()
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        if self._label:
+            self._range.__exit__(None, None, None)
         for course, _ in self._over:
             course.thread = 0
         if isinstance(error, RuntimeError):
@@ -435,17 +443,16 @@ def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -
     """
     program = Program(f"{what} outside of a compiled graph", (), (str(shape),), is_graph=False)
     roles = {name: role for name, role in zip(group_names, ("shard", "replicate"), strict=False) if name}
-    return Run(program, list(filter(None, group_names)), roles)
+    return Run(program, list(filter(None, group_names)), roles, f"FSDP::{what}")
 
 
 @contextlib.contextmanager
 def _around_eager_kernel(operator: str, shard: Tensor, name: str, shape: Sequence[int], group_names: tuple[str, ...]) -> Any:
     # Operators know a parameter by its name within its unit.
     param = getattr(shard, "_fsdp_sharded_param", None)
-    known_as = name if param is None else param.name
-    run = eager_run(f"{operator} of {known_as}", tuple(shape), group_names)
+    run = eager_run(f"{operator} of {name if param is None else param.name}", tuple(shape), group_names)
     run.begin()
-    with run, torch._C._profiler._RecordFunctionFast(f"FSDP::{operator} ({known_as})"):
+    with run:
         yield
 
 

@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._logging import trace_structured
 from torch.fx import Graph, GraphModule
 
@@ -103,6 +104,8 @@ def run_dynamo_passes(gm: GraphModule, observer: Observer = log_pass) -> None:
 
 def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
     """Passes over the joint graph, ahead of the partitioner. In place."""
+    # Inductor sorts what its patterns have replaced after this hook.
+    stable_topological_sort(graph)
     unfold_layers(graph)
     with _observed(graph, "joint", "reshard_after_forward", observer):
         reshard_after_forward(graph)

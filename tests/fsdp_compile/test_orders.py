@@ -167,6 +167,25 @@ def test_structured_activations(compiled: bool, rank_pools: RankPools) -> None:
     rank_pools[2].run(structured_activations, compiled=compiled)
 
 
+class WithoutInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self) -> Tensor:
+        return self.weight @ self.weight
+
+
+@_systems
+def test_a_forward_without_inputs(compiled: bool, one_rank: None) -> None:
+    model = fully_shard(WithoutInputs(), mesh=device_mesh_of_one())
+    if compiled:
+        model.compile(**_EAGER_LOWERING)
+    model().sum().backward()
+    grad: Any = model.weight.grad
+    torch.testing.assert_close(grad.full_tensor(), torch.full((4, 4), 2.0))
+
+
 # --- Outputs --------------------------------------------------------------------------------------
 
 

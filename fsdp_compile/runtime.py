@@ -34,7 +34,7 @@ from .gradients import (
     unsharded_grad,
 )
 from .schedule_plan import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
-from .unit import ShardedParam, Unit
+from .unit import ShardedParam, Unit, param_in_memory
 from .unsharding import finish_unshard
 
 #: Takes its arguments as a list, which it empties.
@@ -53,25 +53,22 @@ def sharded_param(shard: Any) -> ShardedParam:
 
 
 class Owners:
-    """Whose shards a model's graphs were compiled for, by the names of unit and parameter in them.
+    """Whose shards a model's graphs are called with, by the names of unit and parameter in them.
 
-    Graphs ask their inputs. Where a saved-tensor hook has replaced what backward finds (``save_on_cpu``, a checkpoint around
-    the compiled model), the input does not know, and it is the parameter that the graph was compiled for: if there never was
-    another, as with equal blocks that share one graph.
-
-    Attributes:
-        are_known: the graphs have been called with those shards only.
+    Graphs ask their inputs. Where a saved-tensor hook has replaced what backward finds, the input does not know. A checkpoint
+    gives a tensor in the memory of the shard. A copy (``save_on_cpu``) belongs to the parameter that the graph was compiled
+    for, unless it was called with others, too, as with equal blocks that share one graph.
     """
 
     def __init__(self, params: Mapping[tuple[str, str], ShardedParam]):
         # Compiled code must not keep a model alive.
-        self._params = {names: weakref.ref(param) for names, param in params.items()}
-        self.are_known = True
+        self._seen = {names: {id(param): weakref.ref(param)} for names, param in params.items()}
 
     def note(self, names: tuple[str, str], param: ShardedParam) -> None:
         """Note what a graph is called with."""
-        if self._params[names]() is not param:
-            self.are_known = False
+        known = self._seen[names].get(id(param))
+        if known is None or known() is not param:
+            self._seen[names][id(param)] = weakref.ref(param)
 
     def of(self, shard: Any, names: tuple[str, str]) -> ShardedParam:
         """The parameter of an input that goes by these names in the graph.
@@ -80,15 +77,19 @@ class Owners:
             RuntimeError: nobody knows.
         """
         found = getattr(shard, "_fsdp_sharded_param", None)
-        if found is None and self.are_known and names in self._params:
-            found = self._params[names]()
-        if found is None:
-            raise RuntimeError(
-                f"Backward found another tensor than the shard of {names[1]} that forward saved, as a saved-tensor hook "
-                "(save_on_cpu, a checkpoint) replaced it, and several modules share the compiled graph. Compile the whole "
-                "model, or use no such hook around it."
-            )
-        return found
+        return self._find(shard, names) if found is None else found
+
+    def _find(self, replaced: Tensor, names: tuple[str, str]) -> ShardedParam:
+        found = param_in_memory(replaced)
+        if found is not None:
+            return found
+        params = [param for known in self._seen.get(names, {}).values() if (param := known()) is not None]
+        if len(params) == 1:
+            return params[0]
+        raise RuntimeError(
+            f"Backward found a copy of the shard of {names[1]} that forward saved, made by a saved-tensor hook (save_on_cpu), "
+            "and several modules share the compiled graph. Compile the whole model, or use no such hook around it."
+        )
 
 
 @dataclass(frozen=True)

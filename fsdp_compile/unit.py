@@ -13,6 +13,7 @@ save, copy and compile optimizers with, also has a storage of its own (:mod:`.ow
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from passes.divide_factors import Averaging
 from passes.layout import REPLICATED, padded_shard_numel, padded_shard_shape
+from passes.ops import set_find_shard
 
 from .gradients import drop_eager_gradient, receive_gradient
 from .mesh import ShardingMesh
@@ -114,6 +116,8 @@ class ShardedParam:
         self.shard._fsdp_sharded_param = self  # type: ignore[attr-defined]
         self.shard._fsdp_before_unshard = self.before_unshard  # type: ignore[attr-defined]
         self.shard._fsdp_receive_gradient = functools.partial(receive_gradient, self)  # type: ignore[attr-defined]
+        if has_memory(self.shard):
+            _params_by_memory[self.shard.data_ptr()] = self
         abandon_unshard(self.unit)
         self.state.drop_full()
         self._watch_gradient()
@@ -261,6 +265,26 @@ class ShardedParam:
         self.shard.requires_grad_(self.param.requires_grad)
         self._watch_gradient()
         return True
+
+
+_params_by_memory: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+
+
+def param_in_memory(tensor: Tensor) -> ShardedParam | None:
+    """The parameter in the memory of whose shard a tensor lies, such as one that a checkpoint gives backward."""
+    param = _params_by_memory.get(tensor.data_ptr()) if has_memory(tensor) else None
+    lies_there = param is not None and param.shard.data_ptr() == tensor.data_ptr() and param.shard.shape == tensor.shape
+    return param if lies_there else None
+
+
+def _find_shard(tensor: Tensor) -> Tensor:
+    if hasattr(tensor, "_fsdp_sharded_param"):
+        return tensor
+    param = param_in_memory(tensor)
+    return tensor if param is None else param.shard
+
+
+set_find_shard(_find_shard)
 
 
 class Event(Protocol):

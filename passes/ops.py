@@ -16,6 +16,8 @@ eager autograd, or a graph that another backend has compiled.
 
 ``_fsdp_before_unshard()``         is called ahead of the gather.
 ``_fsdp_receive_gradient(grad)``   takes the full gradient in the place of the reduction; ``reduce_grad`` then gives zeros.
+
+A tensor that a checkpoint gives backward in the place of a shard has no such attributes; :func:`set_find_shard` helps.
 """
 
 from collections.abc import Callable, Sequence
@@ -134,6 +136,15 @@ def set_around_eager_kernels(around: Around) -> None:
     _around = around
 
 
+_find_shard: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
+
+
+def set_find_shard(find: Callable[[Tensor], Tensor]) -> None:
+    """Have ``reduce_grad`` ask for the shard that a tensor stands for; the tensor itself, if nobody knows better."""
+    global _find_shard
+    _find_shard = find
+
+
 def update_args(node: Node, **changes: Any) -> None:
     """Set arguments of an ``unshard`` or ``reduce_grad`` node by name; a default value drops the keyword from the node."""
     spec = Unshard if node.target == unshard else ReduceGrad
@@ -190,7 +201,7 @@ def _reduce_grad_kernel(
     replicate_group: str = "",
     **_: Any,
 ) -> Tensor:
-    receive_gradient = getattr(shard, "_fsdp_receive_gradient", None)
+    receive_gradient = getattr(_find_shard(shard), "_fsdp_receive_gradient", None)
     if receive_gradient is not None:
         receive_gradient(grad)
         return shard.new_zeros(shard.shape, dtype=grad_dtype or reduce_dtype or grad.dtype)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -258,6 +259,25 @@ def test_saved_tensor_hooks(how: str, hook: Callable[[Any, Tensor], Tensor], one
     for _ in range(2):
         x = torch.randn(3, 8)
         hook(compiled, x).square().sum().backward()
+        reference(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", [fsdp_backend, "aot_eager", None])
+def test_composable_checkpoint(backend: Any, one_rank: None) -> None:
+    """Blocks share a graph; what backward finds lies in the memory of the shards. (Around a whole model torch cannot compile it.)"""
+    torch.manual_seed(0)
+    model, reference = models.MLP(layers=3), models.MLP(layers=3)
+    reference.load_state_dict(model.state_dict())
+    for block in model.blocks:
+        composable_checkpoint(block)
+    shard_units(model, init_device_mesh("cpu", (1,)), fully_shard)
+    if backend is not None:
+        compile_blocks(model, {"backend": backend})
+    for _ in range(2):
+        x = torch.randn(3, 8)
+        model(x).square().sum().backward()
         reference(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)

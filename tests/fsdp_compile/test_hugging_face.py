@@ -1,112 +1,194 @@
-"""Unmodified Hugging Face models: what their layers hold is more than tests of one idea each think of."""
+"""Unmodified Hugging Face models: what their layers hold is more than tests of one idea each think of.
+
+A model that is sharded and compiled is held to the same model alone and uncompiled, step by step: loss, and the gradient of every
+parameter. Nine layers are deep enough to be folded; three take batches whose length changes, so that sizes are symbols.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compile.backend
 from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.graphs import kinds
+from tests.common.hugging_face import ARCHITECTURES, layers_of
 
-pytest.importorskip("transformers", reason="the test extra installs transformers; without it there is no Llama to try")
+pytest.importorskip("transformers", reason="the test extra installs transformers; without it there is no model to try")
+
+LENGTHS = (12, 9, 7)
+#: Mixtures of experts, encoders and decoders, and what has died of a kernel's sizes before.
+THROUGH_INDUCTOR = [
+    "Llama",
+    "Qwen3",
+    "Gemma",
+    "ModernBert",
+    "GPT2",
+    "Bloom",
+    "Mixtral",
+    "GptOss",
+    "Bert",
+    "T5",
+    "Whisper",
+    "ViT",
+    "Swin",
+    "Mamba",
+]
+WITH_AND_WITHOUT_FOLDING = ["Gemma2", "GPTJ", "Olmo2", "Mixtral", "GptOss", "Bert", "T5", "ViT", "Mamba", "Jamba"]
+#: One of each kind of layer.
+NINE_LAYERS = [
+    *("Llama", "Qwen3", "Gemma3", "GPT2", "GPTNeoX", "Falcon", "Phi", "StableLm", "Cohere", "Glm4", "SmolLM3", "ModernBert"),
+    *("Qwen3Moe", "Olmoe", "DeepseekV3", "Roberta", "Albert", "DebertaV2", "Bart", "Whisper", "DeiT", "ConvNext", "Segformer"),
+    *("CLIP", "Mamba2"),
+]
+ON_TWO_RANKS = ["Mixtral", "DeepseekV3", "T5", "ViT", "Mamba"]
 
 
-def build_llama(layers: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+class Traced(NamedTuple):
+    """What Dynamo made of a model."""
 
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            use_cache=False,
-        )
-    )
+    graphs: int
+    breaks: int
 
 
-def shard(model: Any) -> Any:
+def trace_count() -> Traced:
+    return Traced(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+
+
+def lengths_of(name: str) -> tuple[int, ...]:
+    return LENGTHS if ARCHITECTURES[name].changes_length else (12, 12)
+
+
+def shard(model: Any, layers: int) -> Any:
     mesh = device_mesh((dist.get_world_size(),)) if dist.get_world_size() > 1 else init_device_mesh("cpu", (1,))
-    for layer in model.model.layers:
+    for layer in layers_of(model, layers):
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
 def assert_equal_gradients(model: nn.Module, reference: nn.Module) -> None:
+    total = torch.stack([param.grad.norm() for param in reference.parameters() if param.grad is not None]).norm()
     for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None
-        error = (ours.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm()  # type: ignore[attr-defined]
-        assert error < 1e-5, name
+        if theirs.grad is None:
+            # Compiled, what an output that is not used would need has zeros.
+            assert ours.grad is None or not ours.grad.full_tensor().any(), name  # type: ignore[attr-defined]
+            continue
+        assert ours.grad is not None, name
+        error = (ours.grad.full_tensor() - theirs.grad).norm()  # type: ignore[attr-defined]
+        # Some gradients are sums that cancel, such as that of a bias of keys.
+        assert error < 1e-4 * theirs.grad.norm() + 1e-6 * total, f"{name}: {error} of {theirs.grad.norm()}"
 
 
-def train_llama() -> None:
+def train(name: str, layers: int, lengths: Iterable[int], **options: Any) -> Traced:
+    """Take steps with a model alone and sharded over all ranks, and compare them."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, 64, (2, 16), generator=generator) for _ in range(world_size)]
-
-    reference = build_llama(2)
-    losses = [reference(input_ids=batch, labels=batch).loss for batch in batches]
-    (sum(losses) / world_size).backward()
-
-    model = shard(build_llama(2))
-    compiled = torch.compile(model, backend=fsdp_backend, fullgraph=True, options={"lowering": "aot_eager"})
-    with capture() as captured:
-        loss = compiled(input_ids=batches[rank], labels=batches[rank]).loss
-        loss.backward()
-
-    assert (len(captured.forward), len(captured.backward)) == (1, 1)
-    torch.testing.assert_close(loss, losses[rank], rtol=1e-5, atol=0)
-    assert_equal_gradients(model, reference)
-
-
-def test_llama_is_one_graph_with_the_references_gradients(rank_pools: RankPools) -> None:
-    rank_pools[2].run(train_llama)
-
-
-def one_step(layers: int) -> tuple[Capture, list[Tensor]]:
+    architecture = ARCHITECTURES[name]
+    reference, model = architecture.build(layers), shard(architecture.build(layers), layers)
     torch._dynamo.reset()
-    model = shard(build_llama(layers))
-    compiled = torch.compile(model, backend=fsdp_backend, fullgraph=True, options={"lowering": "aot_eager"})
-    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
-    with capture() as captured:
-        loss = compiled(input_ids=ids, labels=ids).loss
+    counters.clear()
+    compiled = torch.compile(model, backend=fsdp_backend, options=options)
+    optimizers = [torch.optim.SGD(system.parameters(), lr=0.1) for system in (reference, model)]
+    for step, length in enumerate(lengths):
+        batches = [architecture.batch(reference, 2, length, seed=step * world_size + index) for index in range(world_size)]
+        losses = [reference(**batch).loss for batch in batches]
+        (sum(losses) / world_size).backward()
+        loss = compiled(**batches[rank]).loss
         loss.backward()
-    return captured, [loss.detach(), *(param.grad.full_tensor() for param in model.parameters())]
+        torch.testing.assert_close(loss, losses[rank], rtol=1e-5, atol=1e-6)
+        assert_equal_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return trace_count()
 
 
-def test_folded_layers_change_nothing(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine layers fold; graphs have the same operations, and results are the same to the bit."""
+def train_alone(name: str, layers: int, lengths: Iterable[int], backend: str) -> Traced:
+    """Take steps with plain ``torch.compile``."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build(layers)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend=backend)
+    for step, length in enumerate(lengths):
+        compiled(**architecture.batch(model, 2, length, seed=step)).loss.backward()
+    return trace_count()
+
+
+def check(name: str, layers: int, lengths: tuple[int, ...], **options: Any) -> None:
+    if ARCHITECTURES[name].untrainable:
+        with pytest.raises(Exception, match=ARCHITECTURES[name].untrainable):
+            train_alone(name, layers, lengths, "aot_eager")
+        return
+    # What is traced, and where it breaks, is Dynamo's matter: the backend changes nothing about it.
+    plain = train_alone(name, layers, lengths, "eager")
+    ours = train(name, layers, lengths, **options)
+    is_more = ours.graphs > plain.graphs or ours.breaks > plain.breaks
+    assert is_more == bool(ARCHITECTURES[name].traced_more), (ours, plain)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "Bert" else pytest.param(name, marks=pytest.mark.exhaustive) for name in ARCHITECTURES]
+)
+def test_training(name: str, one_rank: None) -> None:
+    """Three layers and, of text, lengths that change."""
+    check(name, 3, lengths_of(name), lowering="aot_eager")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NINE_LAYERS)
+def test_nine_layers(name: str, one_rank: None) -> None:
+    check(name, 9, (12, 12), lowering="aot_eager")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", THROUGH_INDUCTOR)
+def test_through_inductor(name: str, one_rank: None) -> None:
+    train(name, 2, lengths_of(name))
+
+
+@pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ON_TWO_RANKS)])
+def test_two_ranks(name: str, rank_pools: RankPools) -> None:
+    found = rank_pools[2].run(train, name=name, layers=2, lengths=(12, 12), lowering="aot_eager")
+    if name == "Llama":
+        assert found[0] == Traced(graphs=1, breaks=0)
+
+
+def one_step(name: str, layers: int) -> tuple[Capture, list[Tensor]]:
+    torch._dynamo.reset()
+    architecture = ARCHITECTURES[name]
+    model = shard(architecture.build(layers), layers)
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+    with capture() as captured:
+        loss = compiled(**architecture.batch(model, 2, 12, seed=1)).loss
+        loss.backward()
+    gradients = [param.grad.full_tensor() for param in model.parameters() if param.grad is not None]
+    return captured, [loss.detach(), *gradients]
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in WITH_AND_WITHOUT_FOLDING)]
+)
+def test_folded_layers_change_nothing(name: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine layers fold; graphs have the same operations. Sums of several gradients may be taken in another order."""
     folded = []
     fold_layers = fsdp_compile.backend.fold_layers
     monkeypatch.setattr(fsdp_compile.backend, "fold_layers", lambda gm: folded.append(fold_layers(gm)) or folded[-1])
-    once, found = one_step(9)
-    assert folded == [True]
+    once, found = one_step(name, 9)
+    assert any(folded)
 
     monkeypatch.setattr(fsdp_compile.backend, "fold_layers", lambda gm: False)
-    one_by_one, expected = one_step(9)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    one_by_one, expected = one_step(name, 9)
+    total = torch.stack([gradient.norm() for gradient in expected[1:]]).norm()
+    for result, other in zip(found, expected, strict=True):
+        assert (result - other).norm() <= (0 if name == "Llama" else 1e-5 * other.norm() + 1e-6 * total)
     for ours, theirs in zip(once.forward + once.backward, one_by_one.forward + one_by_one.backward, strict=True):
         assert Counter(map(str, kinds(ours.graph_module.graph))) == Counter(map(str, kinds(theirs.graph_module.graph)))
-
-
-def test_lengths_that_change(one_rank: None) -> None:
-    """The second length makes the sizes symbols, of which a segment may see ``2 * s`` alone."""
-    reference, model = build_llama(2), shard(build_llama(2))
-    compiled = torch.compile(model, backend=fsdp_backend)
-    for length in (24, 17, 9):
-        ids = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(length))
-        for system in (reference, compiled):
-            system(input_ids=ids, labels=ids).loss.backward()
-        assert_equal_gradients(model, reference)

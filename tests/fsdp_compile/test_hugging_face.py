@@ -150,7 +150,17 @@ def test_nine_layers(name: str, one_rank: None) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", THROUGH_INDUCTOR)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.xfail(strict=True, reason="an input of a segment is laid out otherwise than traced")
+        )
+        if name == "Mamba"
+        else name
+        for name in THROUGH_INDUCTOR
+    ],
+)
 def test_through_inductor(name: str, one_rank: None) -> None:
     train(name, 2, lengths_of(name))
 

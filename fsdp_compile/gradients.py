@@ -30,6 +30,7 @@ from passes.sync_plan import Reduction, Sync
 
 from .course import eager_run
 from .param_state import FlatSlice, grad_slice, set_grad_in, whole_buffer
+from .python_autograd import accumulates_in_python
 from .torch_versions import reduce_dtype
 
 if TYPE_CHECKING:
@@ -260,6 +261,9 @@ def accumulates(shard: Tensor) -> bool:
     ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` run a compiled backward whole, which computes those of
     parameters, too, but nobody has asked for them. Shards are no tensors of the user's: it is all of them or none.
     """
+    in_python = accumulates_in_python()
+    if in_python is not None:
+        return in_python
     if torch._C._current_graph_task_id() == -1:
         # A backward graph that is called as a function.
         return True

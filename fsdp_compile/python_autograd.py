@@ -16,6 +16,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 # Bound at import, while no one has put another in its place.
 from torch.autograd.graph import _engine_run_backward as _engine  # type: ignore[attr-defined]
 
+# Of the backwards under way, innermost last: whether they accumulate into the leaves.
+_accumulating: list[bool] = []
+
+
+def accumulates_in_python() -> bool | None:
+    """Whether the backward that this module runs accumulates into the leaves; None: it runs none, torch's engine may."""
+    return _accumulating[-1] if _accumulating else None
+
 
 def run_backward(
     outputs: Sequence[Tensor | GradientEdge],
@@ -48,8 +56,12 @@ def run_backward(
     starts = list(zip(map(_edge, outputs), gradients, strict=True))
 
     def run() -> None:
-        with torch.set_grad_enabled(create_graph):
-            backward.run(starts, accumulate_grad)
+        _accumulating.append(accumulate_grad)
+        try:
+            with torch.set_grad_enabled(create_graph):
+                backward.run(starts, accumulate_grad)
+        finally:
+            _accumulating.pop()
 
     if accumulate_grad:
         _inside_of_engine(run)

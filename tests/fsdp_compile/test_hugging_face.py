@@ -26,12 +26,10 @@ from tests.common.hugging_face import ARCHITECTURES, layers_of
 pytest.importorskip("transformers", reason="the test extra installs transformers; without it there is no model to try")
 
 LENGTHS = (12, 9, 7)
-#: Mixtures of experts, encoders and decoders, and what has died of a kernel's sizes before.
+#: A kernel's sizes were an expression of a symbol that it was not given.
+DIED_OF_LENGTHS = ["Llama", "Qwen3", "Gemma", "ModernBert"]
+#: Mixtures of experts, encoders and decoders.
 THROUGH_INDUCTOR = [
-    "Llama",
-    "Qwen3",
-    "Gemma",
-    "ModernBert",
     "GPT2",
     "Bloom",
     "Mixtral",
@@ -136,36 +134,35 @@ def check(name: str, layers: int, lengths: tuple[int, ...], **options: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "Bert" else pytest.param(name, marks=pytest.mark.exhaustive) for name in ARCHITECTURES]
+    "name", [name if name == "Bert" else pytest.param(name, marks=pytest.mark.sweep) for name in ARCHITECTURES]
 )
 def test_training(name: str, one_rank: None) -> None:
     """Three layers and, of text, lengths that change."""
     check(name, 3, lengths_of(name), lowering="aot_eager")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NINE_LAYERS)
 def test_nine_layers(name: str, one_rank: None) -> None:
     check(name, 9, (12, 12), lowering="aot_eager")
 
 
-@pytest.mark.exhaustive
+_mamba = pytest.mark.xfail(strict=True, reason="an input of a segment is laid out otherwise than traced")
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=pytest.mark.xfail(strict=True, reason="an input of a segment is laid out otherwise than traced")
-        )
-        if name == "Mamba"
-        else name
-        for name in THROUGH_INDUCTOR
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in DIED_OF_LENGTHS),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in THROUGH_INDUCTOR if name != "Mamba"),
+        pytest.param("Mamba", marks=[pytest.mark.sweep, _mamba]),
     ],
 )
 def test_through_inductor(name: str, one_rank: None) -> None:
     train(name, 2, lengths_of(name))
 
 
-@pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ON_TWO_RANKS)])
+@pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.sweep) for name in ON_TWO_RANKS)])
 def test_two_ranks(name: str, rank_pools: RankPools) -> None:
     found = rank_pools[2].run(train, name=name, layers=2, lengths=(12, 12), lowering="aot_eager")
     if name == "Llama":
@@ -184,9 +181,7 @@ def one_step(name: str, layers: int) -> tuple[Capture, list[Tensor]]:
     return captured, [loss.detach(), *gradients]
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in WITH_AND_WITHOUT_FOLDING)]
-)
+@pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.sweep) for name in WITH_AND_WITHOUT_FOLDING)])
 def test_folded_layers_change_nothing(name: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine layers fold; graphs have the same operations. Sums of several gradients may be taken in another order."""
     folded = []

@@ -369,8 +369,7 @@ class Run:
             if course.thread not in (0, threading.get_ident()):
                 raise RuntimeError(
                     f"Two threads communicate over the process group {course.ballot.label} at once, in an order that other "
-                    "ranks need not share. Models that are trained in threads of their own need meshes of their own: "
-                    "DeviceMesh.from_group(torch.distributed.new_group(ranks), device_type)."
+                    "ranks need not share. Train one model after the other, in one thread."
                 )
         for course, known in self._over:
             if not course.may_run(known):

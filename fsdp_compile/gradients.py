@@ -29,6 +29,7 @@ from passes.divide_factors import Averaging
 from passes.sync_plan import Reduction, Sync
 
 from .course import eager_run
+from .own_storage import has_memory
 from .param_state import FlatSlice, grad_slice, set_grad_in, whole_buffer
 from .python_autograd import accumulates_in_python
 from .torch_versions import reduce_dtype
@@ -399,16 +400,19 @@ def _communicate(
 def drop_eager_gradient(shard: Tensor) -> None:
     """Hook on shards: the gradient that autograd accumulates there stands for one that :func:`receive_gradient` got.
 
+    Or it is zero, which a compiled backward gives a parameter that only an unused output needs.
+
     Raises:
-        RuntimeError: that function did not get any.
+        RuntimeError: it is neither.
     """
     param: ShardedParam = shard._fsdp_sharded_param  # type: ignore[attr-defined]
     backward = _backwards.get(torch._C._current_graph_task_id())
-    shard.grad = None
+    gradient, shard.grad = shard.grad, None
     received = backward is not None and param in backward.received.get(param.unit, ())
-    if param.param.requires_grad and not received:
-        raise RuntimeError(
-            f"A gradient of {param.name} was computed where nobody could tell whose it is: saved-tensor hooks (save_on_cpu, a "
-            "checkpoint) have replaced its shard in a graph that another backend than fsdp_backend compiled. Compile with "
-            "backend=fsdp_backend, or without the hooks."
-        )
+    if received or not param.param.requires_grad or gradient is None or not has_memory(gradient) or not gradient.any():
+        return
+    raise RuntimeError(
+        f"A gradient of {param.name} was computed where nobody could tell whose it is: saved-tensor hooks (save_on_cpu) have "
+        "replaced its shard in a graph that another backend than fsdp_backend compiled. Compile with backend=fsdp_backend, or "
+        "without the hooks."
+    )

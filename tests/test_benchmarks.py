@@ -31,6 +31,7 @@ def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+@pytest.mark.exhaustive
 def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
     flags = ["--systems", "unsharded,fsdp2-compiled,ours", "--batch", "1", "--sequence", "16", "--rounds", "2", "--steps", "1"]
     flags += ["--microbatches", "2", "--accumulate", "unsharded", "--keep-unsharded"]
@@ -42,6 +43,7 @@ def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
     assert results["summary"]["fsdp2-compiled"]["ratio"] in (1.0, None)
 
 
+@pytest.mark.exhaustive
 def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
     results = run("memory.py", tmp_path / "out.json", *TINY, "--systems", "ours", "--width", "256")
     found = memory.comparisons(results["ranks"])
@@ -52,6 +54,7 @@ def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
     assert forward.parameters == pytest.approx(forward.accounted, rel=0.01)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="reductions of torch 2.11's pretended ranks leave gradients unset")
 def test_gpu_check_runs_dry(tmp_path: Path) -> None:
     results = run("gpu_check.py", tmp_path / "out.json", "--dry-run", "--checks", "time", "--rounds", "1")

@@ -107,7 +107,7 @@ class TestOneProcess:
             train(model, torch.ones(3, 8), **_AUTO)
 
     @pytest.mark.parametrize("schedule", ["default", "auto"])
-    @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+    @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
     def test_accounting_is_what_a_run_allocates(self, lowering: str, schedule: str) -> None:
         """One token: what lives is parameters and their gradients."""
         model, x = blocks(128), torch.ones(1, 128)

@@ -93,6 +93,7 @@ def test_a_hook_that_averages_changes_nothing(shape: tuple[int, ...], flag: str,
     _assert_close(doubled, {name: 2 * grad for name, grad in expected.items()}, 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_hook_that_averages_lowers_to_kernels(rank_pools: RankPools) -> None:
     expected = rank_pools[2].run(gradients, shape=(2,), system="aot_eager", hook="")[0]
     _assert_close(rank_pools[2].run(gradients, shape=(2,), system="inductor", hook="averages")[0], expected, 1e-6)

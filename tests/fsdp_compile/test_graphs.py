@@ -235,6 +235,7 @@ segment_8
 """,
         )
 
+    @pytest.mark.exhaustive
     def test_casts_of_gradients_keep_no_reduction_waiting(self) -> None:
         policies = (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         plain, mixed = (compile_gpt("inductor", depth=2, mp_policy=policy).backward[0].code for policy in policies)

@@ -235,6 +235,14 @@ class Model(nn.Module):
         return self.second(x)
 
 
+@pytest.fixture(scope="module")
+def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
+    """Pools of these tests' own: ranks that disagree close connections, also of groups that others go on with."""
+    pools = RankPools(tmp_path_factory.mktemp("inductor"))
+    yield pools
+    pools.close()
+
+
 def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
     """With groups of its own, which are of no more use afterwards."""
     if len(shape) == 1:

@@ -133,15 +133,13 @@ def _check_parameters(
     """
 
     def call(*args: Any) -> Any:
-        for index, names in shards.items():
-            param = sharded_param(args[index])
+        params = [sharded_param(args[index]) for index in shards]
+        for names, param in zip(shards.values(), params, strict=True):
             param.check_registered()
             owners.note(names, param)
         if torch.is_grad_enabled():
-            changed = [sharded_param(args[index]).sync_requires_grad() for index in shards]
+            changed = [param.sync_requires_grad() for param in params]
             if any(changed):
-                for index in shards:
-                    sharded_param(args[index]).unit.scope.wait_for_optimizer()
                 return uncompiled(*args)
         return compiled(*args)
 

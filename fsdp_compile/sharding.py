@@ -74,7 +74,7 @@ def fully_shard(
     one gives the full tensor. Compile the result with ``torch.compile(model, backend=fsdp_backend)``.
 
     Args:
-        module: the module, or a list of modules to make one unit of.
+        module: the module, or a list of modules to make one unit of. What ``torch.compile`` gave of a module stands for it.
         mesh: 1-D for FSDP; 2-D (replicate, shard) for HSDP. None: all ranks. The first use of a mesh is a collective call of
             its ranks, which sets up how they communicate: NCCL's communicators, over Gloo a second group for each.
         reshard_after_forward: True: backward gathers the unit again. False: the gathered parameters live until backward.

@@ -135,6 +135,7 @@ def _check_parameters(
     def call(*args: Any) -> Any:
         params = [sharded_param(args[index]) for index in shards]
         for names, param in zip(shards.values(), params, strict=True):
+            param.check_gather()
             param.check_registered()
             owners.note(names, param)
         if torch.is_grad_enabled():

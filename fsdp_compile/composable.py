@@ -20,6 +20,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 
 from .casts import cast_inputs, cast_output
 from .gradients import call_hooks, reduce_pending
+from .uncompiled import Forward
 from .unit import Unit
 
 _torchs_fully_shard: Any = inspect.unwrap(torch.distributed.fsdp.fully_shard)
@@ -59,7 +60,7 @@ class UnitState:
         self._fsdp_param_group = ParamGroup(unit)
         self._fsdp_param_groups = [self._fsdp_param_group]
         self._comm_ctx: Any = None
-        self._was_active: list[bool] = []
+        self._forwards: list[tuple[bool, Forward]] = []
 
     @property
     def _state_ctx(self) -> UnitState:
@@ -74,14 +75,16 @@ class UnitState:
 
         ``reset_iter_state()`` recovers from an exception between this and :meth:`_post_forward`.
         """
-        self._was_active.append(self._unit.scope.active)
+        self._forwards.append((self._unit.scope.active, Forward(self._unit, module, is_unit=True)))
         self._unit.scope.active = True
         return cast_inputs(self._unit.mp_policy, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._unit.scope.active = self._was_active.pop()
-        self._unit.end_forward()
-        return cast_output(self._unit.mp_policy, output)
+        output = cast_output(self._unit.mp_policy, output)
+        self._unit.scope.active, forward = self._forwards.pop()
+        forward.returns(output)
+        forward.end()
+        return output
 
     def _root_post_backward_final_callback(self) -> None:
         """Whoever reduces gradients outside of a backward waits for them, so there is nothing left to do.

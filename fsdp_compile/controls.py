@@ -58,8 +58,8 @@ class GradientControls(Controls):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether another microbatch follows the next backward; for the whole model.
 
-        Every backward finishes its own reductions here, so there is none to wait for. After the last one, a unit that is to
-        synchronise must have got gradients for all that it accumulated; before, it may sit a microbatch out.
+        Every backward finishes its own reductions here, so there is none to wait for. When the last one ends, what earlier ones
+        accumulated in parameters that it did not reach is reduced, too.
         """
         self._fsdp_unit.scope.is_last_backward = is_last_backward
 

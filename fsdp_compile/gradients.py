@@ -7,7 +7,7 @@ eager operator, goes on with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -176,12 +176,14 @@ class _Backward:
         scopes: trees of units that took part.
         received: for each unit, the parameters that got a gradient.
         reduced: parameters whose hooks are due at the end, when their gradients are whole.
+        at_end: what else is due then.
     """
 
     def __init__(self) -> None:
         self.scopes: dict[Scope, None] = {}
         self.received: dict[Unit, set[ShardedParam]] = {}
         self.reduced: dict[ShardedParam, None] = {}
+        self.at_end: dict[Callable[[], None], None] = {}
 
 
 _backwards: dict[int, _Backward] = {}
@@ -193,6 +195,11 @@ def _current_backward() -> _Backward:
         _backwards[task] = _Backward()
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _finish_backward(task))
     return _backwards[task]
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have something called when the backward that runs ends."""
+    _current_backward().at_end[call] = None
 
 
 def receive(unit: Unit, params: Sequence[ShardedParam]) -> None:
@@ -216,6 +223,8 @@ def _finish_backward(task: int) -> None:
         # reset_iter_state() was called meanwhile.
         return
     try:
+        for call in backward.at_end:
+            call()
         units = [unit for scope in backward.scopes for unit in scope.units]
         for unit in units:
             if unit.flags.reduce_scatter_unused_params:
@@ -237,10 +246,14 @@ def call_hooks(params: Iterable[ShardedParam]) -> None:
 
 
 def _receive_zeros(unit: Unit, backward: _Backward) -> None:
-    for param in unit.params:
-        if param.param.requires_grad and param not in backward.received.get(unit, ()):
-            dtype = unit.mp_policy.param_dtype or param.shard.dtype
-            _take(param, torch.zeros(param.shape, dtype=dtype, device=param.shard.device))
+    received = backward.received.get(unit, ())
+    missing = [param for param in unit.params if param.param.requires_grad and param not in received]
+    _take(unit, {param: zeros_like_gradient(param) for param in missing})
+
+
+def zeros_like_gradient(param: ShardedParam) -> Tensor:
+    """A full gradient of zeros."""
+    return torch.zeros(param.shape, dtype=param.compute_dtype, device=param.shard.device)
 
 
 def discard(scope: Scope) -> None:
@@ -274,24 +287,41 @@ def accumulates(shard: Tensor) -> bool:
 
 def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
     """Do with one full gradient, at once, what graphs do with those of a bucket."""
-    if param.param.requires_grad and param.shard.requires_grad and accumulates(param.shard):
-        _take(param, grad)
+    receive_gradients(param.unit, {param: grad})
+
+
+def receive_gradients(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:
+    """Do with full gradients of a unit, at once, what graphs do with those of a bucket."""
+    wanted = {param: grad for param, grad in grads.items() if param.param.requires_grad and param.shard.requires_grad}
+    if wanted and accumulates(next(iter(wanted)).shard):
+        _take(unit, wanted)
 
 
 @torch.no_grad()
-def _take(param: ShardedParam, grad: Tensor) -> None:
-    unit, state = param.unit, param.state
-    receive(unit, [param])
-    grad = grad.to(reduce_dtype(unit.mp_policy, param.shard.dtype) or grad.dtype)
-    reduction, values = reduction_of(unit, [param], grad)
-    if reduction.sync is not Sync.NONE:
-        _reduce(f"reduction of the gradient of {param.name}", [param], [grad], reduction, values)
-        if reduction.sync is Sync.ALL:
-            reduced([param])
-    elif state.unsharded_grad is None:
-        state.unsharded_grad = grad.clone(memory_format=torch.contiguous_format)
-    else:
-        state.unsharded_grad += grad
+def _take(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:
+    receive(unit, list(grads))
+    buckets: dict[Any, dict[ShardedParam, Tensor]] = {}
+    for param, grad in grads.items():
+        grad = grad.to(reduce_dtype(unit.mp_policy, param.shard.dtype) or grad.dtype)
+        buckets.setdefault((grad.dtype, param.shard.dtype), {})[param] = grad
+    for bucket in buckets.values():
+        _take_bucket(unit, bucket)
+
+
+def _take_bucket(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:
+    params = list(grads)
+    reduction, values = reduction_of(unit, params, grads[params[0]])
+    if reduction.sync is Sync.NONE:
+        for param, grad in grads.items():
+            if param.state.unsharded_grad is None:
+                param.state.unsharded_grad = grad.clone(memory_format=torch.contiguous_format)
+            else:
+                param.state.unsharded_grad += grad
+        return
+    names = params[0].name if len(params) == 1 else f"{len(params)} parameters of {unit.name or 'the root'}"
+    _reduce(f"reduction of gradients of {names}", params, list(grads.values()), reduction, values)
+    if reduction.sync is Sync.ALL:
+        reduced(params)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from .casts import cast_inputs, cast_output
 from .composable import UnitState, state_of
 from .controls import GradientControls
 from .schedule_controls import ScheduleControls
+from .uncompiled import Forward, read
 from .unit import Scope, ShardedParam, Unit, shard_attribute
 
 
@@ -173,8 +174,11 @@ def _read_eagerly(module: Any, name: str) -> Any:
         return registered if unsharded is None else unsharded
     if sharded.shard.is_meta:
         raise RuntimeError(sharded.meta_message())
-    sharded.sync_requires_grad()
-    return unshard(sharded.shard, *sharded.args, **sharded.kwargs)
+    full = read(sharded)
+    if full is None:
+        sharded.sync_requires_grad()
+        full = unshard(sharded.shard, *sharded.args, **sharded.kwargs)
+    return full
 
 
 @torch.compiler.assume_constant_result
@@ -209,20 +213,23 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
             return forward(self, *args, **kwargs)
         unit = self._fsdp_unit
         policy = unit.mp_policy
+        uncompiled = None if is_compiling() else Forward(unit, self, casts)
         scope.active = True
         try:
-            if torch.compiler.is_compiling() and not was_active:
+            if is_compiling() and not was_active:
                 _refuse_traced_functional_call()
             if casts:
                 args, kwargs = cast_inputs(policy, args, kwargs)
             result = forward(self, *args, **kwargs)
             if casts:
                 result = cast_output(policy, result)
-            if casts and not torch.compiler.is_compiling():
-                unit.end_forward()
+            if uncompiled is not None:
+                uncompiled.returns(result)
             return result
         finally:
             scope.active = was_active
+            if uncompiled is not None:
+                uncompiled.end()
 
     return wrapped
 

@@ -89,8 +89,13 @@ class ScheduleControls(Controls):
 
     @torch._disable_dynamo
     def reshard(self) -> None:
-        """Free this unit's gathered parameters: those that :meth:`unshard` gathered or that outlived a backward."""
-        self._fsdp_unit.drop_full()
+        """Free this unit's gathered parameters: those that :meth:`unshard` gathered or that outlived a backward, and those that
+        an uncompiled forward has left for its backward, which gathers them again."""
+        unit = self._fsdp_unit
+        gathered = unit.gathered() if unit.gathered is not None else None
+        if gathered is not None:
+            gathered.reshard()
+        unit.drop_full()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward may gather this unit. Graphs gather what backward reads and nothing else, so that there is

@@ -16,7 +16,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from .own_storage import has_memory, with_own_storage
 from .param_state import ParamState, set_local
 from .torch_versions import reduce_dtype
 from .unsharding import PendingGather, abandon_unshard, finish_unshard
+
+if TYPE_CHECKING:
+    from .uncompiled import Gathered, Reading, Trainable
 
 
 def shard_attribute(name: str) -> str:
@@ -221,6 +224,7 @@ class ShardedParam:
 
         Raises:
             RuntimeError: the graph was traced when the parameter was frozen, or while another one was registered in its place.
+            NotImplementedError: the local tensor has a gather of its own.
         """
         if self.sync_requires_grad() and self.shard.requires_grad:
             raise RuntimeError(
@@ -228,6 +232,7 @@ class ShardedParam:
                 "which gives it no gradient. Call the model again, and it compiles anew; or unfreeze it by its module: "
                 "module.requires_grad_()."
             )
+        self.check_gather()
         self.check_registered()
         self.unit.scope.wait_for_optimizer()
 
@@ -238,18 +243,24 @@ class ShardedParam:
         full = given.full_tensor() if isinstance(given, DTensor) else given
         return full.to(self.compute_dtype) if full.is_floating_point() else full
 
-    def check_registered(self) -> None:
-        """Refuse to go on where something else is registered in the parameter's place, or has a gather of its own.
+    def check_gather(self) -> None:
+        """Refuse a local tensor with a gather of its own, as FSDP2 takes it.
 
         Raises:
-            RuntimeError: something else is.
-            NotImplementedError: somebody gave the local tensor a gather of its own, as FSDP2 takes it.
+            NotImplementedError: somebody gave it one.
         """
         if hasattr(self.local, "fsdp_pre_all_gather"):
             raise NotImplementedError(
                 f"The local tensor of parameter {self.name} has an fsdp_pre_all_gather, which is not supported: nothing would "
                 "call it. Delete it; MixedPrecisionPolicy(param_dtype=...) gathers in lower precision."
             )
+
+    def check_registered(self) -> None:
+        """Refuse to go on where something else is registered in the parameter's place.
+
+        Raises:
+            RuntimeError: something else is.
+        """
         for module, name in self.owners:
             if module._parameters.get(name) is not self.param:
                 raise RuntimeError(
@@ -300,6 +311,7 @@ class Scope:
     Attributes:
         active: a forward of one of the units is running: the parameters of all of them read as full tensors, so that a module
             can use a parameter of a module inside it that is a unit of its own.
+        uncompiled_depth: how many forwards of sharded modules Python runs, one inside of the other.
         units: the units, in the order of their modules.
         is_last_backward: no other microbatch follows the next backward.
         finalizes_by_hand: backward leaves what it does not reach to ``finalize_backward()``.
@@ -308,6 +320,7 @@ class Scope:
 
     def __init__(self) -> None:
         self.active = False
+        self.uncompiled_depth = 0
         self.units: list[Unit] = []
         self.is_last_backward = True
         self.finalizes_by_hand = False
@@ -369,6 +382,10 @@ class Unit:
         flags: how it synchronises.
         forward_prefetch, backward_prefetch: the units whose gathers start when this unit's compute does; empty: the default.
         pending: gathers that ``unshard()`` started.
+        gathered: what a forward that is not compiled has gathered, if somebody holds it.
+        reading: what the call of a module that runs reads, if it is not compiled.
+        trainable: what autograd knows as its parameters in a forward that is not compiled.
+        modules_run: those of ``modules`` whose forward is over, until all are.
         averagings: how its gradients are averaged, by the settings that decide it.
     """
 
@@ -389,6 +406,10 @@ class Unit:
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.pending: list[PendingGather] = []
+        self.gathered: weakref.ref[Gathered] | None = None
+        self.reading: Reading | None = None
+        self.trainable: Trainable | None = None
+        self.modules_run: set[nn.Module] = set()
         self.averagings: dict[tuple[Any, ...], tuple[Averaging, tuple[float, ...]]] = {}
         self.is_meta = False
         self.params: list[ShardedParam] = []

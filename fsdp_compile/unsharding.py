@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,14 @@ class PendingGather:
         params: the parameters of a unit that share a dtype.
         dtype: the dtype that they compute in.
         gathered: the flat buffer in flight; None if all of them are whole on every rank.
+        group: name of the group that it is gathered over.
         run: what the ranks know the gather as.
     """
 
     params: list[ShardedParam]
     dtype: torch.dtype
     gathered: Tensor | None
+    group: str
     run: Run
 
 
@@ -41,32 +44,68 @@ def start_unshard(unit: Unit) -> None:
     Raises:
         RuntimeError: a parameter is on the meta device.
     """
-    if unit.is_meta:
-        raise RuntimeError(unit.params[0].meta_message())
     if unit.pending:
+        check_memory(unit)
         return
-    if unit.scope.post_optim_event is not None:
-        # Not forgotten: the forward may run on another stream.
-        unit.scope.post_optim_event.wait()
-    for stored in unit.storages:
-        params = [param for param in unit.params if param.shard.dtype == stored]
+    missing = []
+    for params in params_by_dtype(unit):
         if all(param.state.full(param.param) is not None for param in params):
             for param in params:
                 param.state.is_unsharded = True
-            continue
-        dtype = params[0].compute_dtype
-        sharded = [param for param in params if not param.is_whole]
-        pieces = [piece.to(dtype) for piece in _runs(unit, sharded)]
-        group = unit.mesh.shard_group
-        run = eager_run(f"unshard() of {unit.name or 'the root'}", (sum(map(Tensor.numel, pieces)),), (group,))
-        gathered = None
-        if pieces:
-            run.begin()
-            with run:
-                gathered = start_gather(pieces, group)
+        else:
+            missing.append(params)
+    unit.pending = start_gathers(unit, missing, f"unshard() of {unit.name or 'the root'}")
+    for params in missing:
         for param in params:
             param.state.start_full(param.param)
-        unit.pending.append(PendingGather(params, dtype, gathered, run))
+
+
+def check_memory(unit: Unit) -> None:
+    """Raise for a unit without values."""
+    if unit.is_meta:
+        raise RuntimeError(unit.params[0].meta_message())
+
+
+def params_by_dtype(unit: Unit) -> list[list[ShardedParam]]:
+    """A unit's parameters, those of one dtype together."""
+    return [[param for param in unit.params if param.shard.dtype == stored] for stored in unit.storages]
+
+
+def start_gathers(
+    unit: Unit, buckets: Iterable[list[ShardedParam]], what: str, resharded: Mapping[ShardedParam, Tensor] | None = None
+) -> list[PendingGather]:
+    """Start to gather parameters, one collective for each bucket.
+
+    Args:
+        unit: the unit of all of them.
+        buckets: parameters of one dtype each.
+        what: what ranks that disagree are told about.
+        resharded: their shards in the unit's smaller group, to gather there; None: in the group that they are sharded over.
+
+    Raises:
+        RuntimeError: they have no memory.
+    """
+    check_memory(unit)
+    if unit.scope.post_optim_event is not None:
+        # Not forgotten: the forward may run on another stream.
+        unit.scope.post_optim_event.wait()
+    return [_start_gather(unit, params, what, resharded) for params in buckets]
+
+
+def _start_gather(
+    unit: Unit, params: list[ShardedParam], what: str, resharded: Mapping[ShardedParam, Tensor] | None
+) -> PendingGather:
+    dtype, sharded = params[0].compute_dtype, [param for param in params if not param.is_whole]
+    group = unit.mesh.shard_group if resharded is None else unit.post_forward_group
+    shards = _runs(unit, sharded) if resharded is None else [resharded[param] for param in sharded]
+    pieces = [shard.to(dtype) for shard in shards]
+    run = eager_run(what, (sum(map(Tensor.numel, pieces)),), (group,))
+    gathered = None
+    if pieces:
+        run.begin()
+        with run:
+            gathered = start_gather(pieces, group)
+    return PendingGather(params, dtype, gathered, group, run)
 
 
 def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:
@@ -84,16 +123,21 @@ def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:
 def finish_unshard(unit: Unit) -> None:
     """Wait for what :func:`start_unshard` started, and keep it for the next graph that reads it."""
     for pending in _taken(unit):
-        sharded = [param for param in pending.params if not param.is_whole]
-        fulls = {param: param.shard.detach().to(pending.dtype, copy=True) for param in pending.params if param.is_whole}
-        if pending.gathered is not None:
-            shapes, dims = [param.shape for param in sharded], [param.dim for param in sharded]
-            with pending.run:
-                gathered = finish_gather(pending.gathered, shapes, dims, unit.mesh.shard_group)
-            fulls.update(zip(sharded, gathered, strict=True))
-        for param, full in fulls.items():
-            param.state.keep_full(param.param, full.contiguous())
+        for param, full in finish_gather_of(pending).items():
+            param.state.keep_full(param.param, full)
             param.state.is_unsharded = True
+
+
+def finish_gather_of(pending: PendingGather) -> dict[ShardedParam, Tensor]:
+    """Wait for a gather. Returns the full parameters, each contiguous and with memory of its own."""
+    sharded = [param for param in pending.params if not param.is_whole]
+    fulls = {param: param.shard.detach().to(pending.dtype, copy=True) for param in pending.params if param.is_whole}
+    if pending.gathered is not None:
+        shapes, dims = [param.shape for param in sharded], [param.dim for param in sharded]
+        with pending.run:
+            gathered = finish_gather(pending.gathered, shapes, dims, pending.group)
+        fulls.update(zip(sharded, gathered, strict=True))
+    return {param: full.contiguous() for param, full in fulls.items()}
 
 
 def abandon_unshard(unit: Unit) -> None:

@@ -316,14 +316,15 @@ def _deviate(mesh_shape: tuple[int, ...], name: str, odd_ranks: Sequence[int]) -
 
 
 _GRAPH = "graph that begins with 1: all_gather_into_tensor 36 x float32 over shard, bucket first"
-_OPERATOR = "unshard of first.weight outside of a compiled graph"
+_OPERATOR = "unshard of first outside of a compiled graph"
 # What the odd rank is about to do, and what the others are within.
 _SIDES = {
     "_exceed_recompile_limit": (_OPERATOR, f"forward {_GRAPH}"),
     "_force_eager": (_OPERATOR, f"forward {_GRAPH}"),
     "_break_graph": (f"forward {_GRAPH} (about", f"forward {_GRAPH}; 2: all_gather"),
     "_keep_gradients": ("backward graph that begins with 1: all_gather", "; 3: all_to_all_single 72 x float32 over shard"),
-    "_freeze": (_OPERATOR, f"forward {_GRAPH}"),
+    # In a graph that Dynamo traced, operators know no units.
+    "_freeze": ("unshard of first.weight outside of a compiled graph", f"forward {_GRAPH}"),
 }
 
 

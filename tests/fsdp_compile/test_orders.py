@@ -5,7 +5,6 @@ Models train on two ranks in float64, beside a twin that is not sharded and sees
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,9 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import FSDPModule, fsdp_backend, fully_shard
 from tests.common import models
@@ -252,34 +249,3 @@ def beside_ddp() -> None:
 
 def test_beside_ddp(rank_pools: RankPools) -> None:
     rank_pools[2].run(beside_ddp)
-
-
-# --- What an uncompiled model communicates --------------------------------------------------------
-
-
-class _CallsOf(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func._overloadpacket._qualified_op_name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def uncompiled_collectives() -> tuple[dict[str, int], dict[str, int], int]:
-    """How often forward gathers, the collectives that torch's mode sees in backward, and the number of parameters."""
-    model = _sharded(models.MLP(), compiled=False)
-    with _CallsOf() as forward:
-        loss = model(torch.ones(2, 8)).sum()
-    with CommDebugMode() as backward:
-        loss.backward()
-    counts = {op._qualified_op_name: number for op, number in backward.get_comm_counts().items()}
-    return dict(forward.calls), counts, len(list(model.parameters()))
-
-
-def test_uncompiled_parameters_communicate_one_by_one(rank_pools: RankPools) -> None:
-    """Compiled, units do: ``test_graphs.py``."""
-    for forward, backward, parameters in rank_pools[2].run(uncompiled_collectives):
-        assert {name: number for name, number in forward.items() if "unshard" in name} == {"fsdp_compile::unshard": parameters}
-        assert list(backward.values()) == [parameters]

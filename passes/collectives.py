@@ -86,8 +86,8 @@ def finish_gather(gathered: Tensor, shapes: Sequence[Sequence[int]], dims: Seque
 def _divide(value: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """``value`` over each factor (0-d), rounded to its dtype once for each."""
     for factor in factors:
-        # A 0-d factor would be rounded to a low-precision dtype before it divides.
-        value = (value.to(factor.dtype) / factor).to(value.dtype)
+        # A 0-d factor would be rounded to a low-precision dtype before it divides. A complex value keeps its imaginary part.
+        value = (value.to(torch.promote_types(value.dtype, factor.dtype)) / factor).to(value.dtype)
     return value
 
 

@@ -249,3 +249,38 @@ def beside_ddp() -> None:
 
 def test_beside_ddp(rank_pools: RankPools) -> None:
     rank_pools[2].run(beside_ddp)
+
+
+# --- Parameters of other dtypes -------------------------------------------------------------------
+
+
+class Spectral(nn.Module):
+    """A complex weight, as spectral layers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(x.to(torch.complex64) @ self.weight)
+
+
+def train_complex(compiled: bool) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    twin, model = Spectral(), Spectral()
+    model.load_state_dict(twin.state_dict())
+    fully_shard(model, mesh=device_mesh((world,)))
+    if compiled:
+        model.compile(**_EAGER_LOWERING)
+    batches = torch.randn(world, 4, 3)
+    model(batches[rank]).square().mean().backward()
+    twin(batches).square().mean().backward()
+    assert isinstance(model.weight.grad, DTensor) and twin.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad.full_tensor(), twin.weight.grad)
+
+
+@_systems
+def test_complex_parameters(compiled: bool, rank_pools: RankPools) -> None:
+    """FSDP2 trains them over NCCL; over Gloo it has no collective for them."""
+    rank_pools[2].run(train_complex, compiled=compiled)

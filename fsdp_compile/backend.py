@@ -43,7 +43,8 @@ from .cuda_graphs import Recorders
 from .garbage import collector_paused
 from .options import Options
 from .runtime import BoxedFunction, Owners, PlannedGraph, boxed, sharded_param
-from .unit import ShardedParam, Unit
+from .sharded_param import ShardedParam
+from .unit import Unit
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +32,9 @@ from .course import eager_run
 from .own_storage import has_memory
 from .param_state import FlatSlice, grad_slice, set_grad_in, whole_buffer
 from .python_autograd import accumulates_in_python
+from .sharded_param import ShardedParam
 from .torch_versions import reduce_dtype
-
-if TYPE_CHECKING:
-    from .unit import Scope, ShardedParam, Unit
-
+from .unit import Scope, Unit
 
 # What a graph, or an eager operator, is to do.
 

@@ -29,8 +29,9 @@ from .casts import cast_inputs, cast_output
 from .composable import UnitState, state_of
 from .controls import GradientControls
 from .schedule_controls import ScheduleControls
+from .sharded_param import ShardedParam, shard_attribute
 from .uncompiled import Forward, read
-from .unit import Scope, ShardedParam, Unit, shard_attribute
+from .unit import Scope, Unit
 
 
 def unit_of(module: nn.Module) -> Unit | None:

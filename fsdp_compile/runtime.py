@@ -34,7 +34,8 @@ from .gradients import (
     unsharded_grad,
 )
 from .schedule_plan import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
-from .unit import ShardedParam, Unit, param_in_memory
+from .sharded_param import ShardedParam, param_in_memory
+from .unit import Unit
 from .unsharding import finish_unshard
 
 #: Takes its arguments as a list, which it empties.

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.fsdp import UnshardHandle
 
 from .controls import Controls
+from .uncompiled import reshard_by_hand
 from .unit import Event, Unit
 from .unsharding import finish_unshard, start_unshard
 
@@ -91,11 +92,8 @@ class ScheduleControls(Controls):
     def reshard(self) -> None:
         """Free this unit's gathered parameters: those that :meth:`unshard` gathered or that outlived a backward, and those that
         an uncompiled forward has left for its backward, which gathers them again."""
-        unit = self._fsdp_unit
-        gathered = unit.gathered() if unit.gathered is not None else None
-        if gathered is not None:
-            gathered.reshard()
-        unit.drop_full()
+        reshard_by_hand(self._fsdp_unit)
+        self._fsdp_unit.drop_full()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward may gather this unit. Graphs gather what backward reads and nothing else, so that there is

@@ -20,8 +20,10 @@ from passes.layout import REPLICATED
 from .composable import is_fsdp2s, register, state_of
 from .mesh import ShardingMesh
 from .module import FSDPModule, swap_class, swap_class_of_wrapper, unit_of
+from .owner import attach
+from .sharded_param import ShardedParam
 from .torch_versions import check_policy
-from .unit import ShardedParam, Unit
+from .unit import Unit
 
 M = TypeVar("M", bound=nn.Module)
 # Also torch's ShardPlacementResult, which torch 2.11 lacks.
@@ -112,7 +114,7 @@ def fully_shard(
     _check_dtypes(found)
     _check_devices(found)
 
-    unit = Unit(modules, sharding_mesh, mp_policy, reshard_after_forward)
+    unit = Unit(modules, sharding_mesh, mp_policy, reshard_after_forward, attach)
     wrappers = [wrapper for wrapper in _as_list(module) if isinstance(wrapper, OptimizedModule)]
     owners = [owner for owners in found.values() for owner, _, _ in owners]
     with _all_or_nothing([*modules, *wrappers, *owners], found):

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,9 @@ from passes.ops import reshard
 from .gradients import at_end_of_backward, receive_gradients, zeros_like_gradient
 from .param_state import Stamp, stamp
 from .schedule_plan import must_not_gather
-from .unsharding import finish_gather_of, finish_unshard, params_by_dtype, start_gathers
-
-if TYPE_CHECKING:
-    from .unit import ShardedParam, Unit
+from .sharded_param import ShardedParam
+from .unit import Unit
+from .unsharding import end_forward, finish_gather_of, finish_unshard, params_by_dtype, start_gathers
 
 # What is not compiled may be a part of what is, where Dynamo looks at every frame.
 _python = torch._disable_dynamo
@@ -139,7 +139,7 @@ class Gathered:
 
     def reshard(self) -> None:
         """Free memory of full parameters that autograd has saved, by hand; backward gathers them again."""
-        if self.unit.reading is not None or not self.is_watched:
+        if state_of(self.unit).reading is not None or not self.is_watched:
             return
         kept = {id(param.state.full(param.param)) for param in self.fulls}
         for param, full in self.fulls.items():
@@ -181,14 +181,50 @@ class Gathered:
         return _Note(self, param, tensor.shape, tensor.stride(), tensor.storage_offset() - full.storage_offset())
 
 
+@dataclass
+class _State:
+    """What forwards that are not compiled leave of a unit.
+
+    Attributes:
+        gathered: what they have gathered, if somebody holds it.
+        reading: what the call of a module that runs reads.
+        trainable: what autograd knows as its parameters in the model's forward.
+        modules_run: those of the unit's modules whose forward is over, until all are.
+    """
+
+    gathered: Callable[[], Gathered | None] = lambda: None
+    reading: Reading | None = None
+    trainable: Trainable | None = None
+    modules_run: set[nn.Module] = field(default_factory=set)
+
+
+_states: weakref.WeakKeyDictionary[Unit, _State] = weakref.WeakKeyDictionary()
+
+
+def state_of(unit: Unit) -> _State:
+    """What forwards that are not compiled leave of a unit."""
+    state = _states.get(unit)
+    if state is None:
+        state = _states[unit] = _State()
+    return state
+
+
 def gathered_of(unit: Unit) -> Gathered:
     """The unit's full parameters, as they are now; gathered, if they have to be."""
-    found = unit.gathered() if unit.gathered is not None else None
+    state = state_of(unit)
+    found = state.gathered()
     if found is None or not found.is_current():
         found = Gathered(unit)
-        unit.gathered = weakref.ref(found)
+        state.gathered = weakref.ref(found)
     found.fill()
     return found
+
+
+def reshard_by_hand(unit: Unit) -> None:
+    """Free full parameters that a forward has left for its backward, which gathers them again."""
+    gathered = state_of(unit).gathered()
+    if gathered is not None:
+        gathered.reshard()
 
 
 def _in_backward() -> bool:
@@ -325,17 +361,17 @@ class Reading:
         """The full parameter."""
         if torch.is_grad_enabled():
             if param.sync_requires_grad():
-                self.gathered.unit.trainable = None
+                state_of(self.gathered.unit).trainable = None
                 self.is_recorded = False
             if not self.is_recorded:
                 self._record()
         return self._values[param]
 
     def _record(self) -> None:
-        unit = self.gathered.unit
-        if unit.trainable is None:
-            unit.trainable = Trainable(unit)
-        trainable = unit.trainable
+        state = state_of(self.gathered.unit)
+        if state.trainable is None:
+            state.trainable = Trainable(self.gathered.unit)
+        trainable = state.trainable
         self._values = dict(self.gathered.fulls)
         self.is_recorded = True
         if trainable.params:
@@ -349,9 +385,10 @@ def read(param: ShardedParam) -> Tensor | None:
     unit = param.unit
     if unit.scope.uncompiled_depth == 0 or _is_traced():
         return None
-    if unit.reading is None:
-        unit.reading = Reading(unit)
-    return unit.reading.value(param)
+    state = state_of(unit)
+    if state.reading is None:
+        state.reading = Reading(unit)
+    return state.reading.value(param)
 
 
 _TRACING_MODES = tuple(getattr(torch._C._TorchDispatchModeKey, mode) for mode in ("FAKE", "PROXY", "FUNCTIONAL"))
@@ -386,7 +423,7 @@ class Forward:
     @_python
     def returns(self, output: Any) -> None:
         """Have backward gather the unit when it comes to what this forward gives."""
-        reading = self._unit.reading
+        reading = state_of(self._unit).reading
         if not self._is_unit or reading is None or not reading.is_recorded:
             return
         hook = _GatherForBackward(reading.gathered)
@@ -402,13 +439,15 @@ class Forward:
             self._hooks.__exit__()
         self._scope.uncompiled_depth -= 1
         if self._is_unit:
-            self._unit.modules_run.add(self._module)
-            if len(self._unit.modules_run) == len(self._unit.modules):
+            run = state_of(self._unit).modules_run
+            run.add(self._module)
+            if len(run) == len(self._unit.modules):
                 _end_forward(self._unit)
         if self._scope.uncompiled_depth == 0:
             for unit in self._scope.units:
-                unit.trainable = None
-                if unit.reading is not None or unit.modules_run:
+                state = state_of(unit)
+                state.trainable = None
+                if state.reading is not None or state.modules_run:
                     _end_forward(unit)
 
 
@@ -424,9 +463,10 @@ class _GatherForBackward:
 
 
 def _end_forward(unit: Unit) -> None:
-    reading, unit.reading = unit.reading, None
-    unit.modules_run.clear()
-    unit.end_forward()
+    state = state_of(unit)
+    reading, state.reading = state.reading, None
+    state.modules_run.clear()
+    end_forward(unit)
     # A checkpoint that recomputes in backward frees nothing that this backward may read.
     if reading is not None and unit.reshards_after_forward and not _in_backward():
         reading.gathered.end_forward()

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from passes.collectives import finish_gather, start_gather
 
-from .course import Run, eager_run
-
-if TYPE_CHECKING:
-    from .unit import ShardedParam, Unit
-
-
-@dataclass(frozen=True)
-class PendingGather:
-    """A gather in flight.
-
-    Attributes:
-        params: the parameters of a unit that share a dtype.
-        dtype: the dtype that they compute in.
-        gathered: the flat buffer in flight; None if all of them are whole on every rank.
-        group: name of the group that it is gathered over.
-        run: what the ranks know the gather as.
-    """
-
-    params: list[ShardedParam]
-    dtype: torch.dtype
-    gathered: Tensor | None
-    group: str
-    run: Run
+from .course import eager_run
+from .sharded_param import ShardedParam
+from .unit import PendingGather, Unit
 
 
 @torch.inference_mode(False)
@@ -122,7 +100,7 @@ def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:
 @torch.no_grad()
 def finish_unshard(unit: Unit) -> None:
     """Wait for what :func:`start_unshard` started, and keep it for the next graph that reads it."""
-    for pending in _taken(unit):
+    for pending in unit.take_gathers():
         for param, full in finish_gather_of(pending).items():
             param.state.keep_full(param.param, full)
             param.state.is_unsharded = True
@@ -140,16 +118,8 @@ def finish_gather_of(pending: PendingGather) -> dict[ShardedParam, Tensor]:
     return {param: full.contiguous() for param, full in fulls.items()}
 
 
-def abandon_unshard(unit: Unit) -> None:
-    """Wait for what :func:`start_unshard` started, and forget it."""
-    for pending in _taken(unit):
-        if pending.gathered is not None:
-            with pending.run:
-                torch.ops._c10d_functional.wait_tensor(pending.gathered)
-        for param in pending.params:
-            param.state.drop_full()
-
-
-def _taken(unit: Unit) -> list[PendingGather]:
-    taken, unit.pending = unit.pending, []
-    return taken
+def end_forward(unit: Unit) -> None:
+    """Free what ``unshard()`` gathered, unless it is to live on."""
+    finish_unshard(unit)
+    for param in unit.params:
+        param.end_forward()

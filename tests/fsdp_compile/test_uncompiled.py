@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
-from fsdp_compile.uncompiled import Gathered
+from fsdp_compile.uncompiled import Gathered, state_of
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import FullyShard, shard_units
@@ -294,7 +294,7 @@ def _twice_through_one_graph(unit: Any) -> None:
 def _an_error_in_forward(unit: Any) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         unit(torch.ones(2, 7))
-    assert unit._fsdp_unit.reading is None
+    assert state_of(unit._fsdp_unit).reading is None
     assert unit._fsdp_unit.scope.uncompiled_depth == 0
     unit(torch.ones(2, 8)).sum().backward()
 
@@ -319,7 +319,7 @@ def gradient_of_the_input_alone() -> None:
     unit = _unit(reshard_after_forward=True)
     x = torch.ones(2, 8, requires_grad=True)
     y = unit(x).sum()
-    gathered = unit._fsdp_unit.gathered()
+    gathered = state_of(unit._fsdp_unit).gathered()
     torch.autograd.grad(y, x)
     assert all(parameter.grad is None for parameter in unit.parameters())
     assert gathered.fulls == {}

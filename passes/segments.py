@@ -9,6 +9,9 @@ the tensors they work on share one module: the layers of a deep model are compil
 What a reduction does ahead of its collective, its copy-in, is a stretch of its own (:func:`~passes.graph.kernel_boundaries`). A
 collective of the model's own is cut at like any other. Views between two collectives stay in the outer graph, as they are no
 work; so do lookups of random seeds, whose index would tell equal layers apart. Constants are made where they are read.
+
+A segment gives out no views: what they are of, and the outer graph makes the views. Of a view Inductor keeps the order of the
+strides and not the strides, and may have laid out otherwise what it is of; who reads it was traced with the strides.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 import torch._inductor.inductor_prims
 from torch import SymInt, Tensor
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
@@ -57,6 +61,16 @@ def _stays_outside(node: Node, stretch: dict[Node, None]) -> bool:
 
 def _is_constant(node: Node) -> bool:
     return node.op == "get_attr" or (node.target in _CONSTANTS and not node.all_input_nodes)
+
+
+def _is_alias(node: Node) -> bool:
+    """Whether a node's result is memory of its input's, as operators declare it."""
+    if node.target is operator.getitem:
+        return _is_alias(node.args[0])  # type: ignore[arg-type]
+    if node.target == _aten._unsafe_view.default:
+        return True
+    returns = node.target._schema.returns if isinstance(node.target, OpOverload) else []
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
 def _stretches(graph: Graph) -> list[dict[Node, None]]:
@@ -123,23 +137,30 @@ class _Sources:
 
 
 class _Builder:
-    """Builds the module of one stretch."""
+    """Builds the module of one stretch.
+
+    Attributes:
+        inputs: what it is given.
+        outputs: what it gives out.
+        views: what the outer graph makes of what it gives out, and of what there is already, in order.
+    """
 
     def __init__(self, owner: GraphModule, stretch: dict[Node, None], sources: _Sources, read_elsewhere: set[Node]):
-        self.stretch = stretch
         self.owner = owner
+        wanted = [node for node in stretch if node in read_elsewhere or any(user not in stretch for user in node.users)]
+        self.views, self.outputs = _split_off_views(wanted, stretch)
+        self.body = _read_inside(stretch, self.views)
         self.constants: dict[Node, None] = {}
         inputs: dict[Node, None] = {}
-        for node in stretch:
+        for node in self.body:
             for source in node.all_input_nodes:
-                if source not in stretch:
+                if source not in self.body:
                     (self.constants if _is_constant(source) else inputs)[source] = None
         last = next(reversed(stretch))
-        symbols = [source for source in sources.of([*stretch, *inputs]) if _node_of(source) < last]
+        symbols = [source for source in sources.of([*self.body, *inputs]) if _node_of(source) < last]
         self.inputs: dict[Node | _SizeOf, None] = {
-            source: None for source in [*symbols, *inputs] if _node_of(source) not in stretch
+            source: None for source in [*symbols, *inputs] if _node_of(source) not in self.body
         }
-        self.outputs = [node for node in stretch if node in read_elsewhere or any(user not in stretch for user in node.users)]
 
     def build(self, key: Hashable) -> Segment:
         graph = Graph()
@@ -147,7 +168,7 @@ class _Builder:
         for source in self.inputs:
             copies[source] = graph.placeholder(_name_of(source))
             copies[source].meta = {"val": _value_of(source)}
-        for node in (*self.constants, *self.stretch):
+        for node in (*self.constants, *self.body):
             copies[node] = graph.node_copy(node, copies.__getitem__)
         output = graph.output(tuple(copies[node] for node in self.outputs))
         # Exactly the layout that was traced: whoever reads an output was traced with it.
@@ -156,7 +177,7 @@ class _Builder:
             return Segment(_make_graph_module(self.owner, graph), key)
 
     def key(self) -> Hashable:
-        body = (*self.constants, *self.stretch)
+        body = (*self.constants, *self.body)
         place: dict[Any, str] = {node: f"%{index}" for index, node in enumerate((*self.inputs, *body))}
 
         def named(node: Node) -> Any:
@@ -165,6 +186,32 @@ class _Builder:
         inputs = tuple(_describe(_value_of(source)) for source in self.inputs)
         calls = tuple((node.target, repr(map_arg((node.args, node.kwargs), named))) for node in body)
         return inputs, calls, tuple(place[node] for node in self.outputs)
+
+
+def _split_off_views(wanted: list[Node], stretch: dict[Node, None]) -> tuple[list[Node], list[Node]]:
+    """The views among what is read of a stretch elsewhere, with those that they are of; and what is left to give out."""
+    views: set[Node] = set()
+    others: set[Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in stretch or node in views:
+            continue
+        if _is_alias(node):
+            views.add(node)
+            stack += node.all_input_nodes
+        else:
+            others.add(node)
+    return [node for node in stretch if node in views], [node for node in stretch if node in others]
+
+
+def _read_inside(stretch: dict[Node, None], views: list[Node]) -> dict[Node, None]:
+    """The stretch without those views that nothing in it reads."""
+    body = dict.fromkeys(stretch)
+    for node in reversed(views):
+        if not any(user in body for user in node.users):
+            del body[node]
+    return body
 
 
 def _node_of(source: Node | _SizeOf) -> Node:
@@ -206,12 +253,13 @@ def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:
     sources = _Sources(gm.graph)
     builders = _builders(gm, stretches, sources)
     outer = Graph()
+    read_outside = {view for builder in builders.values() for view in builder.views}
     copies: dict[Any, Node] = {}
     segments: dict[str, Segment] = {}
     names: dict[Hashable, str] = {}
     for node in gm.graph.nodes:
         if node not in stretch_of:
-            if not _is_constant(node) or any(user not in stretch_of for user in node.users):
+            if not _is_constant(node) or any(user not in stretch_of or user in read_outside for user in node.users):
                 copies[node] = outer.node_copy(node, copies.__getitem__)
         elif node is next(reversed(stretch_of[node])):
             builder = builders[node]
@@ -226,6 +274,8 @@ def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:
             for index, result in enumerate(builder.outputs):
                 copies[result] = outer.call_function(operator.getitem, (call, index))
                 copies[result].meta = dict(result.meta)
+            for view in builder.views:
+                copies[view] = outer.node_copy(view, copies.__getitem__)
     return outer, segments
 
 

@@ -147,15 +147,11 @@ def test_nine_layers(name: str, one_rank: None) -> None:
     check(name, 9, (12, 12), lowering="aot_eager")
 
 
-_mamba = pytest.mark.xfail(strict=True, reason="an input of a segment is laid out otherwise than traced")
-
-
 @pytest.mark.parametrize(
     "name",
     [
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in DIED_OF_LENGTHS),
-        *(pytest.param(name, marks=pytest.mark.sweep) for name in THROUGH_INDUCTOR if name != "Mamba"),
-        pytest.param("Mamba", marks=[pytest.mark.sweep, _mamba]),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in THROUGH_INDUCTOR),
     ],
 )
 def test_through_inductor(name: str, one_rank: None) -> None:

@@ -121,8 +121,9 @@ def forward(self, grad: "f32[3, 8]", x: "f32[3, 8]", weight: "f32[1, 8]", scale:
     segment_1 = self.segment_1(wait_tensor, grad)
     getitem_2: "f32[8]" = segment_1[0]
     segment_2 = self.segment_2(getitem, getitem_2)
-    getitem_3: "f32[72]" = segment_2[0]
-    reduce_scatter_tensor: "f32[9]" = _c10d_functional.reduce_scatter_tensor.default(getitem_3, 'sum', 8, 'shard')
+    getitem_3: "f32[8, 9]" = segment_2[0]
+    view_7: "f32[72]" = aten.view.default(getitem_3, [-1])
+    reduce_scatter_tensor: "f32[9]" = _c10d_functional.reduce_scatter_tensor.default(view_7, 'sum', 8, 'shard')
     wait_tensor_1: "f32[9]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
     return (None, None, wait_tensor_1)
 """,
@@ -180,6 +181,73 @@ def forward(self, grad: "f32[3, 8]", x: "f32[3, 8]", weight: "f32[1, 8]", scale:
         _, segments = cut_into_segments(self.layers(1))
         (segment,) = segments.values()
         assert segment.graph_module.graph.output_node().meta["user_visible_output_idxs"] == [0]
+
+    def test_views_are_made_of_what_a_segment_gives_out(self) -> None:
+        """Also where it reads them itself, and where they are views of its inputs."""
+
+        def forward(x, y):
+            first, second = (x * 2).t().split(2)
+            z = y.t()
+            reduced = torch.ops._c10d_functional.wait_tensor(
+                torch.ops._c10d_functional.all_reduce(first.sin(), "sum", self.shard)
+            )
+            return reduced + first, second, z.cos(), z[:1]
+
+        outer, segments = cut_into_segments(self.trace(forward, torch.zeros(3, 4), torch.zeros(4, 4), names="x y"))
+        self.assertExpectedInline(
+            self.text(outer),
+            """\
+def forward(self, x: "f32[3, 4]", y: "f32[4, 4]"):
+    t_1: "f32[4, 4]" = aten.t.default(y)
+    segment_0 = self.segment_0(x)
+    getitem: "f32[3, 4]" = segment_0[0]
+    getitem_1: "f32[2, 3]" = segment_0[1]
+    t: "f32[4, 3]" = aten.t.default(getitem)
+    split = aten.split.Tensor(t, 2)
+    getitem_2: "f32[2, 3]" = split[0]
+    getitem_3: "f32[2, 3]" = split[1]
+    all_reduce: "f32[2, 3]" = _c10d_functional.all_reduce.default(getitem_1, 'sum', 'shard')
+    wait_tensor: "f32[2, 3]" = _c10d_functional.wait_tensor.default(all_reduce)
+    segment_1 = self.segment_1(wait_tensor, getitem_2, t_1)
+    getitem_4: "f32[2, 3]" = segment_1[0]
+    getitem_5: "f32[4, 4]" = segment_1[1]
+    slice_1: "f32[1, 4]" = aten.slice.Tensor(t_1, 0, 0, 1)
+    return (getitem_4, getitem_3, getitem_5, slice_1)
+""",
+        )
+        self.assertExpectedInline(
+            self.text(segments["segment_0"].graph_module.graph),
+            """\
+def forward(self, x: "f32[3, 4]"):
+    mul: "f32[3, 4]" = aten.mul.Tensor(x, 2)
+    t: "f32[4, 3]" = aten.t.default(mul)
+    split = aten.split.Tensor(t, 2)
+    getitem: "f32[2, 3]" = split[0]
+    sin: "f32[2, 3]" = aten.sin.default(getitem)
+    return (mul, sin)
+""",
+        )
+
+    def test_views_of_constants(self) -> None:
+        def forward(x):
+            zeros = torch.ops.aten.full.default([1, 4], 0.0).expand(2, 4)
+            reduced = torch.ops._c10d_functional.all_reduce(x + zeros, "sum", self.shard)
+            return torch.ops._c10d_functional.wait_tensor(reduced), zeros
+
+        outer, _ = cut_into_segments(self.trace(forward, torch.zeros(2, 4), names="x"))
+        self.assertExpectedInline(
+            self.text(outer),
+            """\
+def forward(self, x: "f32[2, 4]"):
+    full: "f32[1, 4]" = aten.full.default([1, 4], 0.0)
+    segment_0 = self.segment_0(x)
+    getitem: "f32[2, 4]" = segment_0[0]
+    expand: "f32[2, 4]" = aten.expand.default(full, [2, 4])
+    all_reduce: "f32[2, 4]" = _c10d_functional.all_reduce.default(getitem, 'sum', 'shard')
+    wait_tensor: "f32[2, 4]" = _c10d_functional.wait_tensor.default(all_reduce)
+    return (wait_tensor, expand)
+""",
+        )
 
     def test_a_symbol_that_its_inputs_do_not_spell_out_is_an_input(self) -> None:
         def forward(x):

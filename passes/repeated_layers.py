@@ -5,7 +5,8 @@ Dynamo graph. One of them is traced on its own, forward and backward, and runs t
 
 ``unfold_layers``, in the joint graph: each such node, and its backward, is replaced by a copy of that trace. The graph is then
 as if AOTAutograd had traced every layer: the partitioner, later passes and users see no difference. (Where there is one, it is
-a copy of a gradient that is laid out otherwise than the layer's output, or zeros for the gradient of an output that has none.)
+a copy of a gradient that is laid out otherwise than the layer's output, zeros for the gradient of an output that has none, a
+view that each layer makes of what all of them read, or an addition that stands elsewhere; gradients add up in the same order.)
 
 Tracing is most of what compiling a deep model costs once equal layers share their kernels; copying nodes costs a tenth of it.
 A layer is left as it is where copying could be wrong: calls of higher-order operators such as checkpoints, sizes that are
@@ -474,7 +475,10 @@ class _Copy:
     def write_backward(self, graph: Graph, call: Node, tangents: Sequence[Node]) -> None:
         """Put the operations of backward in the place of a folded layer's backward."""
         self._bind(self._trace.tangents, tangents)
+        accumulations = [user for element in call.users for user in element.users if _accumulates(user, element)]
         self._write(graph, call, self._trace.backward, [node for node in self._trace.gradients if node is not None])
+        for node in accumulations:
+            _accumulate_one_by_one(graph, node)
 
     def _bind(self, placeholders: Sequence[Node], sources: Sequence[Node]) -> None:
         for placeholder, source in zip(placeholders, sources, strict=True):
@@ -502,3 +506,29 @@ class _Copy:
         elif copy.target is reduce_grad:
             param = self._params[ReduceGrad.of(copy).unit, ReduceGrad.of(copy).name]
             update_args(copy, unit=param.unit, name=param.name)
+
+
+def _accumulates(node: Node, gradient: Node | None = None) -> bool:
+    """Whether autograd adds a gradient, perhaps a certain one, to those that the same value has got before."""
+    is_sum = (
+        node.target == torch.ops.aten.add.Tensor and node.meta.get("is_gradient_acc", False) and len(node.all_input_nodes) == 2
+    )
+    return is_sum and gradient in (None, node.args[1])
+
+
+def _accumulate_one_by_one(graph: Graph, accumulation: Node) -> None:
+    """Turn ``before + (first + second)`` into ``(before + first) + second``, as where autograd sees each of them. In place."""
+    before, total = accumulation.all_input_nodes
+    sums = []
+    node = total
+    while _accumulates(node) and len(node.users) == 1:
+        sums.append(node)
+        node = node.all_input_nodes[0]
+    if not sums or len({value.meta["val"].stride() for value in (accumulation, before, node, *sums)}) > 1:
+        return
+    with graph.inserting_after(max(before, node)):
+        first = graph.call_function(torch.ops.aten.add.Tensor, (before, node))
+    first.meta = dict(accumulation.meta)
+    sums[-1].replace_input_with(node, first)
+    accumulation.replace_all_uses_with(total)
+    graph.erase_node(accumulation)

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import Graph
 
 import fsdp_compile.backend
 from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
+from passes.graph import is_view
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.graphs import kinds
 from tests.common.hugging_face import ARCHITECTURES, layers_of
@@ -177,9 +179,18 @@ def one_step(name: str, layers: int) -> tuple[Capture, list[Tensor]]:
     return captured, [loss.detach(), *gradients]
 
 
+def operators(graph: Graph) -> Counter[str]:
+    """What computes in a graph, and how often."""
+    computes = [node.op == "call_function" and not is_view(node) for node in graph.nodes]
+    return Counter(str(kind) for kind, does in zip(kinds(graph), computes, strict=True) if does)
+
+
 @pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.sweep) for name in WITH_AND_WITHOUT_FOLDING)])
 def test_folded_layers_change_nothing(name: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine layers fold; graphs have the same operations. Sums of several gradients may be taken in another order."""
+    """Nine layers fold; graphs have the same operations, in another order perhaps, and results are equal to the bit.
+
+    Views may be more: one of what all layers read is made in each.
+    """
     folded = []
     fold_layers = fsdp_compile.backend.fold_layers
     monkeypatch.setattr(fsdp_compile.backend, "fold_layers", lambda gm: folded.append(fold_layers(gm)) or folded[-1])
@@ -188,8 +199,6 @@ def test_folded_layers_change_nothing(name: str, one_rank: None, monkeypatch: py
 
     monkeypatch.setattr(fsdp_compile.backend, "fold_layers", lambda gm: False)
     one_by_one, expected = one_step(name, 9)
-    total = torch.stack([gradient.norm() for gradient in expected[1:]]).norm()
-    for result, other in zip(found, expected, strict=True):
-        assert (result - other).norm() <= (0 if name == "Llama" else 1e-5 * other.norm() + 1e-6 * total)
+    assert all(map(torch.equal, found, expected))
     for ours, theirs in zip(once.forward + once.backward, one_by_one.forward + one_by_one.backward, strict=True):
-        assert Counter(map(str, kinds(ours.graph_module.graph))) == Counter(map(str, kinds(theirs.graph_module.graph)))
+        assert operators(ours.graph_module.graph) == operators(theirs.graph_module.graph)

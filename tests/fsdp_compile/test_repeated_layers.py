@@ -32,6 +32,9 @@ class Layer(nn.Module):
         self.up.weight.requires_grad_(kind != "frozen parameter")
 
     def forward(self, x: Tensor) -> Any:
+        if self.kind == "residual outside":
+            # Backward adds two gradients of the input to that of the residual.
+            x = x * x.square().mean(-1, keepdim=True)
         y = torch.tanh(self.up(x.unflatten(0, (2, -1)))).flatten(0, 1)
         if self.kind == "dropout":
             y = F.dropout(y, 0.5)
@@ -45,6 +48,8 @@ class Layer(nn.Module):
             y = y.to(torch.float64).to(torch.float32)
         if self.kind == "vmap":
             y = torch.vmap(torch.mul, in_dims=1, out_dims=1)(y, y)
+        if self.kind == "residual outside":
+            return self.down(y)
         if self.kind == "autocast":
             with torch.autocast("cpu", torch.bfloat16):
                 return x + self.down(y)
@@ -67,8 +72,11 @@ class Model(nn.Module):
             if self.kind == "unused result":
                 layer(x)
                 continue
+            residual = x
             result = checkpoint(layer, x, use_reentrant=False) if self.kind == "checkpoint" else layer(x)
             x = result if isinstance(result, Tensor) else result[0]
+            if self.kind == "residual outside":
+                x = residual + result
             if self.kind == "view of an input":
                 x = x + result[1]
             if self.kind == "several outputs":
@@ -79,7 +87,7 @@ class Model(nn.Module):
 
 
 #: Which can be traced once.
-FOLDED = ["plain", "cast", "expanded gradient", "frozen parameter", "several outputs", "tied parameter"]
+FOLDED = ["plain", "cast", "expanded gradient", "frozen parameter", "residual outside", "several outputs", "tied parameter"]
 TRACED_EACH = ["autocast", "checkpoint", "dropout", "unused result", "view of an input", "vmap", "written input"]
 
 
@@ -121,8 +129,8 @@ def test_graphs_are_the_same(kind: str, fake_ranks: None, monkeypatch: pytest.Mo
     once, _, folded = run(make_model(kind), monkeypatch, DEPTH)
     assert folded == (DEPTH if kind in FOLDED else 0)
     assert operations(once.forward[0].graph_module.graph) == operations(one_by_one.forward[0].graph_module.graph)
-    if kind in ("expanded gradient", "several outputs", "tied parameter"):
-        # A copy of the gradient, zeros as the gradient of an output that has none, sums in another order.
+    if kind in ("expanded gradient", "residual outside", "several outputs", "tied parameter"):
+        # A copy of the gradient, an addition ahead of another node, zeros for an output's gradient, sums in another order.
         return
     assert operations(once.backward[0].graph_module.graph) == operations(one_by_one.backward[0].graph_module.graph)
 

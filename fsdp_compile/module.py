@@ -53,6 +53,9 @@ class _Sharded:
         return instance
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if is_compiling() and _leaves(fn, cast(nn.Module, self)):
+            # As a router that makes sure of its precision: what follows cannot be traced.
+            return self
         with _SyncAfterApply(self._fsdp_unit), _HideUnchanged(self, fn) as applied:
             return super()._apply(applied, recurse)  # type: ignore[misc]
 
@@ -76,6 +79,23 @@ class _Sharded:
             f"{type(self).__name__} holds sharded parameters and cannot be copied. Copy the model before sharding, or build "
             "another one and load_state_dict."
         )
+
+
+def _leaves(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
+    """Whether a function gives every tensor of a module and of those inside it back, as ``to`` their own dtype does.
+
+    It is asked about shards in the place of parameters: guards that refer to a parameter would be in the way of replacing it.
+    """
+    for inner in module.modules():
+        sharded = inner.__dict__.get("_fsdp_sharded", {})
+        found = [getattr(inner, shard_attribute(name)) for name in sharded]
+        if any(one is None for one in found):
+            return False
+        others = [param for name, param in inner._parameters.items() if name not in sharded]
+        tensors = [*(shard for shard, _, _ in found), *others, *inner._buffers.values()]
+        if any(tensor is not None and fn(tensor) is not tensor for tensor in tensors):
+            return False
+    return True
 
 
 class _SyncAfterApply:

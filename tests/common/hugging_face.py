@@ -316,7 +316,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _t5("T5"),
         _t5("MT5"),
         _t5("SwitchTransformers", num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1).but(
-            traced_more="its router casts itself in forward, which breaks graphs in every layer"
+            traced_more="graphs break among its experts, and those of one unit do not share a graph: it names their parameters"
         ),
         _translator("Bart"),
         _translator("MBart"),

@@ -580,11 +580,11 @@ class _CastsInForward(nn.Module):
 
 
 def test_casting_to_the_same_dtype(one_rank: None) -> None:
-    """Outside of forward and in it, compiled; guards of the compiled graph refer to the parameters."""
+    """Outside of forward and in it, compiled in one graph; guards of the compiled graph refer to the parameters."""
     torch.manual_seed(0)
     alone = _CastsInForward()
     model = fully_shard(copy.deepcopy(alone), mesh=init_device_mesh("cpu", (1,)))
-    compiled = torch.compile(model, **_EAGER_LOWERING)
+    compiled = torch.compile(model, fullgraph=True, **_EAGER_LOWERING)
     params = list(model.parameters())
     for step in range(2):
         x = torch.randn(3, 4, dtype=torch.float64)

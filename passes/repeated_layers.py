@@ -83,6 +83,7 @@ class _Trace:
         has_tangent: for each output, whether it takes part in backward.
         gradients: for each input, its gradient or None.
         forward, backward: operations, in order.
+        constants: tensors that it reads as attributes, such as a number that the model makes a tensor of.
     """
 
     params: list[_Param]
@@ -93,6 +94,7 @@ class _Trace:
     gradients: list[Node | None]
     forward: list[Node]
     backward: list[Node]
+    constants: dict[Node, Tensor]
 
 
 @dataclass(eq=False)
@@ -303,7 +305,7 @@ def _trace(layer: _Layer) -> _Trace | None:
         try:
             gm = _trace_jointly(run, inputs)
             gm = joint_graph_passes(gm, next((value.device for value in examples), None))
-            return _split(gm.graph, layer.params, len(inputs), has_tangent)
+            return _split(gm, layer.params, len(inputs), has_tangent)
         except Exception as error:
             # Of a failure that is not the fold's, tracing the whole graph will tell.
             logger.debug("a repeated layer is traced each time: %s", error)
@@ -335,13 +337,15 @@ def _trace_jointly(function: Callable[..., Any], inputs: list[Tensor]) -> GraphM
 
 def _is_copyable(node: Node) -> bool:
     """Whether a copy of an operation with a fake value of its own does what the operation does."""
-    is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem
+    is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem or node.op == "get_attr"
     return is_operator and "val" in node.meta and not node.is_impure(impure_random=False)
 
 
-def _split(graph: Graph, params: list[_Param], num_inputs: int, has_tangent: list[bool]) -> _Trace | None:
+def _split(gm: GraphModule, params: list[_Param], num_inputs: int, has_tangent: list[bool]) -> _Trace | None:
+    graph = gm.graph
+    constants: dict[Node, Any] = {node: getattr(gm, str(node.target), None) for node in graph.find_nodes(op="get_attr")}
     operations = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    if not all(map(_is_copyable, operations)):
+    if not all(map(_is_copyable, operations)) or not all(type(value) is Tensor for value in constants.values()):
         return None
     if graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_seeds.default):
         return None
@@ -368,6 +372,7 @@ def _split(graph: Graph, params: list[_Param], num_inputs: int, has_tangent: lis
         gradients=list(gradients) or [None] * num_inputs,
         forward=forward,
         backward=backward,
+        constants=constants,
     )
 
 
@@ -489,6 +494,8 @@ class _Copy:
         with graph.inserting_before(call):
             for node in operations:
                 copy = self._nodes[node] = graph.node_copy(node, self._nodes.__getitem__)
+                if node.op == "get_attr":
+                    copy.target = _add_constant(graph, self._trace.constants[node])
                 copy.meta["val"] = self._values.copy(node.meta["val"])
                 # Of the layer that was traced.
                 for key in ("nn_module_stack", "fwd_nn_module_stack", "tensor_meta"):
@@ -506,6 +513,19 @@ class _Copy:
         elif copy.target is reduce_grad:
             param = self._params[ReduceGrad.of(copy).unit, ReduceGrad.of(copy).name]
             update_args(copy, unit=param.unit, name=param.name)
+
+
+def _add_constant(graph: Graph, constant: Tensor) -> str:
+    """Give a graph's module a tensor, and return the name that it has there: one for all layers, so that they share kernels."""
+    owner = graph.owning_module
+    assert owner is not None
+    for name, buffer in owner.named_buffers(recurse=False):
+        if buffer is constant:
+            return name
+    free = (f"_tensor_constant{number}" for number in itertools.count())
+    name = next(name for name in free if not hasattr(owner, name))
+    owner.register_buffer(name, constant)
+    return name
 
 
 def _accumulates(node: Node, gradient: Node | None = None) -> bool:

@@ -43,7 +43,21 @@ THROUGH_INDUCTOR = [
     "Swin",
     "Mamba",
 ]
-WITH_AND_WITHOUT_FOLDING = ["Gemma2", "GPTJ", "Olmo2", "Mixtral", "GptOss", "Bert", "T5", "ViT", "Mamba", "Jamba"]
+WITH_AND_WITHOUT_FOLDING = [
+    "Gemma2",
+    "Falcon",
+    "GPTNeo",
+    "DebertaV2",
+    "GPTJ",
+    "Olmo2",
+    "Mixtral",
+    "GptOss",
+    "Bert",
+    "T5",
+    "ViT",
+    "Mamba",
+    "Jamba",
+]
 #: One of each kind of layer.
 NINE_LAYERS = [
     *("Llama", "Qwen3", "Gemma3", "GPT2", "GPTNeoX", "Falcon", "Phi", "StableLm", "Cohere", "Glm4", "SmolLM3", "ModernBert"),

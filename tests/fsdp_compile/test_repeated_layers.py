@@ -36,6 +36,8 @@ class Layer(nn.Module):
             # Backward adds two gradients of the input to that of the residual.
             x = x * x.square().mean(-1, keepdim=True)
         y = torch.tanh(self.up(x.unflatten(0, (2, -1)))).flatten(0, 1)
+        if self.kind == "constant":
+            y = torch.where(y > 0, y, torch.tensor(0.1))
         if self.kind == "dropout":
             y = F.dropout(y, 0.5)
         if self.kind == "written input":
@@ -87,7 +89,16 @@ class Model(nn.Module):
 
 
 #: Which can be traced once.
-FOLDED = ["plain", "cast", "expanded gradient", "frozen parameter", "residual outside", "several outputs", "tied parameter"]
+FOLDED = [
+    "plain",
+    "cast",
+    "constant",
+    "expanded gradient",
+    "frozen parameter",
+    "residual outside",
+    "several outputs",
+    "tied parameter",
+]
 TRACED_EACH = ["autocast", "checkpoint", "dropout", "unused result", "view of an input", "vmap", "written input"]
 
 

@@ -178,7 +178,7 @@ def measure_code(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
 
 def measure_pretended_code(arch: str, size: LlamaSize) -> dict[str, Any]:
     """The same of the code that is made without a GPU."""
-    from fsdp_compile.cuda_code import cuda_code
+    from fsdp_compile.cuda.code import cuda_code
 
     graphs = cuda_code(
         size.build(torch.device("meta")),
@@ -199,7 +199,7 @@ def shard_for_code(model: Any, mesh: DeviceMesh) -> None:
 
 def launches(graphs: Any) -> dict[str, list[list[str]]]:
     """What the forward and the backward graphs launch, a line each."""
-    from fsdp_compile.cuda_outline import cuda_outline
+    from fsdp_compile.cuda.outline import cuda_outline
 
     return {kind: [cuda_outline(graph).splitlines() for graph in getattr(graphs, kind)] for kind in ("forward", "backward")}
 

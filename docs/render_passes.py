@@ -41,8 +41,8 @@ INTRODUCTION = """\
 What each pass does to the graphs of one small model. This page is written by `docs/render_passes.py`; a test holds it to the
 code. In the listings, `-` is before the pass, `+` after it, and unmarked lines stay.
 
-The intermediate representation is two operators (`passes/ops.py`) among ordinary aten ones: `unshard` makes a full parameter of
-a rank's shard, and `reduce_grad`, its autograd formula, makes a shard of the averaged gradient of a full gradient. A third,
+The intermediate representation is two operators (`passes/ir/ops.py`) among ordinary aten ones: `unshard` makes a full parameter
+of a rank's shard, and `reduce_grad`, its autograd formula, makes a shard of the averaged gradient of a full gradient. A third,
 `reshard` (with its helper `tie`), serves `reshard_after_forward=<int>` alone: which piece a rank keeps of a gathered parameter
 depends on the rank, and graphs must not.
 
@@ -69,7 +69,7 @@ In Dynamo's graph, parameters go by their names within a unit, so that equal blo
 writes the qualified names in.
 
 What backward does with its gradients, and whether parameters are gathered at all, depends on the microbatch: the passes from
-`bucket` on run once for each sync plan (`passes/sync_plan.py`). The listings show the plan of a first microbatch that
+`bucket` on run once for each sync plan (`passes/ir/plan.py`). The listings show the plan of a first microbatch that
 synchronises; the other plans follow at the [end of the page](#the-backward-epilogue-of-each-sync-plan).
 
 You can have the same of your own model: `fsdp_compile.capture()` records every pass in `.passes`, `TORCH_LOGS="+passes"` prints

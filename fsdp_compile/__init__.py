@@ -2,19 +2,19 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-from passes.divide_factors import gradient_divide_factors
-from passes.traced_hook import HookNotTraceable
+from passes.collectives.divide_factors import gradient_divide_factors
+from passes.collectives.traced_hook import HookNotTraceable
 
 from . import comm_hooks
-from .agreement import RanksDisagree
-from .backend import fsdp_backend
-from .capture import Capture, CapturedGraph, CapturedPass, capture
-from .cuda_code import CudaCode, cuda_code
-from .cuda_outline import cuda_outline
-from .module import FSDPModule, register_fsdp_forward_method
-from .replace import replacing_fsdp2
-from .schedule_controls import share_comm_ctx
-from .sharding import fully_shard, sync_module_states
+from .api.module import FSDPModule, register_fsdp_forward_method
+from .api.replace import replacing_fsdp2
+from .api.schedule_controls import share_comm_ctx
+from .api.sharding import fully_shard, sync_module_states
+from .compiler.backend import fsdp_backend
+from .compiler.capture import Capture, CapturedGraph, CapturedPass, capture
+from .cuda.code import CudaCode, cuda_code
+from .cuda.outline import cuda_outline
+from .runtime.agreement import RanksDisagree
 from .torch_versions import DataParallelMeshDims, GradientReductionHandle
 
 __all__ = [

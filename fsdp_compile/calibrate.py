@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from passes.collectives import (
+from passes.collectives.functional import (
     finish_all_reduce,
     finish_gather,
     finish_reduce_scatter,
@@ -30,9 +30,9 @@ from passes.collectives import (
     start_reduce_scatter,
     supports_averaging,
 )
-from passes.hardware import Hardware, Link, Links, dtype_name
+from passes.models.hardware import Hardware, Link, Links, dtype_name
 
-from .machine import default_path, device_name
+from .compiler.machine import default_path, device_name
 
 _REPEATS = 7
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

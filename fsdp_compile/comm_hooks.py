@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, LowPrecisionState
 
-from passes.traced_hook import hook_name
+from passes.collectives.traced_hook import hook_name
 
 __all__ = [
     "BoundHook",

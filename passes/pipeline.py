@@ -20,25 +20,25 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._logging import trace_structured
 from torch.fx import Graph, GraphModule
 
-from .auto_schedule import AutoSchedule, find_grouping, schedule_automatically
-from .bucket import bucket_gathers
-from .deduplicate import deduplicate
-from .emit import replaying_traces
-from .flat_storage import flat_storage, locate_shards
-from .gradient_sync import synchronize_gradients
-from .graph import shard_input
-from .grouping import Grouping
-from .interface import Interface
-from .large_parameters import separate_large_parameters
-from .lower import lower
-from .memory_model import mark_freed_inputs
-from .mixed_precision import mixed_precision
-from .name_shards import name_shards
-from .ops import ReduceGrad, Unshard, reduce_grads, unshards
-from .repeated_layers import unfold_layers
-from .reshard_after_forward import reshard_after_forward, resolve_ties
-from .schedule import find_prefetches, schedule_gathers, schedule_reductions
-from .sync_plan import Plan
+from .auto.auto_schedule import AutoSchedule, find_grouping, schedule_automatically
+from .auto.grouping import Grouping
+from .auto.large_parameters import separate_large_parameters
+from .fx.emit import replaying_traces
+from .fx.graph import shard_input
+from .ir.interface import Interface
+from .ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
+from .ir.plan import Plan
+from .models.memory_model import mark_freed_inputs
+from .transforms.bucket import bucket_gathers
+from .transforms.deduplicate import deduplicate
+from .transforms.flat_storage import flat_storage, locate_shards
+from .transforms.gradient_sync import synchronize_gradients
+from .transforms.mixed_precision import mixed_precision
+from .transforms.name_shards import name_shards
+from .transforms.pin_layouts import lower
+from .transforms.repeated_layers import unfold_layers
+from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
+from .transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
 
 logger = logging.getLogger(__name__)
 

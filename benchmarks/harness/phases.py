@@ -65,7 +65,7 @@ def timed() -> Iterator[dict[str, float]]:
         for method, note in {"log_event_start": watch.start, "log_event_end": watch.stop}.items():
             patches.enter_context(mock.patch.object(log, method, _also(getattr(log, method), note, thread)))
         for name, function in passes.items():
-            patches.enter_context(mock.patch(f"fsdp_compile.backend.{name}", _as_event(function, watch)))
+            patches.enter_context(mock.patch(f"fsdp_compile.compiler.backend.{name}", _as_event(function, watch)))
         yield seconds
     watch.stop("")
     seconds.update(watch.seconds)
@@ -73,7 +73,7 @@ def timed() -> Iterator[dict[str, float]]:
 
 def _passes() -> dict[str, Any]:
     """The functions through which ``fsdp_backend`` runs passes."""
-    from fsdp_compile import backend
+    from fsdp_compile.compiler import backend
 
     return {name: value for name, value in vars(backend).items() if name.startswith("run_") and name.endswith("passes")}
 

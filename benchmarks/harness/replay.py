@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compile import cuda_graphs
+from fsdp_compile.compiler import cuda_graphs
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from passes.hardware import Hardware
+from passes.models.hardware import Hardware
 
 from .flags import names_of
 

@@ -51,7 +51,7 @@ _COLLECTIVES = {
     "c10d::allgather_": "all_gather",
     "c10d::allgather_into_tensor_coalesced_": "all_gather",
     "fsdp_compile::all_gather": "all_gather",
-    # Over Gloo, a reduction is an exchange (passes/gloo.py).
+    # Over Gloo, a reduction is an exchange (passes/collectives/gloo.py).
     "fsdp_compile::all_to_all": "reduce_scatter",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::reduce_scatter_": "reduce_scatter",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from harness import replay
 
-from fsdp_compile.cuda_graphs import RecordedProgram
+from fsdp_compile.compiler.cuda_graphs import RecordedProgram
 
 
 class ReplayRecorder(replay.ReplayRecorder):

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_compile import Capture, FSDPModule, capture, fsdp_backend, fully_shard
-from fsdp_compile.machine import HARDWARE_VARIABLE, default_path, find_hardware
-from fsdp_compile.options import Options
-from passes.graph import bucket, role
-from passes.hardware import Hardware, known_hardware
+from fsdp_compile.compiler.machine import HARDWARE_VARIABLE, default_path, find_hardware
+from fsdp_compile.compiler.options import Options
+from passes.fx.graph import bucket, role
+from passes.models.hardware import Hardware, known_hardware
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import DEFAULTS, all_reduce, divide_factor, full, sync

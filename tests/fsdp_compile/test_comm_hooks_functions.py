@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_compile import comm_hooks
 from fsdp_compile.comm_hooks import BoundHook, DefaultState, LowPrecisionState, bind_hook
-from passes.traced_hook import apply_in_place_hook, apply_reduce_hook
+from passes.collectives.traced_hook import apply_in_place_hook, apply_reduce_hook
 from tests.common.distributed import RankPools
 from tests.passes.tracing import WORLD_SIZE, PassTestCase
 

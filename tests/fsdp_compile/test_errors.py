@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_compile import FSDPModule, OffloadPolicy, capture, fsdp_backend, fully_shard
-from fsdp_compile.backend import _warn_once_that_nothing_is_sharded
+from fsdp_compile.compiler.backend import _warn_once_that_nothing_is_sharded
 from tests.common import models
 
 _EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "aot_eager"}}

@@ -1,4 +1,4 @@
-"""Training where each matrix has collectives of its own (:mod:`passes.large_parameters`)."""
+"""Training where each matrix has collectives of its own (:mod:`passes.auto.large_parameters`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train_with_separate_matrices(mesh_shape: tuple[int, ...], lowering: str, sch
     """A job: every parameter of two dimensions or more counts as large."""
     trainee = Trainee(lowering, mesh_shape, SMALL.build)
     smallest = min(value.numel() * 4 for value in trainee.model.parameters() if value.dim() > 1)
-    with patch("passes.large_parameters.LARGE", smallest):
+    with patch("passes.auto.large_parameters.LARGE", smallest):
         return trainee.train(SMALL, [schedule] * 2, sgd)
 
 

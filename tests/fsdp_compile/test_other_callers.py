@@ -375,7 +375,7 @@ def test_nothing_changes_where_sharding_fails(one_rank: None, monkeypatch: pytes
     def fail(self: Any) -> None:
         raise MemoryError("no memory for shards")
 
-    monkeypatch.setattr("fsdp_compile.unit.Unit.allocate", fail)
+    monkeypatch.setattr("fsdp_compile.units.unit.Unit.allocate", fail)
     with pytest.raises(MemoryError):
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     monkeypatch.undo()

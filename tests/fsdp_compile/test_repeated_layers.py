@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import fsdp_compile.backend
-import passes.repeated_layers
+import fsdp_compile.compiler.backend
+import passes.transforms.repeated_layers
 from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
-from passes.repeated_layers import fold_layers
+from passes.transforms.repeated_layers import fold_layers
 from tests.common.graphs import operations
 
 DEPTH, WIDTH = 3, 8
@@ -121,7 +121,7 @@ def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, trai
         folded.extend(node for node in gm.graph.nodes if getattr(node.target, "__name__", "") == "call_layer")
         return found
 
-    monkeypatch.setattr(fsdp_compile.backend, "fold_layers", fold_and_count)
+    monkeypatch.setattr(fsdp_compile.compiler.backend, "fold_layers", fold_and_count)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
     torch.manual_seed(1)
@@ -176,7 +176,7 @@ def test_a_fold_that_fails_is_undone(one_rank: None, monkeypatch: pytest.MonkeyP
     def fail(*_: Any) -> None:
         raise KeyError("val")
 
-    monkeypatch.setattr(passes.repeated_layers._Copy, "write_backward", fail)
+    monkeypatch.setattr(passes.transforms.repeated_layers._Copy, "write_backward", fail)
     _, found, folded = run(make_model("plain"), monkeypatch, DEPTH)
     assert folded == DEPTH
     assert "traced one by one" in caplog.text

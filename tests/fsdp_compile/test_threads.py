@@ -25,7 +25,7 @@ def make_model(mesh: DeviceMesh) -> Any:
 
 def share_a_group() -> None:
     """Deterministically at once: one thread is within a forward's gathers when the other one asks for its own."""
-    from fsdp_compile.course import eager_run
+    from fsdp_compile.runtime.course import eager_run
 
     model = make_model(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"))
     group = model._fsdp_unit.mesh.shard_group

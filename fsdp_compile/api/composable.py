@@ -1,0 +1,122 @@
+"""What torch's own code asks of a module that FSDP2 sharded, answered for one that this library sharded.
+
+torch's pipelining, its composable APIs and its ``register_fsdp_forward_method`` recognise FSDP2's modules by their class, by an
+entry in the registry of composable APIs, and by a state object that ``fully_shard.state(module)`` gives. Here that state is a
+:class:`UnitState`, with those attributes of torch's ``FSDPState`` that code outside of FSDP2 itself reads.
+
+Source: torch/distributed/_composable/contract.py, torch/distributed/fsdp/_fully_shard/_fsdp_state.py,
+torch/distributed/pipelining/stage.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from typing import Any
+
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+
+from ..runtime.gradients import call_hooks, reduce_pending
+from ..runtime.uncompiled import Forward
+from ..units.unit import Unit
+from .casts import cast_inputs, cast_output
+
+_torchs_fully_shard: Any = inspect.unwrap(torch.distributed.fsdp.fully_shard)
+
+
+class ParamGroup:
+    """A unit, as code that finishes a pipeline's last microbatch sees it.
+
+    Attributes:
+        fsdp_params: none, as nothing is unsharded or resharded this way.
+        has_reduced: whether there was a gradient to reduce the last time.
+    """
+
+    def __init__(self, unit: Unit):
+        self._unit = unit
+        self.fsdp_params: tuple[()] = ()
+        self.has_reduced = False
+
+    def post_backward(self) -> None:
+        """Reduce the gradients that wait, as the unit's flags say, and free gathered parameters."""
+        landed = reduce_pending(self._unit)
+        self.has_reduced = bool(landed)
+        call_hooks(landed)
+        if self._unit.flags.reshard_after_backward:
+            self._unit.drop_full()
+
+
+class UnitState:
+    """The state of a unit.
+
+    Attributes:
+        all_states: the states of all units of the tree; the attribute ``_state_ctx`` is the state itself.
+    """
+
+    def __init__(self, unit: Unit):
+        self._unit = unit
+        self._fsdp_param_group = ParamGroup(unit)
+        self._fsdp_param_groups = [self._fsdp_param_group]
+        self._comm_ctx: Any = None
+        self._forwards: list[tuple[bool, Forward]] = []
+
+    @property
+    def _state_ctx(self) -> UnitState:
+        return self
+
+    @property
+    def all_states(self) -> list[UnitState]:
+        return [state for unit in self._unit.scope.units if (state := state_of(unit.modules[0])) is not None]
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Let parameters read as full tensors, and cast inputs: torch's ``register_fsdp_forward_method`` calls it.
+
+        ``reset_iter_state()`` recovers from an exception between this and :meth:`_post_forward`.
+        """
+        self._forwards.append((self._unit.scope.active, Forward(self._unit, module, is_unit=True)))
+        self._unit.scope.active = True
+        return cast_inputs(self._unit.mp_policy, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        output = cast_output(self._unit.mp_policy, output)
+        self._unit.scope.active, forward = self._forwards.pop()
+        forward.returns(output)
+        forward.end()
+        return output
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Whoever reduces gradients outside of a backward waits for them, so there is nothing left to do.
+
+        Raises:
+            RuntimeError: there was no gradient at all, as in a schedule whose backward asks for gradients of inputs first.
+        """
+        trains = any(param.param.requires_grad for unit in self._unit.scope.units for param in unit.params)
+        if trains and not any(state._fsdp_param_group.has_reduced for state in self.all_states):
+            raise RuntimeError(
+                "No microbatch of a pipeline has left a gradient in a stage that fully_shard sharded. Schedules that compute "
+                "gradients of weights apart from those of inputs (zero bubble: ScheduleInterleavedZeroBubble, "
+                "ScheduleZBVZeroBubble, ScheduleDualPipeV) are not supported: take ScheduleGPipe, Schedule1F1B, "
+                "ScheduleInterleaved1F1B or ScheduleLoopedBFS."
+            )
+
+
+def register(modules: list[nn.Module], unit: Unit) -> None:
+    """Enter modules that a unit was made of where torch looks for FSDP2's."""
+    state = UnitState(unit)
+    for module in modules:
+        module.__dict__.setdefault(STATE_KEY, OrderedDict())[_torchs_fully_shard] = state
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[_torchs_fully_shard.__name__] = RegistryItem()
+
+
+def state_of(module: nn.Module) -> UnitState | None:
+    """The state of a module that ``fully_shard`` sharded; None for any other, also one of FSDP2's."""
+    state = module.__dict__.get(STATE_KEY, {}).get(_torchs_fully_shard)
+    return state if isinstance(state, UnitState) else None
+
+
+def is_fsdp2s(module: nn.Module) -> bool:
+    """Whether torch's own ``fully_shard`` sharded a module."""
+    state = module.__dict__.get(STATE_KEY, {}).get(_torchs_fully_shard)
+    return state is not None and not isinstance(state, UnitState)

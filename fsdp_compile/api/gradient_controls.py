@@ -1,0 +1,296 @@
+"""What users set on sharded modules: when gradients are synchronised and how, and when parameters are resharded.
+
+All of it may be set at any time before the backward that it governs, also between a forward and its backward, and traces
+nothing anew but ``set_reshard_after_forward``.
+
+Source: the methods of torch's ``FSDPModule`` (torch/distributed/fsdp/_fully_shard/_fully_shard.py), whose names, arguments and
+meaning these have; ``register_comm_hook`` is FSDP1's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from passes.collectives.traced_hook import apply_in_place_hook, apply_reduce_hook
+
+from ..comm_hooks import BoundHook, bind_hook
+from ..runtime.gradients import call_hooks, discard, reduce_pending
+from ..torch_versions import RESET_DISCARDS_GRADIENTS, GradientReductionHandle, reduce_dtype
+from ..units.unit import Unit
+
+
+class Controls:
+    """A module with a unit that can be controlled."""
+
+    _fsdp_unit: Unit
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        """This module's unit, and with ``recurse`` those of all modules inside it."""
+        if not recurse:
+            return [self._fsdp_unit]
+        modules = cast(nn.Module, self).modules()
+        return list(dict.fromkeys(module._fsdp_unit for module in modules if isinstance(module, Controls)))
+
+
+class GradientControls(Controls):
+    """The part of ``FSDPModule`` that controls gradients."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Set whether backward reduces gradients: False accumulates full gradients without communication (``no_sync``).
+
+        Args:
+            requires_gradient_sync: also sets what :meth:`set_requires_all_reduce` sets.
+            recurse: for all units inside, too.
+        """
+        for unit in self._units(recurse):
+            unit.flags.reduce_grads = unit.flags.all_reduce_grads = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether backward all-reduces over the replicas of a 2-D mesh: False accumulates reduce-scattered gradients."""
+        for unit in self._units(recurse):
+            unit.flags.all_reduce_grads = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether another microbatch follows the next backward; for the whole model.
+
+        Every backward finishes its own reductions here, so there is none to wait for. When the last one ends, what earlier ones
+        accumulated in parameters that it did not reach is reduced, too.
+        """
+        self._fsdp_unit.scope.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether :meth:`finalize_backward` reduces what a backward did not, rather than the end of the last backward.
+
+        For N backwards without synchronisation, then ``set_requires_gradient_sync(True)`` and one finalisation. A unit that
+        synchronises while a backward reaches it is reduced there all the same.
+
+        Raises:
+            RuntimeError: this is not the root of its tree of units, or a backward runs.
+
+        Source: torch 2.15.
+        """
+        scope = self._root("set_manual_backward_finalization").scope
+        if enabled != scope.finalizes_by_hand and _in_backward():
+            raise RuntimeError("set_manual_backward_finalization cannot change the mode during a backward.")
+        scope.finalizes_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> _Finished | None:
+        """Reduce what backwards have accumulated, in all units that are set to synchronise, and reshard as the flags say.
+
+        Args:
+            async_op: return a handle to wait for. The reductions are over before that; it is there for FSDP2's signature.
+
+        Raises:
+            RuntimeError: this is not the root; backward is not finalised by hand; a backward runs; a unit holds a gradient
+                that was reduced over shards but not over replicas, or is not to be reduced over replicas.
+
+        Source: torch 2.15.
+        """
+        scope = self._root("finalize_backward").scope
+        if not scope.finalizes_by_hand:
+            raise RuntimeError("finalize_backward() wants set_manual_backward_finalization(True) ahead of the backward.")
+        if _in_backward():
+            raise RuntimeError("finalize_backward() must be called after the backward, not within it.")
+        for unit in scope.units:
+            _check_may_finalize(unit)
+        for unit in reversed(scope.units):
+            if unit.flags.reduce_grads:
+                call_hooks(reduce_pending(unit))
+            if unit.flags.reshard_after_backward:
+                unit.drop_full()
+        return _Finished() if async_op else None
+
+    def _root(self, method: str) -> Unit:
+        unit = self._fsdp_unit
+        if not unit.is_root:
+            raise RuntimeError(f"{method} must be called on the root, not on {unit.name}.")
+        return unit
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Set whether gathered parameters are freed after backward.
+
+        False keeps what compiled graphs gather, from the next forward on: later microbatches gather nothing, forward or
+        backward. A write to a parameter, an optimizer's step above all, makes the kept one stale, and it is gathered again.
+        """
+        for unit in self._units(recurse):
+            unit.flags.reshard_after_backward = reshard_after_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether backward gathers parameters again (True) or reads those of forward. Compiled graphs are traced again.
+
+        Raises:
+            ValueError: ``reshard_after_forward`` is no bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}.")
+        for unit in self._units(recurse):
+            unit.set_reshard_after_forward(reshard_after_forward)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Set whether a parameter that got no gradient in a backward counts as one with a gradient of zeros."""
+        for unit in self._units(recurse):
+            unit.flags.reduce_scatter_unused_params = reduce_scatter_unused_params
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set what this unit's gradients are divided by, in the place of the number of ranks.
+
+        It enters compiled graphs as an input: another value lowers nothing anew.
+
+        Raises:
+            ValueError: ``factor`` is not a positive number.
+        """
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor takes a positive number, not {factor!r}.")
+        self._fsdp_unit.flags.gradient_divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Set whether this unit's collectives only sum, and divisions are kernels of their own."""
+        self._fsdp_unit.flags.force_sum_reduction = enable
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Let a function reduce the gradients of this unit and of all units inside, bucket by bucket.
+
+        Args:
+            state: handed to the hook as it is; ``None`` if it needs nothing.
+            hook: ``hook(state, grad, output)``: reduces the flat gradient ``[ranks * n]`` into this rank's shard ``[n]``, in
+                the dtype of the reduction. Where every rank holds whole parameters (a shard dimension of one rank),
+                ``hook(state, grad)`` reduces in place and also over the replicas. It is traced: ordinary tensor operations and
+                ``torch.distributed`` calls, in place or not; it runs as Python only while it is traced. Its divisions
+                replace those of the reduction; the replicas of a 2-D mesh are averaged afterwards.
+
+        Raises:
+            TypeError: the hook has other parameters.
+            ValueError: a hook that reduces in place, for a unit that is sharded over several ranks; or a second hook.
+            HookNotTraceable: the hook cannot be traced; the message says why.
+
+        Nothing is registered unless all units can take the hook. Source: ``FullyShardedDataParallel.register_comm_hook``.
+        """
+        bound = bind_hook(state, hook)
+        units = self._units(recurse=True)
+        for unit in units:
+            _check_comm_hook(unit, bound)
+        for unit in units:
+            unit.flags.comm_hook = bound.reduce or bound.in_place
+            unit.flags.comm_hook_in_place = bound.reduce is None
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Let a function change this unit's reduced gradient shards in place, after the all-reduce of a 2-D mesh or, on a 1-D
+        one, after the reduce-scatter, ahead of a division that is a kernel of its own. It is traced.
+
+        Args:
+            hook: ``hook(reduced)``, of the flat shard of a bucket.
+            stream: only None; a graph runs on one stream.
+
+        Raises:
+            NotImplementedError: ``stream`` is given.
+            HookNotTraceable: the hook cannot be traced.
+        """
+        if stream is not None:
+            raise NotImplementedError(
+                "set_all_reduce_hook(stream=...): the hook is part of a compiled graph, which runs on one stream."
+            )
+        for like in _examples(self._fsdp_unit):
+            _trace(functools.partial(apply_in_place_hook, hook), like)
+        self._fsdp_unit.flags.all_reduce_hook = hook
+
+    def set_custom_all_gather(self, comm: object) -> NoReturn:
+        """Not supported: a Python object that communicates cannot enter a graph."""
+        raise NotImplementedError(
+            "set_custom_all_gather: gathers are collectives of a compiled graph, and a Python object that communicates cannot "
+            "enter it. Use a process group with the backend that you want."
+        )
+
+    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
+        """Not supported: a Python object that communicates cannot enter a graph; :meth:`register_comm_hook` can."""
+        raise NotImplementedError(
+            "set_custom_reduce_scatter: reductions are collectives of a compiled graph, and a Python object that communicates "
+            "cannot enter it. register_comm_hook(state, hook) takes a function that reduces, which is traced."
+        )
+
+    def reset_iter_state(self) -> None:
+        """Recover after an exception in forward or backward: forget gathered parameters, and gradients that wait for
+        communication. From torch 2.15 on ``param.grad``, too, before that it stays as it is. Start the sequence of microbatches
+        anew.
+
+        Raises:
+            RuntimeError: this is not the root of its tree of units.
+        """
+        unit = self._root("reset_iter_state")
+        unit.scope.active = False
+        discard(unit.scope)
+        if RESET_DISCARDS_GRADIENTS:
+            for member in unit.scope.units:
+                for param in member.params:
+                    param.param.grad = None
+
+
+class _Finished(GradientReductionHandle):
+    """The handle of reductions that are over."""
+
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _check_may_finalize(unit: Unit) -> None:
+    if not unit.mesh.replicate_group or not unit.flags.reduce_grads:
+        return
+    where = unit.name or "the root"
+    waits = [param for param in unit.params if param.state.is_accumulating]
+    if waits and not unit.flags.all_reduce_grads:
+        raise RuntimeError(f"finalize_backward() reduces over replicas, too: call set_requires_all_reduce(True) on {where}.")
+    if any(param.state.partial_grad is not None for param in waits):
+        raise RuntimeError(
+            f"finalize_backward() takes full gradients, but those of {where} were reduced over shards already, with "
+            "set_requires_all_reduce(False). Use set_requires_gradient_sync(False) for the microbatches before."
+        )
+
+
+def _examples(unit: Unit) -> list[Tensor]:
+    """Fake flat shards like those that hooks of a unit get, one for each dtype."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        dtypes = {reduce_dtype(unit.mp_policy, dtype) or unit.mp_policy.param_dtype or dtype for dtype in unit.storages}
+        return [torch.empty(8, dtype=dtype, device=unit.mesh.device) for dtype in sorted(dtypes, key=str)]
+
+
+def _trace(function: Callable[[Tensor], Tensor], like: Tensor) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        make_fx(function)(like)
+
+
+def _check_comm_hook(unit: Unit, hook: BoundHook) -> None:
+    where = unit.name or "the root"
+    if unit.flags.comm_hook is not None:
+        raise ValueError(f"{where} has a communication hook already. Register one hook, once.")
+    world_size = unit.mesh.shard_size
+    if hook.reduce is None and world_size > 1:
+        raise ValueError(
+            f"{hook.name}(state, grad) reduces in place, but {where} is sharded over {world_size} ranks. Register a hook that "
+            "takes (state, grad, output) and writes this rank's shard to output."
+        )
+    for like in _examples(unit):
+        if hook.reduce is not None:
+            apply = functools.partial(apply_reduce_hook, hook.reduce, world_size=world_size)
+            _trace(apply, like.new_empty(world_size * like.numel()))
+        else:
+            assert hook.in_place is not None
+            _trace(functools.partial(apply_in_place_hook, hook.in_place), like)

@@ -1,0 +1,328 @@
+"""The classes that sharding gives to modules.
+
+A module that was passed to ``fully_shard`` becomes an ``FSDP<Class>``; one inside it that registers sharded parameters becomes
+a ``Sharded<Class>``. Both are generated subclasses of the module's own class on which every sharded parameter is a property:
+inside a forward it is ``unshard(shard, ...)``, outside it is the DTensor parameter. Dynamo traces such properties
+like any other Python, so the operators are in its graph, and nothing of the model's own code has to change. After ``unshard()``
+it is the full tensor outside, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._guards import TracingContext
+from torch.compiler import is_compiling
+
+# Bound once: code that wants ours instead puts it in the place of torch's.
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.nn.utils._named_member_accessor import swap_tensor
+
+from passes.ir.ops import unshard
+
+from ..runtime.uncompiled import Forward, read
+from ..units.sharded_param import ShardedParam, shard_attribute
+from ..units.unit import Scope, Unit
+from .casts import cast_inputs, cast_output
+from .composable import UnitState, state_of
+from .gradient_controls import GradientControls
+from .schedule_controls import ScheduleControls
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that a module belongs to, if it is one's or registers parameters of one."""
+    return module.__dict__.get("_fsdp_unit")
+
+
+class _Sharded:
+    """What both kinds of classes have in common."""
+
+    _fsdp_unit: Unit
+    _fsdp_scope: Scope
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A container makes new containers of its own class when it is sliced; they hold no shards of their own.
+        original = cls._fsdp_original_class  # type: ignore[attr-defined]
+        instance = original.__new__(original)
+        instance.__init__(*args, **kwargs)
+        return instance
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if is_compiling() and _leaves(fn, cast(nn.Module, self)):
+            # As a router that makes sure of its precision: what follows cannot be traced.
+            return self
+        with _SyncAfterApply(self._fsdp_unit), _HideUnchanged(self, fn) as applied:
+            return super()._apply(applied, recurse)  # type: ignore[misc]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        super().requires_grad_(requires_grad)  # type: ignore[misc]
+        for module in self.modules():  # type: ignore[attr-defined]
+            for sharded in module.__dict__.get("_fsdp_sharded", {}).values():
+                sharded.sync_requires_grad()
+        return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        sharded = self.__dict__.get("_fsdp_sharded", {}).get(name)
+        if sharded is not None:
+            sharded.check_replacement(param)
+        super().register_parameter(name, param)  # type: ignore[misc]
+        if sharded is not None:
+            sharded.unit.sync()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__} holds sharded parameters and cannot be copied. Copy the model before sharding, or build "
+            "another one and load_state_dict."
+        )
+
+
+def _leaves(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
+    """Whether a function gives every tensor of a module and of those inside it back, as ``to`` their own dtype does.
+
+    It is asked about shards in the place of parameters: guards that refer to a parameter would be in the way of replacing it.
+    """
+    for inner in module.modules():
+        sharded = inner.__dict__.get("_fsdp_sharded", {})
+        found = [getattr(inner, shard_attribute(name)) for name in sharded]
+        if any(one is None for one in found):
+            return False
+        others = [param for name, param in inner._parameters.items() if name not in sharded]
+        tensors = [*(shard for shard, _, _ in found), *others, *inner._buffers.values()]
+        if any(tensor is not None and fn(tensor) is not tensor for tensor in tensors):
+            return False
+    return True
+
+
+class _SyncAfterApply:
+    """``Module._apply`` visits modules one by one; units follow when the outermost call is done."""
+
+    _depth = 0
+    _touched: dict[Unit, None] = {}  # noqa: RUF012
+
+    def __init__(self, unit: Unit):
+        self._unit = unit
+
+    def __enter__(self) -> None:
+        _SyncAfterApply._depth += 1
+        _SyncAfterApply._touched[self._unit] = None
+
+    def __exit__(self, *_: Any) -> None:
+        _SyncAfterApply._depth -= 1
+        if _SyncAfterApply._depth == 0:
+            touched, _SyncAfterApply._touched = _SyncAfterApply._touched, {}
+            for unit in touched:
+                unit.sync()
+
+
+class _HideUnchanged:
+    """Spares a module's own parameters ``Module._apply`` where it would leave them as they are, as ``to`` their own dtype does.
+
+    It would swap each with a new one all the same, which torch refuses for a tensor that guards of a compiled graph refer to.
+    """
+
+    def __init__(self, module: Any, fn: Callable[[Tensor], Tensor]):
+        self._params: dict[str, nn.Parameter | None] = module._parameters
+        self._sharded: tuple[str, ...] = tuple(module.__dict__.get("_fsdp_sharded", ()))
+        self._fn = fn
+        self._changed: dict[int, Tensor] = {}
+        self._unchanged: dict[str, nn.Parameter] = {}
+
+    @torch.no_grad()
+    def __enter__(self) -> Callable[[Tensor], Tensor]:
+        for name in self._sharded:
+            param = self._params.get(name)
+            if param is None:
+                continue
+            result = self._fn(param)
+            if result is not param:
+                self._changed[id(param)] = result
+                continue
+            if param.grad is not None:
+                param.grad = self._fn(param.grad)
+            self._unchanged[name] = param
+            self._params[name] = None
+        return lambda tensor: self._changed.pop(id(tensor)) if id(tensor) in self._changed else self._fn(tensor)
+
+    def __exit__(self, *_: Any) -> None:
+        self._params.update(self._unchanged)
+
+
+class FSDPModule(GradientControls, ScheduleControls, _Sharded):
+    """Mixin of modules that were passed to ``fully_shard``.
+
+    They are instances of torch's ``FSDPModule``, too: it stands behind the module's own class among the bases of theirs.
+    """
+
+    def _get_fsdp_state(self) -> UnitState | None:
+        # Where torch finds FSDP2's state.
+        return state_of(cast(nn.Module, self))
+
+
+def _sharded_property(name: str) -> property:
+    attribute = shard_attribute(name)
+
+    # Dynamo goes through this for each parameter of each layer: every object and attribute on the way costs time, and a guard.
+    def read(self: Any) -> Any:
+        if not is_compiling():
+            return _read_eagerly(self, name)
+        if not self._fsdp_scope.active:
+            return self._parameters[name]
+        found = getattr(self, attribute)
+        if found is None:
+            raise RuntimeError(self._fsdp_sharded[name].meta_message())
+        shard, args, kwargs = found
+        return unshard(shard, *args, **kwargs)
+
+    return property(read)
+
+
+@torch._disable_dynamo
+def _read_eagerly(module: Any, name: str) -> Any:
+    sharded: ShardedParam = module._fsdp_sharded[name]
+    if name not in module._parameters:
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+    registered = module._parameters[name]
+    if registered is not sharded.param:
+        # torch.func.functional_call puts tensors there.
+        return sharded.compute_with(registered) if module._fsdp_scope.active else registered
+    if not module._fsdp_scope.active:
+        unsharded = sharded.unsharded()
+        return registered if unsharded is None else unsharded
+    if sharded.shard.is_meta:
+        raise RuntimeError(sharded.meta_message())
+    full = read(sharded)
+    if full is None:
+        sharded.sync_requires_grad()
+        full = unshard(sharded.shard, *sharded.args, **sharded.kwargs)
+    return full
+
+
+@torch.compiler.assume_constant_result
+def _refuse_traced_functional_call() -> bool:
+    """Dynamo runs this where it traces a forward.
+
+    Raises:
+        RuntimeError: ``functional_call`` is traced, too. What it puts into modules is there for Dynamo alone: traced properties
+            would have to look for it, each with guards that no other call needs.
+    """
+    if swap_tensor.__code__ in (TracingContext.get_traced_code() or ()):
+        raise RuntimeError(
+            "torch.func.functional_call is traced together with a module that fully_shard sharded, whose shards compiled code "
+            "reads whatever functional_call is given. Call it uncompiled, or write values to the parameters."
+        )
+    return True
+
+
+def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
+    """Wrap a forward so that parameters read as full tensors while it runs.
+
+    Args:
+        forward: the function; its first argument is the module.
+        casts: apply the policy's casts of inputs and outputs (the unit's own forward).
+    """
+
+    @functools.wraps(forward)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = self._fsdp_scope
+        was_active = scope.active
+        if was_active and not casts:
+            return forward(self, *args, **kwargs)
+        unit = self._fsdp_unit
+        policy = unit.mp_policy
+        uncompiled = None if is_compiling() else Forward(unit, self, casts)
+        scope.active = True
+        try:
+            if is_compiling() and not was_active:
+                _refuse_traced_functional_call()
+            if casts:
+                args, kwargs = cast_inputs(policy, args, kwargs)
+            result = forward(self, *args, **kwargs)
+            if casts:
+                result = cast_output(policy, result)
+            if uncompiled is not None:
+                uncompiled.returns(result)
+            return result
+        finally:
+            scope.active = was_active
+            if uncompiled is not None:
+                uncompiled.end()
+
+    return wrapped
+
+
+def _make_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
+    key = (original, names, is_unit)
+    if key not in _classes:
+        _classes[key] = _new_class(*key)
+    return _classes[key]
+
+
+_classes: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
+
+
+def _new_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
+    base, prefix = (FSDPModule, "FSDP") if is_unit else (_Sharded, "Sharded")
+    namespace: dict[str, Any] = {name: _sharded_property(name) for name in names}
+    if not issubclass(original, OptimizedModule):
+        # Which runs that of the module inside.
+        namespace["forward"] = _in_unit(original.forward, casts=is_unit)
+    namespace["_fsdp_original_class"] = original
+    namespace["__module__"] = original.__module__
+    bases = (base, original, TorchFSDPModule) if is_unit else (base, original)
+    return type(f"{prefix}{original.__name__}", bases, namespace)
+
+
+def swap_class(module: nn.Module, unit: Unit, is_unit: bool) -> None:
+    """Make ``module`` an instance of its generated class, in place.
+
+    Args:
+        module: a module that the unit was made of, or one inside it that registers parameters of it.
+        unit: the unit.
+        is_unit: the former: it becomes ``FSDP<Class>``, else ``Sharded<Class>``.
+    """
+    module._fsdp_unit = unit  # type: ignore[assignment]
+    module._fsdp_scope = unit.scope  # type: ignore[assignment]
+    names = tuple(module.__dict__.get("_fsdp_sharded", ()))
+    module.__class__ = _make_class(type(module), names, is_unit)
+    if "forward" in module.__dict__:
+        # A forward patched onto the instance hides the class's.
+        _wrap_on_instance(module, "forward", casts=is_unit)
+    module.register_load_state_dict_post_hook(lambda _module, _keys: unit.sync())
+
+
+def swap_class_of_wrapper(wrapper: OptimizedModule) -> None:
+    """Make what ``torch.compile`` gave of a module that a unit was made of an ``FSDPModule``, too.
+
+    It has the attributes of the module inside, and so its unit.
+    """
+    wrapper.__class__ = cast("type[OptimizedModule]", _make_class(type(wrapper), (), True))
+
+
+def _wrap_on_instance(module: nn.Module, name: str, casts: bool) -> None:
+    """Let a module's own method read full parameters, under the signature that it has."""
+    method = getattr(module, name)
+    wrapped = _in_unit(lambda self, *args, **kwargs: method(*args, **kwargs), casts)
+    setattr(module, name, functools.wraps(method)(lambda *args, **kwargs: wrapped(module, *args, **kwargs)))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than ``forward`` read full parameters too, such as ``generate``.
+
+    Args:
+        module: a module that ``fully_shard`` sharded.
+        method_name: the name of its method.
+
+    Raises:
+        AttributeError: the module has no such method.
+
+    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.
+    """
+    if not callable(getattr(module, method_name, None)):
+        raise AttributeError(f"{type(module).__name__} has no method {method_name!r} to register.")
+    if isinstance(module, FSDPModule):
+        _wrap_on_instance(module, method_name, casts=True)

@@ -1,0 +1,185 @@
+"""What users set on sharded modules: when gathers start, when parameters are gathered and freed by hand, and how much
+communication is in flight. docs/schedule.md says what each means in a graph.
+
+Source: the methods of torch's ``FSDPModule`` (torch/distributed/fsdp/_fully_shard/_fully_shard.py), whose names, arguments and
+meaning these have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import torch
+from torch.distributed.fsdp import UnshardHandle
+
+from ..runtime.uncompiled import reshard_by_hand
+from ..runtime.unsharding import finish_unshard, start_unshard
+from ..units.unit import Event, Unit
+from .gradient_controls import Controls
+
+
+class _PendingUnshard(UnshardHandle):
+    """The handle of a unit whose gathers are in flight."""
+
+    def __init__(self, unit: Unit):
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        if self._unit is not None:
+            finish_unshard(self._unit)
+            self._unit = None
+
+
+class ScheduleControls(Controls):
+    """The part of ``FSDPModule`` that controls the schedule."""
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[ScheduleControls]) -> None:
+        """Set which units' gathers start in forward when this unit's compute starts, in this order.
+
+        Args:
+            modules: sharded modules of the same tree; an empty list restores the default, the next unit.
+
+        Raises:
+            ValueError: an entry is not sharded, or belongs to another tree of sharded modules.
+        """
+        self._fsdp_unit.forward_prefetch = self._listed(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[ScheduleControls]) -> None:
+        """Set which units' gathers start in backward when this unit's compute starts there: as
+        :meth:`set_modules_to_forward_prefetch`."""
+        self._fsdp_unit.backward_prefetch = self._listed(modules, "set_modules_to_backward_prefetch")
+
+    def _listed(self, modules: Iterable[object], method: str) -> tuple[Unit, ...]:
+        units = []
+        for module in modules:
+            if not isinstance(module, ScheduleControls):
+                raise ValueError(
+                    f"{method} takes modules that fully_shard has sharded, but got {type(module).__name__}: {module}"
+                )
+            if module._fsdp_unit.scope is not self._fsdp_unit.scope:
+                raise ValueError(
+                    f"{method} was called on {self._fsdp_unit.name or 'the root'} ({type(self).__name__}) with "
+                    f"{module._fsdp_unit.name or 'the root'} ({type(module).__name__}), a unit of another tree. Call it after "
+                    "fully_shard on the module that holds both."
+                )
+            units.append(module._fsdp_unit)
+        return tuple(units)
+
+    @torch._disable_dynamo
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters now, in the dtype that they compute in; not those of units inside.
+
+        The next compiled forward takes them and gathers nothing. Until then, or until :meth:`reshard`, the module's attributes
+        are the full tensors; ``state_dict``, ``parameters`` and optimizers go on seeing shards.
+
+        Args:
+            async_op: only start; a forward that comes before the handle's ``wait`` waits by itself.
+
+        Returns:
+            The handle, with ``async_op``.
+
+        Raises:
+            RuntimeError: a parameter is on the meta device.
+        """
+        start_unshard(self._fsdp_unit)
+        if async_op:
+            return _PendingUnshard(self._fsdp_unit)
+        finish_unshard(self._fsdp_unit)
+        return None
+
+    @torch._disable_dynamo
+    def reshard(self) -> None:
+        """Free this unit's gathered parameters: those that :meth:`unshard` gathered or that outlived a backward, and those that
+        an uncompiled forward has left for its backward, which gathers them again."""
+        reshard_by_hand(self._fsdp_unit)
+        self._fsdp_unit.drop_full()
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward may gather this unit. Graphs gather what backward reads and nothing else, so that there is
+        nothing to save: with False, a backward that does read a parameter raises a ``RuntimeError`` that names it."""
+        self._fsdp_unit.flags.unshard_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: Event | None) -> None:
+        """Let the next forward wait for an event, ahead of its gathers; for the whole model.
+
+        Args:
+            event: None: nothing to wait for, which is what the current stream of a CPU records.
+
+        Raises:
+            TypeError: ``event`` has no ``wait``.
+        """
+        if event is not None and not callable(getattr(event, "wait", None)):
+            raise TypeError(f"set_post_optim_event takes an event with a wait() method, such as torch.Event, not {event!r}.")
+        self._fsdp_unit.scope.post_optim_event = event
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Set whether reduce-scatters have a process group for themselves, over the same ranks, so that NCCL runs them beside
+        gathers. All ranks have to call it. A communication hook goes on using what it uses.
+
+        Args:
+            enable: False: they share the group of the gathers.
+            recurse: for all units inside, too.
+        """
+        for unit in self._units(recurse):
+            unit.flags.reduce_scatter_group = unit.mesh.reduce_scatter_group() if enable else ""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Set how many reduce-scatters may be in flight, each holding its unit's whole gradient. Of a graph's units the
+        largest number counts; a unit without one has two, or with replicas one.
+
+        Raises:
+            TypeError: ``max_input_buffers`` is no int.
+            ValueError: it is not positive.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"set_reduce_scatter_max_input_buffers takes an int, not {max_input_buffers!r}.")
+        if max_input_buffers < 1:
+            raise ValueError(f"set_reduce_scatter_max_input_buffers takes a positive number, not {max_input_buffers}.")
+        for unit in self._units(recurse):
+            unit.flags.max_pending_reductions = max_input_buffers
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted, and without effect: in a graph every gather is asynchronous and allocates on the stream that computes,
+        which is what True asks FSDP2 for; where it starts is for defaults and lists to say in either case."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not supported but as False, the default: buffers of collectives are values of the graph.
+
+        Raises:
+            NotImplementedError: ``enable`` is True.
+        """
+        if enable:
+            raise NotImplementedError(_BUFFERS.format("set_allocate_memory_from_process_group_for_comm"))
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Not supported but as False, the default: gathered parameters are values of the graph, at no address of their own.
+
+        Raises:
+            NotImplementedError: ``keep`` is True.
+        """
+        if keep:
+            raise NotImplementedError(_BUFFERS.format("set_keep_unsharded_storage"))
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Not supported: buffers of collectives are values of the graph."""
+        raise NotImplementedError(_BUFFERS.format("set_symm_mem_for_comm"))
+
+
+_BUFFERS = (
+    "{}: buffers of collectives are values of a compiled graph, allocated like all others; a process group cannot bring its "
+    "own. Leave the call out."
+)
+
+
+def share_comm_ctx(modules: Sequence[object]) -> None:
+    """Accepted, and without effect: FSDP2 lets modules share streams for communication, and graphs have none of their own.
+
+    Raises:
+        ValueError: an entry was not passed to ``fully_shard``.
+
+    Source: ``torch.distributed.fsdp.share_comm_ctx``.
+    """
+    for module in modules:
+        if not isinstance(module, ScheduleControls):
+            raise ValueError(f"share_comm_ctx takes modules that fully_shard has sharded, but got {type(module).__name__}.")

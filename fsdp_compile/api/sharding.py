@@ -1,0 +1,400 @@
+"""``fully_shard``: shard a module's parameters in place, with the signature and meaning of
+``torch.distributed.fsdp.fully_shard`` (FSDP2)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from passes.collectives.layout import REPLICATED
+
+from ..runtime.owner import attach
+from ..torch_versions import check_policy
+from ..units.mesh import ShardingMesh
+from ..units.sharded_param import ShardedParam
+from ..units.unit import Unit
+from .composable import is_fsdp2s, register, state_of
+from .module import FSDPModule, swap_class, swap_class_of_wrapper, unit_of
+
+M = TypeVar("M", bound=nn.Module)
+# Also torch's ShardPlacementResult, which torch 2.11 lacks.
+ShardPlacementFn = Callable[[nn.Parameter], Any]
+
+
+@overload
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: object | None = None,
+) -> M: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: object | None = None,
+) -> list[nn.Module]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen; FSDP2's own default)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: object | None = None,
+) -> Any:
+    """Shard a module's parameters over a mesh, in place.
+
+    Call it bottom-up: each call groups the parameters that no earlier call on a submodule took into one *unit*, which is
+    gathered with one collective and reduced with one. Outside of a forward, parameters are ``DTensor`` s; inside, reading
+    one gives the full tensor. Compile the result with ``torch.compile(model, backend=fsdp_backend)``.
+
+    Args:
+        module: the module, or a list of modules to make one unit of. What ``torch.compile`` gave of a module stands for it.
+        mesh: 1-D for FSDP; 2-D (replicate, shard) for HSDP. None: all ranks. The first use of a mesh is a collective call of
+            its ranks, which sets up how they communicate: NCCL's communicators, over Gloo a second group for each.
+        reshard_after_forward: True: backward gathers the unit again. False: the gathered parameters live until backward.
+            None: True for all units but the root. An int: keep shards of a group of so many ranks, and gather over that.
+        shard_placement_fn: gives ``Shard(dim)``, or None for ``Shard(0)``, for a parameter, or torch's ``ShardPlacementResult``
+            of one of these and ``mesh``. Dimensions other than 0 must divide by the number of ranks.
+        mp_policy: dtypes of computation and reduction.
+        offload_policy: only the default, which does not offload.
+        ignored_params: parameters to leave as they are.
+        dp_mesh_dims: only None: it is for parameters that are DTensors on a mesh of more dimensions.
+
+    Returns:
+        ``module``. Its class is now ``FSDP<Class>``, a subclass of its own class and of :class:`FSDPModule`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, NotImplementedError: the arguments do not fit the module; nothing has changed then.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fully_shard.py; scalars are kept whole on every rank, which FSDP2 refuses.
+    """
+    modules = _check_modules(module)
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            f"dp_mesh_dims={dp_mesh_dims!r} is for parameters that are DTensors already, which is not supported yet. Pass the "
+            "dimensions to shard and replicate over as the mesh: mesh=mesh['dp'] or mesh['replicate', 'shard']."
+        )
+    if type(offload_policy) is not OffloadPolicy:
+        raise NotImplementedError(
+            f"offload_policy={offload_policy!r} is not supported yet; leave it at OffloadPolicy(), which does not offload."
+        )
+    check_policy(mp_policy)
+    ignored = _check_ignored(ignored_params)
+    found = _collect_parameters(modules, ignored)
+    sharding_mesh = ShardingMesh.of(mesh)
+    dims = {param: _shard_dim(param, owners, sharding_mesh, shard_placement_fn) for param, owners in found.items()}
+    _check_dtypes(found)
+    _check_devices(found)
+
+    unit = Unit(modules, sharding_mesh, mp_policy, reshard_after_forward, attach)
+    wrappers = [wrapper for wrapper in _as_list(module) if isinstance(wrapper, OptimizedModule)]
+    owners = [owner for owners in found.values() for owner, _, _ in owners]
+    with _all_or_nothing([*modules, *wrappers, *owners], found):
+        _install(unit, found, dims)
+        for member in modules:
+            swap_class(member, unit, is_unit=True)
+        for wrapper in wrappers:
+            swap_class_of_wrapper(wrapper)
+        register([*modules, *wrappers], unit)
+        unit.allocate()
+        for member in modules:
+            _name_units(member)
+    for param in ignored:
+        param._fsdp_ignored = True  # type: ignore[attr-defined]
+    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _all_or_nothing(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Leave modules and parameters as they were if the ``with`` block fails."""
+    before = [(module, type(module), [module.__dict__, *_dictionaries(module)]) for module in dict.fromkeys(modules)]
+    copies = [[dict(found) for found in dictionaries] for _, _, dictionaries in before]
+    untouched = [param for param in params if not hasattr(param, "_fsdp_sharded_as")]
+    try:
+        yield
+    except BaseException:
+        for (module, kind, dictionaries), kept in zip(before, copies, strict=True):
+            module.__class__ = kind
+            for dictionary, copy in zip(dictionaries, kept, strict=True):
+                dictionary.clear()
+                dictionary.update(copy)
+        for param in untouched:
+            param.__dict__.pop("_fsdp_sharded_as", None)
+        raise
+
+
+def _dictionaries(module: nn.Module) -> list[dict[str, Any]]:
+    """What a module keeps its parameters, hooks and the like in."""
+    return [value for value in module.__dict__.values() if isinstance(value, dict)]
+
+
+def _check_modules(module: Any) -> list[nn.Module]:
+    modules = _as_list(module)
+    if not modules:
+        raise ValueError("fully_shard got an empty list of modules.")
+    # What torch.compile gave of a module only calls it.
+    modules = [member._orig_mod if isinstance(member, OptimizedModule) else member for member in modules]
+    for member in modules:
+        if not isinstance(member, nn.Module):
+            raise TypeError(f"fully_shard takes a module or a list of modules, but got {type(member).__name__}.")
+        if isinstance(member, FSDPModule):
+            raise ValueError(
+                f"{type(member).__name__} is sharded already. Call fully_shard once for each module, inner modules first."
+            )
+        if isinstance(member, (nn.ModuleList, nn.ModuleDict)) and type(member).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard cannot shard a {type(member).__name__}, which has no forward. Shard its modules one by one, "
+                "or pass them as a list to make one unit."
+            )
+    if len(set(modules)) < len(modules):
+        twice = next(member for index, member in enumerate(modules) if any(member is other for other in modules[:index]))
+        raise ValueError(f"fully_shard got a list that holds the same {type(twice).__name__} twice. List each module once.")
+    for member in modules:
+        for name, inner in member.named_modules():
+            if name and any(inner is other for other in modules):
+                raise ValueError(
+                    f"fully_shard got a list whose modules nest: {type(inner).__name__} is '{name}' of "
+                    f"{type(member).__name__}. List only modules that do not contain each other."
+                )
+    return modules
+
+
+def _as_list(module: Any) -> list[Any]:
+    return list(module) if isinstance(module, (list, tuple)) else [module]
+
+
+def _check_ignored(ignored_params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    ignored = set(ignored_params or ())
+    for entry in ignored:
+        if not isinstance(entry, nn.Parameter):
+            raise TypeError(
+                f"ignored_params must hold nn.Parameter objects, but has {type(entry).__name__} ({str(entry)[:60]!r}). "
+                "Pass the parameters themselves, such as {model.head.weight}."
+            )
+    return ignored
+
+
+_Owners = list[tuple[nn.Module, str, str]]
+
+
+def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, _Owners]:
+    """Parameters that no unit has yet, in registration order, with their owners: (module, its name for it, name in the unit).
+
+    Also owners of a parameter that a unit further in has taken (tied across units): they join that parameter's owners.
+    """
+    found: dict[nn.Parameter, _Owners] = {}
+    visited: set[nn.Module] = set()
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if module in visited or (unit_of(module) is not None and isinstance(module, FSDPModule)):
+            return
+        if is_fsdp2s(module):
+            raise ValueError(
+                f"{prefix.rstrip('.') or type(module).__name__} is sharded by torch's own fully_shard. Import it from one of "
+                "torch.distributed.fsdp and fsdp_compile for the whole model."
+            )
+        visited.add(module)
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            if name in module.__dict__.get("_fsdp_sharded", ()):
+                raise ValueError(
+                    f"Parameter {prefix}{name} is sharded already, by an earlier call on a module around it. Call fully_shard "
+                    "on inner modules first."
+                )
+            if isinstance(param, DTensor):
+                raise NotImplementedError(
+                    f"Parameter {prefix}{name} is a DTensor already. Sharding on top of tensor parallelism is not supported "
+                    "yet: leave parallelize_module out, or add the parameter to ignored_params, which leaves it as it is."
+                )
+            if _has_ways_of_its_own(param):
+                raise NotImplementedError(
+                    f"Parameter {prefix}{name} is a {type(param).__name__}, a tensor subclass with operators or gathers of its "
+                    "own, which a shard would lose. Add it to ignored_params, which leaves it whole on every rank, or convert "
+                    "the model after sharding."
+                )
+            if not param.is_contiguous():
+                raise NotImplementedError(
+                    f"Parameter {prefix}{name} is not contiguous (stride {param.stride()}). Make it so before sharding."
+                )
+            found.setdefault(param, []).append((module, name, prefix + name))
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.")
+
+    for index, module in enumerate(modules):
+        visit(module, f"{index}." if len(modules) > 1 else "")
+    return found
+
+
+def _has_ways_of_its_own(param: nn.Parameter) -> bool:
+    """Whether a parameter is more than a plain tensor: not so where a subclass of ``nn.Parameter`` only adds attributes."""
+    kind = type(param)
+    if issubclass(kind, FakeTensor):
+        return False
+    overrides = kind.__torch_function__ not in (Tensor.__torch_function__, nn.Parameter.__torch_function__)
+    return overrides or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or hasattr(param, "fsdp_pre_all_gather")
+
+
+def _shard_dim(param: nn.Parameter, owners: _Owners, mesh: ShardingMesh, shard_placement_fn: ShardPlacementFn | None) -> int:
+    if param.dim() == 0:
+        return REPLICATED
+    name = owners[0][2]
+    placement: Any = shard_placement_fn(param) if shard_placement_fn else None
+    mesh_info = getattr(placement, "mesh_info", None)
+    if mesh_info is not None:
+        # torch's ShardPlacementResult.
+        placement = placement.placement
+        if mesh_info.mesh != mesh.mesh:
+            raise NotImplementedError(
+                f"shard_placement_fn returned another mesh for parameter {name} than fully_shard has, {mesh_info.mesh}. Shard "
+                "the module that holds it with a call of its own, with mesh= that mesh."
+            )
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(f"shard_placement_fn must return a Shard or None, but returned {placement!r} for parameter {name}.")
+    if not -param.dim() <= placement.dim < param.dim():
+        raise ValueError(f"shard_placement_fn returned {placement} for parameter {name} of shape {tuple(param.shape)}.")
+    dim = placement.dim % param.dim()
+    if dim > 0 and param.size(dim) % mesh.shard_size:
+        raise NotImplementedError(
+            f"Parameter {name} of shape {tuple(param.shape)} cannot be sharded evenly as {placement} over {mesh.shard_size} "
+            "ranks. Only Shard(0) may be uneven: return Shard(0), or a dimension that divides."
+        )
+    return dim
+
+
+def _check_devices(found: dict[nn.Parameter, _Owners]) -> None:
+    names: dict[bool, str] = {}
+    for param, owners in found.items():
+        names.setdefault(param.is_meta, owners[0][2])
+    if len(names) > 1:
+        raise ValueError(
+            f"Parameters of one unit must all be on the meta device or none, but {names[True]} is on it and {names[False]} is "
+            "not. Move one of them, or shard the module that holds it separately."
+        )
+
+
+def _check_dtypes(found: dict[nn.Parameter, _Owners]) -> None:
+    first: dict[torch.dtype, str] = {}
+    for param, owners in found.items():
+        if param.requires_grad:
+            first.setdefault(param.dtype, owners[0][2])
+    if len(first) > 1:
+        (dtype, name), (other_dtype, other) = list(first.items())[:2]
+        raise ValueError(
+            f"Trainable parameters of one unit must share a dtype, but {name} is {dtype} and {other} is {other_dtype}. "
+            "Cast one of them, shard the module that holds it separately, or freeze it."
+        )
+
+
+def _install(unit: Unit, found: dict[nn.Parameter, _Owners], dims: dict[nn.Parameter, int]) -> None:
+    """Put sharded parameters in the place of the full ones and swap their owners' classes."""
+    owned: dict[nn.Module, dict[str, ShardedParam]] = {module: {} for module in unit.modules}
+    for param, owners in found.items():
+        sharded = cast("ShardedParam | None", getattr(param, "_fsdp_sharded_as", None))
+        if sharded is None:
+            sharded = ShardedParam(unit, [], owners[0][2], param, dims[param])
+            unit.params.append(sharded)
+            # Whoever meets this parameter object again, tied to a module of another unit, finds the sharded one.
+            param._fsdp_sharded_as = sharded  # type: ignore[attr-defined]
+        for module, name, _ in owners:
+            sharded.owners.append((module, name))
+            owned.setdefault(module, {})[name] = sharded
+        if sharded.unit is not unit:
+            sharded.update_operator_args()
+    for module, params in owned.items():
+        for name, sharded in params.items():
+            module._parameters[name] = sharded.param
+        module._fsdp_sharded = params  # type: ignore[assignment]
+        if module not in unit.modules:
+            swap_class(module, unit, is_unit=False)
+
+
+def _name_units(root: nn.Module) -> None:
+    """Name all units in ``root``, and their parameters, from there; those inside are no roots."""
+    prefixes = {module: _without_wrappers(prefix) for prefix, module in root.named_modules()}
+    root_unit = unit_of(root)
+    assert root_unit is not None
+    scope = root_unit.scope
+    units = dict.fromkeys(unit for module in prefixes if (unit := unit_of(module)) is not None)
+    scope.units = list(units)
+    for module in prefixes:
+        if unit_of(module) is not None:
+            module._fsdp_scope = scope  # type: ignore[assignment]
+    for unit in units:
+        unit.name = prefixes.get(unit.modules[0], unit.name)
+        unit.is_root = unit.is_root and root in unit.modules
+        unit.scope = scope
+        for sharded in unit.params:
+            module, name = sharded.owners[0]
+            sharded.name = ".".join(part for part in (prefixes.get(module, ""), name) if part)
+            sharded.update_operator_args()
+
+
+def _without_wrappers(name: str) -> str:
+    """A name without the parts that torch.compile's wrappers put in, as checkpoints have it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    """Broadcast parameters and buffers from the mesh's first rank to all its ranks, across both dimensions of a 2-D mesh.
+
+    Call it before sharding, on a module that every rank has built: afterwards all ranks start from the first one's values.
+
+    Args:
+        module: a module with plain (not sharded) parameters, none of them on the meta device.
+        mesh: the mesh that the module will be sharded on. None: all ranks.
+
+    Raises:
+        ValueError: a parameter is sharded already, or on the meta device. Nothing has been sent then.
+
+    Source: ``sync_module_states`` of torch's FSDP1.
+    """
+    device_mesh = ShardingMesh.of(mesh).mesh
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in tensors:
+        if isinstance(tensor, DTensor):
+            raise ValueError(f"sync_module_states must come before fully_shard, but {name} is sharded already.")
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no value to send. Initialise it first, or shard and then load a state "
+                "dict with set_model_state_dict(..., options=StateDictOptions(broadcast_from_rank0=True))."
+            )
+    with torch.no_grad():
+        for dim in range(device_mesh.ndim):
+            group = device_mesh.get_group(dim)
+            source = torch.distributed.get_global_rank(group, 0)
+            for _, tensor in tensors:
+                torch.distributed.broadcast(tensor.detach(), source, group=group)

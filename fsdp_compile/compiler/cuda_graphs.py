@@ -1,0 +1,386 @@
+"""CUDA graphs: record what a lowered graph launches, and launch it again with one call of the host.
+
+A CUDA graph reads and writes the memory that it was recorded with. What that asks of inputs and outputs is settled here, for
+each program by itself, so that it gives what it would give without:
+
+- **Inputs** are read where they are for as long as they stay there: shards, and what another recording gives out. One that is
+  elsewhere each time, such as a batch, is copied to where the recording reads it; and back, if the program writes to it.
+- **Outputs** are lent: they lie in memory of the recording. While anybody holds one of them, the next call launches its kernels
+  one by one, into new memory: a second forward ahead of the first one's backward, gradients that stay. Small outputs that the
+  user sees, such as a loss, are copied, so that holding them is no obstacle.
+- **The first call** is not recorded: in it kernels are loaded and libraries get their workspaces.
+
+The recordings of a model share a pool of memory. Each holds its outputs there for good, so activations and gradients take
+memory between steps, too; what lives only within a program shares its place with that of the others.
+
+The purpose is that of torch's CUDA graph trees (torch/_inductor/cudagraph_trees.py). Those tell steps apart and overwrite
+what is held from an earlier one; here memory that somebody holds is never written to.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from passes.collectives.gloo import backend_of
+from passes.fx.graph import memory_of
+
+logger = logging.getLogger(__name__)
+
+#: An output that the user sees is copied up to this size, and lent above.
+SMALL_BYTES = 1 << 20
+
+# A program is recorded anew while its inputs settle; from then on, each that moves once more is copied.
+_MOST_SETTLING = 4
+
+#: Takes its arguments as a list, which it may empty.
+Program = Callable[[list[Any]], Sequence[Any]]
+
+
+class Recorder(Protocol):
+    """Records launches. Recordings of one recorder never run at the same time."""
+
+    def is_recording(self) -> bool:
+        """Whether somebody records already what is launched now."""
+        ...
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what a function launches, with or without doing it; gives what launches it."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs, with a pool of memory for all of them."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def is_recording(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use CUDA meanwhile: NCCL's watchdog does.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+#: What makes a recorder, by type of device.
+RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}
+
+
+class Recorders:
+    """What makes CUDA graphs of the programs of a model.
+
+    Args:
+        device: where its parameters are; None: it has none that are sharded.
+
+    Raises:
+        ValueError: nothing can be recorded there.
+    """
+
+    def __init__(self, device: torch.device | None):
+        if device is not None and device.type not in RECORDERS:
+            raise ValueError(
+                f"options['cudagraphs'] = True, and the model's parameters are on {device.type}, where there are no CUDA "
+                "graphs. Compile without the option."
+            )
+        self._recorders: dict[str, Recorder] = {}
+
+    def recorded(self, program: Program, graph: Graph, *, is_backward: bool, groups: Iterable[str]) -> Program:
+        """A program that is recorded; or the program itself, and a warning that says why.
+
+        Args:
+            program: what was made of the graph.
+            graph: the graph.
+            is_backward: which of the two it is.
+            groups: names of the process groups that it communicates over.
+
+        Raises:
+            ValueError: a group's collectives cannot be recorded.
+        """
+        title = _title(graph, is_backward)
+        device, reason = find_device(graph)
+        if device is None:
+            warnings.warn(f"options['cudagraphs']: {title} does not become a CUDA graph, because {reason}.", stacklevel=2)
+            return program
+        for group in groups if device.type == "cuda" else ():
+            if backend_of(group, device) == "gloo":
+                raise ValueError(
+                    f"options['cudagraphs'] = True, and {title} communicates over Gloo, for which the host copies. Use NCCL, "
+                    "or compile without the option."
+                )
+        if device.type not in self._recorders:
+            self._recorders[device.type] = RECORDERS[device.type]()
+        return RecordedProgram(program, self._recorders[device.type], graph, title)
+
+
+def _title(graph: Graph, is_backward: bool) -> str:
+    """The graph in words, by the first of its inputs."""
+    first = next((node.name for node in graph.find_nodes(op="placeholder")), "nothing")
+    return f"the {'backward' if is_backward else 'forward'} graph that takes {first} first"
+
+
+def find_device(graph: Graph) -> tuple[torch.device | None, str]:
+    """The device that a graph can be recorded on; or none, and what keeps it from being recorded."""
+    devices: dict[torch.device, str] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(graph.owning_module)
+        elif value is None and node.op == "call_function":
+            return None, f"nothing is known of {node.name}"
+        if isinstance(value, (SymInt, SymFloat, SymBool)) or (isinstance(value, Tensor) and _is_dynamic(value)):
+            return None, f"the size or value of {node.name} is only known when it runs"
+        if isinstance(value, Tensor):
+            devices.setdefault(value.device, node.name)
+    if len(devices) == 1 and next(iter(devices)).type in RECORDERS:
+        return next(iter(devices)), ""
+    return None, "; ".join(f"{name} is on {device}" for device, name in devices.items()) or "it computes nothing"
+
+
+def _is_dynamic(value: Tensor) -> bool:
+    return any(isinstance(size, SymInt) for size in (*value.shape, *value.stride(), value.storage_offset()))
+
+
+class _Loan:
+    """The outputs of a replay: exists for as long as anybody holds a tensor in the memory of one of them.
+
+    That memory holds on to it, nothing else does, and it keeps the recording, to which the memory belongs.
+    """
+
+    def __init__(self, recording: _Recording):
+        self.recording = recording
+
+
+def _is_lent(tensor: Tensor) -> bool:
+    return hasattr(tensor.untyped_storage(), "_fsdp_loan")
+
+
+@dataclass
+class _Input:
+    """A tensor that a recording reads.
+
+    Attributes:
+        address: where it was when the recording was made.
+        is_lent: whether it lay in memory of another recording.
+        copy: what the recording reads instead, in one dimension: memory of its own.
+    """
+
+    address: int
+    is_lent: bool
+    copy: Tensor | None = None
+
+
+@dataclass
+class _Output:
+    """Where an output of a recording is.
+
+    Attributes:
+        size, stride, dtype: of the output.
+        offset: bytes from the beginning of the recording's memory, or from an input's first element.
+        owner: a tensor of the recording in whose memory the output lies; None: an input's.
+        of_input: the index of that input.
+        is_input: whether the output is that input itself.
+        is_copied: whether it is copied rather than lent.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    owner: Tensor | None = None
+    of_input: int = -1
+    is_input: bool = False
+    is_copied: bool = False
+
+    def within(self, storage: torch.UntypedStorage, start: int = 0) -> Tensor:
+        """The output in a memory, ``start`` bytes further."""
+        found = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return found.set_(storage, (start + self.offset) // self.dtype.itemsize, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(eq=False)
+class _Recording:
+    """What a program launched.
+
+    Attributes:
+        replay: launches it again.
+        inputs: of the program.
+        outputs: of the program; what is no tensor, as it is.
+        latest_loan: of the latest replay.
+    """
+
+    replay: Callable[[], None]
+    inputs: list[_Input]
+    outputs: list[Any]
+    latest_loan: Callable[[], _Loan | None] = lambda: None
+
+    def is_held(self) -> bool:
+        """Whether anybody holds an output of the latest replay."""
+        return self.latest_loan() is not None
+
+    def moved(self, args: Sequence[Tensor]) -> list[int]:
+        """The inputs that are not where the recording reads them."""
+        pairs = enumerate(zip(self.inputs, args, strict=True))
+        return [index for index, (entry, arg) in pairs if entry.copy is None and entry.address != arg.data_ptr()]
+
+
+class RecordedProgram:
+    """A program that is recorded in its second call and replayed in later ones, where that does not show in what it gives.
+
+    Args:
+        program: takes and gives tensors on one device, of sizes that do not change.
+        recorder: records it.
+        graph: what the program does.
+        title: names the graph in messages.
+    """
+
+    def __init__(self, program: Program, recorder: Recorder, graph: Graph, title: str):
+        self._program = program
+        self._recorder = recorder
+        self._title = title
+        self._written = _written_inputs(graph)
+        self._seen_by_user = set(graph.output_node().meta.get("user_visible_output_idxs", ()))
+        self._first_addresses: list[int] | None = None
+        self._to_copy: set[int] = set()
+        self._recording: _Recording | None = None
+        self._times_recorded = 0
+        self._warned = False
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        if self._recorder.is_recording():
+            return self._program(args)
+        if self._first_addresses is None:
+            self._first_addresses = [arg.data_ptr() for arg in args]
+            return self._program(args)
+        recording = self._recording
+        if recording is None:
+            moved = [index for index, arg in enumerate(args) if arg.data_ptr() != self._first_addresses[index]]
+        elif recording.is_held():
+            return self._run_unrecorded(args, "an output of its latest call is still held")
+        else:
+            moved = recording.moved(args)
+            if any(recording.inputs[index].is_lent and not _is_lent(args[index]) for index in moved):
+                return self._run_unrecorded(args, "so did the graph that it takes tensors from")
+        settling = self._times_recorded < _MOST_SETTLING
+        self._to_copy.update(index for index in moved if not (settling and _is_lent(args[index])))
+        inputs = list(args)
+        args.clear()
+        if recording is None or moved:
+            self._recording = None
+            recording = self._recording = self._record(inputs)
+        return self._replay(recording, inputs)
+
+    def _run_unrecorded(self, args: list[Any], reason: str) -> Sequence[Any]:
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s launched its kernels one by one rather than as a CUDA graph: %s.", self._title, reason)
+        return self._program(args)
+
+    def _record(self, inputs: Sequence[Tensor]) -> _Recording:
+        self._times_recorded += 1
+        entries = [_Input(tensor.data_ptr(), _is_lent(tensor)) for tensor in inputs]
+        read = list(inputs)
+        for index in self._to_copy:
+            copy = entries[index].copy = _span(inputs[index]).clone()
+            read[index] = _like(inputs[index], copy)
+        results: list[Any] = []
+        try:
+            replay = self._recorder.record(lambda: results.extend(self._program(list(read))))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"options['cudagraphs']: {self._title} cannot be recorded as a CUDA graph: {error}\n"
+                "Compile without the option, or keep out of the compiled function what needs the host."
+            ) from error
+        return _Recording(replay, entries, [self._locate(index, result, read) for index, result in enumerate(results)])
+
+    def _locate(self, index: int, result: Any, read: Sequence[Tensor]) -> Any:
+        if not isinstance(result, Tensor):
+            return result
+        memory = result.untyped_storage()
+        output = _Output(result.shape, result.stride(), result.dtype, result.data_ptr() - memory.data_ptr())
+        same = [position for position, tensor in enumerate(read) if tensor is result]
+        around = [position for position, tensor in enumerate(read) if tensor.untyped_storage()._cdata == memory._cdata]
+        if around:
+            # No reference to the tensor: it may be lent itself.
+            output.of_input = (same or around)[0]
+            output.is_input = bool(same)
+            output.offset = result.data_ptr() - read[output.of_input].data_ptr()
+        else:
+            output.owner = result
+            output.is_copied = index in self._seen_by_user and memory.nbytes() <= SMALL_BYTES
+        return output
+
+    def _replay(self, recording: _Recording, inputs: list[Tensor]) -> list[Any]:
+        copies = [
+            (entry.copy, _span(arg)) for entry, arg in zip(recording.inputs, inputs, strict=True) if entry.copy is not None
+        ]
+        if copies:
+            torch._foreach_copy_([copy for copy, _ in copies], [source for _, source in copies])
+        recording.replay()
+        for index in self._to_copy & self._written:
+            copy = recording.inputs[index].copy
+            assert copy is not None
+            # Not what lies in its gaps.
+            inputs[index].copy_(_like(inputs[index], copy))
+        loan = _Loan(recording)
+        recording.latest_loan = weakref.ref(loan)
+        storages: dict[int, Any] = {}
+        return [_give(output, loan, inputs, storages) for output in recording.outputs]
+
+
+def _give(output: Any, loan: _Loan, inputs: Sequence[Tensor], storages: dict[int, Any]) -> Any:
+    """An output of the latest replay; those in one memory of the recording share one in ``storages``."""
+    if not isinstance(output, _Output):
+        return output
+    if output.owner is None:
+        source = inputs[output.of_input]
+        return source if output.is_input else output.within(source.untyped_storage(), _start(source))
+    if output.is_copied:
+        return output.owner.clone()
+    memory = output.owner.untyped_storage()
+    if memory._cdata not in storages:
+        lent: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
+        lent._fsdp_loan = loan
+        storages[memory._cdata] = lent
+    return output.within(storages[memory._cdata])
+
+
+def _start(tensor: Tensor) -> Any:
+    """Bytes from the beginning of a tensor's memory to its first element."""
+    return tensor.storage_offset() * tensor.element_size()
+
+
+def _span(tensor: Tensor) -> Tensor:
+    """The memory from a tensor's first element to its last, in one dimension: also of one that overlaps with itself."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
+
+
+def _like(tensor: Tensor, span: Tensor) -> Tensor:
+    """A tensor as it lies in a copy of its span."""
+    return span.as_strided(tensor.shape, tensor.stride())
+
+
+def _written_inputs(graph: Graph) -> set[int]:
+    """The inputs that a graph writes to, by index."""
+    written: set[Node] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload):
+            for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    values = value if isinstance(value, (list, tuple)) else [value]
+                    written.update(memory_of(one) for one in values if isinstance(one, Node))
+    return {index for index, node in enumerate(graph.find_nodes(op="placeholder")) if node in written}

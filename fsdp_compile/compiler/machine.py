@@ -1,0 +1,44 @@
+"""Which numbers describe this machine: given ones, measured ones, or those of the table in :mod:`passes.models.hardware`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from passes.models.hardware import Hardware, known_hardware
+
+#: Environment variable with the path of a file that ``python -m fsdp_compile.calibrate`` wrote.
+HARDWARE_VARIABLE = "FSDP_COMPILE_HARDWARE"
+
+
+def device_name(device_type: str) -> str:
+    """What the devices of this process are called."""
+    return torch.cuda.get_device_name() if device_type == "cuda" else device_type
+
+
+def default_path(device_type: str) -> Path:
+    """Where the measured numbers of a kind of device are kept: in the user's cache folder."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "fsdp_compile" / f"hardware-{re.sub(r'[^A-Za-z0-9]+', '-', device_name(device_type))}.json"
+
+
+def find_hardware(given: Hardware | str | os.PathLike[str] | None, device_type: str) -> Hardware:
+    """The numbers to schedule with.
+
+    The first of: those given, or in the file given; the file that ``FSDP_COMPILE_HARDWARE`` names; the file that a calibration
+    left in the user's cache folder; the table.
+
+    Raises:
+        ValueError: a file does not hold such numbers, or nobody knows the device.
+        FileNotFoundError: a file that was named does not exist.
+    """
+    if isinstance(given, Hardware):
+        return given
+    named = given or os.environ.get(HARDWARE_VARIABLE)
+    if named:
+        return Hardware.load(named)
+    measured = default_path(device_type)
+    return Hardware.load(measured) if measured.exists() else known_hardware(device_type, device_name(device_type))

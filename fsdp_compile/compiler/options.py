@@ -1,0 +1,79 @@
+"""The options of ``fsdp_backend``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from passes.auto.auto_schedule import AutoSchedule
+from passes.models.hardware import Hardware
+
+from .machine import find_hardware
+
+_LOWERINGS = ("inductor", "aot_eager")
+_SCHEDULES = ("default", "auto")
+
+
+@dataclass(frozen=True)
+class Options:
+    """``torch.compile(..., options={...})`` for this backend.
+
+    Attributes:
+        lowering: "inductor": generated kernels. "aot_eager": the same passes, then aten operators one by one, to debug with.
+        schedule: "default": units are buckets, and each prefetches the next, or what its lists say. "auto": buckets and issue
+            points are chosen by a cost model.
+        memory_limit: only with "auto": the most bytes that may live at once in a graph, in the accounting of
+            ``CapturedGraph.live_bytes()``.
+        hardware: only with "auto": the machine's numbers, or the path of a file that ``fsdp_compile.calibrate`` wrote. Else the
+            file that a calibration left, or a table.
+        cudagraphs: record forward and backward as CUDA graphs (see :mod:`fsdp_compile.compiler.cuda_graphs`).
+    """
+
+    lowering: str = "inductor"
+    schedule: str = "default"
+    memory_limit: int | None = None
+    hardware: Hardware | str | os.PathLike[str] | None = None
+    cudagraphs: bool = False
+
+    @staticmethod
+    def parse(options: dict[str, Any] | None) -> Options:
+        """Options from the dictionary that a user gave.
+
+        Raises:
+            ValueError: it has a key or a value that means nothing.
+        """
+        known = [field.name for field in fields(Options)]
+        for key in options or {}:
+            if key not in known:
+                raise ValueError(f"fsdp_backend has no option {key!r}; it has: {', '.join(known)}.")
+        parsed = Options(**(options or {}))
+        for name, choices in (("lowering", _LOWERINGS), ("schedule", _SCHEDULES)):
+            if getattr(parsed, name) not in choices:
+                raise ValueError(f"options[{name!r}] must be one of {choices}, not {getattr(parsed, name)!r}.")
+        parsed._check_schedule()
+        if not isinstance(parsed.cudagraphs, bool):
+            raise ValueError(f"options['cudagraphs'] must be True or False, not {parsed.cudagraphs!r}.")
+        return parsed
+
+    def _check_schedule(self) -> None:
+        limit = self.memory_limit
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0):
+            raise ValueError(f"options['memory_limit'] must be a positive number of bytes, an int, not {limit!r}.")
+        if self.hardware is not None and not isinstance(self.hardware, (Hardware, str, os.PathLike)):
+            raise ValueError(f"options['hardware'] must be a Hardware or the path of a file, not {self.hardware!r}.")
+        for name in ("memory_limit", "hardware"):
+            if getattr(self, name) is not None and self.schedule != "auto":
+                raise ValueError(f"options[{name!r}] means something only with options['schedule'] = 'auto'.")
+
+    def auto_schedule(self, device: torch.device) -> AutoSchedule | None:
+        """What graphs on a device are to be scheduled for; None: the default schedule.
+
+        Raises:
+            ValueError: nobody knows the device, or a file does not say.
+        """
+        if self.schedule != "auto":
+            return None
+        return AutoSchedule(find_hardware(self.hardware, device.type), self.memory_limit)

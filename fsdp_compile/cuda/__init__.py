@@ -1,0 +1,1 @@
+"""CUDA code without a GPU."""

@@ -1,0 +1,299 @@
+"""Pretend to have a CUDA device of some architecture: for tracing and code generation, where there may be none.
+
+Fake tensors on ``cuda`` know shapes and have no memory. torch asks about the device nevertheless, in four places, each of which
+:func:`pretend_cuda` answers while its ``with`` block runs: Python functions of ``torch.cuda``, C++'s registry of devices, C++'s
+autograd engine, and Triton's driver. Where there is a real device, only those are replaced that speak of its architecture.
+
+Nothing stays: patches are undone, and caches that have seen an answer are emptied, also after an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses import FakeTensorMode, fake_tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .autograd import run_backward
+
+
+@dataclass(frozen=True)
+class CudaDevice:
+    """What Inductor asks about a device. Names of the attributes are those of ``torch.cuda.get_device_properties()``.
+
+    Source: CUDA C++ Programming Guide, "Compute Capabilities"; NVIDIA's white papers for the number of multiprocessors.
+    """
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    shared_memory_per_block_optin: int
+    total_memory: int
+    L2_cache_size: int
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    max_threads_per_multi_processor: int = 2048
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 48 << 10
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    gcnArchName: str = ""
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return self.major, self.minor
+
+
+#: By architecture, the device that stands for it: its name, and what its memory and caches hold.
+DEVICES = {
+    "sm_80": CudaDevice("NVIDIA A100-SXM4-80GB", 8, 0, 108, 163 << 10, 80 << 30, 40 << 20),
+    "sm_90": CudaDevice("NVIDIA H100 80GB HBM3", 9, 0, 132, 227 << 10, 80 << 30, 50 << 20),
+    "sm_100": CudaDevice("NVIDIA B200", 10, 0, 148, 227 << 10, 180 << 30, 126 << 20),
+}
+
+
+def device_of(arch: str) -> CudaDevice:
+    """The device that stands for an architecture.
+
+    Raises:
+        ValueError: none does.
+    """
+    if arch not in DEVICES:
+        raise ValueError(f"arch={arch!r} is not known; known are: {', '.join(DEVICES)}.")
+    return DEVICES[arch]
+
+
+def require_triton() -> None:
+    """Make sure that there is a Triton to generate kernels for.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    try:
+        importlib.import_module("triton.compiler")
+    except ImportError as error:
+        raise RuntimeError(
+            "Code for CUDA is written in Triton, which is not installed (torch's CPU build comes without it). Install it with: "
+            "pip install 'fsdp-compile[cuda-code]', or pip install triton. It needs no GPU."
+        ) from error
+
+
+# Functions that remember what they were told about devices, by module.
+_CACHED = {
+    "torch._inductor.codecache": ("CacheBase.get_system",),
+    "torch._inductor.utils": (
+        "get_gpu_type",
+        "is_big_gpu",
+        "get_max_num_sms",
+        "using_b200",
+        "get_device_tflops",
+        "get_gpu_dram_gbps",
+        "get_gpu_shared_memory",
+    ),
+    "torch._inductor.comm_analysis": ("_has_nvlink", "get_gpu_type"),
+    "torch._inductor.kernel.mm": ("_is_sm7x_or_older_gpu",),
+    "torch._inductor.runtime.hints": ("DeviceProperties.create",),
+    "torch.utils._triton": (
+        "_device_supports_tma",
+        "has_datacenter_blackwell_tma_device",
+        "has_triton",
+        "has_triton_experimental_host_tma",
+        "has_triton_stable_tma_api",
+        "has_triton_tensor_descriptor_host_tma",
+        "has_triton_tma",
+        "has_triton_tma_device",
+        "triton_backend",
+        "triton_hash_with_backend",
+    ),
+}
+
+
+def _forget_devices() -> None:
+    """Empty the caches of what torch believes about devices. Not all of them exist in all versions of torch."""
+    from torch._dynamo import device_interface
+
+    for module_name, names in _CACHED.items():
+        for name in names:
+            found: Any = sys.modules.get(module_name)
+            for part in name.split("."):
+                found = getattr(found, part, None)
+            clear = getattr(found, "cache_clear", None)
+            if clear is not None:
+                clear()
+    device_interface.caching_worker_device_properties.pop("cuda", None)
+    device_interface.caching_worker_current_devices.pop("cuda", None)
+
+
+@contextlib.contextmanager
+def _python_functions(device: CudaDevice, has_device: bool) -> Iterator[None]:
+    """What Python asks ``torch.cuda``, or the interface that Dynamo and Inductor ask in its place."""
+    from torch._dynamo import device_interface
+
+    # Makes torch's own interfaces, which look at the devices that there are.
+    list(device_interface.get_registered_device_interfaces())
+
+    answers: dict[str, Callable[..., Any]] = {
+        "get_device_properties": lambda *_: device,
+        "get_device_capability": lambda *_: device.capability,
+        "get_device_name": lambda *_: device.name,
+    }
+    if not has_device:
+        answers |= {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "set_device": lambda _: None,
+            "synchronize": lambda *_: None,
+            # Guards around a device: there is no other to go back to.
+            "_exchange_device": lambda _: 0,
+            "_maybe_exchange_device": lambda _: 0,
+            "init": lambda: None,
+            "_lazy_init": lambda: None,
+            "is_initialized": lambda: True,
+            "is_current_stream_capturing": lambda: False,
+            # Dynamo saves and restores it around what it traces.
+            "get_rng_state": lambda *_: torch.empty(16, dtype=torch.uint8, device="cpu"),
+            "set_rng_state": lambda *_: None,
+        }
+    # Interfaces have taken hold of torch's functions already.
+    interface = device_interface.CudaInterface
+    methods = {name.removeprefix("_"): staticmethod(answer) for name, answer in answers.items()}
+    methods["get_compute_capability"] = staticmethod(lambda *_: device.major * 10 + device.minor)
+    worker = type("Worker", (interface.Worker,), methods)
+    pretended = type("PretendedInterface", (interface,), {**methods, "Worker": worker})
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        interfaces = dict.fromkeys(("cuda", "cuda:0"), pretended)
+        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, interfaces))
+        yield
+
+
+_CUDA, _META, _NUM_DEVICE_TYPES = 1, 14, 21  # c10/core/DeviceType.h
+
+
+@contextlib.contextmanager
+def _device_registry() -> Iterator[None]:
+    """What C++ asks about ``cuda``: its current device, when Python indexes a tensor, its stream, when autograd records one.
+
+    A CUDA build without a device gives fake tensors a guard that does nothing (``ensureCUDADeviceGuardSet``); the CPU build has
+    no guard at all, and fails. That of the meta device does nothing, too, so for now it is that of ``cuda`` as well.
+    """
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+    guards = (ctypes.c_void_p * _NUM_DEVICE_TYPES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    before = guards[_CUDA]
+    if before is None:
+        guards[_CUDA] = guards[_META]
+    try:
+        # Fake modes ask torch.cuda.is_available(), too. They are to know that there is nothing to compute constants on, and
+        # nothing to initialise.
+        with (
+            mock.patch.object(FakeTensorMode, "avoid_device_init", True),
+            mock.patch.object(fake_tensor, "init_gpu_context", lambda _: None),
+        ):
+            yield
+    finally:
+        guards[_CUDA] = before
+
+
+@contextlib.contextmanager
+def _autograd_engine() -> Iterator[None]:
+    """The engine asks for the stream of whatever it adds up, which without a device is an error."""
+    with (
+        mock.patch.object(torch.autograd, "_engine_run_backward", run_backward),
+        mock.patch.object(torch.autograd.graph, "_engine_run_backward", run_backward),
+    ):
+        yield
+
+
+class _ConstantsOnCpu(TorchDispatchMode):
+    """Makes on the CPU what is to be made on ``cuda``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def moved(value: Any) -> Any:
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        args, kwargs = pytree.tree_map(moved, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _constant_folding() -> Iterator[None]:
+    """Inductor computes what is uniform in a graph, with real tensors of one element, on the device that the graph says."""
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+
+    fold = UniformValueConstantFolder.run
+
+    def run(folder: Any, *args: Any, **kwargs: Any) -> Any:
+        with _ConstantsOnCpu():
+            return fold(folder, *args, **kwargs)
+
+    with mock.patch.object(UniformValueConstantFolder, "run", run):
+        yield
+
+
+@contextlib.contextmanager
+def _triton_driver(device: CudaDevice) -> Iterator[None]:
+    """Triton asks its driver which target to generate for; the real one wants libcuda."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    target = GPUTarget("cuda", device.major * 10 + device.minor, device.warp_size)
+    pretended = types.SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+    )
+    active = driver._active  # type: ignore[attr-defined]
+    driver.set_active(pretended)
+    try:
+        yield
+    finally:
+        driver._active = active  # type: ignore[attr-defined]
+
+
+_pretending = threading.Lock()
+
+
+@contextlib.contextmanager
+def pretend_cuda(device: CudaDevice) -> Iterator[None]:
+    """Let torch and Triton believe that ``cuda:0`` is a device of some architecture.
+
+    Args:
+        device: the device.
+
+    Raises:
+        RuntimeError: Triton is not installed, or something in this process pretends already.
+    """
+    require_triton()
+    if not _pretending.acquire(blocking=False):
+        raise RuntimeError(
+            "This process pretends to have a CUDA device already, in another thread, or further up in this one. What is "
+            "replaced meanwhile is replaced for all threads: call cuda_code() and CudaCode.ptx() one after the other."
+        )
+    has_device = torch.cuda.is_available()
+    with contextlib.ExitStack() as stack:
+        # Registered first: the last things to happen.
+        stack.callback(_pretending.release)
+        stack.callback(_forget_devices)
+        stack.enter_context(_python_functions(device, has_device))
+        stack.enter_context(_triton_driver(device))
+        if not has_device:
+            stack.enter_context(_device_registry())
+            stack.enter_context(_autograd_engine())
+            stack.enter_context(_constant_folding())
+        _forget_devices()
+        yield

@@ -1,0 +1,82 @@
+"""Compile generated Triton kernels to PTX, for any architecture and without a GPU.
+
+Triton needs a GPU to launch kernels only. What is used of Inductor is what it does when it loads a kernel: it chooses how many
+elements a block and how many warps a kernel has, and hands it to Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch._inductor.config as inductor_config
+
+from .pretend import device_of, pretend_cuda
+
+
+def compile_kernels(kernels: Iterable[tuple[str, str]], archs: Iterable[str]) -> dict[tuple[str, str], str]:
+    """Compile kernels to PTX, and on to machine code, which the PTX has to be fit for.
+
+    Args:
+        kernels: name and source of each.
+        archs: such as "sm_80".
+
+    Returns:
+        The PTX, by name and architecture. Where different kernels have one name, the later ones' are numbered: ``"name#1"``.
+
+    Raises:
+        RuntimeError: a kernel does not compile; the message names it and the architecture.
+        ValueError: an architecture is not known.
+    """
+    named: dict[str, tuple[str, str]] = {}
+    for name, source in dict.fromkeys(kernels):
+        taken = sum(other == name for other, _ in named.values())
+        named[f"{name}#{taken}" if taken else name] = (name, source)
+    compiled = {}
+    for arch in archs:
+        with pretend_cuda(device_of(arch)), _loading() as folder:
+            for label, (name, source) in named.items():
+                try:
+                    compiled[label, arch] = _compile(name, source, folder, arch)
+                except Exception as error:
+                    raise RuntimeError(f"The kernel {label} does not compile for {arch}: {error}") from error
+    return compiled
+
+
+@contextlib.contextmanager
+def _loading() -> Iterator[str]:
+    """Let generated source be imported, from a folder."""
+    from torch._inductor.runtime import triton_helpers
+
+    # The launcher that Inductor has for itself keeps the machine code alone.
+    launchers = ("use_static_triton_launcher", "use_static_cuda_launcher")
+    settings = {name: False for name in launchers if hasattr(inductor_config, name)}
+    with (
+        # Generated source sets Triton's real driver, which wants libcuda.
+        mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
+        inductor_config.patch(settings),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        yield folder
+
+
+def _compile(name: str, source: str, folder: str, arch: str) -> str:
+    # Triton reads a kernel's source from its file.
+    path = os.path.join(folder, "kernel.py")
+    with open(path, "w") as file:
+        file.write(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernel: Any = getattr(module, name)
+    device = device_of(arch)
+    kernel.device_props = kernel.device_props._replace(
+        cc=device.major * 10 + device.minor, major=device.major, multi_processor_count=device.multi_processor_count
+    )
+    return kernel._precompile_config(kernel.configs[0]).kernel.asm["ptx"]

@@ -1,0 +1,1 @@
+"""What runs around graphs, and where there are none: gathers, gradients, agreement between ranks."""

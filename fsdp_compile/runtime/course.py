@@ -1,0 +1,458 @@
+"""Course: what the ranks of a process group run, one program after the other.
+
+A *program* is a lowered graph, or an operator that communicates outside of a graph. What one rank runs as its n-th program over
+a group, all have to run as their n-th. Three things see to it:
+
+**Asking first.** A rank that lowers a graph which its group does not know, or is about to run a program after one that it
+never followed yet, first compares it with the other ranks (:mod:`fsdp_compile.runtime.agreement`). Ranks that have run the same
+so far ask at the same place. So a step that is like an earlier one asks nothing, and operators that follow operators do not
+either: a model that is not compiled never asks.
+
+**A watch.** Who asks may wait for a rank that is blocked in a program of its own and can answer nothing. So a thread of each
+process looks whether a program, or a question, takes long. If so it posts how far this rank is, reads what others posted, and
+judges those who are not ahead of it: another history, or a question that this rank never came to. A rank that is behind is
+slow; nobody judges it. The finding goes to all ranks of the group, and of the groups that share programs with it. Gloo's
+connections are closed then, so that who is blocked fails, too.
+
+**Tags.** Over Gloo on the CPU, messages carry a number that stands for all that the rank has run. Programs that are at odds
+never read each other's messages, also where nobody asked: they wait until the watch finds them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from passes.collectives.functional import resolve_group
+from passes.collectives.gloo import backend_of, break_connections, message_tags
+from passes.ir.ops import set_around_eager_kernels
+from passes.lowering.collective_sequence import Collective, identities
+
+from .agreement import Ballot, Program, RanksDisagree, disagreement, ranks_text
+
+#: How often the watch looks, in seconds.
+_TICK_S = 0.25
+#: After how long a program is worth a look. On an accelerator this says little: programs end long after they were launched.
+_SLOW_S, _SLOW_ON_ACCELERATOR_S = 1.0, 5.0
+_MAX_PAUSE_S = 5.0
+#: How long a failed program waits for somebody to say why.
+_REASON_WITHIN_S = 2.0
+_REMEMBERED = 4096
+_MASK = (1 << 64) - 1
+
+
+class _Known:
+    """A program as a course knows it.
+
+    Attributes:
+        program: the program; None for the one that stands for the beginning.
+        key: a number for it, equal on all ranks.
+        follows: the programs after which all ranks agreed to run it.
+    """
+
+    __slots__ = ("follows", "is_graph", "key", "program")
+
+    def __init__(self, program: Program | None):
+        self.program = program
+        self.is_graph = program is not None and program.is_graph
+        self.key = int(program.digest[:16], 16) if program is not None else 0
+        self.follows: set[_Known] = set()
+
+    def __str__(self) -> str:
+        return str(self.program) if self.program is not None else "nothing yet"
+
+
+class _Step(NamedTuple):
+    """Where a rank is: the number of its last program, that program, and a number for all up to there."""
+
+    number: int
+    known: _Known
+    mixed: int
+
+
+class Course:
+    """What this rank has run over one process group.
+
+    Args:
+        ballot: compares with its other ranks.
+        group_name: name of the group.
+        has_tags: whether messages over it can carry tags.
+        is_asynchronous: whether programs end for this rank while they run on.
+    """
+
+    def __init__(self, ballot: Ballot, group_name: str, *, has_tags: bool = False, is_asynchronous: bool = False):
+        self.ballot = ballot
+        self.failure = ""
+        #: The thread in which this rank is within a program; 0: it is not.
+        self.thread = 0
+        #: Programs run over all of these, this one among them.
+        self.family: set[Course] = {self}
+        #: This group, and those whose ranks are among its ranks.
+        self.group_names = {group_name}
+        self.group_name = group_name
+        self._has_tags = has_tags
+        self._is_asynchronous = is_asynchronous
+        self._slow_s = _SLOW_ON_ACCELERATOR_S if is_asynchronous else _SLOW_S
+        self._programs: dict[str, _Known] = {}
+        self._step = _Step(0, _Known(None), 0)
+        self._steps: deque[_Step] = deque([self._step], maxlen=_REMEMBERED)
+        self._seen: tuple[int, tuple[int, str] | None] = (0, None)
+        self._seen_at = self._due_at = 0.0
+        self._posted: tuple[int, tuple[int, str] | None] | None = None
+        self._neighbours = _neighbours(ballot.ranks, ballot.rank)
+
+    def know(self, program: Program) -> _Known:
+        """The program as this course knows it."""
+        return self._programs.setdefault(program.digest, _Known(program))
+
+    def agree(self, known: _Known) -> None:
+        """Wait until all ranks have lowered a graph like this one; at once if they had one before."""
+        assert known.program is not None
+        self.check()
+        if self.ballot.agree(known.program, self._before()):
+            known.follows.add(self._step.known)
+
+    def may_run(self, known: _Known) -> bool:
+        """Whether a program is the next, for all that is known."""
+        return self._step.known in known.follows and not self.failure
+
+    def ask(self, known: _Known) -> None:
+        """Wait until all ranks are about to run this program, unless they agreed on that before.
+
+        Raises:
+            RanksDisagree: they run something else, or this course failed earlier.
+        """
+        assert known.program is not None
+        self.check()
+        if self._step.known in known.follows:
+            return
+        if known.is_graph or self._step.known.is_graph:
+            self.ballot.compare(known.program, self._before())
+        known.follows.add(self._step.known)
+
+    def check(self) -> None:
+        if self.failure:
+            raise RanksDisagree(self.failure)
+
+    def push(self, known: _Known) -> None:
+        """Note that this rank begins a program."""
+        number, _, mixed = self._step
+        mixed = (mixed * 1000003 + known.key) & _MASK
+        self._step = _Step(number + 1, known, mixed)
+        self._steps.append(self._step)
+        if self._has_tags:
+            message_tags[self.group_name] = mixed & 0x7FFFFFFF
+
+    def reason_of(self, error: RuntimeError) -> str:
+        """Why a program failed, if it was because ranks disagree; else the empty string."""
+        if not self.failure and ("gloo" in str(error) or "pair closure" in str(error)):
+            # Connections are closed after the reason is posted; but one may also have closed because its rank ended.
+            end = time.monotonic() + _REASON_WITHIN_S
+            with contextlib.suppress(RuntimeError):
+                while not self.learn_of_failure() and time.monotonic() < end:
+                    time.sleep(0.02)
+        return self.failure
+
+    def _before(self) -> str:
+        number, known, mixed = self._step
+        title = known.program.title if known.program is not None else known
+        return f"{title} (the last of {number} programs over this group, which come to {mixed:016x})"
+
+    # What the watch does, in its own thread.
+
+    def look(self, now: float) -> None:
+        """Compare with other ranks, if this one has been where it is for long.
+
+        Args:
+            now: the time in seconds.
+        """
+        # In this order: see _judge.
+        step, asking = self._step, self.ballot.asking
+        is_busy = self.thread or asking is not None or self._is_asynchronous
+        if self.failure or not is_busy or (step.number, asking) != self._seen:
+            self._seen, self._seen_at, self._due_at = (step.number, asking), now, now + self._slow_s
+            return
+        if now < self._due_at:
+            return
+        self._due_at = now + min(max((now - self._seen_at) / 2, _TICK_S), _MAX_PAUSE_S)
+        if not self.learn_of_failure() and (reason := self._compare(step, asking)):
+            self.fail(reason)
+
+    def _compare(self, step: _Step, asking: tuple[int, str] | None) -> str:
+        store = self.ballot.store
+        if (step.number, asking) != self._posted:
+            store.set(self._board(self.ballot.rank), json.dumps([step.number, step.mixed, str(step.known), asking]))
+            self._posted = (step.number, asking)
+        for rank in self._neighbours:
+            if store.check([self._board(rank)]):
+                found = self._judge(step, *json.loads(store.get(self._board(rank))))
+                if found:
+                    sides = dict(sorted(zip(map(ranks_text, ([self.ballot.rank], [rank])), found, strict=True)))
+                    return disagreement(self.ballot.label, sides)
+        return ""
+
+    def _judge(self, step: _Step, number: int, mixed: int, title: str, asking: list[Any] | None) -> tuple[str, str] | None:
+        """What this rank runs, and what another one runs at the same place, if that is not the same."""
+        steps = {earlier.number: earlier for earlier in tuple(self._steps)}
+        if number > step.number or number not in steps:
+            return None
+        if steps[number].mixed != mixed:
+            return f"{steps[number].known} (program {number} over this group)", f"{title} (program {number})"
+        # What others posted may be old. But a comparison that this rank did not pass, nobody did; and it is passed ahead of the
+        # program that was compared.
+        if asking is not None and number + 1 in steps and number < step.number and self.ballot.passed < asking[0]:
+            own = steps[number + 1].known
+            return f"{own} (program {number + 1} over this group)", f"{asking[1]} (about to run, as program {number + 1})"
+        return None
+
+    def learn_of_failure(self) -> bool:
+        """Whether a rank of the group found that it cannot go on. Then those of other groups hear of it, too."""
+        if not self.failure and (reason := self.ballot.failure()):
+            self.fail(reason)
+        return bool(self.failure)
+
+    def fail(self, reason: str) -> None:
+        """End the courses that share programs with this one, on all ranks."""
+        for course in self.family:
+            if not course.failure:
+                course.ballot.announce_failure(reason)
+                course.failure = reason
+        for name in {name for course in self.family for name in course.group_names}:
+            break_connections(name)
+
+    def _board(self, rank: int) -> str:
+        return f"{self.ballot.prefix}/board/{rank}"
+
+
+def _neighbours(ranks: Sequence[int], rank: int) -> list[int]:
+    """Whom a rank compares itself with: all, if they are few; of many, so many that they form one connected whole."""
+    position, distances = ranks.index(rank), [1 << power for power in range(len(ranks).bit_length())]
+    found = {ranks[(position + sign * distance) % len(ranks)] for distance in distances for sign in (1, -1)}
+    return sorted(found - {rank})
+
+
+# Courses of process groups.
+
+_courses: weakref.WeakKeyDictionary[dist.ProcessGroup, Course] = weakref.WeakKeyDictionary()
+
+
+def _find_courses(group_names: Iterable[str], roles: Mapping[str, str]) -> list[Course]:
+    """The courses of process groups, in the same order on all ranks; a group that lies within an earlier one needs none."""
+    found: list[Course] = []
+    for name in dict.fromkeys(group_names):
+        group = resolve_group(name)
+        ranks = dist.get_process_group_ranks(group)
+        around = next((course for course in found if set(ranks) <= set(course.ballot.ranks)), None)
+        if around is not None:
+            around.group_names.add(name)
+        elif len(ranks) > 1 and (course := _course_of(group, name, roles.get(name, f"of {ranks_text(ranks)}"))):
+            found.append(course)
+    for course in found:
+        course.family.update(found)
+    return found
+
+
+def _course_of(group: dist.ProcessGroup, name: str, label: str) -> Course | None:
+    if group not in _courses:
+        store = dist.distributed_c10d._get_process_group_store(group)
+        # A fake group has no other ranks, and MPI no store.
+        if "fake" in dist.get_backend(group) or store is None:
+            return None
+        ranks = dist.get_process_group_ranks(group)
+        ballot = Ballot(store, ranks, dist.get_rank(), label=label, timeout_s=_timeout_s(group))
+        has_tags = backend_of(name, torch.device("cpu")) == "gloo"
+        is_asynchronous = torch.accelerator.is_available() and dist.get_backend(group) != "gloo"
+        _courses[group] = course = Course(ballot, name, has_tags=has_tags, is_asynchronous=is_asynchronous)
+        message_tags.pop(name, None)
+        _watch.add(course)
+    return _courses[group]
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """How long the collectives of a group wait for a rank."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout = getattr(options, "_timeout", default_pg_timeout)
+    return timeout.total_seconds()
+
+
+class _Watch:
+    """The thread that looks after courses."""
+
+    def __init__(self) -> None:
+        self._courses: weakref.WeakSet[Course] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        atexit.register(self.stop)
+
+    def add(self, course: Course) -> None:
+        with self._lock:
+            self._courses.add(course)
+        # Also in a process that was forked, which inherits no threads.
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="fsdp_compile.watch", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Before the interpreter ends: a thread within a store would be ended by force."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * _TICK_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_TICK_S):
+            with self._lock:
+                courses = list(self._courses)
+            for course in courses:
+                try:
+                    course.look(time.monotonic())
+                except RuntimeError:
+                    # The store is gone, and with it the group, or soon the rank.
+                    with self._lock:
+                        self._courses.discard(course)
+
+
+_watch = _Watch()
+
+
+# Programs, as they are run.
+
+
+class Run:
+    """A program, with the courses of the process groups that it communicates over.
+
+    A context manager around its communication, once it has begun.
+
+    Args:
+        program: the program.
+        group_names: names of these groups.
+        roles: what groups are in the mesh, by their names.
+        label: what profiles show its communication as; empty: as what it consists of.
+    """
+
+    def __init__(self, program: Program, group_names: Sequence[str], roles: Mapping[str, str], label: str = ""):
+        self._program = program
+        self._label = label
+        self._range: Any = None
+        self.group_names = group_names
+        self._roles = roles
+        self._bind()
+
+    def _bind(self) -> None:
+        # Groups are new where a world was destroyed and made anew.
+        self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
+        self._over = [(course, course.know(self._program)) for course in _find_courses(self.group_names, self._roles)]
+
+    def begin(self) -> None:
+        """Wait until all ranks are about to run this program, unless it is what they have run at this place before.
+
+        Raises:
+            RanksDisagree: they run something else.
+            RuntimeError: another thread is within a program over the same group.
+        """
+        if self._world() is not dist.group.WORLD:
+            self._bind()
+        for course, _ in self._over:
+            if course.thread not in (0, threading.get_ident()):
+                raise RuntimeError(
+                    f"Two threads communicate over the process group {course.ballot.label} at once, in an order that other "
+                    "ranks need not share. Train one model after the other, in one thread."
+                )
+        for course, known in self._over:
+            if not course.may_run(known):
+                _together(self._over, Course.ask)
+                break
+        for course, known in self._over:
+            course.push(known)
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        for course, _ in self._over:
+            course.thread = thread
+        if self._label:
+            self._range = torch._C._profiler._RecordFunctionFast(self._label)
+            self._range.__enter__()
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        if self._label:
+            self._range.__exit__(None, None, None)
+        for course, _ in self._over:
+            course.thread = 0
+        if isinstance(error, RuntimeError):
+            self._explain(error)
+
+    def _explain(self, error: RuntimeError) -> None:
+        for course, _ in self._over:
+            if reason := course.reason_of(error):
+                raise RanksDisagree(reason) from error
+
+
+def _together(over: Sequence[tuple[Course, _Known]], agree: Any) -> None:
+    for position, (course, known) in enumerate(over):
+        try:
+            agree(course, known)
+        except RanksDisagree as error:
+            # With replicas, those who share no shard group with the rank at fault would wait for one who does.
+            for following, _ in over[position + 1 :]:
+                following.ballot.fail(str(error))
+            course.learn_of_failure()
+            raise
+
+
+def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapping[str, str]) -> Run:
+    """Wait until all ranks that a graph concerns have lowered one that communicates alike.
+
+    Args:
+        stage: "forward" or "backward".
+        sequence: what it communicates.
+        group_names: names of the process groups of the model's sharding to their roles. The ranks of these groups take part
+            even if this graph does not communicate over them: it should not on any rank.
+
+    Raises:
+        RanksDisagree: the sequences differ, or some ranks did not come.
+    """
+    program = Program(f"{stage} graph", [str(collective) for collective in sequence], identities(sequence))
+    courses = _find_courses([*group_names, *(collective.group for collective in sequence)], group_names)
+    _together([(course, course.know(program)) for course in courses], Course.agree)
+    used = {collective.group for collective in sequence}
+    return Run(program, [course.group_name for course in courses if course.group_names & used], group_names)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> Run:
+    """An operator that communicates outside of a graph.
+
+    Args:
+        what: the operator and what it works on.
+        shape: the full shape of that.
+        group_names: names of the groups for shards and, if it communicates over that, for replicas; and others.
+    """
+    program = Program(f"{what} outside of a compiled graph", (), (str(shape),), is_graph=False)
+    roles = {name: role for name, role in zip(group_names, ("shard", "replicate"), strict=False) if name}
+    return Run(program, list(filter(None, group_names)), roles, f"FSDP::{what}")
+
+
+@contextlib.contextmanager
+def _around_eager_kernel(operator: str, shard: Tensor, name: str, shape: Sequence[int], group_names: tuple[str, ...]) -> Any:
+    # Operators know a parameter by its name within its unit.
+    param = getattr(shard, "_fsdp_sharded_param", None)
+    run = eager_run(f"{operator} of {name if param is None else param.name}", tuple(shape), group_names)
+    run.begin()
+    with run:
+        yield
+
+
+set_around_eager_kernels(_around_eager_kernel)

@@ -1,0 +1,454 @@
+"""Gradients between the graphs: where reduced ones land, where unfinished ones wait, and what ends a backward.
+
+Reduced gradients become ``param.grad``, as DTensors over one flat buffer for each bucket, so that the next microbatch can add
+to all of them with one kernel. What waits for communication is kept per parameter, so that it is found whichever graph, or
+eager operator, goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from passes.collectives.divide_factors import Averaging
+from passes.collectives.functional import (
+    factor_tensor,
+    finish_all_reduce,
+    finish_reduce_scatter,
+    finish_reduction,
+    group_size,
+    resolve_averaging,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from passes.ir.plan import Reduction, Sync
+
+from ..torch_versions import reduce_dtype
+from ..units.own_storage import has_memory
+from ..units.param_state import FlatSlice, grad_slice, set_grad_in, whole_buffer
+from ..units.sharded_param import ShardedParam
+from ..units.unit import Scope, Unit
+from .course import eager_run
+
+# What a graph, or an eager operator, is to do.
+
+
+def _averaging(unit: Unit, like: Tensor) -> tuple[Averaging, tuple[float, ...]]:
+    """How a unit's gradients are averaged in the dtype of ``like``."""
+    flags = unit.flags
+    settings = (
+        like.dtype,
+        flags.gradient_divide_factor,
+        flags.force_sum_reduction,
+        flags.comm_hook is not None,
+        flags.comm_hook_in_place,
+    )
+    if settings not in unit.averagings:
+        unit.averagings[settings] = _resolve_averaging(unit, like)
+    return unit.averagings[settings]
+
+
+def _resolve_averaging(unit: Unit, like: Tensor) -> tuple[Averaging, tuple[float, ...]]:
+    flags, mesh = unit.flags, unit.mesh
+    if flags.comm_hook is None:
+        return resolve_averaging(
+            mesh.shard_group,
+            mesh.replicate_group,
+            like.dtype,
+            like.device,
+            flags.gradient_divide_factor,
+            flags.force_sum_reduction,
+        )
+    if flags.comm_hook_in_place or not mesh.replicate_group:
+        return Averaging(), ()
+    # The hook divides by itself; what is left is the average over replicas of what it gives.
+    averaging, factors = resolve_averaging(mesh.replicate_group, "", like.dtype, like.device, None, flags.force_sum_reduction)
+    return replace(averaging, divides_gradient=False, divides_scattered=averaging.divides_gradient), factors
+
+
+def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tuple[Reduction, tuple[float, ...]]:
+    """The plan for one bucket in this backward, and its divide factors.
+
+    Args:
+        unit: the bucket's unit.
+        params: its parameters.
+        like: a tensor with dtype and device of the reduction.
+    """
+    flags, mesh = unit.flags, unit.mesh
+    hook, in_place = flags.comm_hook, flags.comm_hook_in_place
+    has_unsharded = any(param.state.unsharded_grad is not None for param in params)
+    # An all-reduce style hook cannot stop half-way.
+    if not flags.reduce_grads or (in_place and mesh.replicate_group and not flags.all_reduce_grads):
+        return Reduction(Sync.NONE, has_unsharded=has_unsharded), ()
+    sync = Sync.ALL if flags.all_reduce_grads or not mesh.replicate_group else Sync.SCATTER
+    averaging, factors = _averaging(unit, like)
+    return Reduction(
+        sync,
+        averaging,
+        has_unsharded,
+        any(param.state.partial_grad is not None for param in params),
+        sync is Sync.ALL and any(param.param.grad is not None for param in params),
+        flags.reduce_scatter_group if hook is None else "",
+        hook,
+        flags.all_reduce_hook,
+        in_place,
+    ), factors
+
+
+# What graphs read and leave.
+
+
+def flat_partial(params: Sequence[ShardedParam]) -> Tensor:
+    """The partial results of a bucket's parameters as one flat shard; those that wait lie in it afterwards.
+
+    One of them waits at least. A missing one is zero.
+    """
+    slices = [param.state.partial_grad for param in params]
+    flat = whole_buffer(slices)
+    if flat is None:
+        like = next(piece.flat for piece in slices if piece is not None)
+        numels = [param.padded_numel for param in params]
+        pieces = [like.new_zeros(n) if piece is None else piece.tensor() for piece, n in zip(slices, numels, strict=True)]
+        flat = torch.cat(pieces)
+        keep_partial(params, flat)
+    return flat
+
+
+def unsharded_grad(param: ShardedParam, like: Tensor) -> Tensor:
+    """The full gradient of earlier microbatches; zeros in the dtype of ``like`` where there is none."""
+    grad = param.state.unsharded_grad
+    return like.new_zeros(param.shape) if grad is None else grad
+
+
+def keep_partial(params: Sequence[ShardedParam], flat: Tensor) -> None:
+    """Let the shards of a flat partial result wait for a later all-reduce."""
+    for param, piece in zip(params, _slices(params, flat), strict=True):
+        param.state.partial_grad = piece
+
+
+def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
+    """``param.grad`` of a bucket's parameters as one flat shard, to add to in place.
+
+    They lie in it already unless the user replaced one; then they move into a new buffer. A missing one is zero.
+    """
+    flat = whole_buffer([grad_slice(param.param) for param in params])
+    if flat is None:
+        like = params[0].shard
+        flat = torch.zeros(sum(param.padded_numel for param in params), dtype=dtype, device=like.device)
+        for param, piece in zip(params, _slices(params, flat), strict=True):
+            local = param.unpad(piece.tensor().view(param.padded_shape))
+            if param.param.grad is not None:
+                local.copy_(param.param.grad._local_tensor)  # type: ignore[attr-defined]
+            set_grad_in(param.param, local, piece)
+    return flat
+
+
+def land_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
+    """Set ``param.grad`` of a bucket's parameters to their runs of the flat shard of their gradients."""
+    runs = flat.split([param.padded_numel for param in params])
+    for param, piece, run in zip(params, _slices(params, flat), runs, strict=True):
+        set_grad_in(param.param, param.unpad(run.view(param.padded_shape)), piece)
+
+
+def _slices(params: Sequence[ShardedParam], flat: Tensor) -> list[FlatSlice]:
+    slices, offset = [], 0
+    for param in params:
+        slices.append(FlatSlice(flat, offset, param.padded_numel))
+        offset += param.padded_numel
+    return slices
+
+
+# The course of a backward.
+
+
+class _Backward:
+    """What one call of autograd's engine has done so far.
+
+    Attributes:
+        scopes: trees of units that took part.
+        received: for each unit, the parameters that got a gradient.
+        reduced: parameters whose hooks are due at the end, when their gradients are whole.
+        at_end: what else is due then.
+    """
+
+    def __init__(self) -> None:
+        self.scopes: dict[Scope, None] = {}
+        self.received: dict[Unit, set[ShardedParam]] = {}
+        self.reduced: dict[ShardedParam, None] = {}
+        self.at_end: dict[Callable[[], None], None] = {}
+
+
+_backwards: dict[int, _Backward] = {}
+
+
+def _current_backward() -> _Backward:
+    task = torch._C._current_graph_task_id()
+    if task not in _backwards:
+        _backwards[task] = _Backward()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _finish_backward(task))
+    return _backwards[task]
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have something called when the backward that runs ends."""
+    _current_backward().at_end[call] = None
+
+
+def receive(unit: Unit, params: Sequence[ShardedParam]) -> None:
+    """Note that parameters of a unit get gradients in the backward that runs."""
+    backward = _current_backward()
+    backward.scopes[unit.scope] = None
+    backward.received.setdefault(unit, set()).update(params)
+
+
+def reduced(params: Sequence[ShardedParam]) -> None:
+    """Note that gradients of parameters have landed: their post-accumulate-grad hooks are due when the backward ends."""
+    backward = _current_backward()
+    for param in params:
+        if param.param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            backward.reduced[param] = None
+
+
+def _finish_backward(task: int) -> None:
+    backward = _backwards.get(task)
+    if backward is None:
+        # reset_iter_state() was called meanwhile.
+        return
+    try:
+        for call in backward.at_end:
+            call()
+        units = [unit for scope in backward.scopes for unit in scope.units]
+        for unit in units:
+            if unit.flags.reduce_scatter_unused_params:
+                _receive_zeros(unit, backward)
+            if unit.flags.reshard_after_backward:
+                unit.drop_full()
+            if unit.scope.is_last_backward and not unit.scope.finalizes_by_hand:
+                backward.reduced.update(dict.fromkeys(reduce_pending(unit)))
+        call_hooks(backward.reduced)
+    finally:
+        _backwards.pop(task, None)
+
+
+def call_hooks(params: Iterable[ShardedParam]) -> None:
+    """Call the post-accumulate-grad hooks of parameters whose gradients have landed."""
+    for param in params:
+        for hook in list((param.param._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
+            hook(param.param)
+
+
+def _receive_zeros(unit: Unit, backward: _Backward) -> None:
+    received = backward.received.get(unit, ())
+    missing = [param for param in unit.params if param.param.requires_grad and param not in received]
+    _take(unit, {param: zeros_like_gradient(param) for param in missing})
+
+
+def zeros_like_gradient(param: ShardedParam) -> Tensor:
+    """A full gradient of zeros."""
+    return torch.zeros(param.shape, dtype=param.compute_dtype, device=param.shard.device)
+
+
+def discard(scope: Scope) -> None:
+    """Forget whatever backwards and microbatches have left of the units of a scope."""
+    for task in [task for task, backward in _backwards.items() if scope in backward.scopes]:
+        del _backwards[task]
+    for unit in scope.units:
+        unit.drop_full()
+        for param in unit.params:
+            param.state.discard_gradients()
+
+
+# Gradients of eager operators.
+
+
+_accumulates_elsewhere: Callable[[], bool | None] = lambda: None  # noqa: E731
+
+
+def set_accumulates_elsewhere(function: Callable[[], bool | None]) -> None:
+    """Have another engine than torch's say whether its backward accumulates gradients; None where it runs none."""
+    global _accumulates_elsewhere
+    _accumulates_elsewhere = function
+
+
+def accumulates(shard: Tensor) -> bool:
+    """Whether the backward that runs is to accumulate the gradients of parameters, of which ``shard`` is one's shard.
+
+    ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` run a compiled backward whole, which computes those of
+    parameters, too, but nobody has asked for them. Shards are no tensors of the user's: it is all of them or none.
+    """
+    elsewhere = _accumulates_elsewhere()
+    if elsewhere is not None:
+        return elsewhere
+    if torch._C._current_graph_task_id() == -1:
+        # A backward graph that is called as a function.
+        return True
+    with torch.enable_grad():
+        return torch._C._will_engine_execute_node(get_gradient_edge(shard).node)
+
+
+def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
+    """Do with one full gradient, at once, what graphs do with those of a bucket."""
+    receive_gradients(param.unit, {param: grad})
+
+
+def receive_gradients(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:
+    """Do with full gradients of a unit, at once, what graphs do with those of a bucket."""
+    wanted = {param: grad for param, grad in grads.items() if param.param.requires_grad and param.shard.requires_grad}
+    if wanted and accumulates(next(iter(wanted)).shard):
+        _take(unit, wanted)
+
+
+@torch.no_grad()
+def _take(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:
+    receive(unit, list(grads))
+    buckets: dict[Any, dict[ShardedParam, Tensor]] = {}
+    for param, grad in grads.items():
+        grad = grad.to(reduce_dtype(unit.mp_policy, param.shard.dtype) or grad.dtype)
+        buckets.setdefault((grad.dtype, param.shard.dtype), {})[param] = grad
+    for bucket in buckets.values():
+        _take_bucket(unit, bucket)
+
+
+def _take_bucket(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:
+    params = list(grads)
+    reduction, values = reduction_of(unit, params, grads[params[0]])
+    if reduction.sync is Sync.NONE:
+        for param, grad in grads.items():
+            if param.state.unsharded_grad is None:
+                param.state.unsharded_grad = grad.clone(memory_format=torch.contiguous_format)
+            else:
+                param.state.unsharded_grad += grad
+        return
+    names = params[0].name if len(params) == 1 else f"{len(params)} parameters of {unit.name or 'the root'}"
+    _reduce(f"reduction of gradients of {names}", params, list(grads.values()), reduction, values)
+    if reduction.sync is Sync.ALL:
+        reduced(params)
+
+
+@torch.no_grad()
+def reduce_pending(unit: Unit) -> list[ShardedParam]:
+    """Reduce what waits for communication, as far as the unit's flags say, where no backward will.
+
+    These are gradients that microbatches accumulated in parameters that the last backward did not reach, or all of them, where
+    backward left them to be finalised by hand. A collective for each dtype.
+
+    Returns:
+        The parameters whose gradients have landed.
+    """
+    landed = []
+    buckets: dict[Any, list[ShardedParam]] = {}
+    for param in unit.params:
+        full = param.state.unsharded_grad
+        if param.state.is_accumulating:
+            buckets.setdefault((full is None, None if full is None else full.dtype, param.shard.dtype), []).append(param)
+    for (is_scattered, *_), params in buckets.items():
+        grads = [param.state.unsharded_grad for param in params if param.state.unsharded_grad is not None]
+        like = grads[0] if grads else flat_partial(params)
+        reduction, values = reduction_of(unit, params, like)
+        if reduction.sync is Sync.NONE or (reduction.sync is Sync.SCATTER and is_scattered):
+            continue
+        for param in params:
+            param.state.unsharded_grad = None
+        what = f"reduction of gradients of {unit.name or 'the root'} that earlier microbatches left"
+        _reduce(what, params, grads, replace(reduction, has_unsharded=False), values)
+        if reduction.sync is Sync.ALL:
+            landed += params
+    return landed
+
+
+def _reduce(
+    what: str, params: Sequence[ShardedParam], grads: Sequence[Tensor], reduction: Reduction, values: Sequence[float]
+) -> None:
+    """Reduce full gradients of one dtype, without any: what was scattered of them, beyond its replicas."""
+    mesh = params[0].unit.mesh
+    replicate_group = mesh.replicate_group if reduction.sync is Sync.ALL and not reduction.comm_hook_in_place else ""
+    replicate_group = replicate_group if group_size(replicate_group) > 1 else ""
+    shapes = tuple(size for param in params for size in param.shape)
+    run = eager_run(what, shapes, (mesh.shard_group, replicate_group, reduction.group))
+    run.begin()
+    with run:
+        _communicate(params, grads, reduction, values, replicate_group)
+
+
+def _communicate(
+    params: Sequence[ShardedParam],
+    grads: Sequence[Tensor],
+    reduction: Reduction,
+    values: Sequence[float],
+    replicate_group: str,
+) -> None:
+    partial = [flat_partial(params)] if reduction.has_partial else []
+    like = grads[0] if grads else partial[0]
+    factors = [[factor_tensor(value, like.dtype, like.device)] for value in values]
+    averaging = reduction.averaging
+    before, scattered, result = (
+        factors.pop(0) if used else []
+        for used in (
+            averaging.divides_gradient,
+            averaging.divides_scattered,
+            averaging.divides_result and reduction.sync is Sync.ALL,
+        )
+    )
+    group = reduction.group or params[0].unit.mesh.shard_group
+    accumulated = [unsharded_grad(param, like) for param in params] if reduction.has_unsharded else []
+    for param in params:
+        param.state.discard_gradients()
+    if grads:
+        in_flight = reduction.comm_hook is None and group_size(group) > 1
+        flat = start_reduce_scatter(
+            grads,
+            accumulated,
+            before,
+            dims=[param.dim for param in params],
+            group=group,
+            op=averaging.reduce_scatter_op if in_flight else "",
+            hook=reduction.comm_hook,
+            in_place=reduction.comm_hook_in_place,
+        )
+        flat = finish_reduce_scatter(flat, scattered, partial, group=group, in_flight=in_flight)
+    else:
+        (flat,) = partial
+    if reduction.sync is Sync.SCATTER:
+        keep_partial(params, flat)
+        return
+    if replicate_group:
+        flat = finish_all_reduce(
+            start_all_reduce(
+                flat,
+                group=group,
+                in_flight=False,
+                replicate_group=replicate_group,
+                op=averaging.all_reduce_op,
+            )
+        )
+    flat = finish_reduction(flat, result, grad_dtype=params[0].shard.dtype, hook=reduction.all_reduce_hook)
+    if reduction.has_grad:
+        flat_grad(params, flat.dtype).add_(flat)
+    else:
+        land_gradients(params, flat)
+
+
+def drop_eager_gradient(shard: Tensor) -> None:
+    """Hook on shards: the gradient that autograd accumulates there stands for one that :func:`receive_gradient` got.
+
+    Or it is zero, which a compiled backward gives a parameter that only an unused output needs.
+
+    Raises:
+        RuntimeError: it is neither.
+    """
+    param: ShardedParam = shard._fsdp_sharded_param  # type: ignore[attr-defined]
+    backward = _backwards.get(torch._C._current_graph_task_id())
+    gradient, shard.grad = shard.grad, None
+    received = backward is not None and param in backward.received.get(param.unit, ())
+    if received or not param.param.requires_grad or gradient is None or not has_memory(gradient) or not gradient.any():
+        return
+    raise RuntimeError(
+        f"A gradient of {param.name} was computed where nobody could tell whose it is: saved-tensor hooks (save_on_cpu) have "
+        "replaced its shard in a graph that another backend than fsdp_backend compiled. Compile with backend=fsdp_backend, or "
+        "without the hooks."
+    )

@@ -1,0 +1,50 @@
+"""What the owner of a shard does for operators that ask it (:mod:`passes.ir.ops`): eager ones, and those of other backends."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from passes.ir.ops import set_find_shard
+
+from ..units.sharded_param import ShardedParam, param_in_memory
+from .gradients import drop_eager_gradient, receive_gradient
+
+
+def attach(param: ShardedParam) -> None:
+    """Have a parameter's shard ask for it."""
+    shard: Any = param.shard
+    shard._fsdp_before_unshard = functools.partial(before_unshard, param)
+    shard._fsdp_receive_gradient = functools.partial(receive_gradient, param)
+    if shard.requires_grad and not shard._post_accumulate_grad_hooks:
+        shard.register_post_accumulate_grad_hook(drop_eager_gradient)
+
+
+def before_unshard(param: ShardedParam) -> None:
+    """What an operator asks for ahead of its gather, also in a graph that another backend compiled.
+
+    Raises:
+        RuntimeError: the graph was traced when the parameter was frozen, or while another one was registered in its place.
+        NotImplementedError: the local tensor has a gather of its own.
+    """
+    if param.sync_requires_grad() and param.shard.requires_grad:
+        raise RuntimeError(
+            f"Parameter {param.name} was unfrozen after its forward was compiled by another backend than fsdp_backend, "
+            "which gives it no gradient. Call the model again, and it compiles anew; or unfreeze it by its module: "
+            "module.requires_grad_()."
+        )
+    param.check_gather()
+    param.check_registered()
+    param.unit.scope.wait_for_optimizer()
+
+
+def _find_shard(tensor: Tensor) -> Tensor:
+    if hasattr(tensor, "_fsdp_sharded_param"):
+        return tensor
+    param = param_in_memory(tensor)
+    return tensor if param is None else param.shard
+
+
+set_find_shard(_find_shard)

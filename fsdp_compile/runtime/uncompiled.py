@@ -1,0 +1,472 @@
+"""Units in a forward that is not compiled: gathered whole, freed after forward, gathered again for backward, reduced whole.
+
+The first read of a parameter in a unit's forward gathers all of the unit's, and one node of autograd stands for them while the
+model's forward runs: its backward, which the engine runs when their gradients are there, reduces them with one collective.
+
+What autograd saves of gathered parameters, in a unit that reshards after forward, is saved as a note of which they are.
+Backward gathers the unit as soon as it comes to what the unit has given, or where it reads such a note first. So memory is free
+after forward, and yet nothing is freed under a tensor that somebody holds.
+
+Communication is as FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py), without prefetching.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from passes.ir.ops import reshard
+
+from ..units.param_state import Stamp, stamp
+from ..units.sharded_param import ShardedParam
+from ..units.unit import Unit
+from .gradients import at_end_of_backward, receive_gradients, zeros_like_gradient
+from .plan import must_not_gather
+from .unsharding import end_forward, finish_gather_of, finish_unshard, params_by_dtype, start_gathers
+
+# What is not compiled may be a part of what is, where Dynamo looks at every frame.
+_python = torch._disable_dynamo
+
+#: Whose gathered parameters lie in a storage.
+_by_storage: weakref.WeakValueDictionary[int, Gathered] = weakref.WeakValueDictionary()
+
+
+class _Version(NamedTuple):
+    """A parameter as it was when it was gathered."""
+
+    param: nn.Parameter
+    shard: nn.Parameter
+    stamp: Stamp
+
+    @staticmethod
+    def of(param: ShardedParam) -> _Version:
+        return _Version(param.param, param.shard, stamp(param.param))
+
+    def is_same(self, param: ShardedParam) -> bool:
+        return self.param is param.param and self.shard is param.shard and self.stamp == stamp(param.param)
+
+    def was_written(self, param: ShardedParam) -> bool:
+        # Steps of all optimizers count in a stamp, also of those that have other parameters.
+        return self.param is not param.param or self.shard is not param.shard or self.stamp[:2] != stamp(param.param)[:2]
+
+
+class Gathered:
+    """The full parameters of a unit, for as long as those do not change: there, or to be gathered again.
+
+    Those who hold it are the forward that runs and the graphs of earlier ones.
+    """
+
+    def __init__(self, unit: Unit):
+        self.unit = unit
+        self.fulls: dict[ShardedParam, Tensor] = {}
+        self._versions = {param: _Version.of(param) for param in unit.params}
+        self._resharded: dict[ShardedParam, Tensor] | None = None
+        self._param_in: dict[int, ShardedParam] = {}
+        #: Whether backward comes to a hook of this unit's before it reads a parameter.
+        self.is_watched = False
+        self._emptied: dict[ShardedParam, tuple[Tensor, int]] = {}
+
+    def is_current(self) -> bool:
+        """Whether the parameters are as they were."""
+        return self._versions.keys() == set(self.unit.params) and all(
+            version.is_same(param) for param, version in self._versions.items()
+        )
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Gather the parameters, unless they are there.
+
+        Raises:
+            RuntimeError: one was written since a forward, and a backward wants it.
+        """
+        if self.fulls:
+            return
+        if _in_backward():
+            self._check_may_gather()
+            at_end_of_backward(self.end_backward)
+        unit = self.unit
+        finish_unshard(unit)
+        missing = []
+        for params in params_by_dtype(unit):
+            kept = {param: full for param in params if (full := param.state.full(param.param)) is not None}
+            if len(kept) == len(params):
+                self.fulls.update(kept)
+            else:
+                missing.append(params)
+        what = f"unshard of {unit.name or 'the root'}"
+        for pending in start_gathers(unit, missing, what, self._resharded):
+            self.fulls.update(finish_gather_of(pending))
+        self._resharded = None
+        self._refill()
+        if unit.reshards_after_forward:
+            self._note_storages()
+
+    def _refill(self) -> None:
+        for param, (full, nbytes) in self._emptied.items():
+            full.untyped_storage().resize_(nbytes)
+            full.copy_(self.fulls[param])
+            self.fulls[param] = full
+        self._emptied = {}
+
+    def _note_storages(self) -> None:
+        by_storage: dict[int, list[ShardedParam]] = {}
+        for param, full in self.fulls.items():
+            by_storage.setdefault(full.untyped_storage()._cdata, []).append(param)
+        self._param_in = {storage: params[0] for storage, params in by_storage.items() if len(params) == 1}
+        for storage in self._param_in:
+            _by_storage[storage] = self
+
+    def _check_may_gather(self) -> None:
+        for param, version in self._versions.items():
+            if version.was_written(param):
+                raise RuntimeError(
+                    f"Parameter {param.name} was written after a forward whose backward needs it as it was. Call backward "
+                    "ahead of optimizer.step() and load_state_dict()."
+                )
+
+    def free(self) -> None:
+        """Let go of the full parameters."""
+        for storage in self._param_in:
+            _by_storage.pop(storage, None)
+        self.fulls, self._param_in = {}, {}
+
+    def reshard(self) -> None:
+        """Free memory of full parameters that autograd has saved, by hand; backward gathers them again."""
+        if state_of(self.unit).reading is not None or not self.is_watched:
+            return
+        kept = {id(param.state.full(param.param)) for param in self.fulls}
+        for param, full in self.fulls.items():
+            # What unshard() has gathered the user may hold.
+            if id(full) not in kept:
+                storage = full.untyped_storage()
+                self._emptied[param] = full, storage.nbytes()
+                storage.resize_(0)
+        self.free()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def end_forward(self) -> None:
+        """Free the full parameters, but for the shards in a smaller group that ``reshard_after_forward=<int>`` keeps."""
+        group = self.unit.post_forward_group
+        if group and self.fulls:
+            fulls = {param: full for param, full in self.fulls.items() if not param.is_whole}
+            self._resharded = {param: reshard(full, param.name, group, dim=param.dim) for param, full in fulls.items()}
+        self.free()
+
+    def prepare_backward(self) -> None:
+        """Gather what was freed since forward, unless backward is to do without."""
+        if self._emptied or (self.unit.reshards_after_forward and self.unit.flags.unshard_in_backward):
+            self.fill()
+
+    def end_backward(self) -> None:
+        """Free the full parameters, or leave them to the next forward, as the unit's flags say."""
+        if not self.unit.flags.reshard_after_backward and self.is_current():
+            for param, full in self.fulls.items():
+                param.state.keep_full(param.param, full)
+        self.free()
+
+    def note(self, tensor: Tensor) -> _Note | None:
+        """What to save in the place of a tensor in the memory of a parameter; None: nothing is known of it."""
+        param = self._param_in[tensor.untyped_storage()._cdata]
+        full = self.fulls[param]
+        if tensor.dtype != full.dtype or tensor.is_conj() or tensor.is_neg():
+            return None
+        return _Note(self, param, tensor.shape, tensor.stride(), tensor.storage_offset() - full.storage_offset())
+
+
+@dataclass
+class _State:
+    """What forwards that are not compiled leave of a unit.
+
+    Attributes:
+        gathered: what they have gathered, if somebody holds it.
+        reading: what the call of a module that runs reads.
+        trainable: what autograd knows as its parameters in the model's forward.
+        modules_run: those of the unit's modules whose forward is over, until all are.
+    """
+
+    gathered: Callable[[], Gathered | None] = lambda: None
+    reading: Reading | None = None
+    trainable: Trainable | None = None
+    modules_run: set[nn.Module] = field(default_factory=set)
+
+
+_states: weakref.WeakKeyDictionary[Unit, _State] = weakref.WeakKeyDictionary()
+
+
+def state_of(unit: Unit) -> _State:
+    """What forwards that are not compiled leave of a unit."""
+    state = _states.get(unit)
+    if state is None:
+        state = _states[unit] = _State()
+    return state
+
+
+def gathered_of(unit: Unit) -> Gathered:
+    """The unit's full parameters, as they are now; gathered, if they have to be."""
+    state = state_of(unit)
+    found = state.gathered()
+    if found is None or not found.is_current():
+        found = Gathered(unit)
+        state.gathered = weakref.ref(found)
+    found.fill()
+    return found
+
+
+def reshard_by_hand(unit: Unit) -> None:
+    """Free full parameters that a forward has left for its backward, which gathers them again."""
+    gathered = state_of(unit).gathered()
+    if gathered is not None:
+        gathered.reshard()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+# What autograd saves.
+
+
+class _Note(NamedTuple):
+    """A tensor in the memory of a gathered parameter."""
+
+    gathered: Gathered
+    param: ShardedParam
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int | torch.SymInt
+
+    def restore(self) -> Tensor:
+        unit = self.gathered.unit
+        if not self.gathered.fulls and not unit.flags.unshard_in_backward:
+            raise RuntimeError(must_not_gather(unit, [self.param.name]))
+        self.gathered.fill()
+        full = self.gathered.fulls[self.param]
+        if not _in_backward():
+            # Somebody looks at what a node has saved.
+            self.gathered.free()
+        return full.as_strided(self.size, self.stride, full.storage_offset() + self.offset)
+
+
+class _OfOthers(NamedTuple):
+    """What hooks of somebody else's have made of a tensor."""
+
+    unpack: Callable[[Any], Tensor]
+    packed: Any
+
+    def restore(self) -> Tensor:
+        return self.unpack(self.packed)
+
+
+def _hooks(unit: Unit) -> torch.autograd.graph.saved_tensors_hooks:
+    """Hooks that save notes of a unit's gathered parameters, and leave everything else to the hooks that are there.
+
+    Also parameters of other units: a checkpoint, whose hooks may be between, wants to see the same when it recomputes.
+    """
+    others = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    @_python
+    def pack(tensor: Tensor) -> Any:
+        note = _note_of(tensor, unit)
+        if note is not None:
+            return note
+        return tensor if others is None else _OfOthers(others[1], others[0](tensor))
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+def _note_of(tensor: Tensor, unit: Unit) -> _Note | None:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return None
+    gathered = _by_storage.get(tensor.untyped_storage()._cdata)
+    return None if gathered is None or gathered.unit is not unit else gathered.note(tensor)
+
+
+@_python
+def _unpack(packed: Any) -> Tensor:
+    return packed.restore() if isinstance(packed, _Note | _OfOthers) else packed
+
+
+# What a forward reads.
+
+
+class _Parameters(torch.autograd.Function):
+    """Stands for a unit's trainable parameters in one forward of a model: for each it gives something of the full shape and
+    dtype, without memory. Its backward has the gradients of all calls of the unit's modules."""
+
+    @staticmethod
+    def forward(ctx: Any, params: list[ShardedParam], *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.params = params
+        return tuple(param.shard.new_zeros((), dtype=param.compute_dtype).expand(param.shape) for param in params)
+
+    @staticmethod
+    @_python
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        found = dict(zip(ctx.params, grads, strict=True))
+        if ctx.params[0].unit.flags.reduce_scatter_unused_params:
+            # Here rather than at the end, as other ranks may have used other parameters of the unit.
+            found = {param: zeros_like_gradient(param) if grad is None else grad for param, grad in found.items()}
+        receive_gradients(ctx.params[0].unit, {param: grad for param, grad in found.items() if grad is not None})
+        # Nothing for the shards: it is param.grad that a gradient becomes.
+        return (None,) * (1 + len(grads))
+
+
+class _Unshard(torch.autograd.Function):
+    """What :class:`_Parameters` gives to the gathered parameters, for one call, whose backward is over with this node's."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Gathered, params: list[ShardedParam], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gathered = gathered
+        # Each time tensors of their own, which autograd marks as this node's.
+        return tuple(gathered.fulls[param].data for param in params)
+
+    @staticmethod
+    @_python
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.gathered.end_backward()
+        return (None, None, *grads)
+
+
+class Trainable:
+    """The trainable parameters of a unit in one forward of a model."""
+
+    def __init__(self, unit: Unit):
+        self.params = [param for param in unit.params if param.shard.requires_grad]
+        shards = [param.shard for param in self.params]
+        self.stand_ins: Sequence[Tensor] = _Parameters.apply(self.params, *shards) if shards else ()  # type: ignore[no-untyped-call]
+
+
+class Reading:
+    """The full parameters of a unit, for the call that runs."""
+
+    def __init__(self, unit: Unit):
+        for param in unit.params:
+            param.check_gather()
+            param.sync_requires_grad()
+        unit.scope.wait_for_optimizer()
+        self.gathered = gathered_of(unit)
+        self.is_recorded = False
+        self._values: dict[ShardedParam, Tensor] = self.gathered.fulls
+
+    def value(self, param: ShardedParam) -> Tensor:
+        """The full parameter."""
+        if torch.is_grad_enabled():
+            if param.sync_requires_grad():
+                state_of(self.gathered.unit).trainable = None
+                self.is_recorded = False
+            if not self.is_recorded:
+                self._record()
+        return self._values[param]
+
+    def _record(self) -> None:
+        state = state_of(self.gathered.unit)
+        if state.trainable is None:
+            state.trainable = Trainable(self.gathered.unit)
+        trainable = state.trainable
+        self._values = dict(self.gathered.fulls)
+        self.is_recorded = True
+        if trainable.params:
+            fulls = _Unshard.apply(self.gathered, trainable.params, *trainable.stand_ins)  # type: ignore[no-untyped-call]
+            self._values.update(zip(trainable.params, fulls, strict=True))
+
+
+def read(param: ShardedParam) -> Tensor | None:
+    """The full parameter in the forward that runs; None where its unit is not to be gathered as a whole: in a forward that is
+    compiled in part, of which this is what Dynamo left out, or that somebody traces or transforms."""
+    unit = param.unit
+    if unit.scope.uncompiled_depth == 0 or _is_traced():
+        return None
+    state = state_of(unit)
+    if state.reading is None:
+        state.reading = Reading(unit)
+    return state.reading.value(param)
+
+
+_TRACING_MODES = tuple(getattr(torch._C._TorchDispatchModeKey, mode) for mode in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def _is_traced() -> bool:
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_transformed or any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES)
+
+
+class Forward:
+    """A forward of a sharded module that Python runs.
+
+    Args:
+        unit: the unit of the module, or of parameters that it registers.
+        module: the module.
+        is_unit: the former.
+    """
+
+    @_python
+    def __init__(self, unit: Unit, module: nn.Module, is_unit: bool):
+        self._unit, self._module, self._is_unit = unit, module, is_unit
+        self._scope = unit.scope
+        self._scope.uncompiled_depth += 1
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        # A part of a unit runs alone where a checkpoint recomputes it, whose own hooks count what is saved.
+        saves_notes = is_unit and unit.reshards_after_forward and torch.is_grad_enabled()
+        if saves_notes and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            self._hooks = _hooks(unit)
+            self._hooks.__enter__()
+
+    @_python
+    def returns(self, output: Any) -> None:
+        """Have backward gather the unit when it comes to what this forward gives."""
+        reading = state_of(self._unit).reading
+        if not self._is_unit or reading is None or not reading.is_recorded:
+            return
+        hook = _GatherForBackward(reading.gathered)
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(hook)
+                reading.gathered.is_watched = True
+
+    @_python
+    def end(self) -> None:
+        """Free what was gathered, unless it is to live on."""
+        if self._hooks is not None:
+            self._hooks.__exit__()
+        self._scope.uncompiled_depth -= 1
+        if self._is_unit:
+            run = state_of(self._unit).modules_run
+            run.add(self._module)
+            if len(run) == len(self._unit.modules):
+                _end_forward(self._unit)
+        if self._scope.uncompiled_depth == 0:
+            for unit in self._scope.units:
+                state = state_of(unit)
+                state.trainable = None
+                if state.reading is not None or state.modules_run:
+                    _end_forward(unit)
+
+
+class _GatherForBackward:
+    """A hook on what a forward gives."""
+
+    def __init__(self, gathered: Gathered):
+        self._gathered = gathered
+
+    @_python
+    def __call__(self, _gradient: Tensor) -> None:
+        self._gathered.prepare_backward()
+
+
+def _end_forward(unit: Unit) -> None:
+    state = state_of(unit)
+    reading, state.reading = state.reading, None
+    state.modules_run.clear()
+    end_forward(unit)
+    # A checkpoint that recomputes in backward frees nothing that this backward may read.
+    if reading is not None and unit.reshards_after_forward and not _in_backward():
+        reading.gathered.end_forward()

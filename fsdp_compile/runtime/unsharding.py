@@ -1,0 +1,125 @@
+"""Gathers ahead of a forward: what ``unshard()`` starts and whoever needs the parameters finishes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from passes.collectives.functional import finish_gather, start_gather
+
+from ..units.sharded_param import ShardedParam
+from ..units.unit import PendingGather, Unit
+from .course import eager_run
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def start_unshard(unit: Unit) -> None:
+    """Start to gather a unit's parameters, one collective for each dtype, unless they are there or on their way.
+
+    Raises:
+        RuntimeError: a parameter is on the meta device.
+    """
+    if unit.pending:
+        check_memory(unit)
+        return
+    missing = []
+    for params in params_by_dtype(unit):
+        if all(param.state.full(param.param) is not None for param in params):
+            for param in params:
+                param.state.is_unsharded = True
+        else:
+            missing.append(params)
+    unit.pending = start_gathers(unit, missing, f"unshard() of {unit.name or 'the root'}")
+    for params in missing:
+        for param in params:
+            param.state.start_full(param.param)
+
+
+def check_memory(unit: Unit) -> None:
+    """Raise for a unit without values."""
+    if unit.is_meta:
+        raise RuntimeError(unit.params[0].meta_message())
+
+
+def params_by_dtype(unit: Unit) -> list[list[ShardedParam]]:
+    """A unit's parameters, those of one dtype together."""
+    return [[param for param in unit.params if param.shard.dtype == stored] for stored in unit.storages]
+
+
+def start_gathers(
+    unit: Unit, buckets: Iterable[list[ShardedParam]], what: str, resharded: Mapping[ShardedParam, Tensor] | None = None
+) -> list[PendingGather]:
+    """Start to gather parameters, one collective for each bucket.
+
+    Args:
+        unit: the unit of all of them.
+        buckets: parameters of one dtype each.
+        what: what ranks that disagree are told about.
+        resharded: their shards in the unit's smaller group, to gather there; None: in the group that they are sharded over.
+
+    Raises:
+        RuntimeError: they have no memory.
+    """
+    check_memory(unit)
+    if unit.scope.post_optim_event is not None:
+        # Not forgotten: the forward may run on another stream.
+        unit.scope.post_optim_event.wait()
+    return [_start_gather(unit, params, what, resharded) for params in buckets]
+
+
+def _start_gather(
+    unit: Unit, params: list[ShardedParam], what: str, resharded: Mapping[ShardedParam, Tensor] | None
+) -> PendingGather:
+    dtype, sharded = params[0].compute_dtype, [param for param in params if not param.is_whole]
+    group = unit.mesh.shard_group if resharded is None else unit.post_forward_group
+    shards = _runs(unit, sharded) if resharded is None else [resharded[param] for param in sharded]
+    pieces = [shard.to(dtype) for shard in shards]
+    run = eager_run(what, (sum(map(Tensor.numel, pieces)),), (group,))
+    gathered = None
+    if pieces:
+        run.begin()
+        with run:
+            gathered = start_gather(pieces, group)
+    return PendingGather(params, dtype, gathered, group, run)
+
+
+def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:
+    """The shards of parameters as one run of flat storage where they are neighbours, which needs no copy-in."""
+    if not params:
+        return []
+    first, last, numel = params[0], params[-1], sum(param.padded_numel for param in params)
+    if last.offset + last.padded_numel - first.offset == numel:
+        return [unit.storages[first.shard.dtype].narrow(0, first.offset, numel)]
+    return [param.shard.detach() for param in params]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def finish_unshard(unit: Unit) -> None:
+    """Wait for what :func:`start_unshard` started, and keep it for the next graph that reads it."""
+    for pending in unit.take_gathers():
+        for param, full in finish_gather_of(pending).items():
+            param.state.keep_full(param.param, full)
+            param.state.is_unsharded = True
+
+
+def finish_gather_of(pending: PendingGather) -> dict[ShardedParam, Tensor]:
+    """Wait for a gather. Returns the full parameters, each contiguous and with memory of its own."""
+    sharded = [param for param in pending.params if not param.is_whole]
+    fulls = {param: param.shard.detach().to(pending.dtype, copy=True) for param in pending.params if param.is_whole}
+    if pending.gathered is not None:
+        shapes, dims = [param.shape for param in sharded], [param.dim for param in sharded]
+        with pending.run:
+            gathered = finish_gather(pending.gathered, shapes, dims, pending.group)
+        fulls.update(zip(sharded, gathered, strict=True))
+    return {param: full.contiguous() for param, full in fulls.items()}
+
+
+def end_forward(unit: Unit) -> None:
+    """Free what ``unshard()`` gathered, unless it is to live on."""
+    finish_unshard(unit)
+    for param in unit.params:
+        param.end_forward()

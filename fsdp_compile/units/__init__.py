@@ -1,0 +1,1 @@
+"""State: units, their parameters, where shards lie."""

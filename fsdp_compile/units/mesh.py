@@ -1,0 +1,147 @@
+"""What a device mesh means to sharding: which groups gather, scatter and replicate."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from passes.collectives.functional import resolve_group
+from passes.collectives.gloo import backend_of, install_all_gather, open_opposite
+from passes.collectives.layout import REPLICATED
+
+
+@dataclass(frozen=True)
+class ShardingMesh:
+    """A 1-D mesh (FSDP) or a 2-D one (HSDP: replicate, shard), with its process groups by name.
+
+    Attributes:
+        mesh: the mesh that the DTensor parameters live on.
+        shard_group: name of the group that a parameter is sharded over.
+        shard_size: its number of ranks.
+        shard_rank: this rank's place in it.
+        replicate_group: name of the group of replicas; empty for FSDP.
+        device: where parameters and communication live.
+    """
+
+    mesh: DeviceMesh
+    shard_group: str
+    shard_size: int
+    shard_rank: int
+    replicate_group: str
+    device: torch.device
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None) -> ShardingMesh:
+        """Check a mesh; None: all ranks in one dimension.
+
+        Raises:
+            RuntimeError: there is no process group to make the default mesh of.
+            ValueError: the mesh has more than two dimensions.
+        """
+        if mesh is None:
+            mesh = _default_mesh()
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"fully_shard takes a 1-D mesh (FSDP) or a 2-D mesh (HSDP: replicate, shard), but mesh= has {mesh.ndim} "
+                f"dimensions: {mesh}. Pass a slice of it, such as mesh['dp'] or mesh['replicate', 'shard']."
+            )
+        shard_dim = mesh.ndim - 1
+        found = ShardingMesh(
+            mesh=mesh,
+            shard_group=mesh.get_group(shard_dim).group_name,
+            shard_size=mesh.size(shard_dim),
+            shard_rank=mesh.get_local_rank(shard_dim),
+            replicate_group=mesh.get_group(0).group_name if mesh.ndim == 2 else "",
+            device=_device_of(mesh),
+        )
+        if backend_of(found.shard_group, found.device) == "gloo":
+            install_all_gather(found.device.type)
+        for group in filter(None, (found.shard_group, found.replicate_group)):
+            _connect(group, found.device)
+        return found
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        """DTensor placements of a parameter cut along ``dim`` (or ``REPLICATED``)."""
+        shard: Placement = Replicate() if dim == REPLICATED else Shard(dim)
+        return (Replicate(), shard) if self.mesh.ndim == 2 else (shard,)
+
+    def post_forward_group(self, size: int) -> str:
+        """Name of this rank's group of ``size`` neighbours, for ``reshard_after_forward=size``; empty for one rank and for all.
+
+        Raises:
+            ValueError: ``size`` is no number that divides the shard dimension.
+        """
+        if not isinstance(size, int) or size < 1 or self.shard_size % size:
+            raise ValueError(
+                f"reshard_after_forward={size!r} must be a factor of the shard dimension's size, {self.shard_size}; "
+                "or True, False or None."
+            )
+        if size in (1, self.shard_size):
+            return ""
+        group = _mesh_of_neighbours(self.mesh, size).get_group(1).group_name
+        _connect(group, self.device)
+        return group
+
+    def reduce_scatter_group(self) -> str:
+        """Name of a group of the same ranks as the shard group's, for reduce-scatters alone. Made once for each set of ranks:
+        a collective call of those ranks."""
+        ranks = tuple(dist.get_process_group_ranks(resolve_group(self.shard_group)))
+        made = _reduce_scatter_groups.setdefault(dist.group.WORLD, {})
+        if ranks not in made:
+            # Ranks of other shard groups need not be here.
+            group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
+            made[ranks] = group.group_name
+            _connect(group.group_name, self.device)
+        return made[ranks]
+
+
+def _connect(group_name: str, device: torch.device) -> None:
+    """Set up now what a group communicates by, a collective call of its ranks.
+
+    NCCL would else make its communicator at the first collective, in the middle of a graph: where gathers and reductions of
+    several groups are in flight, a handshake holds up the thread that is to start them, and a CUDA graph cannot capture it. A
+    group that has one keeps it. Source: ``ProcessGroupNCCL::eagerConnectSingleDevice``. Gloo's groups get their opposites.
+    """
+    backend = backend_of(group_name, device)
+    if backend == "nccl":
+        _backend(group_name, device).eager_connect_single_device(device)
+    elif backend == "gloo" and device.type == "cpu":
+        open_opposite(group_name)
+
+
+def _backend(group_name: str, device: torch.device) -> Any:
+    return resolve_group(group_name)._get_backend(device)
+
+
+# By the world that they are part of: its groups go with it.
+_reduce_scatter_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _mesh_of_neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    # Cached: making process groups is a collective of its own, and every unit asks for the same ones.
+    return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("replicate", "post_forward"))
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard needs a process group: call torch.distributed.init_process_group() first (torchrun sets what it "
+            "reads), or pass mesh=."
+        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

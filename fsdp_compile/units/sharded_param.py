@@ -1,0 +1,256 @@
+"""A parameter of a unit, and where its shard lives.
+
+Of each parameter there are three tensors on one piece of memory:
+
+- the *parameter*: a DTensor, what modules register, optimizers step and checkpoints save;
+- the *shard*: a plain leaf tensor, padded so that all ranks have the same shape, what a forward reads and a graph takes;
+- its run of the unit's *flat storage*, one buffer for each dtype in registration order, what a bucket gathers in place.
+
+Each has a version counter of its own: a step on one parameter is no write to another. The parameter's local tensor, which users
+save, copy and compile optimizers with, also has a storage of its own (:mod:`.own_storage`); the shard is a view.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from passes.collectives.layout import REPLICATED, padded_shard_numel, padded_shard_shape
+
+from ..torch_versions import reduce_dtype
+from .own_storage import has_memory, with_own_storage
+from .param_state import ParamState, set_local
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+def shard_attribute(name: str) -> str:
+    """The attribute of a module with the shard of its parameter of this name, as a forward takes it: the shard, and positional
+    and keyword arguments of ``unshard``; None for one without memory."""
+    return f"_fsdp_shard_{name}"
+
+
+class ShardedParam:
+    """One parameter of a unit.
+
+    Attributes:
+        unit: the unit that it belongs to.
+        owners: every module that registers it, with the name that it has there; several for a tied parameter.
+        name: qualified name, from the outermost sharded module.
+        local_name: name within the unit; equal for the same parameter of equal blocks.
+        shape: full shape.
+        dim: the dimension that is cut, or ``REPLICATED`` for a scalar.
+        padded_shape, padded_numel: of every rank's padded shard.
+        rows: first index and number of indices, along ``dim``, that this rank really has.
+        param: the DTensor parameter.
+        shard: the padded shard, a leaf.
+        offset: first element of the shard in the unit's storage of its dtype.
+        args, kwargs: what ``unshard`` takes after the shard.
+        state: what microbatches leave for the next one.
+    """
+
+    def __init__(self, unit: Unit, owners: list[tuple[nn.Module, str]], local_name: str, param: nn.Parameter, dim: int):
+        self.unit = unit
+        self.owners = owners
+        self.name = self.local_name = local_name
+        self.shape = param.shape
+        self.dim = dim
+        self.padded_shape = padded_shard_shape(self.shape, dim, unit.mesh.shard_size)
+        self.padded_numel = padded_shard_numel(self.shape, dim, unit.mesh.shard_size)
+        self.rows = (0, 0) if dim == REPLICATED else self._rows_of_rank(unit.mesh.shard_rank)
+        self.offset = 0
+        self.param = self._make_param(param)
+        self.shard: nn.Parameter
+        self._own_storage: torch.UntypedStorage
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.state = ParamState()
+
+    def _make_param(self, full: nn.Parameter) -> nn.Parameter:
+        mesh = self.unit.mesh
+        local = full.detach()
+        if self.dim != REPLICATED:
+            local = local.narrow(self.dim, *self.rows).contiguous()
+        meta = TensorMeta(full.shape, full.stride(), full.dtype)
+        spec = DTensorSpec(mesh.mesh, mesh.placements(self.dim), tensor_meta=meta)
+        return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=full.requires_grad)
+
+    def _rows_of_rank(self, rank: int) -> tuple[int, int]:
+        size, rows = self.shape[self.dim], self.padded_shape[self.dim]
+        start = min(rows * rank, size)
+        return start, min(rows, size - start)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's unpadded shard, the DTensor's local tensor."""
+        return self.param._local_tensor  # type: ignore[attr-defined]
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """The rows of a padded shard, or of its gradient, that this rank really has."""
+        if self.dim == REPLICATED or padded.size(self.dim) == self.rows[1]:
+            return padded
+        return padded.narrow(self.dim, 0, self.rows[1])
+
+    def bind(self, storage: Tensor, offset: int) -> None:
+        """Move the local tensor into ``storage``, and let parameter and shard lie there."""
+        self.offset = offset
+        padded = storage.narrow(0, offset, self.padded_numel).view(self.padded_shape)
+        with torch.no_grad():
+            self.unpad(padded).copy_(self.local)
+        local = with_own_storage(self.unpad(padded))
+        self._own_storage = local.untyped_storage()
+        set_local(self.param, local)
+        self.shard = nn.Parameter(padded.data, requires_grad=self.param.requires_grad)
+        self.shard._fsdp_sharded_param = self  # type: ignore[attr-defined]
+        if has_memory(self.shard):
+            _params_by_memory[self.shard.data_ptr()] = self
+        self.unit.abandon_gathers()
+        self.state.drop_full()
+        self.unit.attach(self)
+        self.update_operator_args()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank's shard is the parameter."""
+        return self.dim == REPLICATED or self.unit.mesh.shard_size == 1
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that a forward reads the parameter in."""
+        param_dtype = self.unit.mp_policy.param_dtype
+        return param_dtype if param_dtype is not None and self.param.is_floating_point() else self.shard.dtype
+
+    def unsharded(self) -> Tensor | None:
+        """The full parameter that ``unshard()`` left, for the user to read outside of a forward."""
+        return self.state.shown(self.param)
+
+    def end_forward(self) -> None:
+        """Free what ``unshard()`` gathered, if the unit reshards after forward."""
+        if self.state.is_unsharded and self.unit.reshards_after_forward:
+            if self.unit.flags.reshard_after_backward:
+                self.state.drop_full()
+            else:
+                self.state.is_unsharded = False
+
+    def meta_message(self) -> str:
+        """What to say to somebody who reads it while it has no memory."""
+        return (
+            f"Parameter {self.name} is on the meta device in a forward. Give it memory and values first: "
+            "model.to_empty(device=...), then initialise, or load a state dict."
+        )
+
+    def is_bound(self) -> bool:
+        """Whether the parameter's local tensor still is the one that lies in the memory of the shard."""
+        return self.local.untyped_storage()._cdata == self._own_storage._cdata and self.local.storage_offset() == 0
+
+    def owns_memory_of(self, value: Any) -> bool:
+        """Whether a tensor, or a DTensor's local one, begins in the memory of this parameter."""
+        local = getattr(value, "_local_tensor", value)
+        if value is self.param or not isinstance(local, Tensor) or not has_memory(local) or not has_memory(self.shard):
+            return value is self.param
+        return self.shard.data_ptr() <= local.data_ptr() < self.shard.data_ptr() + self.shard.nbytes
+
+    def check_replacement(self, param: Any) -> None:
+        """Refuse a parameter that cannot take this one's place."""
+        spec = getattr(param, "_spec", None)
+        if (
+            spec is None
+            or spec.mesh != self.unit.mesh.mesh
+            or spec.placements != self.unit.mesh.placements(self.dim)
+            or spec.shape != self.shape
+        ):
+            raise ValueError(
+                f"Parameter {self.name} is sharded and cannot be replaced by a {type(param).__name__} that is not sharded "
+                "alike. Load a sharded state dict (DTensors), or a full one with "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+            )
+
+    def adopt_assigned_parameter(self) -> None:
+        """Take over a parameter that somebody registered in the place of ours (``load_state_dict(assign=True)``)."""
+        for module, name in self.owners:
+            registered = module._parameters[name]
+            if registered is self.param:
+                continue
+            self.check_replacement(registered)
+            self.param = registered  # type: ignore[assignment]
+            self.unit.abandon_gathers()
+            self.state = ParamState()
+            for other, other_name in self.owners:
+                other._parameters[other_name] = self.param
+            return
+
+    def update_operator_args(self) -> None:
+        """Work out what ``unshard`` takes besides the shard. Nothing in it tells equal blocks apart, so that a compiled
+        graph can serve all of them; the backend puts the qualified names in."""
+        mesh, policy = self.unit.mesh, self.unit.mp_policy
+        self.args = (self.local_name, tuple(self.shape), mesh.shard_group)
+        kwargs = {
+            "dim": self.dim,
+            "offset": self.offset,
+            "param_dtype": policy.param_dtype if self.param.is_floating_point() else None,
+            "reduce_dtype": reduce_dtype(policy, self.param.dtype),
+            "replicate_group": mesh.replicate_group,
+            "reshard_after_forward": self.unit.reshards_after_forward,
+            "post_forward_group": self.unit.post_forward_group,
+        }
+        defaults = {"dim": 0, "reshard_after_forward": True, "post_forward_group": "", "replicate_group": ""}
+        self.kwargs = {key: value for key, value in kwargs.items() if value != defaults.get(key)}
+        for module, name in self.owners:
+            module.__dict__[shard_attribute(name)] = None if self.shard.is_meta else (self.shard, self.args, self.kwargs)
+
+    def compute_with(self, given: Tensor | None) -> Tensor | None:
+        """What a forward reads where ``given`` is registered in the parameter's place: the whole, in the compute dtype."""
+        if given is None:
+            return None
+        full = given.full_tensor() if isinstance(given, DTensor) else given
+        return full.to(self.compute_dtype) if full.is_floating_point() else full
+
+    def check_gather(self) -> None:
+        """Refuse a local tensor with a gather of its own, as FSDP2 takes it.
+
+        Raises:
+            NotImplementedError: somebody gave it one.
+        """
+        if hasattr(self.local, "fsdp_pre_all_gather"):
+            raise NotImplementedError(
+                f"The local tensor of parameter {self.name} has an fsdp_pre_all_gather, which is not supported: nothing would "
+                "call it. Delete it; MixedPrecisionPolicy(param_dtype=...) gathers in lower precision."
+            )
+
+    def check_registered(self) -> None:
+        """Refuse to go on where something else is registered in the parameter's place.
+
+        Raises:
+            RuntimeError: something else is.
+        """
+        for module, name in self.owners:
+            if module._parameters.get(name) is not self.param:
+                raise RuntimeError(
+                    f"A compiled graph reads the shard of parameter {self.name}, but something else stands in its place in "
+                    "module._parameters (torch.func.functional_call puts it there). Call the model uncompiled, where it is "
+                    "read, or write values to the parameter: param.copy_, load_state_dict."
+                )
+
+    def sync_requires_grad(self) -> bool:
+        """Let the shard follow the parameter's ``requires_grad``. Returns whether it had to change."""
+        if self.shard.requires_grad is self.param.requires_grad:
+            return False
+        self.shard.requires_grad_(self.param.requires_grad)
+        self.unit.attach(self)
+        return True
+
+
+_params_by_memory: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+
+
+def param_in_memory(tensor: Tensor) -> ShardedParam | None:
+    """The parameter in the memory of whose shard a tensor lies, such as one that a checkpoint gives backward."""
+    param = _params_by_memory.get(tensor.data_ptr()) if has_memory(tensor) else None
+    lies_there = param is not None and param.shard.data_ptr() == tensor.data_ptr() and param.shard.shape == tensor.shape
+    return param if lies_there else None

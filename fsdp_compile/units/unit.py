@@ -1,0 +1,220 @@
+"""A unit of sharding: the parameters that one ``fully_shard`` call groups, their storage, and what users set on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from passes.collectives.divide_factors import Averaging
+
+from .mesh import ShardingMesh
+from .sharded_param import ShardedParam
+
+
+class Event(Protocol):
+    """What a post-optimizer event has to be able to do; a ``torch.Event`` is one."""
+
+    def wait(self) -> Any:
+        """Make the current stream wait for it."""
+
+
+class Scope:
+    """Shared by all units of a tree of modules.
+
+    Attributes:
+        active: a forward of one of the units is running: the parameters of all of them read as full tensors, so that a module
+            can use a parameter of a module inside it that is a unit of its own.
+        uncompiled_depth: how many forwards of sharded modules Python runs, one inside of the other.
+        units: the units, in the order of their modules.
+        is_last_backward: no other microbatch follows the next backward.
+        finalizes_by_hand: backward leaves what it does not reach to ``finalize_backward()``.
+        post_optim_event: what the next forward has to wait for; None: nothing.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self.uncompiled_depth = 0
+        self.units: list[Unit] = []
+        self.is_last_backward = True
+        self.finalizes_by_hand = False
+        self.post_optim_event: Event | None = None
+
+    def wait_for_optimizer(self) -> None:
+        """Let the current stream wait for the user's event, once."""
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
+
+
+@dataclass
+class SyncFlags:
+    """How a unit synchronises gradients and keeps parameters; what the ``set_*`` methods of its modules set.
+
+    Attributes:
+        reduce_grads: reduce gradients at all.
+        all_reduce_grads: with replicas (HSDP), all-reduce after the reduce-scatter.
+        reshard_after_backward: free gathered parameters after backward.
+        reduce_scatter_unused_params: a parameter without a gradient has a gradient of zeros.
+        gradient_divide_factor: what to divide by; None: the number of ranks.
+        force_sum_reduction: reduce with sums only.
+        comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``, or ``hook(gradient)``.
+        comm_hook_in_place: the latter; then it is the all-reduce, too.
+        all_reduce_hook: changes the reduced shard in place.
+        reduce_scatter_group: name of a group that reduce-scatters have for themselves; empty: that of the gathers.
+        max_pending_reductions: how many reduce-scatters may be in flight; None: the schedule's own limit.
+        unshard_in_backward: whether backward may gather.
+    """
+
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reshard_after_backward: bool = True
+    reduce_scatter_unused_params: bool = False
+    gradient_divide_factor: float | None = None
+    force_sum_reduction: bool = False
+    comm_hook: Callable[..., None] | None = None
+    comm_hook_in_place: bool = False
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    reduce_scatter_group: str = ""
+    max_pending_reductions: int | None = None
+    unshard_in_backward: bool = True
+
+
+@dataclass(frozen=True)
+class PendingGather:
+    """A gather in flight.
+
+    Attributes:
+        params: the parameters of a unit that share a dtype.
+        dtype: the dtype that they compute in.
+        gathered: the flat buffer in flight; None if all of them are whole on every rank.
+        group: name of the group that it is gathered over.
+        run: what the ranks know the gather as.
+    """
+
+    params: list[ShardedParam]
+    dtype: torch.dtype
+    gathered: Tensor | None
+    group: str
+    run: AbstractContextManager[Any]
+
+
+class Unit:
+    """The parameters that one ``fully_shard`` call groups.
+
+    Attributes:
+        modules: the modules that were passed (one, or a list).
+        mesh: mesh and process groups.
+        mp_policy: mixed-precision policy.
+        name: qualified name of the first module, from the outermost sharded one; empty for the root.
+        is_root: no other unit encloses this one.
+        scope: what the unit shares with the units around and inside it.
+        is_meta: parameters have no memory yet.
+        params: its parameters, in registration order.
+        storages: flat storage for each dtype.
+        flags: how it synchronises.
+        forward_prefetch, backward_prefetch: the units whose gathers start when this unit's compute does; empty: the default.
+        pending: gathers that ``unshard()`` started.
+        attach: what is to be done with a shard that is new, or that has become trainable.
+        averagings: how its gradients are averaged, by the settings that decide it.
+    """
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        mesh: ShardingMesh,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | int | None,
+        attach: Callable[[ShardedParam], None] = lambda _: None,
+    ):
+        self.modules = modules
+        self.attach = attach
+        self.mesh = mesh
+        self.mp_policy = mp_policy
+        self.name = ""
+        self.is_root = True
+        self.scope = Scope()
+        self.flags = SyncFlags()
+        self.forward_prefetch: tuple[Unit, ...] = ()
+        self.backward_prefetch: tuple[Unit, ...] = ()
+        self.pending: list[PendingGather] = []
+        self.averagings: dict[tuple[Any, ...], tuple[Averaging, tuple[float, ...]]] = {}
+        self.is_meta = False
+        self.params: list[ShardedParam] = []
+        self.storages: dict[torch.dtype, Tensor] = {}
+        self.post_forward_group = ""
+        self._reshard_after_forward = reshard_after_forward
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+            self.post_forward_group = mesh.post_forward_group(reshard_after_forward)
+            # A group of one rank holds the whole parameter, which is to keep it.
+            self._reshard_after_forward = reshard_after_forward != 1
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether backward gathers anew. Unless said, all units do but the root, which backward needs at once."""
+        return not self.is_root if self._reshard_after_forward is None else self._reshard_after_forward is True
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """Change whether backward gathers anew; compiled graphs are traced again."""
+        self._reshard_after_forward = reshard
+        self.post_forward_group = ""
+        for sharded in self.params:
+            sharded.update_operator_args()
+
+    def take_gathers(self) -> list[PendingGather]:
+        """The gathers in flight, which are the caller's to wait for."""
+        taken, self.pending = self.pending, []
+        return taken
+
+    def abandon_gathers(self) -> None:
+        """Wait for gathers in flight, and forget them."""
+        for pending in self.take_gathers():
+            if pending.gathered is not None:
+                with pending.run:
+                    torch.ops._c10d_functional.wait_tensor(pending.gathered)
+            for param in pending.params:
+                param.state.drop_full()
+
+    def drop_full(self) -> None:
+        """Free gathered parameters that were kept, and those on their way."""
+        self.abandon_gathers()
+        for sharded in self.params:
+            sharded.state.drop_full()
+
+    def allocate(self) -> None:
+        """Lay the parameters out in new flat storage, in the dtypes that they have now."""
+        device = torch.device("meta") if self.params and self.params[0].local.is_meta else self.mesh.device
+        sizes: dict[torch.dtype, int] = {}
+        offsets = []
+        for sharded in self.params:
+            dtype = sharded.local.dtype
+            offsets.append(sizes.get(dtype, 0))
+            sizes[dtype] = offsets[-1] + sharded.padded_numel
+        # Padding takes part in gathers and must be finite.
+        self.is_meta = device.type == "meta"
+        self.storages = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+        for sharded, offset in zip(self.params, offsets, strict=True):
+            sharded.bind(self.storages[sharded.local.dtype], offset)
+
+    def sync(self) -> None:
+        """Make storage and shards follow parameters that were replaced, cast, or moved."""
+        for sharded in self.params:
+            sharded.adopt_assigned_parameter()
+        if len({sharded.local.is_meta for sharded in self.params}) > 1:
+            # Half of the parameters have memory yet: a load or an initialisation is under way and syncs again.
+            return
+        layout_holds = all(
+            sharded.local.dtype == sharded.shard.dtype and sharded.local.device == sharded.shard.device
+            for sharded in self.params
+        )
+        if not layout_holds:
+            self.allocate()
+            return
+        for sharded in self.params:
+            if not sharded.is_bound():
+                sharded.bind(self.storages[sharded.local.dtype], sharded.offset)

@@ -1,0 +1,1 @@
+"""The automatic schedule: which units share collectives, and where those start."""

@@ -1,0 +1,117 @@
+"""Auto schedule: choose buckets and issue points by the cost model, under a memory limit.
+
+Before: gathers finish where they start and reductions, too, in the buckets of a :class:`~passes.auto.grouping.Grouping`.
+After:  - a gather starts at the last boundary that still hides it behind compute, with a margin, and no earlier than its link
+          is free; a boundary is where something else communicates, or the top;
+        - a reduction starts when its gradients exist and is waited for at the first boundary behind its end, with a margin;
+        - while more bytes live than the limit allows: at the last place where they do, the gather that is needed last starts
+          behind that place, else the oldest reduction in flight is waited for ahead of it.
+
+:func:`find_grouping` does this for each of the groupings. Of those with which the graph is done first, or as good as first, it
+takes the one with the least memory; of equals, the fastest, then that with the fewest collectives. Everything follows from the
+graph, the plan and the numbers of :class:`~passes.models.hardware.Hardware`: ranks that have the same get the same.
+
+:mod:`passes.auto.placement` says where communication may stand. Collectives of the model's own stay where they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import Graph
+
+from ..fx.emit import replaying_traces
+from ..ir.plan import Plan
+from ..models.hardware import Hardware
+from .grouping import Grouping, groupings
+from .placement import Placement, Result
+
+# What is done this part of the time later is as good: a model is not exact.
+_AS_GOOD = 50
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AutoSchedule:
+    """What to schedule for.
+
+    Attributes:
+        hardware: the machine.
+        memory_limit: the most bytes that may live at once in one graph, as :mod:`passes.models.memory_model` counts; None: no
+        limit.
+    """
+
+    hardware: Hardware
+    memory_limit: int | None = None
+
+
+def find_grouping(
+    graph: Graph, plan: Plan, default: Grouping, auto: AutoSchedule, insert: Callable[[Graph, Grouping], None]
+) -> Grouping:
+    """The best grouping of a graph's collectives.
+
+    Args:
+        graph: a graph after the preparing passes; it is not changed.
+        plan: what the graph does.
+        default: the grouping of the default schedule.
+        auto: what to schedule for.
+        insert: writes the collectives of a grouping into a graph.
+
+    Raises:
+        ValueError: the memory limit is too low for any schedule.
+    """
+    limit = auto.memory_limit
+    fitting: list[tuple[tuple[int, int, int], Grouping]] = []
+    too_large: list[tuple[int, str]] = []
+    with replaying_traces(fresh=False):
+        for grouping in groupings(_copy(graph), plan, default, auto.hardware, smallest=limit is not None):
+            trial = _copy(graph)
+            insert(trial, grouping)
+            placement = Placement(trial, auto.hardware)
+            # Nothing is in flight yet: with less memory it does not go.
+            needed = placement.live_bytes().peak
+            if limit is not None and needed > limit:
+                too_large.append((needed, placement.largest_at_peak()))
+                continue
+            result = placement.place(limit)
+            logger.debug("%d gathers, %d reductions: %s", len(grouping.gathers), len(grouping.reductions), result)
+            fitting.append(((result.total_ns, result.collectives, result.peak_bytes), grouping))
+    if not fitting:
+        assert limit is not None
+        raise ValueError(_too_low(limit, *min(too_large)))
+    first = min(total for (total, _, _), _ in fitting)
+    as_good = [
+        (peak, total, collectives, grouping)
+        for (total, collectives, peak), grouping in fitting
+        if total <= first + first // _AS_GOOD
+    ]
+    return min(as_good, key=lambda scored: scored[:3])[3]
+
+
+def schedule_automatically(graph: Graph, auto: AutoSchedule) -> Result:
+    """Place the collectives of a graph, whose grouping :func:`find_grouping` found. In place."""
+    placement = Placement(graph, auto.hardware)
+    result = placement.place(auto.memory_limit)
+    placement.write()
+    logger.info("automatic schedule: %s", result)
+    return result
+
+
+def _too_low(limit: int, needed: int, unit: str) -> str:
+    # It is a piece of the unit: "blocks.0/2".
+    what = f"most of them for unit {re.sub(r'/[0-9]+', '', unit)}" if unit else "of activations alone"
+    return (
+        f"options['memory_limit'] = {limit} is too low: with nothing in flight and every parameter by itself, a graph of this "
+        f"model still needs {needed} bytes at once, {what}. Raise the limit to that at least, or have less live at once: "
+        "smaller parameters in that unit, a smaller batch, activation checkpointing."
+    )
+
+
+def _copy(graph: Graph) -> Graph:
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy

@@ -1,0 +1,294 @@
+"""Placement: an order for the nodes of a graph in which communication hides behind compute and memory stays within a limit.
+
+Communication moves; compute keeps its order. A collective is put ahead of other communication: what computes between two is
+one segment (:mod:`passes.lowering.segments`), and each more of them costs a call, and time to compile. Only where a limit asks
+for it, it stands ahead of a matrix product: a kernel ends there anyhow. Collectives of one group keep their order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from ..fx.graph import bucket, group_of, role, with_sources
+from ..models.cost_model import is_free, is_fusible
+from ..models.hardware import Hardware
+from ..models.memory_model import LiveBytes, MemoryModel
+from ..models.timeline import Costs, Timeline, simulate
+
+_wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a schedule comes to, in the models.
+
+    Attributes:
+        total_ns: when the graph is done.
+        exposed_ns: how much of it compute waits for communication.
+        collectives: how many there are.
+        peak_bytes: the most that live at once.
+    """
+
+    total_ns: int
+    exposed_ns: int
+    collectives: int
+    peak_bytes: int
+
+
+@dataclass(eq=False)
+class _Block:
+    """Nodes that stay together.
+
+    Attributes:
+        nodes: in their order.
+        role: what they do for a bucket; empty: they compute.
+        bucket: the bucket.
+        may_follow: communication may stand right ahead of it without cutting a kernel.
+    """
+
+    nodes: list[Node]
+    role: str = ""
+    bucket: str = ""
+    may_follow: bool = True
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """Communication between a block that starts it and one that waits for it."""
+
+    start: _Block
+    wait: _Block
+
+
+class Placement:
+    """Finds an order for the blocks of a graph."""
+
+    def __init__(self, graph: Graph, hardware: Hardware):
+        self._graph = graph
+        self._costs = Costs.of(graph, hardware)
+        self._memory = MemoryModel(graph)
+        self._inputs = graph.find_nodes(op="placeholder")
+        self._order = _blocks(graph)
+        named = {(block.role, block.bucket): block for block in self._order if block.role}
+        self._gathers = [
+            _InFlight(named["start_gather", block.bucket], block) for block in self._order if block.role == "finish_gather"
+        ]
+        self._reductions: list[_InFlight] = []
+        for block in self._order:
+            if block.role == "start_reduce":
+                chain = [block, named.get(("all_reduce", block.bucket)), named.get(("finish_reduce", block.bucket))]
+                stages = [stage for stage in chain if stage is not None]
+                self._reductions += [_InFlight(start, wait) for start, wait in itertools.pairwise(stages) if _waits(wait)]
+
+    def place(self, limit: int | None) -> Result:
+        """Find an order. With a limit, the graph must fit into it as it is."""
+        self._start_gathers_in_time()
+        self._start_gathers_when_links_are_free()
+        self._wait_for_reductions_when_they_are_over()
+        if limit is not None:
+            self._fit(limit)
+        timeline = self._simulate()
+        return Result(timeline.total, timeline.exposed, len(self._costs.transfer), self.live_bytes().peak)
+
+    def write(self) -> None:
+        """Give the graph the order that was found."""
+        output = self._graph.output_node()
+        for block in self._order[:-1]:
+            for node in block.nodes:
+                output.prepend(node)
+
+    def live_bytes(self) -> LiveBytes:
+        """The live bytes in the order that was found last."""
+        return self._memory.live_bytes(self._nodes())
+
+    def largest_at_peak(self) -> str:
+        """The bucket that holds most where most lives."""
+        totals = [total for total, _ in self.live_bytes().timeline]
+        return self._memory.largest_bucket(self._nodes(), totals.index(max(totals)))
+
+    def _nodes(self) -> list[Node]:
+        return [*self._inputs, *(node for block in self._order for node in block.nodes)]
+
+    def _simulate(self) -> Timeline:
+        return simulate(self._nodes(), self._costs)
+
+    def _positions(self) -> dict[_Block, int]:
+        return {block: index for index, block in enumerate(self._order)}
+
+    def _move(self, anchors: Mapping[_Block, _Block]) -> None:
+        """Put blocks right ahead of others, which do not move."""
+        ahead: dict[_Block, list[_Block]] = {}
+        for block, anchor in anchors.items():
+            ahead.setdefault(anchor, []).append(block)
+        staying = [block for block in self._order if block not in anchors]
+        self._order = [one for block in staying for one in (*ahead.get(block, ()), block)]
+
+    def _collective(self, block: _Block) -> Node:
+        return next(node for node in reversed(block.nodes) if node in self._costs.transfer)
+
+    def _start_gathers_in_time(self) -> None:
+        """Start gathers as late as hides them if each link carries them alone, one after the other."""
+        self._move({reduction.wait: self._order[-1] for reduction in self._reductions})
+        starts = {gather.start for gather in self._gathers}
+        others = [block for block in self._order if block not in starts]
+        clock = self._compute_clock(others)
+        reductions = [reduction.start for reduction in self._reductions]
+        needed: dict[str, int] = {}
+        anchors: dict[_Block, _Block] = {}
+        for gather in reversed(self._gathers):
+            collective = self._collective(gather.start)
+            link, duration = group_of(collective), self._costs.transfer[collective]
+            latest = min(clock[gather.wait], needed.get(link, clock[gather.wait])) - _with_margin(duration)
+            for reduction in reductions:
+                other = self._collective(reduction)
+                # The link would be busy: go first, as somebody waits for this.
+                if group_of(other) == link and clock[reduction] < latest < clock[reduction] + self._costs.transfer[other]:
+                    latest = clock[reduction]
+                    break
+            needed[link] = latest
+            anchors[gather.start] = _last_by(latest, others, clock, gather.wait)
+        self._move(dict(reversed(anchors.items())))
+
+    def _compute_clock(self, blocks: Sequence[_Block]) -> dict[_Block, int]:
+        """When each block runs if nothing is waited for."""
+        clock, now = {}, 0
+        for block in blocks:
+            clock[block] = now
+            now += sum(self._costs.compute[node] for node in block.nodes)
+        return clock
+
+    def _start_gathers_when_links_are_free(self) -> None:
+        """Start gathers no earlier than their link could take them: a buffer in a queue only takes memory."""
+        timeline = self._simulate()
+        position = self._positions()
+        starts = {gather.start for gather in self._gathers}
+        anchors: dict[_Block, _Block] = {}
+        for gather in sorted(self._gathers, key=lambda gather: position[gather.start]):
+            collective = self._collective(gather.start)
+            anchor = None
+            for block in self._order[position[gather.start] + 1 : position[gather.wait] + 1]:
+                if block in starts:
+                    continue
+                if timeline.arrives[block.nodes[0]] > timeline.begins[collective]:
+                    break
+                if block.role:
+                    anchor = block
+                if any(node in self._costs.transfer and group_of(node) == group_of(collective) for node in block.nodes):
+                    break
+            if anchor is not None:
+                anchors[gather.start] = anchor
+        self._move(anchors)
+
+    def _wait_for_reductions_when_they_are_over(self) -> None:
+        """First the waits that start an all-reduce: they decide when it is over."""
+        for stage in ("all_reduce", "finish_reduce"):
+            timeline = self._simulate()
+            position = self._positions()
+            anchors: dict[_Block, _Block] = {}
+            for reduction in self._reductions:
+                if reduction.wait.role != stage:
+                    continue
+                collective = self._collective(reduction.start)
+                over = timeline.begins[collective] + _with_margin(self._costs.transfer[collective])
+                behind = self._order[position[reduction.start] + 1 :]
+                waits = {other.wait for other in self._reductions}
+                anchors[reduction.wait] = next(
+                    block
+                    for block in behind
+                    if (block.role and block not in waits and timeline.arrives[block.nodes[0]] >= over)
+                    or block is self._order[-1]
+                )
+            self._move(anchors)
+
+    def _fit(self, limit: int) -> None:
+        """Delay gathers and hasten waits until the live bytes stay within the limit.
+
+        From the end to the front: what moves behind the last place over the limit was live there already.
+        """
+        while True:
+            over = self._blocks_over(limit)
+            if not over:
+                return
+            if not self._delay_a_gather(over[-1]) and not self._hasten_a_wait(over):
+                raise AssertionError(f"more than {limit} bytes live at {self._order[over[-1]].nodes}, and nothing is in flight")
+
+    def _blocks_over(self, limit: int) -> list[int]:
+        """The places of the blocks in which more bytes live than the limit."""
+        totals = [total for total, _ in self.live_bytes().timeline]
+        over, index = [], len(self._inputs)
+        for place, block in enumerate(self._order):
+            if max(totals[index : index + len(block.nodes)]) > limit:
+                over.append(place)
+            index += len(block.nodes)
+        return over
+
+    def _delay_a_gather(self, place: int) -> bool:
+        position = self._positions()
+        in_flight = [gather for gather in self._gathers if position[gather.start] <= place < position[gather.wait]]
+        for gather in sorted(in_flight, key=lambda gather: position[gather.wait], reverse=True):
+            first = max(place, position[gather.start] + 1) + 1
+            for block in self._order[first : position[gather.wait] + 1]:
+                if block.may_follow:
+                    self._move({gather.start: block})
+                    return True
+        return False
+
+    def _hasten_a_wait(self, over: Sequence[int]) -> bool:
+        """Wait for the oldest reduction in flight at the last of these places, ahead of the first that holds it."""
+        position = self._positions()
+        for reduction in sorted(self._reductions, key=lambda reduction: position[reduction.start]):
+            if position[reduction.start] < over[-1] < position[reduction.wait]:
+                first = next(place for place in over if place > position[reduction.start])
+                self._move({reduction.wait: self._order[first]})
+                return True
+        return False
+
+
+def _blocks(graph: Graph) -> list[_Block]:
+    """The blocks of a graph, without its inputs; the last is its output."""
+    starts: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if role(node) == "start_gather":
+            starts.setdefault(bucket(node), []).append(node)
+    owner = {source: name for name, nodes in starts.items() for source in with_sources(nodes)}
+    blocks: list[_Block] = []
+    gathers: dict[str, _Block] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        kind, name = ("start_gather", owner[node]) if node in owner else (role(node), bucket(node))
+        if kind == "start_gather" and name in gathers:
+            gathers[name].nodes.append(node)
+        elif kind and blocks and (blocks[-1].role, blocks[-1].bucket) == (kind, name):
+            blocks[-1].nodes.append(node)
+        else:
+            ends_kernel = bool(kind) or node.op == "output" or not (is_free(node) or is_fusible(node) or node.op == "get_attr")
+            blocks.append(_Block([node], kind, name, ends_kernel))
+            if kind == "start_gather":
+                gathers[name] = blocks[-1]
+    return blocks
+
+
+def _waits(block: _Block) -> bool:
+    return any(node.target == _wait for node in block.nodes)
+
+
+def _with_margin(duration: int) -> int:
+    """What to reckon with for a transfer: a model is not exact."""
+    return duration + duration // 4
+
+
+def _last_by(latest: int, blocks: Sequence[_Block], clock: Mapping[_Block, int], until: _Block) -> _Block:
+    """The last communication, up to a block, that is reached in time; else the first block of all."""
+    found = blocks[0]
+    for block in blocks:
+        if block.role and clock[block] <= latest:
+            found = block
+        if block is until:
+            break
+    return found

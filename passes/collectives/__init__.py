@@ -1,0 +1,1 @@
+"""Collectives: how parameters are laid out over ranks, and what gathers and reduces them, as plain tensor functions."""

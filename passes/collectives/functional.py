@@ -1,0 +1,225 @@
+"""A gather and a gradient reduction as plain tensor functions over functional collectives.
+
+The eager kernels of :mod:`passes.ir.ops` call them; :mod:`passes.transforms.bucket` traces them into the graph. Each is split
+at the point where communication is in flight, so that a schedule can put work between the two halves.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import gloo
+from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
+from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
+from .traced_hook import apply_in_place_hook, apply_reduce_hook
+
+_c10d = torch.ops._c10d_functional
+
+
+def resolve_group(group: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+
+
+def group_size(group: str) -> int:
+    """Number of ranks of the process group of that name; 1 for the empty name (no group)."""
+    return resolve_group(group).size() if group else 1
+
+
+def supports_averaging(group: str, device: torch.device) -> bool:
+    """Whether the backend that serves ``device`` reduces with an average. NCCL does, Gloo does not.
+
+    The fake backend has no arithmetic; on a CUDA device it stands for NCCL.
+    """
+    backend = gloo.backend_of(group, device)
+    return backend == "nccl" or ("fake" in backend and device.type == "cuda")
+
+
+def exchanges(group: str, device: torch.device) -> bool:
+    """Whether a reduce-scatter over ``group`` is an exchange of pieces, which each rank sums for itself.
+
+    Gloo has no reduce-scatter: it all-reduces a copy of the whole gradient and drops what belongs to others. An exchange sends
+    half as much, and the sum fuses with the division and the accumulation behind it.
+    """
+    return group_size(group) > 1 and gloo.backend_of(group, device) == "gloo"
+
+
+def resolve_averaging(
+    group: str,
+    replicate_group: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    factor: float | None = None,
+    force_sum: bool = False,
+) -> tuple[Averaging, tuple[float, ...]]:
+    """The averaging over a shard group and a replicate group (empty: none), as the backend of ``group`` can do it."""
+    factors = gradient_divide_factors(
+        resolve_group(group),
+        resolve_group(replicate_group) if replicate_group else None,
+        dtype,
+        factor,
+        force_sum or not supports_averaging(group, device),
+    )
+    return Averaging.of(factors, factor)
+
+
+def start_gather(shards: Sequence[Tensor], group: str) -> Tensor:
+    """Begin gathering padded shards of one dtype. Returns the flat buffer in flight, ``[world_size * sum of numels]``."""
+    pieces = [shard.reshape(-1) for shard in shards]
+    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return _c10d.all_gather_into_tensor(flat, group_size(group), group)
+
+
+def finish_gather(gathered: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str) -> list[Tensor]:
+    """Wait for a gather that :func:`start_gather` began and cut the full parameters out of its buffer."""
+    world_size = group_size(group)
+    rows = _c10d.wait_tensor(gathered).view(world_size, -1)
+    numels = [padded_shard_numel(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
+    pieces = rows.split(numels, dim=1) if len(numels) > 1 else [rows]
+    return [assemble(piece, shape, dim) for piece, shape, dim in zip(pieces, shapes, dims, strict=True)]
+
+
+def _divide(value: Tensor, factors: Sequence[Tensor]) -> Tensor:
+    """``value`` over each factor (0-d), rounded to its dtype once for each."""
+    for factor in factors:
+        # A 0-d factor would be rounded to a low-precision dtype before it divides. A complex value keeps its imaginary part.
+        value = (value.to(torch.promote_types(value.dtype, factor.dtype)) / factor).to(value.dtype)
+    return value
+
+
+def start_reduce_scatter(
+    grads: Sequence[Tensor],
+    accumulated: Sequence[Tensor] = (),
+    factors: Sequence[Tensor] = (),
+    *,
+    dims: Sequence[int],
+    group: str,
+    op: str,
+    hook: Callable[..., None] | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """Begin reducing full gradients of one dtype.
+
+    Args:
+        grads: full gradients.
+        accumulated: gradients of earlier microbatches to add, one for each; or none.
+        factors: divide the gradients.
+        dims: the dimension that each is cut along.
+        group: name of the shard group.
+        op: "sum" or "avg"; empty: none, as the group has one rank.
+        hook: a communication hook that reduces in the place of the reduce-scatter.
+        in_place: it takes the gradient alone and leaves the result there, which is the shard of the only rank.
+
+    Returns:
+        The flat shard in flight, ``[sum of padded shard numels]``, or all ranks' addends to it; with a hook it is there
+        already.
+    """
+    world_size = group_size(group)
+    if accumulated:
+        grads = [kept + grad for kept, grad in zip(accumulated, grads, strict=True)]
+    rows = [disassemble(grad, dim, world_size) for grad, dim in zip(grads, dims, strict=True)]
+    flat = _divide((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), factors)
+    if hook is not None:
+        return apply_in_place_hook(hook, flat) if in_place else apply_reduce_hook(hook, flat, world_size)
+    if not op:
+        # The gradient may be somebody else's, too.
+        return flat.clone()
+    if exchanges(group, flat.device):
+        assert op == "sum"
+        pieces = [flat.numel() // world_size] * world_size
+        return _c10d.all_to_all_single(flat, pieces, pieces, group)
+    return _c10d.reduce_scatter_tensor(flat, op, world_size, group)
+
+
+def finish_reduce_scatter(
+    scattered: Tensor,
+    factors: Sequence[Tensor] = (),
+    partial: Sequence[Tensor] = (),
+    *,
+    group: str,
+    in_flight: bool = True,
+) -> Tensor:
+    """Wait for what :func:`start_reduce_scatter` began; divide the flat shard, and add the shards of earlier microbatches."""
+    flat = scattered
+    if in_flight:
+        flat = _c10d.wait_tensor(scattered)
+        if exchanges(group, flat.device):
+            flat = flat.view(group_size(group), -1).sum(0)
+    flat = _divide(flat, factors)
+    for earlier in partial:
+        flat = earlier + flat
+    return flat
+
+
+def start_all_reduce(
+    scattered: Tensor,
+    factors: Sequence[Tensor] = (),
+    partial: Sequence[Tensor] = (),
+    *,
+    group: str,
+    in_flight: bool = True,
+    replicate_group: str,
+    op: str,
+) -> Tensor:
+    """Finish the reduce-scatter and begin to all-reduce its flat shard over the replicas."""
+    flat = finish_reduce_scatter(scattered, factors, partial, group=group, in_flight=in_flight)
+    return _c10d.all_reduce(flat, op, replicate_group)
+
+
+def finish_all_reduce(reduced: Tensor) -> Tensor:
+    """Wait for a flat shard that is being all-reduced."""
+    return _c10d.wait_tensor(reduced)
+
+
+def finish_reduction(
+    flat: Tensor,
+    factors: Sequence[Tensor] = (),
+    *,
+    grad_dtype: torch.dtype,
+    hook: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """The flat shard of averaged gradients, from that of reduced ones.
+
+    Args:
+        flat: the reduced shard.
+        factors: divide it.
+        grad_dtype: dtype of the result.
+        hook: a user's all-reduce hook, which changes the shard in place ahead of the division.
+    """
+    if hook is not None:
+        flat = apply_in_place_hook(hook, flat)
+    return _divide(flat, factors).to(grad_dtype)
+
+
+def cut_shards(flat: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], world_size: int) -> list[Tensor]:
+    """Each parameter's padded gradient shard, a view of the flat one."""
+    pieces = [padded_shard_shape(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
+    return [shard.view(piece) for shard, piece in zip(flat.split([math.prod(piece) for piece in pieces]), pieces, strict=True)]
+
+
+@functools.lru_cache(maxsize=4096)
+def factor_tensor(factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A divide factor as the 0-d tensor that a reduction in ``dtype`` takes, made once."""
+    return torch.tensor(factor, dtype=factor_dtype(dtype), device=device)
+
+
+def reduce_gradients(
+    grads: Sequence[Tensor], shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str, replicate_group: str
+) -> list[Tensor]:
+    """Average full gradients of one dtype over all ranks, at once. Returns the padded shards."""
+    averaging, values = resolve_averaging(group, replicate_group, grads[0].dtype, grads[0].device)
+    factors = [factor_tensor(value, grads[0].dtype, grads[0].device) for value in values]
+    before = [factors.pop(0)] if averaging.divides_gradient else []
+    flat = start_reduce_scatter(grads, factors=before, dims=dims, group=group, op=averaging.reduce_scatter_op)
+    if replicate_group:
+        flat = finish_all_reduce(
+            start_all_reduce(flat, group=group, replicate_group=replicate_group, op=averaging.all_reduce_op)
+        )
+    else:
+        flat = finish_reduce_scatter(flat, group=group)
+    flat = finish_reduction(flat, factors, grad_dtype=flat.dtype)
+    return cut_shards(flat, shapes, dims, group_size(group))

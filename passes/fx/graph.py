@@ -1,0 +1,141 @@
+"""Small questions about FX graphs that several passes ask."""
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+_aten = torch.ops.aten
+_prims = torch.ops.prims
+
+#: Operations whose result is their input's memory, seen otherwise.
+VIEWS = {
+    _aten.alias.default,
+    _aten.detach.default,
+    _aten.expand.default,
+    _aten.permute.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+}
+
+_SPLITS = {_aten.split.Tensor, _aten.split_with_sizes.default}
+
+_COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
+
+# Operations that move or cast a parameter without mixing it with other data: cheap to do again, wasteful to save.
+_MOVES_AND_CASTS = VIEWS | {
+    _aten.clone.default,
+    _aten.reshape.default,
+    _aten._to_copy.default,
+    _prims.convert_element_type.default,
+}
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's result is its input's memory, or an element of what its input gives."""
+    return node.target is operator.getitem or node.target in VIEWS or node.target in _SPLITS
+
+
+def viewed(node: Node) -> Node | None:
+    """What a node is a view of."""
+    return node.all_input_nodes[0] if is_view(node) else None
+
+
+def memory_of(node: Node) -> Node:
+    """The node in whose memory a value lies: itself, unless it is a view."""
+    source = viewed(node)
+    return node if source is None else memory_of(source)
+
+
+def derived(graph: Graph, roots: list[Node]) -> dict[Node, None]:
+    """``roots`` and the nodes made of them alone by moves and casts, in graph order."""
+    found = dict.fromkeys(roots)
+    for node in graph.nodes:
+        if node.target in _MOVES_AND_CASTS and all(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return dict.fromkeys(sorted(found))
+
+
+def replace_other_uses(node: Node, replacement: Node) -> None:
+    """Let every user of ``node`` read ``replacement``, which is made of it, instead."""
+    node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user is not replacement)
+
+
+def shard_input(shard: Node) -> Node | None:
+    """The placeholder that a shard, perhaps cast already, comes from; None if something in the graph computes it."""
+    while shard.target == _prims.convert_element_type.default:
+        shard = shard.args[0]  # type: ignore[assignment]
+    return shard if shard.op == "placeholder" else None
+
+
+def role(node: Node) -> str:
+    """What a node does for a bucket (see :mod:`passes.transforms.bucket`), or the empty string."""
+    return node.meta.get("fsdp", "").partition(":")[0]
+
+
+def bucket(node: Node) -> str:
+    """The bucket that a node works for, or the empty string."""
+    return node.meta.get("fsdp", "").partition(":")[2]
+
+
+def whole_bucket(name: str) -> str:
+    """The unit's bucket that a bucket is, or is a piece of (see :func:`~passes.transforms.bucket.regroup`)."""
+    whole, slash, piece = name.rpartition("/")
+    return whole if slash and piece.isdigit() else name
+
+
+def is_collective(node: Node) -> bool:
+    """Whether a node communicates, or waits for communication."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _COLLECTIVES
+
+
+def starts_collective(node: Node) -> bool:
+    """Whether a node is a functional collective: of the model's own, too, but no wait for one."""
+    return is_collective(node) and node.target != torch.ops._c10d_functional.wait_tensor.default
+
+
+def kernel_boundaries(graph: Graph) -> set[Node]:
+    """The nodes that no kernel reaches across: collectives, and the first node of each reduction's copy-in.
+
+    A kernel that copied gradients in and read a parameter as well would hold a whole gathered buffer beside the gradients and
+    their copy.
+    """
+    found = {node for node in graph.nodes if is_collective(node)}
+    reducing: set[str] = set()
+    for node in graph.nodes:
+        if role(node) == "start_reduce" and bucket(node) not in reducing:
+            reducing.add(bucket(node))
+            found.add(node)
+    return found
+
+
+def readers(node: Node) -> list[Node]:
+    """Who reads a value, or an element of it where there are several."""
+    found: list[Node] = []
+    for user in node.users:
+        found += readers(user) if user.target is operator.getitem else [user]
+    return found
+
+
+def group_of(collective: Node) -> str:
+    """The name of the process group of a functional collective."""
+    return next(argument for argument in reversed(collective.args) if isinstance(argument, str))
+
+
+def with_sources(nodes: list[Node]) -> list[Node]:
+    """``nodes`` and all they are computed from, in graph order, without placeholders."""
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node.op != "placeholder" and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return sorted(found)

@@ -1,0 +1,273 @@
+"""The intermediate representation: operators that stand for sharding in a traced graph.
+
+``unshard``      a rank's padded shard of a parameter to the full parameter in the compute dtype.
+``reduce_grad``  the full gradient on this rank to this rank's padded shard of the averaged gradient.
+``reshard``      the full parameter to this rank's shard in a smaller group, for ``reshard_after_forward=<int>``.
+``tie``          its first argument. While the partitioner works it makes forward depend on the second, too; never lowered.
+
+``unshard``'s autograd formula is ``reduce_grad``. All are self-describing: the printed node names the parameter and its full
+shape. Their eager kernels communicate at once, so the part of a model that is not compiled trains just as well.
+
+``reduce_grad`` takes the shard too. It reads no value of it: the shard rides along into the backward graph so that the
+runtime can tell there which parameter a gradient belongs to, also when one compiled graph serves many identical blocks.
+
+A shard may have an owner who decides about it. Attributes of the tensor say so, which eager kernels heed, whoever calls them:
+eager autograd, or a graph that another backend has compiled.
+
+``_fsdp_before_unshard()``         is called ahead of the gather.
+``_fsdp_receive_gradient(grad)``   takes the full gradient in the place of the reduction; ``reduce_grad`` then gives zeros.
+
+A tensor that a checkpoint gives backward in the place of a shard has no such attributes; :func:`set_find_shard` helps.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..collectives.functional import finish_gather, group_size, reduce_gradients, resolve_group, start_gather
+from ..collectives.layout import REPLICATED, disassemble, padded_shard_shape
+
+_library = torch.library.Library("fsdp_compile", "DEF")
+
+# A replay of recorded kernels would leave out what an owner does in Python.
+_communicates = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+
+_library.define(
+    "unshard(Tensor shard, str name, int[] shape, str group, *, str unit='', int dim=0, int offset=-1, "
+    "ScalarType? param_dtype=None, ScalarType? reduce_dtype=None, str replicate_group='', "
+    "bool reshard_after_forward=True, str post_forward_group='') -> Tensor",
+    tags=_communicates,
+)
+_library.define(
+    "reduce_grad(Tensor grad, Tensor shard, str name, int[] shape, str group, *, str unit='', int dim=0, "
+    "ScalarType? reduce_dtype=None, ScalarType? grad_dtype=None, str replicate_group='') -> Tensor",
+    tags=_communicates,
+)
+_library.define(
+    "reshard(Tensor full, str name, str group, *, int dim=0) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define("tie(Tensor full, Tensor kept) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+unshard = torch.ops.fsdp_compile.unshard.default
+reduce_grad = torch.ops.fsdp_compile.reduce_grad.default
+reshard = torch.ops.fsdp_compile.reshard.default
+tie = torch.ops.fsdp_compile.tie.default
+
+
+@dataclass
+class Unshard:
+    """The arguments of an ``unshard`` node.
+
+    Attributes:
+        shard: the padded shard.
+        name: qualified name of the parameter.
+        shape: its full shape.
+        group: name of the process group that it is sharded over.
+        unit: qualified name of its ``fully_shard`` unit, which decides the bucket.
+        dim: the dimension it is cut along, or ``REPLICATED``.
+        offset: where the shard starts in the unit's flat storage, in elements; -1 if it is not there.
+        param_dtype: dtype to cast the shard to before the gather; None: as it is.
+        reduce_dtype: dtype that the gradient is reduced in; None: as it comes.
+        replicate_group: name of the group of replicas (HSDP); empty: none.
+        reshard_after_forward: gather anew for backward rather than keep the parameter.
+        post_forward_group: the smaller group that the parameter is resharded to after forward; empty: none.
+    """
+
+    shard: Node
+    name: str
+    shape: Sequence[int]
+    group: str
+    unit: str = ""
+    dim: int = 0
+    offset: int = -1
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    replicate_group: str = ""
+    reshard_after_forward: bool = True
+    post_forward_group: str = ""
+
+    @staticmethod
+    def of(node: Node) -> "Unshard":
+        return Unshard(*node.args, **node.kwargs)  # type: ignore[arg-type]
+
+
+@dataclass
+class ReduceGrad:
+    """The arguments of a ``reduce_grad`` node: as :class:`Unshard`'s, and
+
+    Attributes:
+        grad: the full gradient.
+        grad_dtype: dtype of the result; None: the reduction's.
+    """
+
+    grad: Node
+    shard: Node
+    name: str
+    shape: Sequence[int]
+    group: str
+    unit: str = ""
+    dim: int = 0
+    reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    replicate_group: str = ""
+
+    @staticmethod
+    def of(node: Node) -> "ReduceGrad":
+        return ReduceGrad(*node.args, **node.kwargs)  # type: ignore[arg-type]
+
+
+_NUM_POSITIONAL = {unshard: 4, reduce_grad: 5}
+
+#: What runs around an eager kernel that communicates: takes the operator's name, the shard, the parameter's name and full
+#: shape, and the names of the process groups.
+Around = Callable[[str, Tensor, str, Sequence[int], tuple[str, ...]], AbstractContextManager[Any]]
+_around: Around = lambda *_: nullcontext()  # noqa: E731
+
+
+def set_around_eager_kernels(around: Around) -> None:
+    """Have eager kernels communicate within what ``around`` returns."""
+    global _around
+    _around = around
+
+
+_find_shard: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
+
+
+def set_find_shard(find: Callable[[Tensor], Tensor]) -> None:
+    """Have ``reduce_grad`` ask for the shard that a tensor stands for; the tensor itself, if nobody knows better."""
+    global _find_shard
+    _find_shard = find
+
+
+def update_args(node: Node, **changes: Any) -> None:
+    """Set arguments of an ``unshard`` or ``reduce_grad`` node by name; a default value drops the keyword from the node."""
+    spec = Unshard if node.target == unshard else ReduceGrad
+    names = [field.name for field in fields(spec)]
+    defaults = {field.name: field.default for field in fields(spec)}
+    for name, value in changes.items():
+        index = names.index(name)
+        if index < _NUM_POSITIONAL[node.target]:  # type: ignore[index]
+            node.update_arg(index, value)
+        elif value == defaults[name]:
+            node.kwargs = {key: kept for key, kept in node.kwargs.items() if key != name}
+        else:
+            node.update_kwarg(name, value)
+
+
+def unshards(nodes: Sequence[Node] | Any) -> list[Node]:
+    return [node for node in nodes if node.op == "call_function" and node.target == unshard]
+
+
+def reduce_grads(nodes: Sequence[Node] | Any) -> list[Node]:
+    return [node for node in nodes if node.op == "call_function" and node.target == reduce_grad]
+
+
+def _unshard_kernel(
+    shard: Tensor,
+    name: str,
+    shape: Sequence[int],
+    group: str,
+    *,
+    dim: int = 0,
+    param_dtype: torch.dtype | None = None,
+    **_: Any,
+) -> Tensor:
+    before_unshard = getattr(shard, "_fsdp_before_unshard", None)
+    if before_unshard is not None:
+        before_unshard()
+    if dim == REPLICATED or group_size(group) == 1:
+        return shard.to(param_dtype or shard.dtype, copy=True)
+    with _around("unshard", shard, name, shape, (group,)):
+        (full,) = finish_gather(start_gather([shard.to(param_dtype or shard.dtype)], group), [shape], [dim], group)
+    return full
+
+
+def _reduce_grad_kernel(
+    grad: Tensor,
+    shard: Tensor,
+    name: str,
+    shape: Sequence[int],
+    group: str,
+    *,
+    dim: int = 0,
+    reduce_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    replicate_group: str = "",
+    **_: Any,
+) -> Tensor:
+    receive_gradient = getattr(_find_shard(shard), "_fsdp_receive_gradient", None)
+    if receive_gradient is not None:
+        receive_gradient(grad)
+        return shard.new_zeros(shard.shape, dtype=grad_dtype or reduce_dtype or grad.dtype)
+    grad = grad.to(reduce_dtype or grad.dtype)
+    with _around("reduce_grad", shard, name, shape, (group, replicate_group)):
+        (shard_grad,) = reduce_gradients([grad], [shape], [dim], group, replicate_group)
+    return shard_grad.to(grad_dtype or grad.dtype)
+
+
+def _reshard_kernel(full: Tensor, name: str, group: str, *, dim: int = 0) -> Tensor:
+    process_group = resolve_group(group)
+    piece = disassemble(full, dim, process_group.size())[process_group.rank()]
+    return piece.reshape(padded_shard_shape(full.shape, dim, process_group.size())).clone()
+
+
+_library.impl("unshard", torch._disable_dynamo(_unshard_kernel), "CompositeExplicitAutograd")
+_library.impl("reduce_grad", torch._disable_dynamo(_reduce_grad_kernel), "CompositeExplicitAutograd")
+_library.impl("reshard", torch._disable_dynamo(_reshard_kernel), "CompositeExplicitAutograd")
+
+
+_library.impl("tie", lambda full, kept: full.clone(), "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake(unshard, lib=_library)
+def _(shard: Tensor, name: str, shape: Sequence[int], group: str, **kwargs: Any) -> Tensor:
+    return shard.new_empty(shape, dtype=kwargs.get("param_dtype") or shard.dtype)
+
+
+@torch.library.register_fake(reduce_grad, lib=_library)
+def _(grad: Tensor, shard: Tensor, name: str, shape: Sequence[int], group: str, **kwargs: Any) -> Tensor:
+    dtype = kwargs.get("grad_dtype") or kwargs.get("reduce_dtype") or grad.dtype
+    return shard.new_empty(shard.shape, dtype=dtype)
+
+
+@torch.library.register_fake(reshard, lib=_library)
+def _(full: Tensor, name: str, group: str, *, dim: int = 0) -> Tensor:
+    return full.new_empty(padded_shard_shape(full.shape, dim, group_size(group)))
+
+
+@torch.library.register_fake(tie, lib=_library)
+def _(full: Tensor, kept: Tensor) -> Tensor:
+    return torch.empty_like(full)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    shard, ctx.name, ctx.shape, ctx.group = inputs
+    ctx.save_for_backward(shard)
+    # Asked here, of the leaf: a checkpoint gives backward another tensor. Traced shards are fake, and nobody's.
+    ctx.receive_gradient = getattr(shard, "_fsdp_receive_gradient", None)
+    ctx.kwargs = {
+        key: value
+        for key in ("unit", "dim", "reduce_dtype", "replicate_group")
+        if (value := keyword_only_inputs[key]) not in ("", None)
+    }
+    reduced_in = keyword_only_inputs["reduce_dtype"] or output.dtype
+    if shard.dtype != reduced_in:
+        ctx.kwargs["grad_dtype"] = shard.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    (shard,) = ctx.saved_tensors
+    if ctx.receive_gradient is not None:
+        ctx.receive_gradient(grad)
+        # For autograd, which wants a gradient of the shard's shape; its owner has the real one.
+        return shard.new_zeros(()).expand(shard.shape), None, None, None
+    return reduce_grad(grad, shard, ctx.name, ctx.shape, ctx.group, **ctx.kwargs), None, None, None
+
+
+torch.library.register_autograd(unshard, _backward, setup_context=_setup_context, lib=_library)

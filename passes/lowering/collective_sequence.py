@@ -1,0 +1,113 @@
+"""Collective sequence: what a graph communicates, in its order, as lines that ranks can compare.
+
+Changes nothing. Two ranks that run a graph each work together if and only if they issue the same collectives over the groups
+that they share, in the same order: kind, operator of the reduction, number of elements and dtype. The bucket counts as well:
+two units of equal size in another order would not hang, but mix up parameters.
+
+Left out, as ranks may rightly differ there: point-to-point messages; sizes of an all-to-all of the model's own; how a
+dynamic size is called; the names of process groups (a mesh has several groups of a role, each with its own); and what the
+names of all units of a graph begin with, since equal blocks may share a graph, which then goes by the name of any of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from ..collectives.functional import group_size
+from ..fx.graph import bucket
+
+_POINT_TO_POINT = {"isend", "irecv", "batch_p2p_ops"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a graph.
+
+    Attributes:
+        text: what it does, and over which group; without names that only one rank knows.
+        bucket: the bucket that it works for; empty for one of the model's own.
+        group: name of the process group.
+    """
+
+    text: str
+    bucket: str
+    group: str
+
+    def __str__(self) -> str:
+        return f"{self.text}, bucket {self.bucket}" if self.bucket else self.text
+
+
+def collective_sequence(graph: Graph, group_names: Mapping[str, str]) -> list[Collective]:
+    """The collectives of a graph after all passes.
+
+    Args:
+        graph: the graph.
+        group_names: names of process groups to their roles in the mesh; others are numbered as they come.
+    """
+    roles = dict(group_names)
+    sequence = []
+    for node in graph.nodes:
+        group = _group(node)
+        if group:
+            if group not in roles:
+                roles[group] = f"group {len(roles) - len(group_names) + 1} of {group_size(group)} ranks"
+            sequence.append(Collective(f"{_operation(node)} over {roles[group]}", bucket(node), group))
+    return sequence
+
+
+def identities(sequence: Sequence[Collective]) -> list[str]:
+    """What has to be equal on all ranks, for each collective."""
+    # A bucket may hold several units ("a+b"), or a part of one ("a/0").
+    buckets = [[re.split("[./]", unit) for unit in collective.bucket.split("+")] for collective in sequence]
+    named = [unit for units in buckets for unit in units if unit != [""]]
+    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, zip(*named, strict=False))))
+    names = ["+".join(".".join(unit[shared:]) for unit in units) for units in buckets]
+    return [f"{collective.text}, {name}" for collective, name in zip(sequence, names, strict=True)]
+
+
+def digest(lines: Sequence[str]) -> str:
+    """A short text that differs where the lines do."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _argument(node: Node, name: str) -> Any:
+    """An argument of an operator by its name in the schema; None if it has none."""
+    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
+
+
+def _group(node: Node) -> str:
+    """Name of the process group that a node is a collective over, or the empty string."""
+    if not isinstance(node.target, OpOverload) or node.target._opname in _POINT_TO_POINT:
+        return ""
+    group = _argument(node, "group_name")
+    # torch 2.13 also has graphs with the group itself in them.
+    return group if isinstance(group, str) else getattr(group, "group_name", "")
+
+
+def _operation(node: Node) -> str:
+    """Kind, what modifies it, and the tensors that this rank hands in."""
+    name = node.target._opname  # type: ignore[union-attr]
+    modifiers = [str(value) for key in ("reduce_op", "src") if (value := _argument(node, key)) is not None]
+    tensors = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    # That of a bucket is a reduction (passes.collectives.functional.exchanges).
+    is_all_to_all = "alltoall" in name.replace("_", "") and not bucket(node)
+    inputs = [_tensor(tensor, with_size=not is_all_to_all) for tensor in tensors]
+    return " ".join([name + (f"({', '.join(modifiers)})" if modifiers else ""), " + ".join(inputs)])
+
+
+def _tensor(node: Any, with_size: bool) -> str:
+    value = node.meta["val"]
+    dtype = str(value.dtype).removeprefix("torch.")
+    numel = value.numel()
+    return f"{numel if isinstance(numel, int) else '?'} x {dtype}" if with_size else dtype

@@ -1,0 +1,149 @@
+"""Program: the outer graph of :mod:`passes.lowering.segments` as a Python function that frees what it has no more use for.
+
+The function takes its arguments as a list, which it empties; values are freed after their last use, those that a segment
+is the last to read while that segment runs. What a collective reads is kept until its wait: memory that goes back earlier could
+be given to somebody who writes to it while it is being sent.
+
+Each collective of a bucket, and the wait for it, is a range in a profile that has the bucket's name, as FSDP2 has them:
+``FSDP::all_gather_into_tensor (blocks.0)``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+from ..fx.graph import bucket, is_collective
+
+_wait = torch.ops._c10d_functional.wait_tensor.default
+_all_reduce = torch.ops._c10d_functional.all_reduce.default
+_all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
+
+
+class _Text(str):
+    """A piece of code among the arguments of a node."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
+    """For each node the values that nobody reads behind it."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    last: dict[Node, Node] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            last[source] = node
+    for node in graph.nodes:
+        waits = [user for user in node.users if user.target == _wait] if is_collective(node) else []
+        for source in node.all_input_nodes if waits else ():
+            last[source] = max(last[source], waits[0], key=order.__getitem__)
+    found: dict[Node, list[Node]] = {}
+    for source, node in last.items():
+        found.setdefault(node, []).append(source)
+    return found
+
+
+def _owns_what_it_reduces(node: Node) -> bool:
+    """Whether an all-reduce is the only reader of what another collective has made, and needs no copy of it."""
+    source = node.args[0] if node.target == _all_reduce else None
+    return isinstance(source, Node) and source.target == _wait and len(source.users) == 1
+
+
+def _range_of(node: Node) -> str:
+    """What profiles show a collective of a bucket, or the wait for it, as; the empty string for any other node."""
+    if not is_collective(node) or not bucket(node):
+        return ""
+    collective: Any = node.args[0] if node.target == _wait else node
+    return f"FSDP::{collective.target._opname}{' wait' if node.target == _wait else ''} ({bucket(node)})"
+
+
+class _Writer:
+    """Writes the source of a graph's function, and collects what it refers to."""
+
+    def __init__(self, graph: Graph, segments: Mapping[str, Callable[..., Any]], owner: GraphModule):
+        self.graph = graph
+        self.owner = owner
+        self.names: dict[str, Any] = dict(segments)
+        self.lines: list[str] = []
+        self.last_uses = _last_uses(graph)
+
+    def write(self) -> str:
+        placeholders = self.graph.find_nodes(op="placeholder")
+        self.lines += [f"{''.join(f'{node.name}, ' for node in placeholders)}= args", "args.clear()"]
+        self._free([node for node in placeholders if not node.users])
+        for node in self.graph.nodes:
+            if node.op == "call_module":
+                self._call_segment(node)
+            elif node.op == "call_function" and not self._is_unpacked(node):
+                target = _all_reduce_in_place if _owns_what_it_reduces(node) else node.target
+                self._call_operator(node, f"{node.name} = {self._name_of(target)}({self._arguments(node)})")
+                self._free(self.last_uses.get(node, []))
+                self._free([node] if not node.users else [])
+            elif node.op == "get_attr":
+                self.names[node.name] = operator.attrgetter(str(node.target))(self.owner)
+            elif node.op == "output":
+                self.lines.append(f"return {self._text(list(node.args[0]))}")  # type: ignore[arg-type]
+        body = "".join(f"    {line}\n" for line in self.lines)
+        return f"def call(args):\n{body}"
+
+    def _is_unpacked(self, node: Node) -> bool:
+        return node.target is operator.getitem and node.args[0].op == "call_module"  # type: ignore[union-attr]
+
+    def _call_segment(self, node: Node) -> None:
+        self.lines.append(f"inputs = {self._text(list(node.args))}")
+        self._free(self.last_uses.get(node, []))
+        results = list(node.users)
+        call = f"{node.target}(inputs)"
+        self.lines.append(f"{''.join(f'{result.name}, ' for result in results)}= {call}" if results else call)
+        self._free([result for result in results if not result.users])
+
+    def _call_operator(self, node: Node, assignment: str) -> None:
+        name = _range_of(node)
+        # Half a microsecond where nobody profiles.
+        self.lines += [f"with named_range({name!r}):", f"    {assignment}"] if name else [assignment]
+
+    def _free(self, nodes: list[Node]) -> None:
+        names = [node.name for node in nodes if node.op not in ("get_attr", "call_module", "output")]
+        if names:
+            self.lines.append(f"del {', '.join(names)}")
+
+    def _text(self, value: Any) -> str:
+        return repr(map_arg(value, lambda node: _Text(node.name)))
+
+    def _arguments(self, node: Node) -> str:
+        positional = [self._text(value) for value in node.args]
+        return ", ".join([*positional, *(f"{key}={self._text(value)}" for key, value in node.kwargs.items())])
+
+    def _name_of(self, target: Any) -> str:
+        if isinstance(target, torch._ops.OpOverload):
+            return f"torch.ops.{target}"
+        # Not by its bare name, which a node may have.
+        name = f"_{target.__module__}_{target.__name__}".replace(".", "_")
+        self.names[name] = target
+        return name
+
+
+def write_program(
+    graph: Graph, segments: Mapping[str, Callable[..., Any]], owner: GraphModule
+) -> tuple[str, Callable[[list[Any]], list[Any]]]:
+    """The function of an outer graph.
+
+    Args:
+        graph: the outer graph.
+        segments: what to call for each of its modules; takes a list, which it may empty.
+        owner: holds the tensors that the graph reads as attributes.
+
+    Returns:
+        Its source, and the function itself.
+    """
+    writer = _Writer(graph, segments, owner)
+    source = writer.write()
+    namespace: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
+    namespace |= {"named_range": torch._C._profiler._RecordFunctionFast, **writer.names}
+    exec(compile(source, "<fsdp program>", "exec"), namespace)
+    return source, namespace["call"]

@@ -1,0 +1,192 @@
+"""Cost model: how long each node of a graph takes, from what it computes and moves.
+
+- *Products* (matrix products, convolutions, attention) take the longer of flops over the rate of their dtype and bytes over
+  that of memory.
+- *Fusible* nodes (pointwise, reductions over elements, and what Inductor generates with them) between two others are one
+  kernel: what they read from outside is read once, what others read of them is written once, and nothing else moves.
+- *Anything else* is a kernel that reads its inputs and writes its outputs.
+- Views, waits and inputs take no time. A collective costs the computing side its start, and what it takes from it while it is
+  in flight; how long that is, :func:`transfer_ns` says.
+
+Times are whole nanoseconds: sums of them do not depend on the order, so that equal schedules have equal times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+
+from ..collectives.functional import group_size, resolve_group
+from ..fx.graph import group_of, is_view, starts_collective
+from ..fx.sizes import num_bytes, shape_hint
+from .hardware import Hardware, Link, dtype_name
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+_wait = _c10d.wait_tensor.default
+
+# Not in the registry, and counted as their kin for other devices.
+_LIKE = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+# Inductor generates code for these inside of its kernels, though they are not tagged as pointwise.
+_FUSIBLE = {
+    _aten._softmax,
+    _aten._log_softmax,
+    _aten.arange,
+    _aten.cat,
+    _aten.constant_pad_nd,
+    _aten.copy_,
+    _aten.embedding,
+    _aten.full,
+    _aten.index,
+    _aten.native_layer_norm,
+    torch.ops.prims.iota,
+}
+_MOVES_NOTHING = {
+    _wait,
+    torch.ops.prims.inductor_force_stride_order.default,
+}
+
+
+def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
+    """What each node of a graph takes on the computing side."""
+    costs: dict[Node, int] = {}
+    kernel_ns = _ns(hardware.kernel_s)
+    stretch: list[Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output") or is_free(node):
+            costs[node] = 0
+        elif starts_collective(node):
+            costs[node] = kernel_ns + _taken_ns(node, hardware)
+        elif is_fusible(node):
+            stretch.append(node)
+            continue
+        else:
+            costs[node] = kernel_ns + _kernel_ns(node, hardware)
+        if costs[node]:
+            _add_stretch(stretch, costs, hardware)
+            stretch = []
+    _add_stretch(stretch, costs, hardware)
+    return costs
+
+
+def transfer_ns(node: Node, hardware: Hardware) -> int:
+    """How long a collective is in flight when its link is free."""
+    link, traffic = _link_and_traffic(node, hardware)
+    return _ns(link.latency_s + traffic / link.bytes_per_s)
+
+
+def _taken_ns(node: Node, hardware: Hardware) -> int:
+    """What a collective takes from the computing side while it is in flight."""
+    link, traffic = _link_and_traffic(node, hardware)
+    return _ns(link.taken_s + traffic * link.taken_s_per_byte)
+
+
+def _link_and_traffic(node: Node, hardware: Hardware) -> tuple[Link, float]:
+    """What carries a collective, and the bytes that each rank sends over it."""
+    group = group_of(node)
+    world_size = group_size(group)
+    links = hardware.links(dist.get_process_group_ranks(resolve_group(group)))
+    unsharded = max(num_bytes(node.meta["val"]), sum(num_bytes(source.meta["val"]) for source in node.all_input_nodes))
+    traffic = unsharded * (world_size - 1) / world_size
+    packet = node.target.overloadpacket  # type: ignore[union-attr]
+    if packet == _c10d.all_gather_into_tensor:
+        return links.all_gather, traffic
+    if packet in (_c10d.reduce_scatter_tensor, _c10d.all_to_all_single):
+        # An exchange sends as much, and is what Gloo's reduce-scatter is.
+        return links.reduce_scatter, traffic
+    # Other collectives of the model's own have no measure of their own.
+    return links.all_reduce, 2 * traffic
+
+
+def is_free(node: Node) -> bool:
+    """Whether a node is no work: a view, a wait."""
+    return is_view(node) or node.target in _MOVES_NOTHING
+
+
+def is_fusible(node: Node) -> bool:
+    """Whether Inductor generates a kernel for a node, together with its neighbours."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return bool({torch.Tag.pointwise, torch.Tag.reduction} & set(target.tags)) or target.overloadpacket in _FUSIBLE
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _kernel_ns(node: Node, hardware: Hardware) -> int:
+    """A kernel of its own."""
+    moved = num_bytes(node.meta.get("val")) + sum(num_bytes(source.meta.get("val")) for source in node.all_input_nodes)
+    computing = 0.0
+    formula = _flop_formula(node)
+    if formula is not None:
+        rates = hardware.flops_per_s
+        dtype = node.all_input_nodes[0].meta["val"].dtype
+        shapes = torch.fx.map_arg((node.args, node.kwargs), lambda source: _shapes(source.meta["val"]))
+        flops = formula(*shapes[0], **shapes[1], out_val=_shapes(node.meta["val"]))
+        computing = flops / rates.get(dtype_name(dtype), rates["float32"])
+    return _ns(max(computing, moved / hardware.bytes_per_s))
+
+
+def _flop_formula(node: Node) -> Callable[..., int] | None:
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(_LIKE.get(packet, packet))
+    # Those that are not wrapped take tensors, of which some would have to have values.
+    return formula if hasattr(formula, "__wrapped__") else None
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return shape_hint(value)
+    return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _memory(node: Node) -> Node:
+    """The node whose memory a view shows."""
+    while is_free(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _reads(node: Node) -> list[Node]:
+    """The values whose memory a node reads."""
+    # What is written over is not read.
+    sources = node.args[1:2] if node.target == _aten.copy_.default else node.all_input_nodes
+    return [_memory(source) for source in sources if isinstance(source, Node)]
+
+
+def _is_read_outside(node: Node, members: set[Node]) -> bool:
+    return any(user not in members and (not is_free(user) or _is_read_outside(user, members)) for user in node.users)
+
+
+def _add_stretch(stretch: list[Node], costs: dict[Node, int], hardware: Hardware) -> None:
+    """Enter the costs of nodes that fuse: the traffic with what lies outside, where it first happens."""
+    members = set(stretch)
+    seen: set[Node] = set()
+    for index, node in enumerate(stretch):
+        moved = num_bytes(node.meta.get("val")) if _is_read_outside(node, members) or not node.users else 0
+        for source in _reads(node):
+            if source not in members and source not in seen:
+                seen.add(source)
+                moved += min(num_bytes(source.meta.get("val")), _read_bytes(node, source))
+        costs[node] = _ns(moved / hardware.bytes_per_s) + (0 if index else _ns(hardware.kernel_s))
+
+
+def _read_bytes(node: Node, source: Node) -> int:
+    """How much of a value a node reads: the elements that its views of it show, an output's worth for a lookup."""
+    views = [argument for argument in node.all_input_nodes if _memory(argument) is source]
+    shown = sum(num_bytes(view.meta.get("val")) for view in views)
+    packet = node.target.overloadpacket  # type: ignore[union-attr]
+    if packet in (_aten.embedding, _aten.index):
+        return min(shown, num_bytes(node.meta.get("val")))
+    return shown

@@ -1,0 +1,184 @@
+"""Memory model: how many bytes live at each node of a scheduled graph.
+
+The unit of account is a storage: a value and all views of it. A storage lives from the node that makes it to the last node that
+reads it or a view of it. What a collective reads lives until its wait, as does what it writes. What a graph gives out lives to
+the end. Writing in place (``copy_``) makes no storage.
+
+Inputs are the caller's and not counted, but for those that a backward graph is handed to free (activations that forward saved,
+and gradients of its outputs: ``meta["freed"]``), which live until their last reader.
+
+Every node counts as if it ran by itself, but for casts in a reduction's copy-in, which is one kernel: what else Inductor fuses
+away never lives, so that activations are an upper bound. Gathered parameters, which no fusion removes, are counted apart.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ..collectives.gloo import backend_of
+from ..fx.graph import bucket, group_of, is_collective, is_view, readers, role, starts_collective
+from ..fx.sizes import num_bytes
+
+_all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+_cast = torch.ops.prims.convert_element_type.default
+_wait = torch.ops._c10d_functional.wait_tensor.default
+# Operators that give their input back, which their schemas do not say.
+_GIVES_BACK = {
+    _wait,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.prims.inductor_force_stride_order.default,
+}
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """The live bytes of a graph.
+
+    Attributes:
+        timeline: for each node: all live bytes while it runs, and those of gathered parameters among them.
+        nodes: names of the nodes.
+    """
+
+    timeline: tuple[tuple[int, int], ...]
+    nodes: tuple[str, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that live at once."""
+        return max((total for total, _ in self.timeline), default=0)
+
+    @property
+    def peak_parameters(self) -> int:
+        """The most bytes of gathered parameters that live at once: gathered buffers, and what is cut out of them."""
+        return max((parameters for _, parameters in self.timeline), default=0)
+
+
+@dataclass(eq=False)
+class _Storage:
+    num_bytes: int
+    is_parameter: bool
+    bucket: str
+
+
+class MemoryModel:
+    """The storages of a graph. They do not depend on the order of its nodes, so that many orders can be asked about."""
+
+    def __init__(self, graph: Graph):
+        self._made: dict[Node, list[_Storage]] = {}
+        self._held: dict[Node, tuple[_Storage, ...]] = {}
+        self._touched: dict[Node, set[_Storage]] = {}
+        self._freed: list[_Storage] = []
+        output = graph.output_node()
+        for node in graph.nodes:
+            self._enter(node)
+        for node in graph.nodes:
+            if starts_collective(node):
+                waits = [user for user in readers(node) if user.target == _wait]
+                for end in waits or [output]:
+                    self._touched[end] |= self._touched[node]
+
+    def _enter(self, node: Node) -> None:
+        made = self._made[node] = []
+        if node.op == "placeholder":
+            if node.meta.get("freed"):
+                self._freed.append(_Storage(num_bytes(node.meta["val"]), False, ""))
+                self._held[node] = (self._freed[-1],)
+            else:
+                self._held[node] = ()
+        elif node.op in ("get_attr", "output"):
+            self._held[node] = ()
+        elif node.target is operator.getitem:
+            held = self._held[node.args[0]]  # type: ignore[index]
+            self._held[node] = (held[node.args[1]],) if len(held) > 1 else held  # type: ignore[index]
+        elif _gives_back(node) or _is_cast_on_the_way(node):
+            self._held[node] = self._held[node.args[0]]  # type: ignore[index]
+        else:
+            value: Any = node.meta.get("val")
+            values = value if isinstance(value, (list, tuple)) else [value]
+            made += [_Storage(num_bytes(one), _is_parameter(node), bucket(node)) for one in values]
+            self._held[node] = tuple(made)
+            if node.target == _all_gather and backend_of(group_of(node), value.device) == "gloo":
+                made.append(_Storage(num_bytes(value), _is_parameter(node), bucket(node)))
+        self._touched[node] = {storage for source in node.all_input_nodes for storage in self._held[source]} | set(made)
+
+    def _lifetimes(self, order: Sequence[Node]) -> tuple[dict[_Storage, int], dict[_Storage, int]]:
+        first, last = dict.fromkeys(self._freed, 0), dict.fromkeys(self._freed, 0)
+        for index, node in enumerate(order):
+            for storage in self._made[node]:
+                first[storage] = index
+            for storage in self._touched[node]:
+                last[storage] = index
+        return first, last
+
+    def live_bytes(self, order: Sequence[Node]) -> LiveBytes:
+        """The live bytes when the nodes run in this order, which holds all of them."""
+        first, last = self._lifetimes(order)
+        totals, parameters = [0] * (len(order) + 1), [0] * (len(order) + 1)
+        for storage, start in first.items():
+            for changes in (totals, parameters) if storage.is_parameter else (totals,):
+                changes[start] += storage.num_bytes
+                changes[last[storage] + 1] -= storage.num_bytes
+        timeline = []
+        total = parameter = 0
+        for index in range(len(order)):
+            total += totals[index]
+            parameter += parameters[index]
+            timeline.append((total, parameter))
+        return LiveBytes(tuple(timeline), tuple(node.name for node in order))
+
+    def largest_bucket(self, order: Sequence[Node], index: int) -> str:
+        """The bucket that holds most at a position of an order; empty if none holds anything."""
+        first, last = self._lifetimes(order)
+        held: dict[str, int] = {}
+        for storage, start in first.items():
+            if storage.bucket and start <= index <= last[storage]:
+                held[storage.bucket] = held.get(storage.bucket, 0) + storage.num_bytes
+        return max(held, key=held.__getitem__) if held else ""
+
+
+def live_bytes(graph: Graph) -> LiveBytes:
+    """The live bytes of a graph in the order that it has."""
+    return MemoryModel(graph).live_bytes(list(graph.nodes))
+
+
+def mark_freed_inputs(graph: Graph, kept: Sequence[Node]) -> None:
+    """Mark the inputs of a backward graph whose memory is free after their last reader.
+
+    Args:
+        graph: the graph, as the partitioner made it.
+        kept: inputs that live on: the shards.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        # Inputs of the forward graph keep the names that they had there.
+        if node not in kept and not node.name.startswith("primals") and isinstance(node.meta.get("val"), Tensor):
+            node.meta["freed"] = True
+
+
+def _gives_back(node: Node) -> bool:
+    """Whether a node's result is its first argument's memory."""
+    if node.target in _GIVES_BACK:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return any(value.alias_info is not None for value in node.target._schema.returns)
+
+
+def _is_cast_on_the_way(node: Node) -> bool:
+    """Whether a node casts for the kernel that copies gradients in, so that its result never lives."""
+    return node.target == _cast and role(node) == "start_reduce" and not _is_communicated(node)
+
+
+def _is_communicated(node: Node) -> bool:
+    """Whether a collective reads a value, or a view of it."""
+    return any(is_collective(user) or (is_view(user) and _is_communicated(user)) for user in node.users)
+
+
+def _is_parameter(node: Node) -> bool:
+    return role(node) == "finish_gather" or (role(node) == "start_gather" and node.target == _all_gather)

@@ -1,0 +1,83 @@
+"""Timeline: when the nodes of a schedule run, and what is waited for.
+
+A model of two things that go on at once: the computing side, which runs nodes in their order, and the links, one for each
+process group, each of which carries one collective after the other. A wait holds the computing side until its collective is
+over; that time is *exposed* communication.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from ..fx.graph import group_of, starts_collective
+from .cost_model import node_ns, transfer_ns
+from .hardware import Hardware
+
+_wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the nodes of a graph cost, in nanoseconds.
+
+    Attributes:
+        compute: for each node, on the computing side.
+        transfer: for each collective, on its link.
+    """
+
+    compute: Mapping[Node, int]
+    transfer: Mapping[Node, int]
+
+    @staticmethod
+    def of(graph: Graph, hardware: Hardware) -> Costs:
+        """The costs of a graph."""
+        transfers = {node: transfer_ns(node, hardware) for node in graph.nodes if starts_collective(node)}
+        return Costs(node_ns(graph, hardware), transfers)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time, in nanoseconds.
+
+    Attributes:
+        arrives: when the computing side comes to each node.
+        begins, ends: when each collective is on its link.
+        total: when the last node is done.
+        exposed: how much of it the computing side waits.
+    """
+
+    arrives: Mapping[Node, int]
+    begins: Mapping[Node, int]
+    ends: Mapping[Node, int]
+    total: int
+    exposed: int
+
+
+def _awaited(wait: Node) -> Node:
+    source = wait.all_input_nodes[0]
+    return source.all_input_nodes[0] if source.target is operator.getitem else source
+
+
+def simulate(order: Sequence[Node], costs: Costs) -> Timeline:
+    """Run nodes in an order."""
+    clock = exposed = 0
+    free: dict[str, int] = {}
+    arrives: dict[Node, int] = {}
+    begins: dict[Node, int] = {}
+    ends: dict[Node, int] = {}
+    for node in order:
+        arrives[node] = clock
+        if node in costs.transfer:
+            begins[node] = max(clock, free.get(group_of(node), 0))
+            ends[node] = free[group_of(node)] = begins[node] + costs.transfer[node]
+        elif node.target == _wait:
+            over = ends.get(_awaited(node), clock)
+            exposed += max(0, over - clock)
+            clock = max(clock, over)
+        clock += costs.compute[node]
+    return Timeline(arrives, begins, ends, clock, exposed)

@@ -1,0 +1,196 @@
+"""Bucket: one collective for all parameters of a unit that share dtype and group.
+
+Before: an ``unshard`` for each parameter that the graph reads.
+After:  for each unit, dtype and group one ``all_gather_into_tensor`` just ahead of the unit's first reader. Nothing overlaps
+        yet. A bucket whose parameters the plan keeps goes out of the graph, too; one that it reuses comes in, without a gather.
+
+In a bucket, parameters stand in the order of flat storage, never of a hash. Scalars, which every rank holds whole, are read
+without a gather.
+
+Nodes are marked ``meta["fsdp"]`` = ``"<role>:<bucket>"`` with the roles ``start_gather`` and ``finish_gather``, which is what
+the schedule moves. Collectives of the model's own are not touched. :mod:`passes.transforms.gradient_sync` does the same for
+gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from ..collectives.functional import finish_gather, start_gather
+from ..collectives.layout import REPLICATED
+from ..fx.emit import emit
+from ..fx.graph import derived
+from ..ir.interface import Interface, Slot
+from ..ir.ops import ReduceGrad, Unshard, reduce_grads, unshard, unshards
+from ..ir.plan import Gather
+
+
+@dataclass
+class Bucket:
+    """Operators that share a collective.
+
+    Attributes:
+        name: the unit's name, numbered where dtypes or groups give a unit several buckets; no other bucket's.
+        unit: the unit's name in the graph.
+        nodes: the ``unshard`` nodes, in the order of flat storage, or the ``reduce_grad`` nodes, in that of the graph.
+        shards: their shards.
+    """
+
+    name: str
+    unit: str
+    nodes: list[Node]
+
+    @property
+    def shards(self) -> list[Node]:
+        return [(Unshard if node.target == unshard else ReduceGrad).of(node).shard for node in self.nodes]
+
+
+def _named(buckets: dict[tuple[Hashable, ...], list[Node]]) -> list[Bucket]:
+    """Buckets by their keys, of which the unit's name is the first."""
+    # A second bucket of "blocks" must not be called as the unit "blocks.1" inside of it.
+    units = {str(unit) or "root" for unit, *_ in buckets}
+    named: dict[str, Bucket] = {}
+    for (key_unit, *_), nodes in buckets.items():
+        unit = str(key_unit)
+        first = unit or "root"
+        numbered = (f"{first}.{number}" for number in itertools.count(1))
+        name = first if first not in named else next(name for name in numbered if name not in named and name not in units)
+        named[name] = Bucket(name, unit, nodes)
+    return list(named.values())
+
+
+#: Parameters that share a collective, each by the index of its unit's bucket and its position there.
+Group = tuple[tuple[int, int], ...]
+
+
+def whole_buckets(buckets: Sequence[Bucket]) -> list[Group]:
+    """A collective for each unit's bucket, as it is unless somebody says otherwise."""
+    return [tuple((index, position) for position in range(len(bucket.nodes))) for index, bucket in enumerate(buckets)]
+
+
+def regroup(buckets: Sequence[Bucket], groups: Sequence[Group]) -> list[Bucket]:
+    """The buckets that other groups make of those of the units.
+
+    Merged ones are called after all their units (``"a+b"``), pieces of one by number (``"a/0"``, ``"a/1"``).
+    """
+    pieces: dict[int, int] = {}
+    regrouped = []
+    for group in groups:
+        sources = list(dict.fromkeys(index for index, _ in group))
+        names = []
+        for index in sources:
+            name = buckets[index].name
+            if sum(source == index for source, _ in group) < len(buckets[index].nodes):
+                name += f"/{pieces.setdefault(index, 0)}"
+                pieces[index] += 1
+            names.append(name)
+        nodes = [buckets[index].nodes[position] for index, position in group]
+        regrouped.append(Bucket("+".join(names), buckets[sources[0]].unit, nodes))
+    return regrouped
+
+
+def gather_buckets(graph: Graph) -> list[Bucket]:
+    """The buckets of a graph's gathers."""
+    buckets: dict[tuple[Hashable, ...], list[Node]] = {}
+    for node in unshards(graph.nodes):
+        spec = Unshard.of(node)
+        if node.users and spec.dim != REPLICATED:
+            buckets.setdefault((spec.unit, spec.shard.meta["val"].dtype, spec.group), []).append(node)
+    for nodes in buckets.values():
+        nodes.sort(key=lambda node: Unshard.of(node).offset)
+    return _named(buckets)
+
+
+def reduction_buckets(graph: Graph) -> list[Bucket]:
+    """The buckets of a graph's gradient reductions."""
+    buckets: dict[tuple[Hashable, ...], list[Node]] = {}
+    for node in reduce_grads(graph.nodes):
+        spec = ReduceGrad.of(node)
+        key = (spec.unit, spec.grad.meta["val"].dtype, spec.grad_dtype, spec.group, spec.replicate_group)
+        buckets.setdefault(key, []).append(node)
+    return _named(buckets)
+
+
+def sink_derived(graph: Graph) -> None:
+    """Move views and casts of unshards next to their first reader, so that they do not pull the gather forward."""
+    gathers = dict.fromkeys(unshards(graph.nodes))
+    for node in reversed(derived(graph, list(gathers))):
+        if node not in gathers and node.users:
+            min(node.users).prepend(node)
+
+
+def _drop_trivial(graph: Graph) -> None:
+    """Remove unshards that nothing reads, and those of scalars, which are whole already."""
+    for node in unshards(graph.nodes):
+        spec = Unshard.of(node)
+        if spec.dim == REPLICATED:
+            node.replace_all_uses_with(spec.shard)
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _gather(graph: Graph, bucket: Bucket) -> list[Node]:
+    """Gather a bucket ahead of its first reader. Returns the full parameters."""
+    specs = [Unshard.of(node) for node in bucket.nodes]
+    shapes, dims, group = [spec.shape for spec in specs], [spec.dim for spec in specs], specs[0].group
+    shards = bucket.shards
+    first_reader = min(reader for node in bucket.nodes for reader in node.users)
+    for shard in shards:
+        if shard > first_reader:
+            # A cast shard: the cast stands where its own unshard stood.
+            first_reader.prepend(shard)
+    with graph.inserting_before(first_reader):
+        started = emit(graph, start_gather, shards, group=group, role=f"start_gather:{bucket.name}")
+        return emit(graph, finish_gather, started, shapes=shapes, dims=dims, group=group, role=f"finish_gather:{bucket.name}")
+
+
+def bucket_gathers(
+    graph: Graph,
+    plan: Sequence[Gather] | None = None,
+    interface: Interface | None = None,
+    groups: Sequence[Group] | None = None,
+) -> None:
+    """Replace the unshards of a forward or backward graph by one all-gather for each bucket. In place.
+
+    Args:
+        graph: the graph.
+        plan: what to do about each bucket of :func:`gather_buckets`; None: gather all.
+        interface: takes the inputs and outputs that a plan adds.
+        groups: gather these together instead of each bucket; they have all parameters that the plan gathers.
+    """
+    sink_derived(graph)
+    buckets = gather_buckets(graph)
+    for index, bucket in enumerate(buckets):
+        if plan is not None and plan[index] is Gather.REUSE:
+            assert interface is not None
+            _reuse(graph, bucket, index, interface)
+    if groups is None:
+        reused = {index for index, action in enumerate(plan or ()) if action is Gather.REUSE}
+        groups = [group for group in whole_buckets(buckets) if group[0][0] not in reused]
+    for group, bucket in zip(groups, regroup(buckets, groups), strict=True):
+        fulls = _gather(graph, bucket)
+        for (index, position), full in zip(group, fulls, strict=True):
+            if plan is not None and plan[index] is Gather.KEEP:
+                assert interface is not None
+                interface.add_output(full, Slot("full", index, position))
+        _replace(graph, bucket, fulls)
+    _drop_trivial(graph)
+
+
+def _reuse(graph: Graph, bucket: Bucket, index: int, interface: Interface) -> None:
+    """Take the parameters of a bucket as inputs."""
+    fulls = [
+        interface.add_input(f"full_{node.args[1]}".replace(".", "_"), node.meta["val"], Slot("full", index, position))
+        for position, node in enumerate(bucket.nodes)
+    ]
+    _replace(graph, bucket, fulls)
+
+
+def _replace(graph: Graph, bucket: Bucket, fulls: Sequence[Node]) -> None:
+    for node, full in zip(bucket.nodes, fulls, strict=True):
+        node.replace_all_uses_with(full)
+        graph.erase_node(node)

@@ -1,0 +1,128 @@
+"""Foreach copies: on a GPU, one kernel for the many small copies that a bucket would otherwise need.
+
+A copy of a bias takes a kernel launch like that of a matrix, and a unit has many. A foreach operator is one kernel for a list
+of tensors, whatever their shapes; what computes them elementwise is computed inside of it.
+
+Before: a ``clone`` for each parameter that is cut out of a gathered buffer; a ``cat`` of what a collective is to send, behind
+        which stand casts and divisions.
+After:  one foreach copy for all parameters of a bucket up to 1 MiB. Larger ones keep copies of their own: theirs are worth
+        a launch, and each is made as late as possible, so that a bucket is never there twice as a whole. One
+        foreach copy of what the ``cat`` joins, into the joint buffer, with the casts and divisions ahead of it.
+
+Leaves graphs on the CPU alone: a launch costs nothing there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..fx.graph import bucket, role, with_sources
+from ..fx.sizes import num_bytes
+
+_aten = torch.ops.aten
+# Times one: a copy, to the bit. _foreach_copy keeps gaps between elements, and torch 2.11 has no _foreach_clone.
+_copy = _aten._foreach_mul.Scalar
+
+#: Bytes of a parameter from which on a copy is worth a kernel launch of its own.
+LARGE = 1 << 20
+
+# What can be done to each element alone, ahead of joining them.
+_ELEMENTWISE = {_aten.div.Tensor, _aten.mul.Tensor, torch.ops.prims.convert_element_type.default}
+
+
+def _is_on_gpu(node: Node) -> bool:
+    return node.meta["val"].device.type not in ("cpu", "meta")
+
+
+def _copy_all(graph: Graph, sources: list[Node], like: Node) -> list[Node]:
+    """Copies of ``sources``, contiguous, by one operator at the graph's insertion point."""
+    copied = graph.call_function(_copy, (sources, 1))
+    copies = [graph.call_function(operator.getitem, (copied, index)) for index in range(len(sources))]
+    values = [source.meta["val"].new_empty(source.meta["val"].shape) for source in sources]
+    for node, value in zip([copied, *copies], [values, *values], strict=True):
+        node.meta = {"val": value, "fsdp": like.meta["fsdp"]}
+    return copies
+
+
+def copy_out_together(graph: Graph) -> None:
+    """Cut the small parameters of a bucket out of its gathered buffer with one operator. In place."""
+    small: dict[str, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=_aten.clone.default):
+        if role(node) == "finish_gather" and _is_on_gpu(node) and num_bytes(node.meta["val"]) <= LARGE:
+            small.setdefault(bucket(node), []).append(node)
+    for clones in small.values():
+        first = clones[0]
+        if len(clones) == 1:
+            continue
+        sources: list[Node] = [clone.args[0] for clone in clones]  # type: ignore[misc]
+        for source in with_sources(sources):
+            if source > first:
+                first.prepend(source)
+        with graph.inserting_before(first):
+            copies = _copy_all(graph, sources, first)
+        for clone, copy in zip(clones, copies, strict=True):
+            clone.replace_all_uses_with(copy)
+            graph.erase_node(clone)
+
+
+def copy_in_together(graph: Graph) -> None:
+    """Write what a collective sends into one buffer with one operator. In place."""
+    for cat in graph.find_nodes(op="call_function", target=_aten.cat.default):
+        if role(cat) not in ("start_gather", "start_reduce") or not _is_on_gpu(cat):
+            continue
+        rows: list[Node] = list(cat.args[0])  # type: ignore[arg-type]
+        with graph.inserting_before(cat):
+            for apply in _take_elementwise(graph, cat):
+                rows = [apply(row) for row in rows]
+            cat.update_arg(0, _copy_all(graph, rows, cat))
+        for node in _with_views(cat):
+            node.meta["val"] = node.meta["val"].to(rows[0].meta["val"].dtype)
+
+
+def _with_views(cat: Node) -> list[Node]:
+    """``cat``, and the views of it that nobody else reads, one of the other."""
+    chain = [cat]
+    while len(chain[-1].users) == 1:
+        (user,) = chain[-1].users
+        if user.target != _aten.view.default:
+            break
+        chain.append(user)
+    return chain
+
+
+def _take_elementwise(graph: Graph, cat: Node) -> list[Callable[[Node], Node]]:
+    """Remove what is done to each element of ``cat`` behind it; returns how to do it to something else."""
+    taken: list[Callable[[Node], Node]] = []
+    while True:
+        flat = _with_views(cat)[-1]
+        user = next(iter(flat.users)) if len(flat.users) == 1 else None
+        if (
+            user is None
+            or user.target not in _ELEMENTWISE
+            or user.args[0] is not flat
+            or not all(map(_is_scalar, user.args[1:]))
+        ):
+            return taken
+        taken.append(_applying(graph, user))
+        user.replace_all_uses_with(flat)
+        graph.erase_node(user)
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, Node) or (value.op == "placeholder" and value.meta["val"].dim() == 0)
+
+
+def _applying(graph: Graph, node: Node) -> Callable[[Node], Node]:
+    target, rest, meta = node.target, node.args[1:], dict(node.meta)
+
+    def apply(row: Node) -> Node:
+        applied = graph.call_function(target, (row, *rest))  # type: ignore[arg-type]
+        applied.meta = {**meta, "val": row.meta["val"].to(meta["val"].dtype)}
+        return applied
+
+    return apply

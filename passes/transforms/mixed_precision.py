@@ -1,0 +1,40 @@
+"""Mixed precision: the casts of the policy, as nodes.
+
+Before: ``unshard(shard, ..., param_dtype=p)`` and ``reduce_grad(grad, ..., reduce_dtype=r, grad_dtype=g)``.
+After:  the shard is cast to ``p`` before its gather, which then moves the smaller dtype; the gradient is cast to ``r`` before
+        its reduction. As nodes, the casts fuse with the copies around the collectives. (The cast of the reduced shard to ``g``
+        is :mod:`passes.transforms.gradient_sync`'s, which makes one of it for a bucket.)
+
+Leaves alone operators whose dtypes agree already.
+"""
+
+import torch
+from torch.fx import Graph, Node
+
+from ..ir.ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
+
+_cast = torch.ops.prims.convert_element_type.default
+
+
+def _emit_cast(graph: Graph, source: Node, dtype: torch.dtype) -> Node:
+    cast = graph.call_function(_cast, (source, dtype))
+    cast.meta["val"] = source.meta["val"].to(dtype)
+    return cast
+
+
+def mixed_precision(graph: Graph) -> None:
+    """Move the dtypes of a forward or backward graph's operators into cast nodes. In place."""
+    for node in unshards(graph.nodes):
+        unshard = Unshard.of(node)
+        if unshard.param_dtype not in (None, unshard.shard.meta["val"].dtype):
+            with graph.inserting_before(node):
+                update_args(node, shard=_emit_cast(graph, unshard.shard, unshard.param_dtype))
+        update_args(node, param_dtype=None, reduce_dtype=None)
+    for node in reduce_grads(graph.nodes):
+        reduce = ReduceGrad.of(node)
+        reduce_dtype = reduce.reduce_dtype or reduce.grad.meta["val"].dtype
+        if reduce.grad.meta["val"].dtype != reduce_dtype:
+            # Reductions stand at the end, as autograd runs them; the gradient is to be reduced as soon as it exists.
+            with graph.inserting_after(max(reduce.grad, graph.find_nodes(op="placeholder")[-1])):
+                update_args(node, grad=_emit_cast(graph, reduce.grad, reduce_dtype))
+        update_args(node, reduce_dtype=None)

@@ -1,0 +1,28 @@
+"""Name shards: call a graph's inputs after the parameters whose shards they are.
+
+Before: ``primals_3``.
+After:  ``shard_layers_0_wq_weight``; or ``piece_...`` where it is a smaller group's shard that forward kept.
+"""
+
+import re
+
+from torch.fx import Graph, Node
+
+from ..ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
+
+
+def _rename(node: Node, name: str) -> None:
+    node._rename(re.sub(r"\W", "_", name))
+    node.target = node.name
+
+
+def name_shards(graph: Graph) -> None:
+    """Rename the placeholders that are shards, and the operators that read them. In place."""
+    for node in unshards(graph.nodes):
+        spec = Unshard.of(node)
+        if spec.shard.op == "placeholder":
+            _rename(spec.shard, f"{'shard' if spec.offset >= 0 else 'piece'}_{spec.name}")
+    for node in reduce_grads(graph.nodes):
+        reduce = ReduceGrad.of(node)
+        if reduce.shard.op == "placeholder" and reduce.shard.name.startswith("primals"):
+            _rename(reduce.shard, f"shard_{reduce.name}")

@@ -1,0 +1,43 @@
+"""Lower: say to Inductor what an FX graph's order alone does not.
+
+Before: the copies that cut parameters out of a gathered buffer are ``clone`` nodes.
+After:  each copy is pinned with ``prims.inductor_force_stride_order``, so that Inductor writes it once, in the parameter's own
+        layout. Otherwise it would fuse the copy with the transposition that a matrix product reads it through, and write a
+        transposed weight, element by element. It stands just ahead of its first reader, or of where kernels end: that is
+        where Inductor puts it, to hold less memory, and where the accounting is to find it.
+        On a GPU, small copies are one operator (:mod:`passes.transforms.foreach_copies`).
+
+Only for the Inductor lowering.
+"""
+
+import torch
+import torch._inductor.inductor_prims  # registers the operator below
+from torch.fx import Graph
+
+from ..fx.graph import kernel_boundaries, replace_other_uses, role
+from .foreach_copies import copy_in_together, copy_out_together
+
+_pin = torch.ops.prims.inductor_force_stride_order.default
+
+
+def lower(graph: Graph) -> None:
+    """Pin the layout of the copies that finish a gather, and let each stand ahead of its first reader. In place."""
+    copy_out_together(graph)
+    copy_in_together(graph)
+    _copy_late(graph)
+    for node in list(graph.nodes):
+        if role(node) == "finish_gather" and node.target == torch.ops.aten.clone.default:
+            with graph.inserting_after(node):
+                pinned = graph.call_function(_pin, (node, list(node.meta["val"].stride())))
+            pinned.meta = dict(node.meta)
+            replace_other_uses(node, pinned)
+
+
+def _copy_late(graph: Graph) -> None:
+    following = graph.output_node()
+    boundaries = kernel_boundaries(graph)
+    for node in reversed(list(graph.nodes)):
+        if node in boundaries:
+            following = node
+        elif role(node) == "finish_gather" and node.users:
+            min(following, *node.users).prepend(node)

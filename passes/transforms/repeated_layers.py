@@ -1,0 +1,554 @@
+"""Repeated layers: trace one of many equal layers, and copy what tracing it gave.
+
+``fold_layers``, before AOTAutograd: the calls of equal modules, a stack of transformer blocks say, are each one node of the
+Dynamo graph. One of them is traced on its own, forward and backward, and runs through Inductor's passes over joint graphs.
+
+``unfold_layers``, in the joint graph: each such node, and its backward, is replaced by a copy of that trace. The graph is then
+as if AOTAutograd had traced every layer: the partitioner, later passes and users see no difference. (Where there is one, it is
+a copy of a gradient that is laid out otherwise than the layer's output, zeros for the gradient of an output that has none, a
+view that each layer makes of what all of them read, or an addition that stands elsewhere; gradients add up in the same order.)
+
+Tracing is most of what compiling a deep model costs once equal layers share their kernels; copying nodes costs a tenth of it.
+A layer is left as it is where copying could be wrong: calls of higher-order operators such as checkpoints, sizes that are
+symbols, inputs that are written to, outputs that are views of inputs, random numbers (Inductor numbers their seeds through the
+whole graph), operations that are not there for a result (a mode that is switched, a transform that is entered), and whatever a
+trace holds that is no functional operator with a fake value.
+
+``torch.compiler.nested_compile_region`` (torch/_higher_order_ops/invoke_subgraph.py) has the same aim with regions that the
+user marks, and keeps them apart in the partitioner, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch._inductor.inductor_prims
+import torch.fx.traceback as fx_traceback
+from torch import Tensor
+from torch._functorch.aot_autograd import aot_function
+from torch._guards import TracingContext, tracing
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
+from torch.utils._pytree import tree_leaves
+
+from ..fx.fake_values import FakeCopies
+from ..ir.ops import ReduceGrad, Unshard, reduce_grad, unshard, unshards, update_args
+
+logger = logging.getLogger(__name__)
+
+# Fewer are quickly traced, and their nodes are then numbered as Dynamo and AOTAutograd number them.
+MIN_LAYERS = 8
+
+# A module of one or two operations is not worth the calls that stand for it.
+_MIN_OPERATIONS = 4
+
+# Gives nothing, and does nothing that a graph is to repeat.
+_HARMLESS = {torch._C._log_api_usage_once}
+
+_library = torch.library.Library("fsdp_compile", "FRAGMENT")
+_library.define("layer(Tensor[] inputs, int call) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+_layer = torch.ops.fsdp_compile.layer.default
+_layer_backward = torch.ops.fsdp_compile.layer_backward.default
+
+
+class _Param(NamedTuple):
+    """What ``unshard`` says of a parameter that tells it apart from that of an equal layer."""
+
+    unit: str
+    name: str
+    offset: int
+
+
+@dataclass(eq=False)
+class _Trace:
+    """What tracing a layer gave.
+
+    Attributes:
+        params: the parameters that it unshards.
+        inputs, tangents: placeholders of the trace.
+        outputs: what the layer gives.
+        has_tangent: for each output, whether it takes part in backward.
+        gradients: for each input, its gradient or None.
+        forward, backward: operations, in order.
+        constants: tensors that it reads as attributes, such as a number that the model makes a tensor of.
+    """
+
+    params: list[_Param]
+    inputs: list[Node]
+    tangents: list[Node]
+    outputs: list[Node]
+    has_tangent: list[bool]
+    gradients: list[Node | None]
+    forward: list[Node]
+    backward: list[Node]
+    constants: dict[Node, Tensor]
+
+
+@dataclass(eq=False)
+class _Call:
+    """A folded layer: its trace, and its own parameters in the order of the trace's."""
+
+    trace: _Trace
+    params: list[_Param]
+
+
+_calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+_call_numbers = itertools.count()
+
+
+@torch.library.register_fake(_layer, lib=_library)
+def _(inputs: Sequence[Tensor], call: int) -> list[Tensor]:
+    return [_empty_like(node.meta["val"]) for node in _calls[call].trace.outputs]
+
+
+@torch.library.register_fake(_layer_backward, lib=_library)
+def _(tangents: Sequence[Tensor], call: int) -> list[Tensor]:
+    return [_empty_like(node.meta["val"]) for node in _calls[call].trace.gradients if node is not None]
+
+
+def _empty_like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+# ---------------------------------------------------------------------------------------------------- fold
+
+
+class _Layer:
+    """A call of a module in the Dynamo graph.
+
+    Args:
+        nodes: its operations.
+    """
+
+    def __init__(self, nodes: list[Node]):
+        self.nodes = nodes
+        self._inside = set(nodes)
+
+    @property
+    def inputs(self) -> list[Node]:
+        """What it reads from outside."""
+        sources = (source for node in self.nodes for source in node.all_input_nodes)
+        return list(dict.fromkeys(source for source in sources if source not in self._inside))
+
+    @property
+    def outputs(self) -> list[Node]:
+        """What is read outside."""
+        return [node for node in self.nodes if any(self.is_outside(user) for user in node.users)]
+
+    @property
+    def params(self) -> list[_Param]:
+        """The parameters that it unshards."""
+        return [_Param(spec.unit, spec.name, spec.offset) for spec in map(Unshard.of, unshards(self.nodes))]
+
+    def is_outside(self, node: Node) -> bool:
+        return node not in self._inside
+
+    def is_foldable(self) -> bool:
+        """Whether it can be one node in the place of its last."""
+        last = self.nodes[-1]
+        users = [user for node in self.outputs for user in node.users if self.is_outside(user)]
+        return (
+            bool(self.outputs)
+            and all(node.op in ("call_function", "call_method") and _only_computes(node) for node in self.nodes)
+            and all(_is_plain(node.meta.get("example_value")) for node in [*self.inputs, *self.outputs])
+            and all(last < user for user in users)
+            and self._is_in_one_piece()
+        )
+
+    def _is_in_one_piece(self) -> bool:
+        """Whether nothing of others is done between its operations, such as leaving a context that one of them has entered."""
+        operations = [node for node in self.nodes if node.target is not unshard]
+        between = itertools.takewhile(lambda node: node is not operations[-1], _from(operations[0]))
+        return all(node in self._inside or node.op in ("placeholder", "get_attr") or node.target is unshard for node in between)
+
+    def key(self) -> Hashable:
+        """Equal for layers that do the same with equal tensors."""
+        names = {node: f"input {index}" for index, node in enumerate(self.inputs)}
+        names |= {node: f"node {index}" for index, node in enumerate(self.nodes)}
+        units = {unit: f"unit {index}" for index, unit in enumerate(dict.fromkeys(param.unit for param in self.params))}
+
+        def arguments(node: Node) -> Any:
+            if node.target is unshard:
+                spec = Unshard.of(node)
+                return (
+                    names[spec.shard],
+                    units[spec.unit],
+                    spec.offset >= 0,
+                    *node.args[2:],
+                    _without(node.kwargs, "unit", "offset"),
+                )
+            return map_arg((node.args, node.kwargs), lambda source: names[source])
+
+        operations = tuple((node.op, node.target, repr(arguments(node))) for node in self.nodes)
+        values = tuple(_description(node.meta["example_value"]) for node in self.inputs)
+        return operations, values, tuple(names[node] for node in self.outputs)
+
+
+def _without(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in mapping.items() if key not in keys}
+
+
+def _from(node: Node) -> Iterator[Node]:
+    """A node and all behind it in the graph."""
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def _only_computes(node: Node) -> bool:
+    """Whether an operation is there for its result alone: no switch of a mode, and no entry into a transform of functions."""
+    if node.target in _HARMLESS:
+        return True
+    results = node.meta.get("example_value")
+    return all(isinstance(result, (Tensor, int, float, torch.Size)) for result in tree_leaves(results)) and results is not None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an ordinary dense tensor of known size."""
+    return (
+        isinstance(value, Tensor)
+        and type(value) in (FakeTensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and all(type(number) is int for number in (*value.shape, *value.stride()))
+    )
+
+
+def _description(value: Tensor) -> Hashable:
+    return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+
+
+def fold_layers(gm: GraphModule, min_layers: int = MIN_LAYERS) -> bool:
+    """Make each call of a module that is called in ``min_layers`` equal ways or more one node of the Dynamo graph. In place.
+
+    Returns:
+        Whether there were any.
+    """
+    folded = False
+    for layers in _repeated(gm.graph, min_layers):
+        trace = _trace(layers[0])
+        if trace is None:
+            continue
+        for layer in layers:
+            _fold(gm.graph, layer, trace)
+        folded = True
+    if folded:
+        gm.recompile()
+    return folded
+
+
+def _repeated(graph: Graph, min_layers: int) -> list[list[_Layer]]:
+    """The layers to fold, by their key: the outermost modules of which there are enough."""
+    taken: set[Node] = set()
+    found = []
+    stacks = {node: list(node.meta.get("nn_module_stack", {}).values()) for node in graph.nodes if node.op != "placeholder"}
+    for depth in range(max(map(len, stacks.values()), default=0)):
+        by_module: dict[Hashable, list[Node]] = defaultdict(list)
+        for node, stack in stacks.items():
+            if len(stack) > depth and node not in taken and node.target is not unshard:
+                by_module[stack[depth][0]].append(node)
+        if len(by_module) < min_layers:
+            continue
+        by_key: dict[Hashable, list[_Layer]] = defaultdict(list)
+        for nodes in by_module.values():
+            if len(nodes) < _MIN_OPERATIONS:
+                continue
+            layer = _Layer([*_own_unshards(nodes), *nodes])
+            if layer.is_foldable():
+                by_key[layer.key()].append(layer)
+        for layers in by_key.values():
+            if len(layers) >= min_layers:
+                found.append(layers)
+                taken.update(node for layer in layers for node in layer.nodes)
+    return found
+
+
+def _own_unshards(nodes: list[Node]) -> list[Node]:
+    """The unshards that only these nodes read: they stand at the top of the graph."""
+    inside = set(nodes)
+    sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    return [source for source in unshards(sources) if inside.issuperset(source.users)]
+
+
+def _trace(layer: _Layer) -> _Trace | None:
+    """Trace a layer's forward and backward, as AOTAutograd would in the graph; None: that would not be the same."""
+    graph = Graph()
+    copies = {node: graph.placeholder(node.name) for node in layer.inputs}
+    for node in layer.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[node] for node in layer.outputs])
+    interpreter = Interpreter(GraphModule({}, graph))
+
+    def run(*inputs: Tensor) -> Any:
+        with fx_traceback.preserve_node_meta():
+            return interpreter.run(*inputs)
+
+    examples = [node.meta["example_value"] for node in layer.inputs]
+    # Not the mode of the examples: Dynamo gives backends one of their own.
+    fake_mode = TracingContext.get().fake_mode
+    assert fake_mode is not None
+    has_tangent = [node.meta["example_value"].requires_grad for node in layer.outputs]
+    with fake_mode, V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
+        inputs = [_empty_like(value).requires_grad_(value.requires_grad) for value in examples]
+        try:
+            gm = _trace_jointly(run, inputs)
+            gm = joint_graph_passes(gm, next((value.device for value in examples), None))
+            return _split(gm, layer.params, len(inputs), has_tangent)
+        except Exception as error:
+            # Of a failure that is not the fold's, tracing the whole graph will tell.
+            logger.debug("a repeated layer is traced each time: %s", error)
+            return None
+
+
+class _Traced(BaseException):
+    """Ends AOTAutograd's work at the graph that it has traced."""
+
+    def __init__(self, gm: GraphModule):
+        self.gm = gm
+
+
+def _trace_jointly(function: Callable[..., Any], inputs: list[Tensor]) -> GraphModule:
+    """The joint graph of a function, or its only one if no input wants a gradient, as AOTAutograd hands it on.
+
+    ``aot_export_joint_simple`` traces as for an exported program, which decomposes more operators than a compiled one.
+    """
+
+    def stop(gm: GraphModule, *_: Any, **__: Any) -> NoReturn:
+        raise _Traced(gm)
+
+    try:
+        aot_function(function, stop, partition_fn=stop, decompositions=select_decomp_table(), enable_log=False)(*inputs)
+    except _Traced as traced:
+        return traced.gm
+    raise AssertionError("AOTAutograd traced no graph.")
+
+
+def _is_copyable(node: Node) -> bool:
+    """Whether a copy of an operation with a fake value of its own does what the operation does."""
+    is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem or node.op == "get_attr"
+    return is_operator and "val" in node.meta and not node.is_impure(impure_random=False)
+
+
+def _split(gm: GraphModule, params: list[_Param], num_inputs: int, has_tangent: list[bool]) -> _Trace | None:
+    graph = gm.graph
+    constants: dict[Node, Any] = {node: getattr(gm, str(node.target), None) for node in graph.find_nodes(op="get_attr")}
+    operations = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    if not all(map(_is_copyable, operations)) or not all(type(value) is Tensor for value in constants.values()):
+        return None
+    if graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_seeds.default):
+        return None
+    placeholders = graph.find_nodes(op="placeholder")
+    tangents = placeholders[num_inputs:]
+    results: Any = graph.output_node().args[0]
+    outputs, gradients = results[: len(has_tangent)], results[len(has_tangent) :]
+    if len(tangents) != sum(has_tangent) or len(gradients) not in (0, num_inputs):
+        # AOTAutograd wrote what an epilogue is to copy into an input, or to make views of.
+        return None
+    if any(node not in operations for node in outputs) or _share_memory([*placeholders, *outputs]):
+        return None
+    # Autograd runs forward whole before it starts backward, so the last of the outputs ends it.
+    end = 1 + max(operations.index(node) for node in outputs)
+    forward, backward = operations[:end], operations[end:]
+    if any(user in forward for node in tangents for user in node.users):
+        return None
+    return _Trace(
+        params=params,
+        inputs=placeholders[:num_inputs],
+        tangents=tangents,
+        outputs=list(outputs),
+        has_tangent=has_tangent,
+        gradients=list(gradients) or [None] * num_inputs,
+        forward=forward,
+        backward=backward,
+        constants=constants,
+    )
+
+
+def _share_memory(nodes: list[Node]) -> bool:
+    memory = [node.meta["val"].untyped_storage()._cdata for node in nodes]
+    return len(set(memory)) < len(memory)
+
+
+def _fold(graph: Graph, layer: _Layer, trace: _Trace) -> None:
+    number = next(_call_numbers)
+    call = _calls[number] = _Call(trace, layer.params)
+    with graph.inserting_after(layer.nodes[-1]):
+        folded = graph.call_function(_calling(call, number), tuple(layer.inputs))
+    folded.meta = {key: value for key, value in layer.nodes[-1].meta.items() if key in ("stack_trace", "nn_module_stack")}
+    folded.meta["example_value"] = tuple(node.meta["example_value"] for node in layer.outputs)
+    after = folded
+    for index, node in enumerate(layer.outputs):
+        with graph.inserting_after(after):
+            after = graph.call_function(operator.getitem, (folded, index))
+        after.meta = dict(node.meta)
+        node.replace_all_uses_with(after, delete_user_cb=layer.is_outside)
+    for node in reversed(layer.nodes):
+        graph.erase_node(node)
+
+
+def _calling(call: _Call, number: int) -> Callable[..., tuple[Tensor, ...]]:
+    """The function of a folded node. It holds the call, for as long as the graph lives."""
+
+    def call_layer(*inputs: Tensor) -> tuple[Tensor, ...]:
+        if not any(call.trace.has_tangent):
+            return tuple(_layer(inputs, number))
+        return _LayerFunction.apply(call.trace, number, *inputs)
+
+    return call_layer
+
+
+class _LayerFunction(torch.autograd.Function):
+    """``layer``, with ``layer_backward`` as its derivative."""
+
+    @staticmethod
+    def forward(trace: _Trace, number: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_layer(inputs, number))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        trace, number, *_ = inputs
+        ctx.trace, ctx.number = trace, number
+        ctx.mark_non_differentiable(*_select(output, [not differentiable for differentiable in trace.has_tangent]))
+
+    @staticmethod
+    def backward(ctx: Any, *output_gradients: Tensor) -> Any:
+        trace: _Trace = ctx.trace
+        gradients = _select(output_gradients, trace.has_tangent)
+        # The layer was traced with gradients laid out as its outputs are.
+        tangents = [
+            gradient if gradient.stride() == like.meta["val"].stride() else _relaid(gradient, like.meta["val"])
+            for gradient, like in zip(gradients, trace.tangents, strict=True)
+        ]
+        found = iter(_layer_backward(tangents, ctx.number))
+        return None, None, *(None if node is None else next(found) for node in trace.gradients)
+
+
+def _select(values: Sequence[Tensor], chosen: Sequence[bool]) -> list[Tensor]:
+    return [value for value, is_chosen in zip(values, chosen, strict=True) if is_chosen]
+
+
+def _relaid(value: Tensor, like: Tensor) -> Tensor:
+    return value.new_empty_strided(like.shape, like.stride()).copy_(value)
+
+
+# -------------------------------------------------------------------------------------------------- unfold
+
+
+def unfold_layers(graph: Graph) -> None:
+    """Replace folded layers and their backward in a joint (or an inference) graph by copies of their trace. In place."""
+    copies: dict[int, _Copy] = {}
+    inputs: Any
+    tangents: Any
+    number: Any
+    for node in list(graph.nodes):
+        if node.target is _layer:
+            inputs, number = node.args
+            copies[number] = _Copy(_calls[number])
+            copies[number].write_forward(graph, node, inputs)
+        elif node.target is _layer_backward:
+            tangents, number = node.args
+            copies[number].write_backward(graph, node, tangents)
+
+
+class _Copy:
+    """A layer's part of a joint graph, copied of its trace."""
+
+    def __init__(self, call: _Call):
+        self._trace = call.trace
+        traced = [(param.unit, param.name) for param in call.trace.params]
+        self._params = dict(zip(traced, call.params, strict=True))
+        self._nodes: dict[Node, Node] = {}
+        self._values = FakeCopies()
+
+    def write_forward(self, graph: Graph, call: Node, inputs: Sequence[Node]) -> None:
+        """Put the operations of forward in the place of a folded layer."""
+        self._bind(self._trace.inputs, inputs)
+        self._write(graph, call, self._trace.forward, self._trace.outputs)
+
+    def write_backward(self, graph: Graph, call: Node, tangents: Sequence[Node]) -> None:
+        """Put the operations of backward in the place of a folded layer's backward."""
+        self._bind(self._trace.tangents, tangents)
+        accumulations = [user for element in call.users for user in element.users if _accumulates(user, element)]
+        self._write(graph, call, self._trace.backward, [node for node in self._trace.gradients if node is not None])
+        for node in accumulations:
+            _accumulate_one_by_one(graph, node)
+
+    def _bind(self, placeholders: Sequence[Node], sources: Sequence[Node]) -> None:
+        for placeholder, source in zip(placeholders, sources, strict=True):
+            self._nodes[placeholder] = source
+            self._values.bind(placeholder.meta["val"], source.meta["val"])
+
+    def _write(self, graph: Graph, call: Node, operations: Sequence[Node], results: Sequence[Node]) -> None:
+        with graph.inserting_before(call):
+            for node in operations:
+                copy = self._nodes[node] = graph.node_copy(node, self._nodes.__getitem__)
+                if node.op == "get_attr":
+                    copy.target = _add_constant(graph, self._trace.constants[node])
+                copy.meta["val"] = self._values.copy(node.meta["val"])
+                # Of the layer that was traced.
+                for key in ("nn_module_stack", "fwd_nn_module_stack", "tensor_meta"):
+                    copy.meta.pop(key, None)
+                self._name_param(copy)
+        for element in list(call.users):
+            element.replace_all_uses_with(self._nodes[results[element.args[1]]])  # type: ignore[index]
+            graph.erase_node(element)
+        graph.erase_node(call)
+
+    def _name_param(self, copy: Node) -> None:
+        if copy.target is unshard:
+            spec = Unshard.of(copy)
+            update_args(copy, **self._params[spec.unit, spec.name]._asdict())
+        elif copy.target is reduce_grad:
+            param = self._params[ReduceGrad.of(copy).unit, ReduceGrad.of(copy).name]
+            update_args(copy, unit=param.unit, name=param.name)
+
+
+def _add_constant(graph: Graph, constant: Tensor) -> str:
+    """Give a graph's module a tensor, and return the name that it has there: one for all layers, so that they share kernels."""
+    owner = graph.owning_module
+    assert owner is not None
+    for name, buffer in owner.named_buffers(recurse=False):
+        if buffer is constant:
+            return name
+    free = (f"_tensor_constant{number}" for number in itertools.count())
+    name = next(name for name in free if not hasattr(owner, name))
+    owner.register_buffer(name, constant)
+    return name
+
+
+def _accumulates(node: Node, gradient: Node | None = None) -> bool:
+    """Whether autograd adds a gradient, perhaps a certain one, to those that the same value has got before."""
+    is_sum = (
+        node.target == torch.ops.aten.add.Tensor and node.meta.get("is_gradient_acc", False) and len(node.all_input_nodes) == 2
+    )
+    return is_sum and gradient in (None, node.args[1])
+
+
+def _accumulate_one_by_one(graph: Graph, accumulation: Node) -> None:
+    """Turn ``before + (first + second)`` into ``(before + first) + second``, as where autograd sees each of them. In place."""
+    before, total = accumulation.all_input_nodes
+    sums = []
+    node = total
+    while _accumulates(node) and len(node.users) == 1:
+        sums.append(node)
+        node = node.all_input_nodes[0]
+    if not sums or len({value.meta["val"].stride() for value in (accumulation, before, node, *sums)}) > 1:
+        return
+    with graph.inserting_after(max(before, node)):
+        first = graph.call_function(torch.ops.aten.add.Tensor, (before, node))
+    first.meta = dict(accumulation.meta)
+    sums[-1].replace_input_with(node, first)
+    accumulation.replace_all_uses_with(total)
+    graph.erase_node(accumulation)

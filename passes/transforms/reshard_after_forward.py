@@ -1,0 +1,84 @@
+"""Reshard after forward: what backward finds of each gathered parameter.
+
+``reshard_after_forward`` runs on the joint graph and speaks to the partitioner, which splits it into forward and backward,
+through ``recompute`` tags.
+
+- ``reshard_after_forward=True``: the ``unshard`` and everything made of it alone by views and casts is ``MUST_RECOMPUTE``:
+  never saved, backward gathers it again. A parameter that backward does not read gets no gather there.
+- ``False``: the ``unshard`` is ``MUST_SAVE``: backward reads the parameter that forward gathered.
+- a post-forward group (``reshard_after_forward=<int>``): this rank's shard in the smaller group (``reshard``) is ``MUST_SAVE``,
+  and readers get ``tie(unshard, reshard)``. Where the partitioner runs the tie again in backward, ``resolve_ties`` makes it an
+  ``unshard`` of the shard that was saved; in forward, the parameter itself.
+
+Leaves alone every other tag: activation checkpointing decides about activations.
+"""
+
+from typing import Any
+
+from torch.fx import Graph, Node, map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..collectives.layout import REPLICATED
+from ..fx.graph import derived
+from ..ir.ops import Unshard, reshard, tie, unshards, update_args
+
+# Above any id that activation checkpointing hands out, so that the partitioner sees no checkpoint boundary at an unshard
+# and leaves its tag in place.
+_GRAPH_ID = 1 << 40
+
+
+def _tag(node: Node, policy: CheckpointPolicy) -> None:
+    node.meta["recompute"] = policy
+    node.meta["ac_graph_id"] = _GRAPH_ID
+
+
+def _tie_to_smaller_shard(graph: Graph, full: Node) -> Node:
+    """Let the readers of ``full`` read it tied to its shard in the post-forward group. Returns the tie."""
+    spec = Unshard.of(full)
+    with graph.inserting_after(full):
+        piece = graph.call_function(reshard, (full, spec.name, spec.post_forward_group), {"dim": spec.dim})
+    piece.meta["val"] = _fake(piece)
+    _tag(piece, CheckpointPolicy.MUST_SAVE)
+    with graph.inserting_after(piece):
+        tied = graph.call_function(tie, (full, piece))
+    tied.meta = dict(full.meta)
+    full.replace_all_uses_with(tied, delete_user_cb=lambda user: user not in (piece, tied))
+    return tied
+
+
+def _fake(node: Node) -> Any:
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def reshard_after_forward(graph: Graph) -> None:
+    """Tag the unshards of a joint (or an inference) graph for the partitioner. In place."""
+    roots = []
+    for node in unshards(graph.nodes):
+        spec = Unshard.of(node)
+        if not spec.reshard_after_forward:
+            _tag(node, CheckpointPolicy.MUST_SAVE)
+            continue
+        roots.append(node)
+        if spec.post_forward_group and spec.dim != REPLICATED:
+            roots.append(_tie_to_smaller_shard(graph, node))
+    for made_of_them in derived(graph, roots):
+        _tag(made_of_them, CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def resolve_ties(graph: Graph) -> None:
+    """Replace the ties of a forward or backward graph: by a gather over the smaller group where its shard was saved, else by
+    the parameter. In place."""
+    for node in graph.find_nodes(op="call_function", target=tie):
+        full, piece = node.args
+        if piece.op == "placeholder":
+            spec = Unshard.of(full)
+            with graph.inserting_before(node):
+                gathered = graph.node_copy(full)
+            update_args(
+                gathered, shard=piece, group=spec.post_forward_group, param_dtype=None, offset=-1, post_forward_group=""
+            )
+            full = gathered
+        node.replace_all_uses_with(full)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()

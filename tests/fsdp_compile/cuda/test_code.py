@@ -1,0 +1,546 @@
+"""The code that is generated for CUDA, on a machine that needs no GPU: eight pretended H100s."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_compile.cuda.ptx
+from fsdp_compile import (
+    CapturedGraph,
+    CudaCode,
+    MixedPrecisionPolicy,
+    comm_hooks,
+    cuda_code,
+    cuda_outline,
+    fully_shard,
+)
+from fsdp_compile.compiler.cuda_graphs import find_device
+from fsdp_compile.cuda.outline import Step, cuda_steps, triton_kernels
+from fsdp_compile.cuda.pretend import require_triton
+from passes.fx.graph import is_collective
+from passes.transforms.foreach_copies import LARGE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")
+
+_COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce"}
+_KERNELS = {"pointwise kernel", "reduction kernel", "foreach kernel"}
+_DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+class Block(nn.Module):
+    """Two weights of more than 1 MiB, also in half precision, and three small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(512))
+        self.up, self.down = nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x * self.scale)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(512, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def generate(
+    mesh_shape: tuple[int, ...] = (8,), prepare: Callable[[Any], None] = lambda _: None, **policy: torch.dtype
+) -> CudaCode:
+    """The code of a training step of the model above."""
+
+    def shard(model: Any, mesh: Any) -> None:
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+        prepare(model)
+
+    with torch.device("meta"):
+        model, x = Model(), torch.ones(16, 512)
+    return cuda_code(model, x, mesh_shape, shard=shard)
+
+
+def compress(model: Any) -> None:
+    model.register_comm_hook(comm_hooks.LowPrecisionState(dist.group.WORLD), comm_hooks.bf16_compress_hook)
+
+
+_CASES: dict[str, Callable[[], CudaCode]] = {
+    "fp32": generate,
+    "bf16": lambda: generate(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "bf16 reduction": lambda: generate(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    "fp16": lambda: generate(param_dtype=torch.float16, reduce_dtype=torch.float16),
+    "hook": lambda: generate(prepare=compress),
+    "hsdp": lambda: generate((2, 4), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+
+
+@functools.cache
+def code_of(case: str) -> CudaCode:
+    return _CASES[case]()
+
+
+def graphs_of(case: str) -> list[CapturedGraph]:
+    code = code_of(case)
+    assert (len(code.forward), len(code.backward)) == (1, 1)
+    return [*code.forward, *code.backward]
+
+
+every_case = pytest.mark.parametrize("case", _CASES)
+
+
+def launches(steps: list[Step], buffer: str) -> list[Step]:
+    """The steps that are no collective and write into a buffer."""
+    return [step for step in steps if step.name not in _COLLECTIVES and any(w.buffer == buffer for w in step.writes)]
+
+
+@every_case
+def test_one_kernel_copies_in(case: str) -> None:
+    for graph in graphs_of(case):
+        steps = cuda_steps(graph)
+        for collective in steps:
+            if collective.name in ("all_gather", "reduce_scatter"):
+                (sent,) = collective.reads
+                writers = launches(steps, sent.buffer)
+                # Runs of flat storage are gathered where they lie.
+                assert len(writers) == 1 or (not writers and collective.name == "all_gather"), collective
+                for writer in writers:
+                    assert sum(value.numel for value in writer.writes if value.buffer == sent.buffer) == sent.numel
+                    assert {value.dtype for value in writer.writes} == {sent.dtype}, "the cast is in the kernel"
+
+
+def copies_out(steps: list[Step], gather: Step) -> list[Step]:
+    (gathered,) = gather.writes
+    readers = [step for step in steps if any(value.buffer == gathered.buffer for value in step.reads)]
+    assert all(step.name in _KERNELS for step in readers), "all parameters of these units are copied"
+    return readers
+
+
+@every_case
+def test_copies_out_are_few_and_late(case: str) -> None:
+    for graph in graphs_of(case):
+        steps = cuda_steps(graph)
+        for gather in (step for step in steps if step.name == "all_gather"):
+            copies = copies_out(steps, gather)
+            written = [value for step in copies for value in step.writes]
+            assert len({value.buffer for value in written}) == len(written), "each byte is written once"
+            assert sum(value.numel for value in written) <= gather.writes[0].numel, "each byte is read once"
+            large = [value for value in written if value.numel * _DTYPE_BYTES[value.dtype] > LARGE]
+            small = [step for step in copies if not any(value in large for value in step.writes)]
+            assert len(small) <= 1
+            assert len(copies) == len(large) + len(small)
+            for step in copies:
+                assert [value.buffer for value in step.reads] == [gather.writes[0].buffer]
+            _check_weights_are_copied_once_and_late(steps, [step for step in copies if step not in small])
+
+
+def _check_weights_are_copied_once_and_late(steps: list[Step], copies: list[Step]) -> None:
+    for copied in copies:
+        (value,) = copied.writes
+        assert "YBLOCK" not in copied.source, "a transposition"
+        readers = [step for step in steps if any(read.buffer == value.buffer for read in step.reads)]
+        assert {step.name for step in readers} <= {"mm", "addmm"}, "no copy of the copy"
+        between = steps[steps.index(copied) + 1 : steps.index(readers[0])]
+        assert not any(step in copies for step in between), "it waits for its reader"
+
+
+@every_case
+def test_nothing_waits_for_the_gpu(case: str) -> None:
+    for graph in graphs_of(case):
+        assert {step.name for step in cuda_steps(graph)} <= {*_COLLECTIVES, *_KERNELS, "wait", "mm", "addmm"}
+        inputs = [node.meta["val"] for node in graph.graph_module.graph.find_nodes(op="placeholder")]
+        assert {value.device.type for value in inputs} == {"cuda"}
+
+
+@every_case
+def test_cuda_graphs_can_record_it(case: str) -> None:
+    for graph in graphs_of(case):
+        device, reason = find_device(graph.graph_module.graph)
+        assert device is not None and device.type == "cuda", reason
+
+
+@every_case
+def test_collectives_keep_the_order_of_the_schedule(case: str) -> None:
+    for graph in graphs_of(case):
+        scheduled = [str(node.target) for node in graph.graph_module.graph.nodes if is_collective(node)]
+        generated = [step.name for step in cuda_steps(graph) if step.name in {*_COLLECTIVES, "wait"}]
+        assert [target.split(".")[-2].replace("_into_tensor", "").removesuffix("_tensor") for target in scheduled] == generated
+
+
+@pytest.mark.parametrize(("case", "kernels"), [("fp32", 0), ("bf16", 0), ("bf16 reduction", 1), ("fp16", 1), ("hook", 1)])
+def test_kernels_behind_a_reduction(case: str, kernels: int) -> None:
+    """NCCL averages; only a cast or a division in low precision needs one."""
+    steps = cuda_steps(code_of(case).backward[0])
+    reductions = [step for step in steps if step.name == "reduce_scatter"]
+    assert len(reductions) == 3
+    for reduction in reductions:
+        readers = [step for step in steps if any(value.buffer == reduction.writes[0].buffer for value in step.reads)]
+        assert len(readers) == kernels
+        assert reduction.label.split()[1] == ("sum" if case in ("fp16", "hook") else "avg")
+
+
+class TestOutlines(expecttest.TestCase):
+    def test_bucketed_and_prefetched_forward(self) -> None:
+        self.assertExpectedInline(
+            cuda_outline(code_of("bf16").forward[0]),
+            """\
+pointwise kernel: f32[262528] -> bf16[262528]
+all_gather blocks.0 over shard: bf16[262528] -> bf16[2100224]
+pointwise kernel: f32[16, 512] -> bf16[16, 512]
+pointwise kernel: f32[262528] -> bf16[262528]
+all_gather blocks.1 over shard: bf16[262528] -> bf16[2100224]
+wait all_gather blocks.0
+foreach kernel: bf16[2100224] -> bf16[8, 64], bf16[8, 256], bf16[8, 64]
+pointwise kernel: f32[4104] -> bf16[4104]
+pointwise kernel: bf16[16, 512], bf16[8, 64] -> bf16[16, 512]
+pointwise kernel: bf16[2100224] -> bf16[8, 131072]
+addmm: bf16[2048], bf16[16, 512], bf16[512, 2048] -> bf16[16, 2048]
+pointwise kernel: bf16[16, 2048] -> bf16[16, 2048]
+pointwise kernel: bf16[2100224] -> bf16[8, 131072]
+addmm: bf16[512], bf16[16, 2048], bf16[2048, 512] -> bf16[16, 512]
+pointwise kernel: bf16[16, 512], bf16[16, 512] -> bf16[16, 512]
+all_gather root over shard: bf16[4104] -> bf16[32832]
+wait all_gather blocks.1
+foreach kernel: bf16[2100224] -> bf16[8, 64], bf16[8, 256], bf16[8, 64]
+pointwise kernel: bf16[16, 512], bf16[8, 64] -> bf16[16, 512]
+pointwise kernel: bf16[2100224] -> bf16[8, 131072]
+addmm: bf16[2048], bf16[16, 512], bf16[512, 2048] -> bf16[16, 2048]
+pointwise kernel: bf16[16, 2048] -> bf16[16, 2048]
+pointwise kernel: bf16[2100224] -> bf16[8, 131072]
+addmm: bf16[512], bf16[16, 2048], bf16[2048, 512] -> bf16[16, 512]
+pointwise kernel: bf16[16, 512], bf16[16, 512] -> bf16[16, 512]
+wait all_gather root
+foreach kernel: bf16[32832] -> bf16[8, 4096], bf16[8, 8]
+addmm: bf16[64], bf16[16, 512], bf16[512, 64] -> bf16[16, 64]
+""",
+        )
+
+    def test_bf16_with_fp32_reduction(self) -> None:
+        self.assertExpectedInline(
+            cuda_outline(code_of("bf16").backward[0]),
+            """\
+pointwise kernel: f32[262464] -> bf16[262464]
+all_gather blocks.1 over shard: bf16[262464] -> bf16[2099712]
+mm: bf16[16, 64], bf16[64, 512] -> bf16[16, 512]
+mm: bf16[64, 16], bf16[16, 512] -> bf16[64, 512]
+reduction kernel: bf16[16, 64] -> bf16[1, 64]
+foreach kernel: bf16[64], bf16[64, 512] -> f32[8, 8], f32[8, 4096]
+reduce_scatter root avg over shard: f32[32832] -> f32[4104]
+pointwise kernel: f32[262400] -> bf16[262400]
+all_gather blocks.0 over shard: bf16[262400] -> bf16[2099200]
+wait all_gather blocks.1
+pointwise kernel: bf16[2099712] -> bf16[8, 64]
+pointwise kernel: bf16[2099712] -> bf16[8, 131072]
+mm: bf16[16, 512], bf16[512, 2048] -> bf16[16, 2048]
+reduction kernel: bf16[16, 2048], bf16[16, 2048] -> bf16[16, 2048], bf16[1, 2048]
+pointwise kernel: bf16[2099712] -> bf16[8, 131072]
+mm: bf16[16, 2048], bf16[2048, 512] -> bf16[16, 512]
+reduction kernel: bf16[16, 512], bf16[16, 512], bf16[8, 64], bf16[16, 512] -> bf16[1, 512], bf16[16, 512], bf16[1, 512]
+mm: bf16[512, 16], bf16[16, 2048] -> bf16[512, 2048]
+mm: bf16[2048, 16], bf16[16, 512] -> bf16[2048, 512]
+foreach kernel: bf16[512], bf16[512, 2048], bf16[2048], bf16[2048, 512], bf16[512] -> f32[8, 64], f32[8, 131072], f32[8, 256], f32[8, 131072], f32[8, 64]
+reduce_scatter blocks.1 avg over shard: f32[2100224] -> f32[262528]
+wait all_gather blocks.0
+reduction kernel: bf16[16, 512] -> bf16[1, 512]
+pointwise kernel: bf16[2099200] -> bf16[8, 131072]
+mm: bf16[16, 512], bf16[512, 2048] -> bf16[16, 2048]
+pointwise kernel: bf16[2099200] -> bf16[8, 131072]
+reduction kernel: bf16[16, 2048], bf16[16, 2048] -> bf16[16, 2048], bf16[1, 2048]
+mm: bf16[16, 2048], bf16[2048, 512] -> bf16[16, 512]
+reduction kernel: bf16[16, 512], bf16[16, 512] -> bf16[1, 512]
+mm: bf16[512, 16], bf16[16, 2048] -> bf16[512, 2048]
+mm: bf16[2048, 16], bf16[16, 512] -> bf16[2048, 512]
+wait reduce_scatter root
+foreach kernel: bf16[512], bf16[512, 2048], bf16[2048], bf16[2048, 512], bf16[512] -> f32[8, 64], f32[8, 131072], f32[8, 256], f32[8, 131072], f32[8, 64]
+reduce_scatter blocks.0 avg over shard: f32[2100224] -> f32[262528]
+wait reduce_scatter blocks.1
+wait reduce_scatter blocks.0
+""",
+        )
+
+    def test_fp16_with_divide_factors(self) -> None:
+        self.assertExpectedInline(
+            reductions_of(code_of("fp16").backward[0]),
+            """\
+foreach kernel: f16[64], f32[], f16[64, 512] -> f16[8, 8], f16[8, 4096]
+reduce_scatter root sum over shard: f16[32832] -> f16[4104]
+foreach kernel: f16[512], f32[], f16[512, 2048], f16[2048], f16[2048, 512], f16[512] -> f16[8, 64], f16[8, 131072], f16[8, 256], f16[8, 131072], f16[8, 64]
+reduce_scatter blocks.1 sum over shard: f16[2100224] -> f16[262528]
+wait reduce_scatter root
+pointwise kernel: f16[4104], f32[] -> f32[4104]
+foreach kernel: f16[512], f32[], f16[512, 2048], f16[2048], f16[2048, 512], f16[512] -> f16[8, 64], f16[8, 131072], f16[8, 256], f16[8, 131072], f16[8, 64]
+reduce_scatter blocks.0 sum over shard: f16[2100224] -> f16[262528]
+wait reduce_scatter blocks.1
+pointwise kernel: f16[262528], f32[] -> f32[262528]
+wait reduce_scatter blocks.0
+pointwise kernel: f16[262528], f32[] -> f32[262528]
+""",
+        )
+
+    def test_traced_communication_hook(self) -> None:
+        self.assertExpectedInline(
+            reductions_of(code_of("hook").backward[0]),
+            """\
+foreach kernel: f32[64], f32[64, 512] -> bf16[8, 8], bf16[8, 4096]
+reduce_scatter root sum over shard: bf16[32832] -> bf16[4104]
+foreach kernel: f32[512], f32[512, 2048], f32[2048], f32[2048, 512], f32[512] -> bf16[8, 64], bf16[8, 131072], bf16[8, 256], bf16[8, 131072], bf16[8, 64]
+reduce_scatter blocks.1 sum over shard: bf16[2100224] -> bf16[262528]
+wait reduce_scatter root
+pointwise kernel: bf16[4104] -> f32[4104]
+foreach kernel: f32[512], f32[512, 2048], f32[2048], f32[2048, 512], f32[512] -> bf16[8, 64], bf16[8, 131072], bf16[8, 256], bf16[8, 131072], bf16[8, 64]
+reduce_scatter blocks.0 sum over shard: bf16[2100224] -> bf16[262528]
+wait reduce_scatter blocks.1
+pointwise kernel: bf16[262528] -> f32[262528]
+wait reduce_scatter blocks.0
+pointwise kernel: bf16[262528] -> f32[262528]
+""",
+        )
+
+    def test_replicas(self) -> None:
+        self.assertExpectedInline(
+            reductions_of(code_of("hsdp").backward[0]),
+            """\
+foreach kernel: bf16[64], bf16[64, 512] -> f32[4, 16], f32[4, 8192]
+reduce_scatter root avg over shard: f32[32832] -> f32[8208]
+wait reduce_scatter root
+all_reduce root avg over replicate: f32[8208] -> f32[8208]
+foreach kernel: bf16[512], bf16[512, 2048], bf16[2048], bf16[2048, 512], bf16[512] -> f32[4, 128], f32[4, 262144], f32[4, 512], f32[4, 262144], f32[4, 128]
+reduce_scatter blocks.1 avg over shard: f32[2100224] -> f32[525056]
+wait reduce_scatter blocks.1
+all_reduce blocks.1 avg over replicate: f32[525056] -> f32[525056]
+foreach kernel: bf16[512], bf16[512, 2048], bf16[2048], bf16[2048, 512], bf16[512] -> f32[4, 128], f32[4, 262144], f32[4, 512], f32[4, 262144], f32[4, 128]
+reduce_scatter blocks.0 avg over shard: f32[2100224] -> f32[525056]
+wait all_reduce root
+wait all_reduce blocks.1
+wait reduce_scatter blocks.0
+all_reduce blocks.0 avg over replicate: f32[525056] -> f32[525056]
+wait all_reduce blocks.0
+""",
+        )
+
+    def test_sync_plans(self) -> None:
+        self.assertExpectedInline(
+            outline_of_plans(),
+            """\
+reduce
+mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
+pointwise kernel: f32[3, 16] -> f32[1, 16]
+foreach kernel: f32[16], f32[16, 8] -> f32[4, 4], f32[4, 32]
+reduce_scatter root avg over shard: f32[144] -> f32[36]
+wait reduce_scatter root
+all_reduce root avg over replicate: f32[36] -> f32[36]
+wait all_reduce root
+reduce into param.grad
+mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
+pointwise kernel: f32[3, 16] -> f32[1, 16]
+foreach kernel: f32[16], f32[16, 8] -> f32[4, 4], f32[4, 32]
+reduce_scatter root avg over shard: f32[144] -> f32[36]
+wait reduce_scatter root
+all_reduce root avg over replicate: f32[36] -> f32[36]
+wait all_reduce root
+pointwise kernel: f32[36], f32[36] -> f32[36]
+no sync, first
+mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
+pointwise kernel: f32[3, 16] -> f32[1, 16]
+no sync, later
+mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
+pointwise kernel: f32[16], f32[3, 16] -> f32[16]
+pointwise kernel: f32[16, 8], f32[16, 8] -> f32[16, 8]
+reduce what has accumulated
+mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
+pointwise kernel: f32[3, 16] -> f32[1, 16]
+foreach kernel: f32[16], f32[16], f32[16, 8], f32[16, 8] -> f32[4, 4], f32[4, 32]
+reduce_scatter root avg over shard: f32[144] -> f32[36]
+wait reduce_scatter root
+all_reduce root avg over replicate: f32[36] -> f32[36]
+wait all_reduce root
+scatter only, first
+mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
+pointwise kernel: f32[3, 16] -> f32[1, 16]
+foreach kernel: f32[16], f32[16, 8] -> f32[4, 4], f32[4, 32]
+reduce_scatter root avg over shard: f32[144] -> f32[36]
+wait reduce_scatter root
+scatter only, later
+mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
+pointwise kernel: f32[3, 16] -> f32[1, 16]
+foreach kernel: f32[16], f32[16, 8] -> f32[4, 4], f32[4, 32]
+reduce_scatter root avg over shard: f32[144] -> f32[36]
+wait reduce_scatter root
+pointwise kernel: f32[36], f32[36] -> f32[36]
+all-reduce with partial results
+mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
+pointwise kernel: f32[3, 16] -> f32[1, 16]
+foreach kernel: f32[16], f32[16, 8] -> f32[4, 4], f32[4, 32]
+reduce_scatter root avg over shard: f32[144] -> f32[36]
+wait reduce_scatter root
+pointwise kernel: f32[36], f32[36] -> f32[36]
+all_reduce root avg over replicate: f32[36] -> f32[36]
+wait all_reduce root
+""",
+        )
+
+
+def reductions_of(graph: CapturedGraph) -> str:
+    """The outline, without the compute and the gathers."""
+    steps = cuda_steps(graph)
+    reduced: set[str] = set()
+    lines = []
+    for step in reversed(steps):
+        is_reduction = step.name in ("reduce_scatter", "all_reduce") or (step.name == "wait" and "all_gather" not in step.label)
+        is_copy_in = step.name in _KERNELS and any(value.buffer in reduced for value in step.writes)
+        if is_reduction:
+            reduced.update(value.buffer for value in step.reads)
+        lines.append((step, is_reduction or is_copy_in))
+    made = {value.buffer for step in steps if step.name in ("reduce_scatter", "all_reduce") for value in step.writes}
+    kept = [
+        step
+        for step, is_kept in reversed(lines)
+        if is_kept or (step.name in _KERNELS and any(value.buffer in made for value in step.reads))
+    ]
+    return "".join(f"{step}\n" for step in kept)
+
+
+_PLANS: dict[str, Callable[[Any], None]] = {
+    "reduce": lambda model: None,
+    "reduce into param.grad": lambda model: None,
+    "no sync, first": lambda model: (model.zero_grad(), model.set_requires_gradient_sync(False)),  # type: ignore[dict-item]
+    "no sync, later": lambda model: None,
+    "reduce what has accumulated": lambda model: model.set_requires_gradient_sync(True),
+    "scatter only, first": lambda model: (model.zero_grad(), model.set_requires_all_reduce(False)),  # type: ignore[dict-item]
+    "scatter only, later": lambda model: None,
+    "all-reduce with partial results": lambda model: model.set_requires_all_reduce(True),
+}
+
+
+def outline_of_plans() -> str:
+    """The backwards of one layer, two replicas of four shards, for each kind of sync plan."""
+
+    def step(model: Any, x: Tensor) -> None:
+        for prepare in _PLANS.values():
+            prepare(model)
+            model(x).sum().backward()
+
+    code = cuda_code(nn.Linear(8, 16, device="meta"), torch.ones(3, 8), (2, 4), step=step)
+    assert len(code.forward) == 1
+    return "".join(f"{name}\n{cuda_outline(graph)}" for name, graph in zip(_PLANS, code.backward, strict=True))
+
+
+def test_every_kernel_compiles_for_every_architecture() -> None:
+    code = code_of("fp16")
+    compiled = code.ptx("sm_80", "sm_90", "sm_100")
+    assert len(compiled) == 3 * len(set(triton_kernels(code.forward[0]) + triton_kernels(code.backward[0])))
+    for (_, arch), ptx in compiled.items():
+        assert f".target {arch}" in ptx
+
+
+def test_a_kernel_that_does_not_compile_is_named() -> None:
+    name, source = triton_kernels(code_of("fp32").forward[0])[0]
+    with pytest.raises(RuntimeError, match=f"(?s)The kernel {name} does not compile for sm_80: .*lode"):
+        fsdp_compile.cuda.ptx.compile_kernels([(name, source.replace("tl.load", "tl.lode"))], ["sm_80"])
+
+
+def state_of_torch() -> list[Any]:
+    """What is replaced while code is generated."""
+    from torch._dynamo.device_interface import get_interface_for_device
+    from torch.utils._triton import has_triton
+    from triton.runtime import driver
+
+    functions = ("is_available", "current_device", "get_device_properties", "_lazy_init")
+    return [
+        *(getattr(torch.cuda, name) for name in functions),
+        torch.cuda.is_available(),
+        get_interface_for_device("cuda"),
+        has_triton(),
+        driver._active,  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward,  # type: ignore[attr-defined]
+        torch.autograd.graph._engine_run_backward,
+        fsdp_compile.compiler.backend.compile_fx_inner,  # type: ignore[attr-defined]
+        fsdp_compile.compiler.backend._Lowering.__call__,
+        torch._subclasses.FakeTensorMode.avoid_device_init,
+        dist.is_initialized(),
+        torch._inductor.config.compile_threads,
+    ]
+
+
+def test_nothing_stays() -> None:
+    before = state_of_torch()
+    model = nn.Linear(8, 16)
+    weights = copy.deepcopy(model.state_dict())
+
+    def fail(compiled: Any, x: Tensor) -> None:
+        compiled(x).sum().backward()
+        assert torch.cuda.is_available()
+        raise KeyError("a user's error")
+
+    with pytest.raises(KeyError, match="a user's error"):
+        cuda_code(model, torch.ones(3, 8), (4,), step=fail)
+    assert state_of_torch() == before
+    cuda_code(model, torch.ones(3, 8), (4,))
+    assert state_of_torch() == before
+    assert type(model) is nn.Linear
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    # Compiled and run for real afterwards.
+    x = torch.ones(3, 8)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), model(x))
+
+
+def test_other_threads_are_refused() -> None:
+    errors: list[BaseException] = []
+
+    def intrude() -> None:
+        try:
+            cuda_code(nn.Linear(8, 16), torch.ones(3, 8), (4,))
+        except BaseException as error:
+            errors.append(error)
+
+    def step(compiled: Any, x: Tensor) -> None:
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+
+    cuda_code(nn.Linear(8, 16), torch.ones(3, 8), (4,), step=step)
+    (error,) = errors
+    assert isinstance(error, RuntimeError)
+    assert "in another thread" in str(error)
+
+
+def test_triton_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.compiler", None)
+    with pytest.raises(RuntimeError, match="pip install"):
+        require_triton()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"arch": "sm_42"}, ValueError, "known are: sm_80, sm_90, sm_100"),
+        ({"mesh_shape": (2, 2, 2)}, ValueError, "mesh_shape"),
+        ({"mesh_shape": (0,)}, ValueError, "mesh_shape"),
+        ({"model": nn.Linear}, TypeError, "an nn.Module"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        cuda_code(**{"model": nn.Linear(8, 16), "inputs": torch.ones(3, 8), "mesh_shape": (4,), **arguments})
+
+
+def test_a_world_of_the_users_is_left_alone(fake_ranks: None) -> None:
+    with pytest.raises(RuntimeError, match="there is one already"):
+        cuda_code(nn.Linear(8, 16), torch.ones(3, 8), (4,))
+    assert dist.get_world_size() == 8

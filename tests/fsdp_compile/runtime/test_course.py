@@ -1,0 +1,464 @@
+"""One rank runs something else than the others: every rank raises, within seconds. What all ranks do together is no error."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_compile import RanksDisagree, fsdp_backend, fully_shard
+from fsdp_compile.runtime.agreement import Ballot, Program
+from fsdp_compile.runtime.course import Course
+from tests.common.distributed import RankPools, device_mesh
+
+# Threads stand for ranks.
+
+_FORWARD = Program("forward graph", ["gather 8"], ["gather 8"])
+_BACKWARD = Program("backward graph", ["scatter 8"], ["scatter 8"])
+_OTHER_BACKWARD = Program("backward graph", ["scatter 8", "scatter 4"], ["scatter 8", "scatter 4"])
+_EAGER = Program("unshard of weight outside of a compiled graph", [], ["[8]"], is_graph=False)
+_EAGER_TOO = Program("unshard of bias outside of a compiled graph", [], ["[1]"], is_graph=False)
+
+
+class Ranks:
+    """The courses of threads that are ranks of one group."""
+
+    def __init__(self, number: int = 2):
+        store = dist.HashStore()
+        ranks = range(number)
+        self.courses = [
+            Course(Ballot(store, ranks, rank, label="shard", timeout_s=20, warn_after_s=20), "no group") for rank in ranks
+        ]
+        self._now = 0.0
+
+    def run(self, *programs: Program | None) -> list[str]:
+        """What ranks raise when each is to begin a program, or None; an empty string for nothing."""
+        with ThreadPoolExecutor(len(programs)) as pool:
+            return list(pool.map(self.run_alone, range(len(programs)), programs))
+
+    def run_alone(self, rank: int, program: Program | None) -> str:
+        if program is None:
+            return ""
+        course = self.courses[rank]
+        known = course.know(program)
+        try:
+            course.ask(known)
+        except RanksDisagree as error:
+            return str(error)
+        course.push(known)
+        course.thread = threading.get_ident()
+        return ""
+
+    def asks(self, rank: int, program: Program) -> contextlib.AbstractContextManager[Any]:
+        """The rank waits for the others to run this program, while the context lasts."""
+        ballot = self.courses[rank].ballot
+        return patch.object(ballot, "asking", (ballot.passed + 1, str(program)))
+
+    def look(self) -> list[str]:
+        """What the ranks know of failures after they looked at each other, ten seconds in a row."""
+        for _ in range(10):
+            self._now += 1
+            for course in self.courses:
+                course.look(self._now)
+        return [course.failure for course in self.courses]
+
+
+@pytest.fixture(autouse=True)
+def no_connections() -> Iterator[None]:
+    with patch("fsdp_compile.runtime.course.break_connections", lambda name: None):
+        yield
+
+
+def _in_step(number: int = 2, steps: int = 2) -> Ranks:
+    """Ranks that have run some steps together."""
+    ranks = Ranks(number)
+    for program in [_FORWARD, _BACKWARD] * steps:
+        assert ranks.run(*[program] * number) == [""] * number
+    return ranks
+
+
+def _comparisons() -> Any:
+    return patch.object(Ballot, "compare", autospec=True, side_effect=Ballot.compare)
+
+
+def test_only_what_is_new_asks() -> None:
+    ranks = Ranks()
+    with _comparisons() as compare:
+        for program in (_FORWARD, _BACKWARD, _FORWARD, _BACKWARD):
+            ranks.run(program, program)
+        # Each graph, and forward after backward; on both ranks.
+        assert compare.call_count == 2 * 3
+        for program in (_FORWARD, _BACKWARD, _FORWARD):
+            ranks.run(program, program)
+        assert compare.call_count == 2 * 3
+        for program in (_EAGER, _EAGER_TOO, _EAGER, _BACKWARD, _FORWARD, _EAGER):
+            ranks.run(program, program)
+        # From graph to operator and back; not between operators.
+        assert compare.call_count == 2 * 5
+
+
+def test_operators_alone_ask_nothing() -> None:
+    ranks = Ranks()
+    with _comparisons() as compare:
+        for program in (_EAGER, _EAGER_TOO, _EAGER):
+            ranks.run(program, program)
+    assert compare.call_count == 0
+
+
+def test_both_ask_for_something_else() -> None:
+    errors = _in_step().run(_EAGER, _OTHER_BACKWARD)
+    assert errors[0] == errors[1]
+    assert "\n  rank 0: unshard of weight outside of a compiled graph\n" in errors[0]
+    assert "\n  rank 1: backward graph that begins with 1: scatter 8; 2: scatter 4 (in a backward graph" in errors[0]
+
+
+def test_both_ask_for_the_same_after_something_else() -> None:
+    ranks = _in_step()
+    for rank, program in enumerate((_FORWARD, _BACKWARD)):
+        # As if nothing had compared them.
+        ranks.courses[rank].push(ranks.courses[rank].know(program))
+    errors = ranks.run(_EAGER, _EAGER)
+    assert errors[0] == errors[1]
+    assert "\n  rank 0: forward graph (the last of 5 programs" in errors[0]
+    assert "\n  rank 1: backward graph (the last of 5 programs" in errors[0]
+
+
+@pytest.mark.parametrize("asking", [0, 1])
+@pytest.mark.parametrize("asked", [_EAGER, _OTHER_BACKWARD], ids=["operator", "graph"])
+def test_one_asks_while_the_other_is_within_a_program(asking: int, asked: Program) -> None:
+    ranks = _in_step()
+    ranks.run_alone(1 - asking, _FORWARD)
+    with ranks.asks(asking, asked):
+        (failure, other) = ranks.look()
+    assert failure == other
+    assert f"\n  rank {asking}: {asked} (about to run, as program 5)\n" in failure
+    assert f"\n  rank {1 - asking}: forward graph that begins with 1: gather 8 (program 5 over this group)\n" in failure
+    assert ranks.run(_FORWARD, _FORWARD) == [failure] * 2
+
+
+def test_one_asks_while_the_other_runs_on_outside_of_graphs() -> None:
+    ranks = _in_step()
+    for program in (_EAGER, _EAGER_TOO):
+        ranks.run(program, program)
+    ranks.run_alone(0, _EAGER)
+    with ranks.asks(1, _OTHER_BACKWARD):
+        failure, _ = ranks.look()
+    assert "rank 0: unshard of weight outside of a compiled graph (program 7 over this group)" in failure
+    assert "rank 1: backward graph that begins with 1: scatter 8; 2: scatter 4 (about to run, as program 7)" in failure
+
+
+def test_what_both_ran_before_at_other_places() -> None:
+    ranks = _in_step()
+    for program in (_FORWARD, _OTHER_BACKWARD, _FORWARD, _BACKWARD, _FORWARD):
+        ranks.run(program, program)
+    # Nobody asks.
+    assert ranks.run_alone(0, _BACKWARD) == ranks.run_alone(1, _OTHER_BACKWARD) == ""
+    failure, other = ranks.look()
+    assert failure == other
+    assert "rank 0: backward graph that begins with 1: scatter 8 (program 10" in failure
+    assert "rank 1: backward graph that begins with 1: scatter 8; 2: scatter 4 (program 10" in failure
+
+
+def test_slow_ranks_are_waited_for() -> None:
+    ranks = _in_step(3)
+    ranks.run_alone(0, _FORWARD)
+    assert ranks.look() == [""] * 3
+    ranks.run_alone(1, _FORWARD)
+    assert ranks.look() == [""] * 3
+    ranks.run_alone(2, _FORWARD)
+    with ranks.asks(1, _OTHER_BACKWARD):
+        assert ranks.look() == [""] * 3
+
+
+def test_a_question_that_was_answered_is_of_the_past() -> None:
+    ranks = _in_step()
+    with ranks.asks(0, _EAGER):
+        assert ranks.look() == ["", ""]
+    # The post still says that the first rank asks.
+    ranks.courses[0].thread = 0
+    assert ranks.run(_EAGER, _EAGER) == ["", ""]
+    ranks.courses[0].thread = 0
+    assert ranks.look() == ["", ""]
+
+
+def test_failures_go_to_groups_that_share_programs() -> None:
+    ranks, others = _in_step(), _in_step()
+    for one, other in zip(ranks.courses, others.courses, strict=True):
+        one.family = other.family = {one, other}
+    ranks.run_alone(0, _FORWARD)
+    with ranks.asks(1, _EAGER):
+        failure, _ = ranks.look()
+    assert failure and others.look() == [failure] * 2
+    assert others.courses[0].ballot.failure() == failure
+
+
+def test_many_ranks_compare_themselves_with_some() -> None:
+    courses = Ranks(1000).courses
+    reached, new = {0}, {0}
+    while new:
+        new = {rank for known in new for rank in courses[known]._neighbours} - reached
+        reached |= new
+    assert len(reached) == 1000
+    assert max(len(course._neighbours) for course in courses) < 24
+    assert [course._neighbours for course in Ranks(4).courses] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+
+
+# Real ranks.
+
+# A second or two; much more where many processes share a core.
+_SOON_S = 20
+
+
+class Model(nn.Module):
+    """Layers of equal size, so that messages of one would fit another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.is_loud = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        if self.is_loud:
+            print(end="")
+        return self.second(x)
+
+
+@pytest.fixture(scope="module")
+def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
+    """Pools of these tests' own: ranks that disagree close connections, also of groups that others go on with."""
+    pools = RankPools(tmp_path_factory.mktemp("inductor"))
+    yield pools
+    pools.close()
+
+
+def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    """With groups of its own, which are of no more use afterwards."""
+    if len(shape) == 1:
+        return DeviceMesh.from_group(dist.new_group(list(range(shape[0]))), "cpu")
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _exceed_recompile_limit(model: Model, compiled: Any) -> None:
+    torch._dynamo.config.recompile_limit = 1
+
+
+def _force_eager(model: Model, compiled: Any) -> None:
+    torch.compiler.set_stance("force_eager")
+
+
+def _break_graph(model: Model, compiled: Any) -> None:
+    model.is_loud = True
+
+
+def _keep_gradients(model: Model, compiled: Any) -> None:
+    model.set_requires_gradient_sync(False)
+
+
+def _freeze(model: Model, compiled: Any) -> None:
+    model.first.weight.requires_grad_(False)
+
+
+_DEVIATIONS: dict[str, Callable[[Model, Any], None]] = {
+    function.__name__: function for function in (_exceed_recompile_limit, _force_eager, _break_graph, _keep_gradients, _freeze)
+}
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """What deviations change holds within the context."""
+    limit = torch._dynamo.config.recompile_limit
+    try:
+        yield
+    finally:
+        torch._dynamo.config.recompile_limit = limit
+        torch.compiler.set_stance("default")
+
+
+def _trainee(mesh: DeviceMesh) -> tuple[Model, Any]:
+    torch.manual_seed(0)
+    model = Model()
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh)
+    return model, torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"}, dynamic=False)
+
+
+def _outcome(step: Callable[[], Any]) -> tuple[str, float]:
+    """The error, and how long it took."""
+    start = time.monotonic()
+    try:
+        step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def _deviate(mesh_shape: tuple[int, ...], name: str, odd_ranks: Sequence[int]) -> list[tuple[str, float]]:
+    """Executed by every rank: two steps alike, then some of the ranks deviate."""
+    model, compiled = _trainee(_mesh(mesh_shape))
+    for _ in range(2):
+        compiled(torch.ones(2, 8)).sum().backward()
+    with _settings():
+        if dist.get_rank() in odd_ranks:
+            _DEVIATIONS[name](model, compiled)
+        return [_outcome(lambda: compiled(torch.ones(3, 8)).sum().backward()) for _ in range(2)]
+
+
+_GRAPH = "graph that begins with 1: all_gather_into_tensor 36 x float32 over shard, bucket first"
+_OPERATOR = "unshard of first outside of a compiled graph"
+# What the odd rank is about to do, and what the others are within.
+_SIDES = {
+    "_exceed_recompile_limit": (_OPERATOR, f"forward {_GRAPH}"),
+    "_force_eager": (_OPERATOR, f"forward {_GRAPH}"),
+    "_break_graph": (f"forward {_GRAPH} (about", f"forward {_GRAPH}; 2: all_gather"),
+    "_keep_gradients": ("backward graph that begins with 1: all_gather", "; 3: all_to_all_single 72 x float32 over shard"),
+    # In a graph that Dynamo traced, operators know no units.
+    "_freeze": ("unshard of first.weight outside of a compiled graph", f"forward {_GRAPH}"),
+}
+
+
+def _check(error: str, sides: dict[str, str]) -> None:
+    assert "RanksDisagree: The ranks of process group" in error
+    for who, what in sides.items():
+        assert any(what in line for line in error.splitlines() if line.startswith(f"  {who}: ")), (who, what, error)
+
+
+@pytest.mark.parametrize("odd_rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", _DEVIATIONS)
+def test_one_rank_deviates(rank_pools: RankPools, name: str, odd_rank: int) -> None:
+    odd, others = _SIDES[name]
+    for first, second in rank_pools[2].run(_deviate, mesh_shape=(2,), name=name, odd_ranks=[odd_rank]):
+        _check(first[0], {f"rank {odd_rank}": odd, f"rank {1 - odd_rank}": others})
+        # The groups are of no more use, and everything says why.
+        _check(second[0], {f"rank {odd_rank}": odd})
+        assert max(first[1], second[1]) < _SOON_S
+
+
+@pytest.mark.parametrize("odd_ranks", [[3], pytest.param([2, 3], marks=pytest.mark.exhaustive)])
+def test_with_replicas(rank_pools: RankPools, odd_ranks: list[int]) -> None:
+    for (error, seconds), _ in rank_pools[4].run(_deviate, mesh_shape=(2, 2), name="_force_eager", odd_ranks=odd_ranks):
+        # Where both of a shard group deviate, it is the replicas that disagree.
+        operator = _OPERATOR if len(odd_ranks) == 1 else "outside of a compiled graph"
+        assert "RanksDisagree" in error and operator in error and "ward graph that begins with" in error
+        assert seconds < _SOON_S
+
+
+def _alternate() -> list[tuple[str, float]]:
+    """Executed by every rank: all know two kinds of backward; then each chooses another one."""
+    model, compiled = _trainee(_mesh((2,)))
+    outcomes = []
+    for synchronised in (True, False, True, True, False, False, True, dist.get_rank() == 0):
+        model.set_requires_gradient_sync(synchronised)
+        outcomes.append(_outcome(lambda: compiled(torch.ones(2, 8)).sum().backward()))
+    return outcomes
+
+
+def test_ranks_choose_among_known_graphs(rank_pools: RankPools) -> None:
+    for *before, (error, seconds) in rank_pools[2].run(_alternate):
+        assert not any(message for message, _ in before)
+        _check(error, {"rank 0": "backward graph", "rank 1": "backward graph"})
+        assert seconds < _SOON_S
+
+
+def _return() -> list[tuple[str, float]]:
+    """Executed by every rank: all run uncompiled for a while; then one compiles again, and later one gathers ahead."""
+    outcomes = []
+    model, compiled = _trainee(_mesh((2,)))
+    with _settings():
+        torch.compiler.set_stance("force_eager")
+        for _ in range(2):
+            outcomes.append(_outcome(lambda: compiled(torch.ones(2, 8)).sum().backward()))
+        if dist.get_rank() == 1:
+            torch.compiler.set_stance("default")
+        outcomes.append(_outcome(lambda: compiled(torch.ones(2, 8)).sum().backward()))
+    model, compiled = _trainee(_mesh((2,)))
+    for gathers in (True, True, False, False, True, dist.get_rank() == 0):
+        if gathers:
+            model.first.unshard(async_op=True)
+        outcomes.append(_outcome(lambda: compiled(torch.ones(2, 8)).sum().backward()))
+    return outcomes
+
+
+def test_ranks_that_were_allowed_to_run_uncompiled(rank_pools: RankPools) -> None:
+    for *alike, (returned, seconds), first, second, third, fourth, fifth, (ahead, later) in rank_pools[2].run(_return):
+        assert not any(message for message, _ in (*alike, first, second, third, fourth, fifth))
+        _check(returned, {"rank 0": _OPERATOR, "rank 1": f"forward {_GRAPH}"})
+        _check(ahead, {"rank 0": "unshard() of first outside of a compiled graph", "rank 1": f"forward {_GRAPH}"})
+        assert max(seconds, later) < _SOON_S
+
+
+class Counter:
+    """Comparisons in the context."""
+
+    def __enter__(self) -> Counter:
+        self._patch = _comparisons()
+        self._compare = self._patch.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._patch.stop()
+
+    def take(self) -> int:
+        number = self._compare.call_count
+        self._compare.reset_mock()
+        return number
+
+
+def _together(name: str, late_s: float) -> int:
+    """Executed by every rank: all deviate alike, one of them late, and train right. Returns the comparisons of the last step."""
+    model, compiled = _trainee(device_mesh((2,)))
+    reference = Model()
+    reference.load_state_dict({key: value.full_tensor() for key, value in model.state_dict().items()})
+
+    def step(size: int) -> None:
+        batch = torch.arange(8.0 * size).view(size, 8) / 10
+        for forward in (reference, compiled):
+            forward(batch).square().sum().backward()
+        for (key, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (ours.grad is None) is (theirs.grad is None), key
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=key)
+                ours.grad = theirs.grad = None
+
+    with _settings(), Counter() as counter:
+        step(2)
+        _DEVIATIONS[name](model, compiled)
+        if name == "_freeze":
+            reference.first.weight.requires_grad_(False)
+        if dist.get_rank() == 1:
+            time.sleep(late_s)
+        for _ in range(3):
+            step(3)
+        assert counter.take() > 0
+        step(3)
+        return counter.take()
+
+
+@pytest.mark.parametrize(
+    ("name", "late_s"), [("_exceed_recompile_limit", 0), ("_force_eager", 3), ("_break_graph", 0), ("_freeze", 0)]
+)
+def test_what_all_ranks_do_is_right_and_asks_once(rank_pools: RankPools, name: str, late_s: float) -> None:
+    assert rank_pools[2].run(_together, name=name, late_s=late_s) == [0, 0]
+
+
+def _train_uncompiled() -> int:
+    model, _ = _trainee(_mesh((2,)))
+    with Counter() as counter:
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+        return counter.take()
+
+
+def test_a_model_that_is_not_compiled_asks_nothing(rank_pools: RankPools) -> None:
+    assert rank_pools[2].run(_train_uncompiled) == [0, 0]

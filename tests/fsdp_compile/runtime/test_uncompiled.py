@@ -1,0 +1,456 @@
+"""Units in forwards that are not compiled: what they communicate, beside FSDP2, and what of them is in memory when."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fully_shard
+from fsdp_compile.runtime.uncompiled import Gathered, state_of
+from tests.common import models
+from tests.common.distributed import RankPools, device_mesh
+from tests.common.parity import FullyShard, shard_units
+from tests.fsdp_compile.test_parity import CASES
+
+# Gloo has no reduce-scatter; an exchange of pieces takes its place.
+_KINDS = {
+    "_allgather_base_": "gather",
+    "all_gather_into_tensor": "gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+}
+
+
+class _Counts(TorchDispatchMode):
+    """Counts collectives. ``CommDebugMode``, which does, too, loses its way where a module is called twice or recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._overloadpacket._qualified_op_name.split("::")
+        if "c10d" in namespace and name in _KINDS:
+            self.kinds[_KINDS[name]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(work: Callable[[], Any]) -> dict[str, int]:
+    """The collectives that are issued while something runs, by kind."""
+    with _Counts() as counts:
+        work()
+    return dict(counts.kinds)
+
+
+# --- As FSDP2 -------------------------------------------------------------------------------------
+
+
+def communicate(name: str, fully_shard: FullyShard) -> list[dict[str, int]]:
+    """What two steps of a case of ``test_parity.py`` communicate: forward, backward, forward, backward."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.build()
+    world = dist.get_world_size()
+    shape = (case.replicas, world // case.replicas) if case.replicas > 1 else (world,)
+    case.shard(model, device_mesh(shape), fully_shard)
+    optimizer = case.optimizer(model.parameters())
+    counts = []
+    for step in range(2):
+        losses: list[Tensor] = []
+        batch = case.batch(step, dist.get_rank(), world)
+        counts.append(counted(lambda batch=batch, losses=losses: losses.append(case.loss(model, batch))))
+        counts.append(counted(losses[0].backward))
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts
+
+
+def communicate_as_fsdp2(names: list[str]) -> dict[str, tuple[Any, Any]]:
+    systems = (fully_shard, torch.distributed.fsdp.fully_shard)
+    return {name: tuple(communicate(name, system) for system in systems) for name in names}  # type: ignore[misc]
+
+
+_TWO = [
+    *("mlp", "uneven", "reshard_true", "reshard_false", "frozen_in_part", "unused_parameter", "bf16_mlp"),
+    *("tied_in_root", "recurrent", "checkpoint_around_units", "checkpoint_inside_units", "list_of_modules"),
+    *("outermost_units", "keywords_and_tuples", "shared_weight", "reads_child", "sgd_root_only", "ignored_params"),
+]
+_FOUR = ["reshard_int", "hsdp", "fewer_rows_than_ranks"]
+
+
+@pytest.mark.parametrize(("world", "names"), [(2, _TWO), (4, _FOUR)], ids=["two ranks", "four ranks"])
+def test_communicates_as_fsdp2(world: int, names: list[str], rank_pools: RankPools) -> None:
+    for counts in rank_pools[world].run(communicate_as_fsdp2, names=names):
+        ours, theirs = ({name: pair[index] for name, pair in counts.items()} for index in (0, 1))
+        assert ours == theirs
+
+
+def seen_by_torchs_mode() -> tuple[dict[str, int], dict[str, int]]:
+    model: Any = models.MLP()
+    shard_units(model, device_mesh((2,)), fully_shard)
+    with CommDebugMode() as forward:
+        loss = model(torch.ones(3, 8)).sum()
+    with CommDebugMode() as backward:
+        loss.backward()
+    first, second = ({str(op): number for op, number in mode.get_comm_counts().items()} for mode in (forward, backward))
+    return first, second
+
+
+def test_torchs_mode_sees_each_unit(rank_pools: RankPools) -> None:
+    for forward, backward in rank_pools[2].run(seen_by_torchs_mode):
+        assert forward == {"c10d_functional.all_gather_into_tensor": 3}
+        assert backward == {"c10d_functional.all_gather_into_tensor": 2, "c10d_functional.all_to_all_single": 3}
+
+
+def accumulate(fully_shard: FullyShard, reshard_after_forward: bool | None, keep: bool, scatter_only: bool) -> list[Any]:
+    """What three microbatches communicate, of which the last synchronises."""
+    torch.manual_seed(0)
+    model: Any = models.MLP()
+    world = dist.get_world_size()
+    shape = (2, world // 2) if scatter_only else (world,)
+    shard_units(model, device_mesh(shape), fully_shard, reshard_after_forward=reshard_after_forward)
+    counts = []
+    for micro in range(3):
+        is_last = micro == 2
+        if scatter_only:
+            model.set_requires_all_reduce(is_last)
+        else:
+            model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last or not keep)
+        counts.append(counted(lambda: model(torch.ones(3, 8)).sum().backward()))
+    return counts
+
+
+def accumulate_as_fsdp2(**flags: bool) -> list[Any]:
+    return [accumulate(system, **flags) for system in (fully_shard, torch.distributed.fsdp.fully_shard)]
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (2, {"reshard_after_forward": True, "keep": False, "scatter_only": False}),
+        (2, {"reshard_after_forward": False, "keep": False, "scatter_only": False}),
+        (2, {"reshard_after_forward": False, "keep": True, "scatter_only": False}),
+        (4, {"reshard_after_forward": True, "keep": False, "scatter_only": True}),
+    ],
+    ids=["reshard", "no reshard after forward", "no reshard", "replicas"],
+)
+def test_accumulates_as_fsdp2(world: int, flags: dict[str, bool], rank_pools: RankPools) -> None:
+    for ours, theirs in rank_pools[world].run(accumulate_as_fsdp2, **flags):
+        assert ours == theirs
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+class _Watched(nn.Module):
+    """A block that notes how many full parameters of others are alive when it runs."""
+
+    def __init__(self, alive: list[int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.alive = alive
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).tanh()
+        self.alive.append(_full_weights())
+        x.register_hook(lambda _: self.alive.append(_full_weights()))
+        return x
+
+
+_weights: list[weakref.ref[Tensor]] = []
+_fill = Gathered.fill
+
+
+def _noted(gathered: Gathered) -> None:
+    _fill(gathered)
+    _weights.extend(weakref.ref(full.untyped_storage()) for full in gathered.fulls.values())
+
+
+def _full_weights() -> int:
+    gc.collect()
+    return len({storage._cdata for ref in _weights if (storage := ref()) is not None and storage.nbytes() == 8 * 8 * 4})
+
+
+def memory(around: str) -> tuple[list[int], int]:
+    """How many full weights of a chain of blocks are in memory in each forward, in each backward, and after all."""
+    alive: list[int] = []
+    model: Any = nn.Sequential(*(_Watched(alive) for _ in range(4)))
+    for block in model:
+        fully_shard(block, mesh=device_mesh((2,)), reshard_after_forward=True)
+    fully_shard(model, mesh=device_mesh((2,)))
+    Gathered.fill = _noted  # type: ignore[method-assign]
+    try:
+        x = torch.ones(2, 8, requires_grad=True)
+        if around == "save_on_cpu":
+            with save_on_cpu():
+                y = model(x)
+        elif around == "checkpoint":
+            y = x
+            for block in model:
+                y = checkpoint(block, y, use_reentrant=False)
+        else:
+            y = model(x)
+        y.sum().backward()
+    finally:
+        Gathered.fill = _fill  # type: ignore[method-assign]
+    del y
+    return alive, _full_weights()
+
+
+@pytest.mark.parametrize("around", ["nothing", "save_on_cpu", "checkpoint"])
+def test_one_unit_is_in_memory_at_a_time(around: str, rank_pools: RankPools) -> None:
+    for alive, afterwards in rank_pools[2].run(memory, around=around):
+        # Forwards first. A gradient arrives ahead of the gather that it causes.
+        assert alive[:4] == [1, 1, 1, 1]
+        assert max(alive) == 1
+        assert afterwards == 0
+
+
+def reshard_by_hand(fully_shard: FullyShard) -> tuple[list[Any], list[Tensor]]:
+    """FSDP2's test_manual_reshard_with_reshard_after_forward_false, with gradients."""
+    torch.manual_seed(0)
+    model: Any = models.MLP()
+    shard_units(model, device_mesh((2,)), fully_shard, reshard_after_forward=False)
+    losses: list[Tensor] = []
+    counts = [counted(lambda: losses.append(model(torch.ones(3, 8)).square().sum()))]
+    for unit in (*model.blocks, model):
+        unit.reshard()
+    counts.append(counted(losses[0].backward))
+    return counts, [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def reshard_as_fsdp2() -> list[Any]:
+    return [reshard_by_hand(system) for system in (fully_shard, torch.distributed.fsdp.fully_shard)]
+
+
+def test_reshard_between_forward_and_backward(rank_pools: RankPools) -> None:
+    for (counts, gradients), (expected, theirs) in rank_pools[2].run(reshard_as_fsdp2):
+        assert counts == expected
+        torch.testing.assert_close(gradients, theirs, rtol=0, atol=0)
+
+
+# --- What forwards read ---------------------------------------------------------------------------
+
+
+def _unit(**options: Any) -> Any:
+    return fully_shard(models.Block(8, 16), mesh=device_mesh((2,)), **options)
+
+
+def gathers_of(name: str) -> dict[str, int]:
+    return counted(partial(globals()[f"_{name}"], _unit(reshard_after_forward=True)))
+
+
+def _evaluation(unit: Any) -> None:
+    with torch.no_grad():
+        unit(torch.ones(2, 8))
+
+
+def _partly_without_gradients(unit: Any) -> None:
+    twin = models.Block(8, 16)
+    twin.load_state_dict({name: tensor.full_tensor() for name, tensor in unit.state_dict().items()})
+
+    def forward(block: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = block.up(x)
+        return block.down(x)
+
+    type(unit).forward_in_parts = lambda self, x: forward(self, x)
+    torch.distributed.fsdp.register_fsdp_forward_method(unit, "forward_in_parts")
+    unit.forward_in_parts(torch.ones(2, 8)).sum().backward()
+    forward(twin, torch.ones(2, 8)).sum().backward()
+    for ours, theirs in zip(unit.parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def _twice_through_one_graph(unit: Any) -> None:
+    loss = unit(torch.ones(2, 8)).square().sum()
+    loss.backward(retain_graph=True)
+    first = [parameter.grad.full_tensor() for parameter in unit.parameters()]
+    loss.backward()
+    for parameter, once in zip(unit.parameters(), first, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), 2 * once)
+
+
+def _an_error_in_forward(unit: Any) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        unit(torch.ones(2, 7))
+    assert state_of(unit._fsdp_unit).reading is None
+    assert unit._fsdp_unit.scope.uncompiled_depth == 0
+    unit(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers", "reductions"),
+    [
+        ("evaluation", 1, 0),
+        ("partly_without_gradients", 2, 1),
+        ("twice_through_one_graph", 3, 2),
+        ("an_error_in_forward", 3, 1),
+    ],
+)
+def test_gathers_and_reductions(name: str, gathers: int, reductions: int, rank_pools: RankPools) -> None:
+    for counts in rank_pools[2].run(gathers_of, name=name):
+        assert counts.get("reduce-scatter", 0) == reductions
+        # Those that full_tensor() of a test does are DTensor's.
+        assert counts["gather"] >= gathers
+
+
+def gradient_of_the_input_alone() -> None:
+    unit = _unit(reshard_after_forward=True)
+    x = torch.ones(2, 8, requires_grad=True)
+    y = unit(x).sum()
+    gathered = state_of(unit._fsdp_unit).gathered()
+    torch.autograd.grad(y, x)
+    assert all(parameter.grad is None for parameter in unit.parameters())
+    assert gathered.fulls == {}
+
+
+def test_gradient_of_the_input_alone(rank_pools: RankPools) -> None:
+    """Nothing is reduced, whose end would free the parameters."""
+    rank_pools[2].run(gradient_of_the_input_alone)
+
+
+def backward_may_not_gather() -> tuple[str, dict[str, int]]:
+    unit = _unit(reshard_after_forward=True)
+    unit.set_unshard_in_backward(False)
+    with pytest.raises(RuntimeError) as caught:
+        unit(torch.ones(2, 8)).sum().backward()
+    bias = fully_shard(_Bias(), mesh=device_mesh((2,)), reshard_after_forward=True)
+    bias.set_unshard_in_backward(False)
+    counts = counted(lambda: bias(torch.ones(2, 8)).sum().backward())
+    return str(caught.value), counts
+
+
+class _Bias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+def test_backward_may_do_without(rank_pools: RankPools) -> None:
+    for message, counts in rank_pools[2].run(backward_may_not_gather):
+        assert "down.weight" in message and "set_unshard_in_backward" in message
+        assert counts == {"gather": 1, "reduce-scatter": 1}
+
+
+class SharesTable(nn.Module):
+    """Checkpointed blocks that are given a parameter of the root, as DeBERTa's are."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 8)
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return self.linear(x @ table.t()).tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 8))
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, table=self.table, use_reentrant=False)
+        return x
+
+
+def share_a_table() -> None:
+    torch.manual_seed(0)
+    twin, model = SharesTable(), SharesTable()
+    model.load_state_dict(twin.state_dict())
+    shard_units(model, device_mesh((2,)), fully_shard, reshard_after_forward=True)
+    for system in (model, twin):
+        system(torch.ones(2, 8)).sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_blocks_are_given_a_parameter_of_the_root(rank_pools: RankPools) -> None:
+    rank_pools[2].run(share_a_table)
+
+
+def write_between() -> str:
+    unit = _unit(reshard_after_forward=True)
+    optimizer = torch.optim.SGD(unit.parameters(), lr=0.1)
+    first, second = (unit(torch.ones(2, 8)).square().sum() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError) as caught:
+        second.backward()
+    return str(caught.value)
+
+
+def test_a_parameter_that_was_written_between(rank_pools: RankPools) -> None:
+    """FSDP2 would go on with the new values, and give gradients of neither; torch alone raises, too."""
+    for message in rank_pools[2].run(write_between):
+        assert "Parameter up.weight was written after a forward whose backward needs it" in message
+
+
+def others_may_step() -> None:
+    """As a GAN does: another model's optimizer steps between forward and backward."""
+    unit = _unit(reshard_after_forward=True)
+    other = nn.Linear(2, 2)
+    loss = unit(torch.ones(2, 8)).square().sum()
+    other(torch.ones(2, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    loss.backward()
+
+
+def test_other_optimizers_may_step_between(rank_pools: RankPools) -> None:
+    rank_pools[2].run(others_may_step)
+
+
+class Experts(nn.Module):
+    """A rank uses the expert that it is told, as a router would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return self.experts[expert](x)
+
+
+def use_other_experts(fully_shard: FullyShard) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = fully_shard(Experts(), mesh=device_mesh((2,)))
+    model.set_reduce_scatter_unused_params(True)
+    model(torch.ones(2, 4), dist.get_rank()).square().sum().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def use_other_experts_as_fsdp2() -> list[list[Tensor]]:
+    return [use_other_experts(system) for system in (fully_shard, torch.distributed.fsdp.fully_shard)]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params"), reason="FSDP2 has no such flag"
+)
+def test_ranks_may_use_other_parameters(rank_pools: RankPools) -> None:
+    for ours, theirs in rank_pools[2].run(use_other_experts_as_fsdp2):
+        torch.testing.assert_close(ours, theirs)
+        assert [bool(gradient.any()) for gradient in ours] == [True, True, False]

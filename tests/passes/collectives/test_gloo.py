@@ -1,0 +1,103 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from passes.collectives import gloo
+from tests.common.distributed import RankPools, device_mesh
+
+_c10d = torch.ops._c10d_functional
+
+
+def _shard(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return (torch.arange(numel) % 7 + 10 * rank).to(dtype)
+
+
+def _set_opposite(group: ProcessGroup, wanted: bool) -> None:
+    if wanted:
+        gloo.open_opposite(group.group_name)
+    else:
+        gloo._opposites.pop(group, None)
+
+
+def _gather_many(opposite: bool) -> None:
+    """Executed by every rank: gathers of several sizes and dtypes are in flight, and the last is waited for first."""
+    group = device_mesh((4,)).get_group()
+    _set_opposite(group, opposite)
+    whats = [(1, torch.float32), (200_000, torch.float32), (3, torch.bfloat16), (0, torch.float32), (70_000, torch.int8)]
+    for _ in range(3):
+        flight = [_c10d.all_gather_into_tensor(_shard(group.rank(), *what), 4, group.group_name) for what in whats]
+        for gathered, what in reversed(list(zip(flight, whats, strict=True))):
+            expected = torch.cat([_shard(rank, *what) for rank in range(4)])
+            assert torch.equal(_c10d.wait_tensor(gathered), expected)
+
+
+def _exchange_unevenly(opposite: bool) -> None:
+    """Executed by every rank: rank i sends rank j a matrix of so many rows, of some none."""
+    group = device_mesh((4,)).get_group()
+    _set_opposite(group, opposite)
+    rows = [[0, 3, 1, 2], [5, 1, 0, 0], [1, 1, 1, 40_000], [0, 0, 2, 1]]
+
+    def piece(source: int, target: int) -> Tensor:
+        return torch.full((rows[source][target], 3), 10.0 * source + target)
+
+    rank = group.rank()
+    sent = torch.cat([piece(rank, target) for target in range(4)])
+    received = [rows[source][rank] for source in range(4)]
+    flight = [_c10d.all_to_all_single(sent, received, rows[rank], group.group_name) for _ in range(3)]
+    for one in reversed(flight):
+        assert torch.equal(_c10d.wait_tensor(one), torch.cat([piece(source, rank) for source in range(4)]))
+
+
+@pytest.mark.parametrize("opposite", [True, False])
+def test_collectives_in_flight_do_not_mix(rank_pools: RankPools, opposite: bool) -> None:
+    rank_pools[4].run(_gather_many, opposite=opposite)
+    rank_pools[4].run(_exchange_unevenly, opposite=opposite)
+
+
+class Channel:
+    """Writes down what is sent over a group."""
+
+    def __init__(self, name: str, log: list[str]):
+        self._name, self._log = name, log
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> None:
+        self._log.append(f"receive from {source} over {self._name}")
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> None:
+        self._log.append(f"send to {target} over {self._name}")
+
+
+class Group:
+    """Rank 1 of three."""
+
+    def __init__(self, channel: Channel):
+        self._channel = channel
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 3
+
+    def _get_backend(self, device: torch.device) -> Channel:
+        return self._channel
+
+
+def test_no_connection_carries_data_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    group: Any = Group(Channel("the group", log))
+    opposites: Any = {group: Group(Channel("its opposite", log))}
+    monkeypatch.setattr(gloo, "_opposites", opposites)
+    monkeypatch.setattr(torch._C._distributed_c10d, "_register_work", lambda *_: None)
+    values = list(torch.ones(3, 2))
+    gloo._exchange(values, values, group, torch.ones(1))
+    # Up over the one, down over the other; and nobody's permission to send waits behind data.
+    assert log == [
+        "receive from 0 over the group",
+        "receive from 2 over its opposite",
+        "send to 2 over the group",
+        "send to 0 over its opposite",
+    ]

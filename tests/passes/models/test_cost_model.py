@@ -1,0 +1,176 @@
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from passes.fx.graph import starts_collective
+from passes.models.cost_model import node_ns, transfer_ns
+from passes.models.hardware import Hardware, Link, Links, known_hardware
+from passes.models.timeline import Costs, simulate
+from tests.passes.tracing import PassTestCase
+
+_c10d = torch.ops._c10d_functional
+
+_NEAR = Links(Link(10e-6, 1e9), Link(20e-6, 1e9), Link(30e-6, 1e9))
+_FAR = Links(*[Link(100e-6, 1e8)] * 3)
+#: A flop a nanosecond (two in bfloat16), ten bytes a nanosecond, a microsecond for each kernel; nodes of four ranks.
+HARDWARE = Hardware("test", {"float32": 1e9, "bfloat16": 2e9}, 1e10, 1e-6, 4, _NEAR, _FAR)
+
+
+class TestCostModel(PassTestCase):
+    def costs(self, function: Callable[..., Any], *inputs: torch.Tensor) -> str:
+        """The nodes that cost something, in nanoseconds."""
+        graph = self.trace(function, *inputs).graph
+        return "".join(f"{node.name} {ns}\n" for node, ns in node_ns(graph, HARDWARE).items() if ns)
+
+    def test_products_cost_flops_or_bytes(self) -> None:
+        # 2 * 4 * 64 * 32 flops and a kernel; the half in bfloat16; for a single column, the bytes of 1 x 1000 by 1000 x 1.
+        def function(a, b, row, column):
+            return a @ b, a.bfloat16() @ b.bfloat16(), (row @ column)
+
+        inputs = torch.zeros(4, 64), torch.zeros(64, 32), torch.zeros(1, 1000), torch.zeros(1000, 1)
+        self.assertExpectedInline(
+            self.costs(function, *inputs),
+            """\
+mm 17384
+_to_copy 1154
+_to_copy_1 2229
+mm_1 9192
+mm_2 3000
+""",
+        )
+
+    def test_a_chain_between_products_is_one_kernel(self) -> None:
+        # 1000 floats are read once: 0.4 us, and a kernel. What only the chain reads does not move, a number is next to nothing.
+        def chain(x):
+            return x.relu().exp().sum().cos(), x.view(10, 100).t()
+
+        self.assertExpectedInline(
+            self.costs(chain, torch.zeros(1000)),
+            """\
+relu 1400
+""",
+        )
+
+    def test_a_value_read_beyond_a_product_is_written_and_read(self) -> None:
+        def function(x):
+            y = x.relu()
+            return (y @ y.t()).exp() + y.sum()
+
+        self.assertExpectedInline(
+            self.costs(function, torch.zeros(10, 10)),
+            """\
+mm 3000
+relu 1080
+exp 1040
+sum_1 40
+add 40
+""",
+        )
+
+    def test_attention_counts_on_every_device(self) -> None:
+        def attend(q, k, v):
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+
+        q = torch.zeros(1, 1, 8, 16)
+        # Two products of 2 * 8 * 8 * 16 flops.
+        self.assertExpectedInline(
+            self.costs(attend, q, q, q),
+            """\
+_scaled_dot_product_flash_attention_for_cpu 5096
+""",
+        )
+
+    def test_collectives_cost_latency_and_traffic(self) -> None:
+        def communicate(x):
+            gathered = _c10d.all_gather_into_tensor(x, 8, self.shard)
+            scattered = _c10d.reduce_scatter_tensor(x, "sum", 8, self.shard)
+            near = _c10d.all_reduce(x, "sum", self.near)
+            return [_c10d.wait_tensor(value) for value in (gathered, scattered, near)]
+
+        self.near = torch.distributed.new_group([0, 1]).group_name
+        graph = self.trace(communicate, torch.zeros(800)).graph
+        times = {node.name: transfer_ns(node, HARDWARE) for node in graph.nodes if starts_collective(node)}
+        # The eight ranks span two nodes. All-gather: 7/8 of 25600 bytes; reduce-scatter: of 3200; all-reduce: 2 * 1/2 of 3200.
+        assert times == {
+            "all_gather_into_tensor": 100_000 + 224_000,
+            "reduce_scatter_tensor": 100_000 + 28_000,
+            "all_reduce": 30_000 + 3_200,
+        }
+
+    def test_a_collective_takes_time_from_what_hides_it(self) -> None:
+        link = Link(1e-6, 1e9, taken_s=5e-6, taken_s_per_byte=2e-9)
+        hardware = replace(HARDWARE, between_nodes=Links(link, link, link))
+
+        def hide(x, y):
+            gathered = _c10d.all_gather_into_tensor(x, 8, self.shard)
+            product = y @ y
+            return _c10d.wait_tensor(gathered), product
+
+        graph = self.trace(hide, torch.zeros(8), torch.zeros(64, 64)).graph
+        timeline = simulate(list(graph.nodes), Costs.of(graph, hardware))
+        # 2 ns for each of 7/8 of 256 bytes, and a launch each.
+        taken = 5000 + 2 * 224
+        assert (timeline.exposed, timeline.total) == (0, 1000 + taken + 1000 + 2 * 64**3)
+        # Nobody loses what nothing would have hidden: it is over later than what it takes.
+        graph = self.trace(lambda x: _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, 8, self.shard)), torch.zeros(800)).graph
+        far = Links(*[replace(_FAR.all_gather, taken_s=5e-6)] * 3)
+        timeline = simulate(list(graph.nodes), Costs.of(graph, replace(hardware, between_nodes=far)))
+        assert timeline.total == 100_000 + 224_000
+
+    def test_dynamic_sizes_count_with_their_hints_and_add_no_guard(self) -> None:
+        environment = ShapeEnv()
+        with FakeTensorMode(shape_env=environment) as mode:
+            x = mode.from_tensor(torch.zeros(4, 64), static_shapes=False)
+            gm = make_fx(lambda x, y: ((x @ y).relu(),), tracing_mode="real")(x, mode.from_tensor(torch.zeros(64, 32)))
+        guards = len(environment.guards)
+        costs = {node.name: ns for node, ns in node_ns(gm.graph, HARDWARE).items() if ns}
+        assert costs["mm"] == 2 * 4 * 64 * 32 + 1000
+        assert costs["relu"] == 2 * 4 * 4 * 32 // 10 + 1000 + 0
+        assert len(environment.guards) == guards
+
+    def test_waits_expose_what_compute_does_not_hide(self) -> None:
+        def overlap(x, y):
+            first = _c10d.all_gather_into_tensor(x, 8, self.shard)
+            second = _c10d.all_gather_into_tensor(x, 8, self.shard)
+            product = y @ y
+            return _c10d.wait_tensor(first), product, _c10d.wait_tensor(second)
+
+        graph = self.trace(overlap, torch.zeros(8), torch.zeros(64, 64)).graph
+        timeline = simulate(list(graph.nodes), Costs.of(graph, HARDWARE))
+        # Each is in flight for 102.24 us, one after the other. The product takes 525.3 us and hides both.
+        assert [timeline.begins[node] for node in graph.nodes if node in timeline.begins] == [0, 102_240]
+        assert (timeline.exposed, timeline.total) == (0, 1000 + 1000 + 1000 + 2 * 64**3)
+        moved = [node for node in graph.nodes if node.name != "mm"]
+        timeline = simulate(moved, Costs.of(graph, HARDWARE))
+        assert timeline.exposed == 2 * 102_240 - 2000
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA B200", "B200")],
+)
+def test_devices_of_the_table(device: str, name: str) -> None:
+    assert known_hardware("cuda", device).name == name
+
+
+@pytest.mark.parametrize("device", ["NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA L4", ""])
+def test_a_device_that_is_not_in_the_table_is_to_be_measured(device: str) -> None:
+    with pytest.raises(ValueError, match=f"'{device or 'cuda'}'.*fsdp_compile.calibrate"):
+        known_hardware("cuda", device)
+
+
+def test_hardware_file(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "hardware.json"
+    HARDWARE.save(path)
+    assert Hardware.load(path) == HARDWARE
+    for text in ("{", "{}", '{"name": 3}', "[]", '{"within_node": {"all_gather": 1}, "between_nodes": {}}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="does not hold the numbers of a machine"):
+            Hardware.load(path)

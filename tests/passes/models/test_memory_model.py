@@ -1,0 +1,174 @@
+import torch
+from torch.fx import Graph
+
+from passes.ir.interface import Interface
+from passes.ir.ops import reduce_grad, unshard
+from passes.ir.plan import Reduction
+from passes.models.memory_model import live_bytes, mark_freed_inputs
+from passes.transforms.bucket import bucket_gathers
+from passes.transforms.gradient_sync import synchronize_gradients
+from passes.transforms.mixed_precision import mixed_precision
+from tests.passes.tracing import PassTestCase
+
+_c10d = torch.ops._c10d_functional
+
+
+class TestMemoryModel(PassTestCase):
+    def timeline(self, graph: Graph) -> str:
+        """All bytes and those of parameters at each node."""
+        live = live_bytes(graph)
+        return "".join(
+            f"{name}: {total} ({parameters})\n" for name, (total, parameters) in zip(live.nodes, live.timeline, strict=True)
+        )
+
+    def test_views_share_a_storage_and_outputs_live_on(self) -> None:
+        def function(x):
+            a = x + 1
+            b = a.view(2, 5).t() + 1
+            c = b.exp()
+            return (c.sum(),)
+
+        self.assertExpectedInline(
+            self.timeline(self.trace(function, torch.zeros(10), names="x").graph),
+            """\
+x: 0 (0)
+add: 40 (0)
+view: 40 (0)
+t: 40 (0)
+add_1: 80 (0)
+exp: 80 (0)
+sum_1: 44 (0)
+output: 4 (0)
+""",
+        )
+
+    def test_a_collective_holds_what_it_reads_until_the_wait(self) -> None:
+        def function(x):
+            source = x + 1
+            started = _c10d.all_reduce(source, "sum", self.shard)
+            other = x.exp()
+            return (_c10d.wait_tensor(started).sum() + other.sum(),)
+
+        self.assertExpectedInline(
+            self.timeline(self.trace(function, torch.zeros(10), names="x").graph),
+            """\
+x: 0 (0)
+add: 40 (0)
+all_reduce: 80 (0)
+exp: 120 (0)
+wait_tensor: 120 (0)
+sum_1: 84 (0)
+sum_2: 48 (0)
+add_1: 12 (0)
+output: 4 (0)
+""",
+        )
+
+    def test_a_bucket_is_doubled_while_it_is_copied_out(self) -> None:
+        def forward(x, *shards):
+            for index, shard in enumerate(shards):
+                x = x @ unshard(shard, str(index), [8, 8], self.shard, unit="up", offset=8 * index)
+            return (x,)
+
+        gm = self.trace(forward, torch.zeros(1, 8), torch.zeros(1, 8), torch.zeros(1, 8), names="x a b")
+        bucket_gathers(gm.graph)
+        self.assertExpectedInline(
+            self.timeline(gm.graph),
+            """\
+x: 0 (0)
+a: 0 (0)
+b: 0 (0)
+view: 0 (0)
+view_1: 0 (0)
+cat: 64 (0)
+all_gather_into_tensor: 576 (512)
+wait_tensor: 576 (512)
+view_2: 512 (512)
+split_with_sizes: 512 (512)
+getitem: 512 (512)
+getitem_1: 512 (512)
+view_3: 512 (512)
+clone: 768 (768)
+view_4: 768 (768)
+clone_1: 1024 (1024)
+mm: 544 (512)
+mm_1: 320 (256)
+output: 32 (0)
+""",
+        )
+
+    def test_one_parameter_is_a_view_of_its_buffer(self) -> None:
+        gm = self.trace(
+            lambda x, a: (x @ unshard(a, "a", [8, 8], self.shard, offset=0),), torch.zeros(1, 8), torch.zeros(1, 8), names="x a"
+        )
+        bucket_gathers(gm.graph)
+        live = live_bytes(gm.graph)
+        assert (live.peak, live.peak_parameters) == (4 * 64 + 4 * 8, 4 * 64)
+
+    def test_writing_in_place_makes_no_storage(self) -> None:
+        gm = self.trace(lambda x, y: (torch.ops.aten.copy_.default(x, y + 1),), torch.zeros(10), torch.zeros(10), names="x y")
+        assert live_bytes(gm.graph).peak == 40
+
+    def test_casts_of_a_copy_in_never_live_unless_they_are_all_of_it(self) -> None:
+        """Gradients of 8 elements are reduced in a wider dtype: two together, whose copy-in casts them, and one by itself."""
+
+        def backward(grad, *shards):
+            units = ("up", "up", "down")
+            return tuple(
+                reduce_grad(grad * factor, shard, f"{factor}", [8], self.shard, unit=unit, reduce_dtype=torch.float32)
+                for factor, (shard, unit) in enumerate(zip(shards, units, strict=True))
+            )
+
+        gm = self.trace(backward, torch.zeros(8, dtype=torch.bfloat16), *(torch.zeros(1) for _ in range(3)), names="grad a b c")
+        mixed_precision(gm.graph)
+        interface = Interface(gm.graph)
+        synchronize_gradients(gm.graph, [Reduction(), Reduction()], interface)
+        interface.finish()
+        self.assertExpectedInline(
+            self.timeline(gm.graph),
+            """\
+grad: 0 (0)
+a: 0 (0)
+b: 0 (0)
+c: 0 (0)
+mul: 16 (0)
+mul_1: 32 (0)
+convert_element_type_default: 32 (0)
+convert_element_type_default_1: 32 (0)
+view: 32 (0)
+view_1: 32 (0)
+cat: 96 (0)
+view_2: 64 (0)
+reduce_scatter_tensor: 72 (0)
+wait_tensor: 72 (0)
+mul_2: 24 (0)
+convert_element_type_default_2: 56 (0)
+view_3: 40 (0)
+view_4: 40 (0)
+reduce_scatter_tensor_1: 44 (0)
+wait_tensor_1: 44 (0)
+output: 12 (0)
+""",
+        )
+
+    def test_inputs_that_backward_frees_live_until_their_last_reader(self) -> None:
+        gm = self.trace(
+            lambda shard, saved, tangent: ((saved * tangent).exp().sum() + shard.sum(),),
+            *(torch.zeros(10) for _ in range(3)),
+            names="primals_1 saved tangents_1",
+        )
+        mark_freed_inputs(gm.graph, [])
+        self.assertExpectedInline(
+            self.timeline(gm.graph),
+            """\
+primals_1: 80 (0)
+saved: 80 (0)
+tangents_1: 80 (0)
+mul: 120 (0)
+exp: 80 (0)
+sum_1: 44 (0)
+sum_2: 8 (0)
+add: 12 (0)
+output: 4 (0)
+""",
+        )

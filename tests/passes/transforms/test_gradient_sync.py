@@ -1,0 +1,788 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from passes.collectives.divide_factors import Averaging
+from passes.collectives.layout import REPLICATED
+from passes.fx.graph import role
+from passes.ir.interface import Interface, Slot
+from passes.ir.ops import reduce_grad
+from passes.ir.plan import Reduction, Sync
+from passes.transforms.bucket import reduction_buckets
+from passes.transforms.gradient_sync import synchronize_gradients
+from passes.transforms.mixed_precision import mixed_precision
+from tests.passes.tracing import PassTestCase
+
+SUM = Averaging(divides_result=True)
+
+
+def _synchronize(graph: torch.fx.Graph, *plan: Reduction) -> Interface:
+    interface = Interface(graph)
+    synchronize_gradients(graph, plan, interface)
+    interface.finish()
+    return interface
+
+
+class SyncTestCase(PassTestCase):
+    def synchronized(
+        self, reduction: Reduction, *, dtype: torch.dtype = torch.float32, replicas: bool = False, **policy: torch.dtype
+    ) -> tuple[str, Interface]:
+        """The backward graph of a unit with a weight and a bias, and what the plan adds to it."""
+        options: dict[str, Any] = {"replicate_group": self.replicate} if replicas else {}
+
+        def backward(grad, x, weight, bias):
+            grad_bias = reduce_grad(grad.sum(0), bias, "up.bias", [16], self.shard, unit="up", **options, **policy)
+            grad_weight = reduce_grad(grad.t() @ x, weight, "up.weight", [16, 4], self.shard, unit="up", **options, **policy)
+            return grad_weight, grad_bias, grad.relu()
+
+        inputs = [torch.zeros(shape, dtype=dtype) for shape in ((3, 16), (3, 4), (2, 4), (2,))]
+        gm = self.trace(backward, *inputs, names="grad x weight bias")
+        mixed_precision(gm.graph)
+        interface = _synchronize(gm.graph, reduction)
+        return self.text(gm.graph), interface
+
+
+class TestReduce(SyncTestCase):
+    def test_sum_and_divide(self) -> None:
+        text, interface = self.synchronized(Reduction(averaging=SUM))
+        assert interface.inputs == [Slot("factor")]
+        assert interface.outputs == [Slot("grad")]
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", factor_up: "f32[]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    div: "f32[10]" = aten.div.Tensor(wait_tensor, factor_up)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, div)
+""",
+        )
+
+    def test_backend_averages(self) -> None:
+        text, interface = self.synchronized(Reduction(averaging=Averaging("avg", "avg")))
+        assert interface.inputs == []
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'avg', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, wait_tensor)
+""",
+        )
+
+    def test_half_precision_divides_on_either_side(self) -> None:
+        averaging = Averaging(divides_gradient=True, divides_result=True)
+        text, interface = self.synchronized(Reduction(averaging=averaging), dtype=torch.float16)
+        assert interface.inputs == [Slot("factor", index=0), Slot("factor", index=1)]
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f16[3, 16]", x: "f16[3, 4]", weight: "f16[2, 4]", bias: "f16[2]", factor_up: "f32[]", factor_up_1: "f32[]"):
+    sum_1: "f16[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f16[16, 3]" = aten.t.default(grad)
+    mm: "f16[16, 4]" = aten.mm.default(t, x)
+    view: "f16[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f16[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f16[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f16[80]" = aten.view.default(cat, [-1])
+    convert_element_type: "f32[80]" = prims.convert_element_type.default(view_2, torch.float32)
+    div: "f32[80]" = aten.div.Tensor(convert_element_type, factor_up)
+    convert_element_type_1: "f16[80]" = prims.convert_element_type.default(div, torch.float16)
+    reduce_scatter_tensor: "f16[10]" = _c10d_functional.reduce_scatter_tensor.default(convert_element_type_1, 'sum', 8, 'shard')
+    wait_tensor: "f16[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    convert_element_type_2: "f32[10]" = prims.convert_element_type.default(wait_tensor, torch.float32)
+    div_1: "f32[10]" = aten.div.Tensor(convert_element_type_2, factor_up_1)
+    convert_element_type_3: "f16[10]" = prims.convert_element_type.default(div_1, torch.float16)
+    relu: "f16[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, convert_element_type_3)
+""",
+        )
+
+    def test_casts_are_one_for_a_bucket(self) -> None:
+        text, _ = self.synchronized(
+            Reduction(averaging=SUM), dtype=torch.bfloat16, reduce_dtype=torch.float32, grad_dtype=torch.bfloat16
+        )
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "bf16[3, 16]", x: "bf16[3, 4]", weight: "bf16[2, 4]", bias: "bf16[2]", factor_up: "f32[]"):
+    sum_1: "bf16[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "bf16[16, 3]" = aten.t.default(grad)
+    mm: "bf16[16, 4]" = aten.mm.default(t, x)
+    convert_element_type_default: "f32[16]" = prims.convert_element_type.default(sum_1, torch.float32)
+    convert_element_type_default_1: "f32[16, 4]" = prims.convert_element_type.default(mm, torch.float32)
+    view: "f32[8, 2]" = aten.view.default(convert_element_type_default, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(convert_element_type_default_1, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    div: "f32[10]" = aten.div.Tensor(wait_tensor, factor_up)
+    convert_element_type: "bf16[10]" = prims.convert_element_type.default(div, torch.bfloat16)
+    relu: "bf16[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, convert_element_type)
+""",
+        )
+
+    def test_a_cast_that_others_read_stays_where_it_is(self) -> None:
+        def backward(grad, x, shard):
+            wide = torch.ops.prims.convert_element_type(grad.t() @ x, torch.float32)
+            reduced = reduce_grad(wide, shard, "weight", [16, 4], self.shard)
+            return reduced, wide.sum()
+
+        inputs = [torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(2, 4)]
+        gm = self.trace(backward, *inputs)
+        _synchronize(gm.graph, Reduction())
+        (cast,) = gm.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
+        assert role(cast) == ""
+
+    def test_replicas_are_reduced_after_shards(self) -> None:
+        text, interface = self.synchronized(Reduction(averaging=SUM), replicas=True)
+        assert interface.outputs == [Slot("grad")]
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", factor_up: "f32[]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    all_reduce: "f32[10]" = _c10d_functional.all_reduce.default(wait_tensor, 'sum', 'replicate')
+    wait_tensor_1: "f32[10]" = _c10d_functional.wait_tensor.default(all_reduce)
+    div: "f32[10]" = aten.div.Tensor(wait_tensor_1, factor_up)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, div)
+""",
+        )
+
+    def test_users_factor_where_the_backend_averages(self) -> None:
+        text, interface = self.synchronized(Reduction(averaging=Averaging(divides_scattered=True)), replicas=True)
+        assert interface.inputs == [Slot("factor")]
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", factor_up: "f32[]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    div: "f32[10]" = aten.div.Tensor(wait_tensor, factor_up)
+    all_reduce: "f32[10]" = _c10d_functional.all_reduce.default(div, 'sum', 'replicate')
+    wait_tensor_1: "f32[10]" = _c10d_functional.wait_tensor.default(all_reduce)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, wait_tensor_1)
+""",
+        )
+
+    def test_adds_to_an_existing_gradient(self) -> None:
+        text, interface = self.synchronized(Reduction(averaging=SUM, has_grad=True))
+        assert interface.inputs == [Slot("factor"), Slot("grad")]
+        assert interface.outputs == []
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", factor_up: "f32[]", grad_up: "f32[10]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    div: "f32[10]" = aten.div.Tensor(wait_tensor, factor_up)
+    add: "f32[10]" = aten.add.Tensor(grad_up, div)
+    copy__default: "f32[10]" = aten.copy_.default(grad_up, add)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu)
+""",
+        )
+
+
+class TestKeepUnsharded(SyncTestCase):
+    def test_first_microbatch(self) -> None:
+        text, interface = self.synchronized(Reduction(Sync.NONE))
+        assert interface.inputs == []
+        # In the order in which backward computes them.
+        assert interface.outputs == [Slot("unsharded", index=0), Slot("unsharded", index=1)]
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, sum_1, mm)
+""",
+        )
+
+    def test_later_microbatches(self) -> None:
+        text, interface = self.synchronized(Reduction(Sync.NONE, has_unsharded=True))
+        assert interface.inputs == [Slot("unsharded", index=0), Slot("unsharded", index=1)]
+        assert interface.outputs == []
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", unsharded_up_bias: "f32[16]", unsharded_up_weight: "f32[16, 4]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    add: "f32[16]" = aten.add.Tensor(unsharded_up_bias, sum_1)
+    copy__default: "f32[16]" = aten.copy_.default(unsharded_up_bias, add)
+    add_1: "f32[16, 4]" = aten.add.Tensor(unsharded_up_weight, mm)
+    copy__default_1: "f32[16, 4]" = aten.copy_.default(unsharded_up_weight, add_1)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu)
+""",
+        )
+
+    def test_low_precision_gradients_are_added_to_float32(self) -> None:
+        text, _ = self.synchronized(
+            Reduction(Sync.NONE, has_unsharded=True),
+            dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            grad_dtype=torch.bfloat16,
+        )
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "bf16[3, 16]", x: "bf16[3, 4]", weight: "bf16[2, 4]", bias: "bf16[2]", unsharded_up_bias: "f32[16]", unsharded_up_weight: "f32[16, 4]"):
+    sum_1: "bf16[16]" = aten.sum.dim_IntList(grad, [0])
+    convert_element_type_default: "f32[16]" = prims.convert_element_type.default(sum_1, torch.float32)
+    t: "bf16[16, 3]" = aten.t.default(grad)
+    mm: "bf16[16, 4]" = aten.mm.default(t, x)
+    convert_element_type_default_1: "f32[16, 4]" = prims.convert_element_type.default(mm, torch.float32)
+    add: "f32[16]" = aten.add.Tensor(unsharded_up_bias, convert_element_type_default)
+    copy__default: "f32[16]" = aten.copy_.default(unsharded_up_bias, add)
+    add_1: "f32[16, 4]" = aten.add.Tensor(unsharded_up_weight, convert_element_type_default_1)
+    copy__default_1: "f32[16, 4]" = aten.copy_.default(unsharded_up_weight, add_1)
+    relu: "bf16[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu)
+""",
+        )
+
+    def test_one_reduction_for_all_microbatches(self) -> None:
+        text, interface = self.synchronized(Reduction(averaging=SUM, has_unsharded=True))
+        assert interface.inputs == [Slot("unsharded", index=0), Slot("unsharded", index=1), Slot("factor")]
+        assert interface.outputs == [Slot("grad")]
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", unsharded_up_bias: "f32[16]", unsharded_up_weight: "f32[16, 4]", factor_up: "f32[]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    add: "f32[16]" = aten.add.Tensor(unsharded_up_bias, sum_1)
+    add_1: "f32[16, 4]" = aten.add.Tensor(unsharded_up_weight, mm)
+    view: "f32[8, 2]" = aten.view.default(add, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(add_1, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    div: "f32[10]" = aten.div.Tensor(wait_tensor, factor_up)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, div)
+""",
+        )
+
+
+class TestScatter(SyncTestCase):
+    def test_first_microbatch(self) -> None:
+        text, interface = self.synchronized(Reduction(Sync.SCATTER, SUM), replicas=True)
+        # The division waits for the all-reduce.
+        assert interface.inputs == []
+        assert interface.outputs == [Slot("partial")]
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, wait_tensor)
+""",
+        )
+
+    def test_later_microbatches(self) -> None:
+        text, interface = self.synchronized(Reduction(Sync.SCATTER, SUM, has_partial=True), replicas=True)
+        assert interface.inputs == [Slot("partial")]
+        assert interface.outputs == []
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", partial_up: "f32[10]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    add: "f32[10]" = aten.add.Tensor(partial_up, wait_tensor)
+    copy__default: "f32[10]" = aten.copy_.default(partial_up, add)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu)
+""",
+        )
+
+    def test_users_factor_divides_every_microbatch_alike(self) -> None:
+        text, interface = self.synchronized(
+            Reduction(Sync.SCATTER, Averaging(divides_scattered=True), has_partial=True), replicas=True
+        )
+        assert interface.inputs == [Slot("factor"), Slot("partial")]
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", factor_up: "f32[]", partial_up: "f32[10]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    div: "f32[10]" = aten.div.Tensor(wait_tensor, factor_up)
+    add: "f32[10]" = aten.add.Tensor(partial_up, div)
+    copy__default: "f32[10]" = aten.copy_.default(partial_up, add)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu)
+""",
+        )
+
+    def test_partial_results_are_added_before_the_all_reduce(self) -> None:
+        text, interface = self.synchronized(Reduction(averaging=SUM, has_partial=True), replicas=True)
+        assert interface.inputs == [Slot("partial"), Slot("factor")]
+        assert interface.outputs == [Slot("grad")]
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", partial_up: "f32[10]", factor_up: "f32[]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    add: "f32[10]" = aten.add.Tensor(partial_up, wait_tensor)
+    all_reduce: "f32[10]" = _c10d_functional.all_reduce.default(add, 'sum', 'replicate')
+    wait_tensor_1: "f32[10]" = _c10d_functional.wait_tensor.default(all_reduce)
+    div: "f32[10]" = aten.div.Tensor(wait_tensor_1, factor_up)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, div)
+""",
+        )
+
+    def test_everything_at_once(self) -> None:
+        reduction = Reduction(
+            averaging=Averaging(divides_gradient=True, divides_result=True),
+            has_unsharded=True,
+            has_partial=True,
+            has_grad=True,
+        )
+        text, interface = self.synchronized(
+            reduction, replicas=True, dtype=torch.bfloat16, reduce_dtype=torch.float16, grad_dtype=torch.bfloat16
+        )
+        kinds = ["unsharded", "unsharded", "factor", "partial", "factor", "grad"]
+        assert [slot.kind for slot in interface.inputs] == kinds
+        assert [node.target for node in interface.graph.find_nodes(op="placeholder")][4:] == [
+            "unsharded_up_bias",
+            "unsharded_up_weight",
+            "factor_up",
+            "partial_up",
+            "factor_up_1",
+            "grad_up",
+        ]
+        assert interface.outputs == []
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "bf16[3, 16]", x: "bf16[3, 4]", weight: "bf16[2, 4]", bias: "bf16[2]", unsharded_up_bias: "f16[16]", unsharded_up_weight: "f16[16, 4]", factor_up: "f32[]", partial_up: "f16[10]", factor_up_1: "f32[]", grad_up: "bf16[10]"):
+    sum_1: "bf16[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "bf16[16, 3]" = aten.t.default(grad)
+    mm: "bf16[16, 4]" = aten.mm.default(t, x)
+    convert_element_type_default: "f16[16]" = prims.convert_element_type.default(sum_1, torch.float16)
+    convert_element_type_default_1: "f16[16, 4]" = prims.convert_element_type.default(mm, torch.float16)
+    add: "f16[16]" = aten.add.Tensor(unsharded_up_bias, convert_element_type_default)
+    add_1: "f16[16, 4]" = aten.add.Tensor(unsharded_up_weight, convert_element_type_default_1)
+    view: "f16[8, 2]" = aten.view.default(add, [8, -1])
+    view_1: "f16[8, 8]" = aten.view.default(add_1, [8, -1])
+    cat: "f16[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f16[80]" = aten.view.default(cat, [-1])
+    convert_element_type: "f32[80]" = prims.convert_element_type.default(view_2, torch.float32)
+    div: "f32[80]" = aten.div.Tensor(convert_element_type, factor_up)
+    convert_element_type_1: "f16[80]" = prims.convert_element_type.default(div, torch.float16)
+    reduce_scatter_tensor: "f16[10]" = _c10d_functional.reduce_scatter_tensor.default(convert_element_type_1, 'sum', 8, 'shard')
+    wait_tensor: "f16[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    add_2: "f16[10]" = aten.add.Tensor(partial_up, wait_tensor)
+    all_reduce: "f16[10]" = _c10d_functional.all_reduce.default(add_2, 'sum', 'replicate')
+    wait_tensor_1: "f16[10]" = _c10d_functional.wait_tensor.default(all_reduce)
+    convert_element_type_2: "f32[10]" = prims.convert_element_type.default(wait_tensor_1, torch.float32)
+    div_1: "f32[10]" = aten.div.Tensor(convert_element_type_2, factor_up_1)
+    convert_element_type_3: "f16[10]" = prims.convert_element_type.default(div_1, torch.float16)
+    convert_element_type_4: "bf16[10]" = prims.convert_element_type.default(convert_element_type_3, torch.bfloat16)
+    add_3: "bf16[10]" = aten.add.Tensor(grad_up, convert_element_type_4)
+    copy__default: "bf16[10]" = aten.copy_.default(grad_up, add_3)
+    relu: "bf16[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu)
+""",
+        )
+
+
+class TestHooks(SyncTestCase):
+    def compress(self, grad: Tensor, output: Tensor) -> None:
+        """Reduces in bfloat16, and averages."""
+        small = grad.to(torch.bfloat16).div_(8)
+        reduced = torch.empty_like(output, dtype=torch.bfloat16)
+        dist.reduce_scatter_tensor(reduced, small)
+        output.copy_(reduced)
+
+    def test_comm_hook_reduces_in_the_place_of_the_reduce_scatter(self) -> None:
+        text, interface = self.synchronized(Reduction(comm_hook=self.compress))
+        assert interface.inputs == []
+        assert interface.outputs == [Slot("grad")]
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    convert_element_type: "bf16[80]" = prims.convert_element_type.default(view_2, torch.bfloat16)
+    div: "bf16[80]" = aten.div.Tensor(convert_element_type, 8)
+    reduce_scatter_tensor: "bf16[10]" = _c10d_functional.reduce_scatter_tensor.default(div, 'sum', 8, 'shard')
+    wait_tensor: "bf16[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    convert_element_type_1: "f32[10]" = prims.convert_element_type.default(wait_tensor, torch.float32)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, convert_element_type_1)
+""",
+        )
+
+    def test_comm_hook_leaves_the_replicas_to_the_all_reduce(self) -> None:
+        reduction = Reduction(averaging=SUM, comm_hook=self.compress, has_partial=True)
+        text, _ = self.synchronized(reduction, replicas=True)
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", partial_up: "f32[10]", factor_up: "f32[]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    convert_element_type: "bf16[80]" = prims.convert_element_type.default(view_2, torch.bfloat16)
+    div: "bf16[80]" = aten.div.Tensor(convert_element_type, 8)
+    reduce_scatter_tensor: "bf16[10]" = _c10d_functional.reduce_scatter_tensor.default(div, 'sum', 8, 'shard')
+    wait_tensor: "bf16[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    convert_element_type_1: "f32[10]" = prims.convert_element_type.default(wait_tensor, torch.float32)
+    add: "f32[10]" = aten.add.Tensor(partial_up, convert_element_type_1)
+    all_reduce: "f32[10]" = _c10d_functional.all_reduce.default(add, 'sum', 'replicate')
+    wait_tensor_1: "f32[10]" = _c10d_functional.wait_tensor.default(all_reduce)
+    div_1: "f32[10]" = aten.div.Tensor(wait_tensor_1, factor_up)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, div_1)
+""",
+        )
+
+    def test_in_place_hook_of_a_group_of_one_is_the_all_reduce_too(self) -> None:
+        alone = dist.new_group([0]).group_name
+
+        def everything(grad: Tensor) -> None:
+            dist.all_reduce(grad)
+
+        def backward(grad, shard):
+            return (reduce_grad(grad.relu(), shard, "weight", [16, 4], alone, replicate_group=self.replicate),)
+
+        gm = self.trace(backward, torch.zeros(16, 4), torch.zeros(16, 4), names="grad shard")
+        _synchronize(gm.graph, Reduction(comm_hook=everything, comm_hook_in_place=True))
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
+def forward(self, grad: "f32[16, 4]", shard: "f32[16, 4]"):
+    relu: "f32[16, 4]" = aten.relu.default(grad)
+    view: "f32[1, 64]" = aten.view.default(relu, [1, -1])
+    view_1: "f32[64]" = aten.view.default(view, [-1])
+    all_reduce: "f32[64]" = _c10d_functional.all_reduce.default(view_1, 'sum', 'shard')
+    wait_tensor: "f32[64]" = _c10d_functional.wait_tensor.default(all_reduce)
+    return (None, wait_tensor)
+""",
+        )
+
+    def test_a_view_that_a_hook_gives_is_copied(self) -> None:
+        # Otherwise the shard would keep the whole gradient alive.
+        def all_reduce(grad: Tensor, output: Tensor) -> None:
+            dist.all_reduce(grad)
+            output.copy_(grad[: output.numel()])
+
+        text, _ = self.synchronized(Reduction(comm_hook=all_reduce))
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    all_reduce: "f32[80]" = _c10d_functional.all_reduce.default(view_2, 'sum', 'shard')
+    wait_tensor: "f32[80]" = _c10d_functional.wait_tensor.default(all_reduce)
+    slice_1: "f32[10]" = aten.slice.Tensor(wait_tensor, 0, 0, 10)
+    clone: "f32[10]" = aten.clone.default(slice_1)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, clone)
+""",
+        )
+
+    def test_a_hook_without_a_collective(self) -> None:
+        def local(grad: Tensor, output: Tensor) -> None:
+            output.copy_(grad.chunk(8)[0])
+
+        text, interface = self.synchronized(Reduction(comm_hook=local))
+        assert "_c10d_functional" not in text
+        # Nobody else's memory: microbatches that follow add to it.
+        assert [str(node.target) for node in interface.output_nodes] == ["aten.clone.default"]
+
+    def test_work_behind_a_hooks_collective_belongs_to_the_finish(self) -> None:
+        def backward(grad, weight):
+            return (reduce_grad(grad, weight, "weight", [16], self.shard),)
+
+        gm = self.trace(backward, torch.zeros(16), torch.zeros(2), names="grad weight")
+        _synchronize(gm.graph, Reduction(comm_hook=self.compress))
+        roles = [(node.name, role(node)) for node in gm.graph.nodes if node.op == "call_function"]
+        started = [name for name, node_role in roles if node_role == "start_reduce"]
+        finished = [name for name, node_role in roles if node_role == "finish_reduce"]
+        assert started[-1] == "reduce_scatter_tensor"
+        assert finished[0] == "wait_tensor"
+        assert len(started) + len(finished) == len(roles)
+
+    def test_all_reduce_hook_comes_ahead_of_the_division(self) -> None:
+        def clip(shard: Tensor) -> None:
+            shard.clamp_(-1, 1)
+
+        text, _ = self.synchronized(Reduction(averaging=SUM, all_reduce_hook=clip), replicas=True)
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", factor_up: "f32[]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    view_1: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'sum', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    all_reduce: "f32[10]" = _c10d_functional.all_reduce.default(wait_tensor, 'sum', 'replicate')
+    wait_tensor_1: "f32[10]" = _c10d_functional.wait_tensor.default(all_reduce)
+    clamp_min: "f32[10]" = aten.clamp_min.default(wait_tensor_1, -1)
+    clamp_max: "f32[10]" = aten.clamp_max.default(clamp_min, 1)
+    div: "f32[10]" = aten.div.Tensor(clamp_max, factor_up)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu, div)
+""",
+        )
+
+
+class TestLayouts(PassTestCase):
+    def test_uneven_rows_columns_and_scalars(self) -> None:
+        def backward(rows, columns, scalar, shard_rows, shard_columns, shard_scalar):
+            return (
+                reduce_grad(rows.relu(), shard_rows, "rows", [13, 4], self.shard),
+                reduce_grad(columns.relu(), shard_columns, "columns", [3, 16], self.shard, dim=1),
+                reduce_grad(scalar.relu(), shard_scalar, "scalar", [], self.shard, dim=REPLICATED),
+            )
+
+        shapes = ((13, 4), (3, 16), (), (2, 4), (3, 2), ())
+        gm = self.trace(backward, *map(torch.zeros, shapes), names="rows columns scalar shard_rows shard_columns shard_scalar")
+        _synchronize(gm.graph, Reduction())
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
+def forward(self, rows: "f32[13, 4]", columns: "f32[3, 16]", scalar: "f32[]", shard_rows: "f32[2, 4]", shard_columns: "f32[3, 2]", shard_scalar: "f32[]"):
+    relu: "f32[13, 4]" = aten.relu.default(rows)
+    relu_1: "f32[3, 16]" = aten.relu.default(columns)
+    relu_2: "f32[]" = aten.relu.default(scalar)
+    constant_pad_nd: "f32[16, 4]" = aten.constant_pad_nd.default(relu, [0, 0, 0, 3])
+    view: "f32[8, 8]" = aten.view.default(constant_pad_nd, [8, -1])
+    view_1: "f32[3, 8, 2]" = aten.view.default(relu_1, [3, 8, 2])
+    permute: "f32[8, 3, 2]" = aten.permute.default(view_1, [1, 0, 2])
+    clone: "f32[8, 3, 2]" = aten.clone.default(permute, memory_format = torch.contiguous_format)
+    _unsafe_view: "f32[8, 6]" = aten._unsafe_view.default(clone, [8, 6])
+    view_2: "f32[1, 1]" = aten.view.default(relu_2, [1, -1])
+    expand: "f32[8, 1]" = aten.expand.default(view_2, [8, -1])
+    clone_1: "f32[8, 1]" = aten.clone.default(expand, memory_format = torch.contiguous_format)
+    cat: "f32[8, 15]" = aten.cat.default([view, _unsafe_view, clone_1], 1)
+    view_3: "f32[120]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[15]" = _c10d_functional.reduce_scatter_tensor.default(view_3, 'sum', 8, 'shard')
+    wait_tensor: "f32[15]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    return (None, None, None, wait_tensor)
+""",
+        )
+
+    def test_units_dtypes_and_groups_stay_apart(self) -> None:
+        def backward(grad, a, b, c, d):
+            return (
+                reduce_grad(grad.relu(), a, "up.a", [16], self.shard, unit="up"),
+                reduce_grad(grad.exp().bfloat16(), b, "up.b", [16], self.shard, unit="up"),
+                reduce_grad(grad.sin(), c, "up.c", [16], self.shard, unit="up", replicate_group=self.replicate),
+                reduce_grad(grad.cos(), d, "down.d", [16], self.shard, unit="down"),
+            )
+
+        gm = self.trace(backward, torch.zeros(16), *[torch.zeros(2)] * 4, names="grad a b c d")
+        assert [bucket.name for bucket in reduction_buckets(gm.graph)] == ["up", "up.1", "up.2", "down"]
+        interface = _synchronize(
+            gm.graph, Reduction(Sync.NONE), Reduction(averaging=SUM), Reduction(Sync.SCATTER), Reduction(has_grad=True)
+        )
+        # Every bucket follows a plan of its own.
+        assert interface.inputs == [Slot("factor", bucket=1), Slot("grad", bucket=3)]
+        assert interface.outputs == [Slot("unsharded", bucket=0), Slot("grad", bucket=1), Slot("partial", bucket=2)]
+
+    def test_leaves_the_models_own_collectives_alone(self) -> None:
+        def forward(x):
+            reduced = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", 8, self.shard)
+            return (torch.ops._c10d_functional.wait_tensor(reduced),)
+
+        gm = self.trace(forward, torch.zeros(16), names="x")
+        before = self.text(gm.graph)
+        _synchronize(gm.graph)
+        assert self.text(gm.graph) == before
+
+    def test_gradients_that_backward_is_handed(self) -> None:
+        def backward(first, second, a, b):
+            return (
+                reduce_grad(first, a, "up.a", [16], self.shard, unit="up"),
+                reduce_grad(second, b, "down.b", [16], self.shard, unit="down"),
+            )
+
+        gm = self.trace(backward, torch.zeros(16), torch.zeros(16), torch.zeros(2), torch.zeros(2), names="first second a b")
+        _synchronize(gm.graph, Reduction(averaging=SUM), Reduction(averaging=SUM, has_unsharded=True))
+        assert list(gm.graph.nodes)[:7] == gm.graph.find_nodes(op="placeholder")
+        gm.graph.lint()
+
+    def test_refuses_a_reduced_gradient_that_the_graph_reads(self) -> None:
+        def backward(grad, shard):
+            return (reduce_grad(grad, shard, "up.weight", [16], self.shard).relu(),)
+
+        gm = self.trace(backward, torch.zeros(16), torch.zeros(2), names="grad shard")
+        with pytest.raises(AssertionError, match=r"up\.weight.* is no output, but read by \[relu\]"):
+            _synchronize(gm.graph, Reduction())
+
+
+class TestSharedMemory(PassTestCase):
+    """Full gradients that go out are added to in place later: they must be nobody else's."""
+
+    def outputs(self, function: Any, *shapes: tuple[int, ...]) -> list[str]:
+        """The operators that compute the full gradients that a graph gives out."""
+        gm = self.trace(function, *map(torch.zeros, shapes))
+        interface = _synchronize(gm.graph, *[Reduction(Sync.NONE)] * len(reduction_buckets(gm.graph)))
+        gm.graph.lint()
+        return [str(node.target) for node in interface.output_nodes]
+
+    def reduce(self, grad: Tensor, shard: Tensor, unit: str = "up") -> Tensor:
+        return reduce_grad(grad, shard, f"{unit}.weight", list(grad.shape), self.shard, unit=unit)
+
+    def test_a_gradient_of_its_own_goes_out_as_it_is(self) -> None:
+        # A bias's gradient, as backward computes it, is a view too: of a sum that nobody else has.
+        outputs = self.outputs(lambda grad, shard: [self.reduce(grad.sum(0, keepdim=True).view(16), shard)], (3, 16), (2,))
+        assert outputs == ["aten.view.default"]
+
+    def test_one_gradient_of_two_parameters(self) -> None:
+        def backward(x, a, b):
+            grad = x.relu()
+            return [self.reduce(grad, a), self.reduce(grad, b)]
+
+        assert self.outputs(backward, (16,), (2,), (2,)) == ["aten.relu.default", "aten.clone.default"]
+
+    def test_one_gradient_of_two_units(self) -> None:
+        def backward(x, a, b):
+            grad = x.relu()
+            return [self.reduce(grad, a, "up"), self.reduce(grad.view(4, 4), b, "down")]
+
+        assert self.outputs(backward, (16,), (2,), (1, 4)) == ["aten.relu.default", "aten.clone.default"]
+
+    def test_pieces_of_one_tensor(self) -> None:
+        # They do not overlap, but how they lie is not known here.
+        def backward(x, a, b):
+            first, second = x.relu().chunk(2)
+            return [self.reduce(first, a), self.reduce(second, b)]
+
+        assert self.outputs(backward, (32,), (2,), (2,)) == ["<built-in function getitem>", "aten.clone.default"]
+
+    def test_a_view_of_an_input(self) -> None:
+        outputs = self.outputs(lambda grad, shard: [self.reduce(grad.view(16), shard)], (4, 4), (2,))
+        assert outputs == ["aten.clone.default"]
+
+    def test_an_expanded_one(self) -> None:
+        outputs = self.outputs(lambda grad, shard: [self.reduce(grad.sum().expand(16), shard)], (4, 4), (2,))
+        assert outputs == ["aten.clone.default"]
+
+    def test_a_view_of_another_output(self) -> None:
+        def backward(x, shard):
+            grad_x = x.relu()
+            return [grad_x, self.reduce(grad_x.view(16), shard)]
+
+        assert self.outputs(backward, (4, 4), (2,)) == ["aten.clone.default"]
+
+    def test_a_view_of_what_another_output_is_a_view_of(self) -> None:
+        def backward(x, shard):
+            grad_x = x.relu()
+            return [grad_x.view(4, 4), self.reduce(grad_x.view(2, 8), shard)]
+
+        assert self.outputs(backward, (16,), (1, 8)) == ["aten.clone.default"]

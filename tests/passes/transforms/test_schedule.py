@@ -1,0 +1,483 @@
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from passes.ir.interface import Interface
+from passes.ir.ops import reduce_grad, unshard
+from passes.ir.plan import Gather, Reduction, Sync
+from passes.transforms.bucket import bucket_gathers, reduction_buckets
+from passes.transforms.gradient_sync import synchronize_gradients
+from passes.transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
+from tests.passes.tracing import PassTestCase
+
+
+class TestSchedule(PassTestCase):
+    def forward_graph(self, units: int) -> GraphModule:
+        """A chain of units, one product each."""
+
+        def forward(x, *shards):
+            for index, shard in enumerate(shards):
+                weight = unshard(shard, f"{index}.weight", [8, 8], self.shard, unit=str(index), offset=0)
+                x = (x @ weight).relu()
+            return (x,)
+
+        shards = [torch.zeros(1, 8) for _ in range(units)]
+        return self.trace(forward, torch.zeros(3, 8), *shards)
+
+    def backward_graph(self, units: int, **policy: str) -> GraphModule:
+        """A chain of gradients, each reduced."""
+
+        def backward(grad, *shards):
+            reduced = []
+            for index, shard in enumerate(shards):
+                grad = grad.relu()
+                reduced.append(reduce_grad(grad, shard, f"{index}.weight", [8, 8], self.shard, unit=str(index), **policy))
+            return reduced
+
+        return self.trace(backward, torch.zeros(8, 8), *[torch.zeros(1, 8) for _ in range(units)])
+
+    def synchronize(self, graph: Graph, reduction: Reduction | None = None) -> None:
+        """Give every bucket the same plan."""
+        interface = Interface(graph)
+        synchronize_gradients(graph, [reduction or Reduction()] * len(reduction_buckets(graph)), interface)
+        interface.finish()
+
+    def test_gathers_start_one_unit_ahead(self) -> None:
+        gm = self.forward_graph(3)
+        bucket_gathers(gm.graph)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+start_gather 0
+finish_gather 0
+mm
+relu
+start_gather 1
+finish_gather 1
+mm
+relu
+start_gather 2
+finish_gather 2
+mm
+relu
+""",
+        )
+        schedule_gathers(gm.graph)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+start_gather 0
+start_gather 1
+finish_gather 0
+mm
+relu
+start_gather 2
+finish_gather 1
+mm
+relu
+finish_gather 2
+mm
+relu
+""",
+        )
+
+    def gathers(self, gm: GraphModule, lists: Mapping[str, Sequence[str]], plan: Sequence[Gather] | None = None) -> str:
+        """The outline of a graph after bucketing and scheduling its gathers with these lists."""
+        interface = Interface(gm.graph)
+        prefetches = find_prefetches(gm.graph, list(lists.items()))
+        bucket_gathers(gm.graph, plan, interface)
+        interface.finish()
+        schedule_gathers(gm.graph, prefetches)
+        return self.outline(gm.graph)
+
+    def test_lists_of_the_next_unit_are_the_default(self) -> None:
+        lists = {"0": ["1"], "1": ["2"]}
+        assert self.gathers(self.forward_graph(3), lists) == self.gathers(self.forward_graph(3), {})
+
+    def test_lists_start_two_units_ahead(self) -> None:
+        self.assertExpectedInline(
+            self.gathers(self.forward_graph(4), {"0": ["1", "2"], "1": ["2", "3"]}),
+            """\
+start_gather 0
+start_gather 1
+start_gather 2
+finish_gather 0
+mm
+relu
+start_gather 3
+finish_gather 1
+mm
+relu
+finish_gather 2
+mm
+relu
+finish_gather 3
+mm
+relu
+""",
+        )
+
+    def test_lists_start_four_units_ahead(self) -> None:
+        lists = {str(unit): [str(unit + ahead) for ahead in range(1, 5)] for unit in range(6)}
+        self.assertExpectedInline(
+            self.gathers(self.forward_graph(6), lists),
+            """\
+start_gather 0
+start_gather 1
+start_gather 2
+start_gather 3
+start_gather 4
+finish_gather 0
+mm
+relu
+start_gather 5
+finish_gather 1
+mm
+relu
+finish_gather 2
+mm
+relu
+finish_gather 3
+mm
+relu
+finish_gather 4
+mm
+relu
+finish_gather 5
+mm
+relu
+""",
+        )
+
+    def test_uneven_lists(self) -> None:
+        """The first unit starts two, the second starts what it lists though that is in flight, and the third, three."""
+        self.assertExpectedInline(
+            self.gathers(self.forward_graph(6), {"0": ["1", "2"], "1": ["2"], "2": ["3", "4", "5"]}),
+            """\
+start_gather 0
+start_gather 1
+start_gather 2
+finish_gather 0
+mm
+relu
+finish_gather 1
+mm
+relu
+start_gather 3
+start_gather 4
+start_gather 5
+finish_gather 2
+mm
+relu
+finish_gather 3
+mm
+relu
+finish_gather 4
+mm
+relu
+finish_gather 5
+mm
+relu
+""",
+        )
+
+    def test_skipping_ahead_leaves_a_unit_to_its_own_wait(self) -> None:
+        self.assertExpectedInline(
+            self.gathers(self.forward_graph(4), {"0": ["2", "3"]}),
+            """\
+start_gather 0
+start_gather 2
+start_gather 3
+finish_gather 0
+mm
+relu
+start_gather 1
+finish_gather 1
+mm
+relu
+finish_gather 2
+mm
+relu
+finish_gather 3
+mm
+relu
+""",
+        )
+
+    def test_lists_hold_their_order_and_what_has_run_stays(self) -> None:
+        """Twice the same unit, units that are gathered already, and the unit itself."""
+        self.assertExpectedInline(
+            self.gathers(self.forward_graph(4), {"0": ["2", "1", "2"], "1": ["0", "1", "3"]}),
+            """\
+start_gather 0
+start_gather 2
+start_gather 1
+finish_gather 0
+mm
+relu
+start_gather 3
+finish_gather 1
+mm
+relu
+finish_gather 2
+mm
+relu
+finish_gather 3
+mm
+relu
+""",
+        )
+
+    def test_a_list_replaces_the_default_also_if_it_names_nothing_here(self) -> None:
+        self.assertExpectedInline(
+            self.gathers(self.forward_graph(3), {"0": ["elsewhere"]}),
+            """\
+start_gather 0
+finish_gather 0
+mm
+relu
+start_gather 1
+start_gather 2
+finish_gather 1
+mm
+relu
+finish_gather 2
+mm
+relu
+""",
+        )
+
+    def test_all_buckets_of_a_unit_start_together(self) -> None:
+        def forward(x, *shards):
+            for unit in ("a", "b"):
+                x = x @ unshard(shards[0], f"{unit}.weight", [8, 8], self.shard, unit=unit, offset=0)
+                x = x * unshard(shards[1], f"{unit}.scale", [8], self.shard, unit=unit, offset=0, param_dtype=torch.float32)
+                shards = shards[2:]
+            return (x,)
+
+        shards = [torch.zeros(1, 8), torch.zeros(1, dtype=torch.float64)] * 2
+        gm = self.trace(forward, torch.zeros(3, 8), *shards)
+        self.assertExpectedInline(
+            self.gathers(gm, {"a": ["b"]}),
+            """\
+start_gather a
+start_gather a.1
+start_gather b
+start_gather b.1
+finish_gather a
+mm
+finish_gather a.1
+mul
+finish_gather b
+mm
+finish_gather b.1
+mul
+""",
+        )
+
+    def test_a_reused_unit_starts_its_list_where_it_computes(self) -> None:
+        gm = self.forward_graph(4)
+        plan = [Gather.GATHER, Gather.REUSE, Gather.GATHER, Gather.GATHER]
+        self.assertExpectedInline(
+            self.gathers(gm, {"0": ["elsewhere"], "1": ["3"]}, plan),
+            """\
+start_gather 0
+finish_gather 0
+mm
+relu
+start_gather 3
+mm
+relu
+start_gather 2
+finish_gather 2
+mm
+relu
+finish_gather 3
+mm
+relu
+""",
+        )
+
+    def test_a_unit_without_gathers_starts_its_list_at_its_first_gradient(self) -> None:
+        def backward(grad, shard_a, shard_b, saved):
+            grad = grad.relu()
+            grad_a = saved @ grad
+            grad = (grad @ unshard(shard_b, "b.weight", [8, 8], self.shard, unit="b", offset=0)).exp()
+            return (
+                reduce_grad(grad_a, shard_a, "a.weight", [8, 8], self.shard, unit="a"),
+                grad @ unshard(shard_b, "c.weight", [8, 8], self.shard, unit="c", offset=0),
+            )
+
+        gm = self.trace(backward, *[torch.zeros(8, 8), torch.zeros(1, 8), torch.zeros(1, 8), torch.zeros(8, 8)])
+        self.assertExpectedInline(
+            self.gathers(gm, {"a": ["c"], "b": ["elsewhere"]}),
+            """\
+start_gather b
+relu
+start_gather c
+mm
+finish_gather b
+mm
+exp
+reduce_grad
+finish_gather c
+mm
+""",
+        )
+
+    def test_a_single_gather_starts_at_the_top(self) -> None:
+        def forward(x, shard):
+            return x.relu().exp() @ unshard(shard, "weight", [8, 8], self.shard, offset=0)
+
+        gm = self.trace(forward, torch.zeros(3, 8), torch.zeros(1, 8), names="x shard")
+        bucket_gathers(gm.graph)
+        schedule_gathers(gm.graph)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+start_gather root
+relu
+exp
+finish_gather root
+mm
+""",
+        )
+
+    def test_reductions_finish_late_but_hold_two_gradients(self) -> None:
+        gm = self.backward_graph(4)
+        self.synchronize(gm.graph)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+relu
+start_reduce 0
+finish_reduce 0
+relu
+start_reduce 1
+finish_reduce 1
+relu
+start_reduce 2
+finish_reduce 2
+relu
+start_reduce 3
+finish_reduce 3
+""",
+        )
+        schedule_reductions(gm.graph)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+relu
+start_reduce 0
+relu
+start_reduce 1
+relu
+finish_reduce 0
+start_reduce 2
+relu
+finish_reduce 1
+start_reduce 3
+finish_reduce 2
+finish_reduce 3
+""",
+        )
+
+    def test_reductions_hold_as_many_gradients_as_they_may(self) -> None:
+        for limit in (1, 3):
+            gm = self.backward_graph(4)
+            self.synchronize(gm.graph)
+            schedule_reductions(gm.graph, max_pending_reductions=limit)
+            assert _most_pending(gm.graph) == limit
+
+    def test_a_limit_lets_replicas_hold_more_gradients(self) -> None:
+        gm = self.backward_graph(3, replicate_group=self.replicate)
+        self.synchronize(gm.graph)
+        schedule_reductions(gm.graph, max_pending_reductions=2)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+relu
+start_reduce 0
+relu
+start_reduce 1
+relu
+all_reduce 0
+start_reduce 2
+finish_reduce 0
+all_reduce 1
+finish_reduce 1
+all_reduce 2
+finish_reduce 2
+""",
+        )
+
+    def test_all_reduces_go_on_until_the_end(self) -> None:
+        gm = self.backward_graph(3, replicate_group=self.replicate)
+        self.synchronize(gm.graph)
+        schedule_reductions(gm.graph)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+relu
+start_reduce 0
+relu
+all_reduce 0
+start_reduce 1
+relu
+all_reduce 1
+start_reduce 2
+finish_reduce 0
+finish_reduce 1
+all_reduce 2
+finish_reduce 2
+""",
+        )
+
+    def test_a_hook_may_leave_nothing_to_finish(self) -> None:
+        def scale(grad: torch.Tensor, output: torch.Tensor) -> None:
+            output.copy_(grad[:8] * 2)
+
+        gm = self.backward_graph(2)
+        self.synchronize(gm.graph, Reduction(comm_hook=scale))
+        schedule_reductions(gm.graph)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+relu
+start_reduce 0
+relu
+start_reduce 1
+""",
+        )
+
+    def test_accumulated_gradients_stay_where_they_are(self) -> None:
+        gm = self.backward_graph(2)
+        self.synchronize(gm.graph, Reduction(Sync.NONE, has_unsharded=True))
+        schedule_reductions(gm.graph)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+relu
+accumulate 0
+relu
+accumulate 1
+""",
+        )
+
+    def test_leaves_a_graph_without_buckets_alone(self) -> None:
+        gm = self.trace(lambda x: x.relu(), torch.zeros(3), names="x")
+        before = self.text(gm.graph)
+        schedule_gathers(gm.graph)
+        schedule_reductions(gm.graph)
+        assert self.text(gm.graph) == before
+
+
+def _most_pending(graph: Graph) -> int:
+    """The most reduce-scatters in flight at once."""
+    pending = most = 0
+    for node in graph.nodes:
+        pending += node.target == torch.ops._c10d_functional.reduce_scatter_tensor.default
+        pending -= node.target == torch.ops._c10d_functional.wait_tensor.default
+        most = max(most, pending)
+    return most

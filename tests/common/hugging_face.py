@@ -312,7 +312,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _encoder("ModernBert", global_attn_every_n_layers=3, local_attention=8, cls_token_id=1, sep_token_id=2),
         _encoder("MPNet"),
         _encoder("RoFormer"),
-        _encoder("ConvBert"),
+        _encoder("ConvBert").but(
+            traced_more="Inductor's passes over joint graphs make its length a number, also without sharding"
+        ),
         _t5("T5"),
         _t5("MT5"),
         _t5("SwitchTransformers", num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1).but(

@@ -77,7 +77,7 @@ them, and `TORCH_TRACE=<directory>` stores them for tlparse.
 """
 
 # Where a pass lives, if its module is not called after it.
-MODULES = {"resolve_ties": "reshard_after_forward"}
+MODULES = {"resolve_ties": "reshard_after_forward", "lower": "pin_layouts"}
 STAGES = {
     "dynamo": "The graph that Dynamo captured",
     "joint": "The joint graph, ahead of the partitioner",
@@ -122,7 +122,7 @@ def compile_model() -> Capture:
 
 def summary(name: str) -> str:
     """The first paragraph of the docstring of the module that holds a pass."""
-    module = importlib.import_module(f"passes.{MODULES.get(name, name)}")
+    module = importlib.import_module(f"passes.transforms.{MODULES.get(name, name)}")
     assert module.__doc__ is not None
     return " ".join(module.__doc__.split("\n\n")[0].split()).partition(": ")[2]
 
@@ -130,7 +130,8 @@ def summary(name: str) -> str:
 def section(step: CapturedPass) -> str:
     """One pass over one graph."""
     heading = f"### `{step.name}`\n\n{summary(step.name)[0].upper()}{summary(step.name)[1:]} "
-    heading += f"([passes/{MODULES.get(step.name, step.name)}.py](../passes/{MODULES.get(step.name, step.name)}.py))\n\n"
+    path = f"passes/transforms/{MODULES.get(step.name, step.name)}.py"
+    heading += f"([{path}](../{path}))\n\n"
     if step.before == step.after:
         return heading + "Changes nothing here.\n"
     before, after = (text.replace("'0'", "'shard'").splitlines() for text in (step.before, step.after))

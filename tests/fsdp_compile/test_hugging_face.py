@@ -67,6 +67,10 @@ NINE_LAYERS = [
 ON_TWO_RANKS = ["Mixtral", "DeepseekV3", "T5", "ViT", "Mamba"]
 
 
+# Tokens of a rank reach some experts, and others may reach others.
+REACH_SOME_EXPERTS = ["SwitchTransformers", "Jamba"]
+
+
 class Traced(NamedTuple):
     """What Dynamo made of a model."""
 
@@ -179,6 +183,54 @@ def test_two_ranks(name: str, rank_pools: RankPools) -> None:
     found = rank_pools[2].run(train, name=name, layers=2, lengths=(12, 12), lowering="aot_eager")
     if name == "Llama":
         assert found[0] == Traced(graphs=1, breaks=0)
+
+
+def _checkpoint_layers(model: Any) -> None:
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def train_uncompiled(name: str, checkpointed: bool) -> None:
+    """Three layers, gathered again for backward, and lengths that change."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    architecture = ARCHITECTURES[name]
+    reference, model = architecture.build(3), architecture.build(3)
+    for unit in (*layers_of(model, 3), model):
+        fully_shard(unit, mesh=device_mesh((world_size,)), reshard_after_forward=True)
+    model.set_reduce_scatter_unused_params(name in REACH_SOME_EXPERTS)
+    if checkpointed and model.supports_gradient_checkpointing:
+        _checkpoint_layers(reference)
+        _checkpoint_layers(model)
+    optimizers = [torch.optim.SGD(system.parameters(), lr=0.1) for system in (reference, model)]
+    for step, length in enumerate(lengths_of(name)):
+        batches = [architecture.batch(reference, 2, length, seed=step * world_size + index) for index in range(world_size)]
+        losses = [reference(**batch).loss for batch in batches]
+        (sum(losses) / world_size).backward()
+        loss = model(**batches[rank]).loss
+        loss.backward()
+        torch.testing.assert_close(loss, losses[rank], rtol=1e-5, atol=1e-6)
+        assert_equal_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def train_all_uncompiled(checkpointed: bool) -> None:
+    for name in ARCHITECTURES:
+        try:
+            train_uncompiled(name, checkpointed)
+        except Exception as error:
+            error.add_note(name)
+            raise
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_uncompiled(checkpointed: bool, rank_pools: RankPools) -> None:
+    rank_pools[2].run(train_all_uncompiled, checkpointed=checkpointed)
 
 
 def one_step(name: str, layers: int) -> tuple[Capture, list[Tensor]]:

@@ -11,8 +11,9 @@ What a reduction does ahead of its collective, its copy-in, is a stretch of its 
 collectives stay in the outer graph, as they are no work; so do lookups of random seeds, whose index would tell equal layers
 apart. Constants are made where they are read.
 
-A segment gives out no views: what they are of, and the outer graph makes the views. Of a view Inductor keeps the order of the
-strides and not the strides, and may have laid out otherwise what it is of; who reads it was traced with the strides.
+Of an output that is a view Inductor keeps the order of the strides and not the strides, and may have laid out otherwise what it
+is of; who reads it was traced with the strides. So a segment gives out no view with gaps, but what it is of, and the outer graph
+makes the view.
 """
 
 from __future__ import annotations
@@ -72,6 +73,21 @@ def _is_alias(node: Node) -> bool:
         return True
     returns = node.target._schema.returns if isinstance(node.target, OpOverload) else []
     return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+
+
+def _is_told_by_order(node: Node) -> bool:
+    """Whether the order of a tensor's strides says what they are: it has no gaps, and no dimension that may have any stride."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor) or not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
+        return False
+    if value.stride() == torch._prims_common.make_contiguous_strides_for(value.shape):
+        return True
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size == 1 or stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _stretches(graph: Graph) -> list[dict[Node, None]]:
@@ -198,7 +214,7 @@ def _split_off_views(wanted: list[Node], stretch: dict[Node, None]) -> tuple[lis
         node = stack.pop()
         if node not in stretch or node in views:
             continue
-        if _is_alias(node):
+        if _is_alias(node) and not _is_told_by_order(node):
             views.add(node)
             stack += node.all_input_nodes
         else:

@@ -34,6 +34,7 @@ from fsdp_compile import (
 )
 
 PAGE = Path(__file__).parent / "passes.md"
+LINE_LENGTH = 128
 
 INTRODUCTION = """\
 # Passes
@@ -129,9 +130,10 @@ def summary(name: str) -> str:
 
 def section(step: CapturedPass) -> str:
     """One pass over one graph."""
-    heading = f"### `{step.name}`\n\n{summary(step.name)[0].upper()}{summary(step.name)[1:]} "
     path = f"passes/transforms/{MODULES.get(step.name, step.name)}.py"
-    heading += f"([{path}](../{path}))\n\n"
+    sentence, link = summary(step.name), f"([{path}](../{path}))"
+    separator = " " if len(f"{sentence} {link}") <= LINE_LENGTH else "\n"
+    heading = f"### `{step.name}`\n\n{sentence[0].upper()}{sentence[1:]}{separator}{link}\n\n"
     if step.before == step.after:
         return heading + "Changes nothing here.\n"
     before, after = (text.replace("'0'", "'shard'").splitlines() for text in (step.before, step.after))
@@ -266,7 +268,7 @@ def plans() -> list[str]:
 def plan(microbatch: Microbatch, graph: str) -> str:
     """One plan."""
     listings = [code(text) for text in (microbatch.calls, graph) if text]
-    return "\n".join([f"### {microbatch.heading}\n", f"{textwrap.fill(microbatch.sentence, 128)}\n", *listings])
+    return "\n".join([f"### {microbatch.heading}\n", f"{textwrap.fill(microbatch.sentence, LINE_LENGTH)}\n", *listings])
 
 
 def code(text: str) -> str:

@@ -78,7 +78,7 @@ them, and `TORCH_TRACE=<directory>` stores them for tlparse.
 """
 
 # Where a pass lives, if its module is not called after it.
-MODULES = {"resolve_ties": "reshard_after_forward", "lower": "pin_layouts"}
+MODULES = {"resolve_ties": "reshard_after_forward"}
 STAGES = {
     "dynamo": "The graph that Dynamo captured",
     "joint": "The joint graph, ahead of the partitioner",

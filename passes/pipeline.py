@@ -1,14 +1,23 @@
 """The order in which the passes run, and the trace that each leaves.
 
     Dynamo graph             deduplicate
-    joint graph              reshard_after_forward
-    forward, backward graph  resolve_ties -> name_shards -> mixed_precision, once;
-                             bucket -> gradient_sync (backward) -> flat_storage -> schedule -> lower (Inductor only),
-                             for each sync plan that the graph is called with; what shares a bucket is for
-                             large_parameters to say, or for auto_schedule
+                             fold_layers
+    joint graph              unfold_layers
+                             reshard_after_forward
+    forward, backward graph  resolve_ties
+      once                   name_shards
+                             mixed_precision
+    forward, backward graph  bucket
+      for each sync plan     gradient_sync (backward)
+      that the graph is      flat_storage
+      called with            schedule, or auto_schedule
+                             pin_layouts (Inductor)
 
-Every pass is told to an :data:`Observer`; :func:`log_pass` is the one that writes to torch's structured trace (tlparse shows
-it) and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
+Which parameters share a bucket is decided ahead of ``bucket``: by ``large_parameters``, or by ``auto_schedule``. What a pass is
+given, what it returns and what its header says: :mod:`passes.transforms`.
+
+Every pass but the two over layers is told to an :data:`Observer`; :func:`log_pass` is the one that writes to torch's structured
+trace (tlparse shows it) and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
 """
 
 import contextlib
@@ -35,7 +44,7 @@ from .transforms.flat_storage import flat_storage, locate_shards
 from .transforms.gradient_sync import synchronize_gradients
 from .transforms.mixed_precision import mixed_precision
 from .transforms.name_shards import name_shards
-from .transforms.pin_layouts import lower
+from .transforms.pin_layouts import pin_layouts
 from .transforms.repeated_layers import unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
 from .transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
@@ -195,8 +204,8 @@ def run_passes(
             schedule_gathers(graph, prefetches)
             schedule_reductions(graph, plan.max_pending_reductions)
     if for_inductor:
-        with observe("lower"):
-            lower(graph)
+        with observe("pin_layouts"):
+            pin_layouts(graph)
     else:
         gm.recompile()
     return interface

@@ -1,4 +1,4 @@
-"""Lower: say to Inductor what an FX graph's order alone does not.
+"""Pin layouts: say to Inductor what an FX graph's order alone does not.
 
 Before: the copies that cut parameters out of a gathered buffer are ``clone`` nodes.
 After:  each copy is pinned with ``prims.inductor_force_stride_order``, so that Inductor writes it once, in the parameter's own
@@ -7,7 +7,7 @@ After:  each copy is pinned with ``prims.inductor_force_stride_order``, so that 
         where Inductor puts it, to hold less memory, and where the accounting is to find it.
         On a GPU, small copies are one operator (:mod:`passes.transforms.foreach_copies`).
 
-Only for the Inductor lowering.
+Leaves alone copies of the model's own. Runs for the Inductor lowering only.
 """
 
 import torch
@@ -20,7 +20,7 @@ from .foreach_copies import copy_in_together, copy_out_together
 _pin = torch.ops.prims.inductor_force_stride_order.default
 
 
-def lower(graph: Graph) -> None:
+def pin_layouts(graph: Graph) -> None:
     """Pin the layout of the copies that finish a gather, and let each stand ahead of its first reader. In place."""
     copy_out_together(graph)
     copy_in_together(graph)

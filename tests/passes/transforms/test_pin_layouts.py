@@ -2,7 +2,7 @@ import torch
 
 from passes.ir.ops import unshard
 from passes.transforms.bucket import bucket_gathers
-from passes.transforms.pin_layouts import lower
+from passes.transforms.pin_layouts import pin_layouts
 from tests.passes.tracing import PassTestCase
 
 
@@ -15,7 +15,7 @@ class TestLower(PassTestCase):
 
         gm = self.trace(forward, torch.zeros(2, 4), torch.zeros(2), torch.zeros(3, 4), names="weight bias x")
         bucket_gathers(gm.graph)
-        lower(gm.graph)
+        pin_layouts(gm.graph)
         self.assertExpectedInline(
             self.text(gm.graph),
             """\
@@ -48,5 +48,5 @@ def forward(self, weight: "f32[2, 4]", bias: "f32[2]", x: "f32[3, 4]"):
         gm = self.trace(forward, torch.zeros(2, 4), torch.zeros(16, 3), names="weight x")
         bucket_gathers(gm.graph)
         before = self.text(gm.graph)
-        lower(gm.graph)
+        pin_layouts(gm.graph)
         assert self.text(gm.graph) == before

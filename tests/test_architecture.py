@@ -67,3 +67,12 @@ def test_packages_are_in_a_wheel() -> None:
     """Setuptools finds packages, which folders without an ``__init__.py`` are not."""
     folders = {path.parent for path in MODULES.values()}
     assert all((folder / "__init__.py").exists() for folder in folders)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("passes.transforms.")])
+def test_headers_of_passes(name: str) -> None:
+    """The contract in ``passes/transforms/__init__.py``."""
+    header = ast.get_docstring(ast.parse(MODULES[name].read_text())) or ""
+    title = name.split(".")[-1].replace("_", " ").capitalize()
+    assert header.startswith(f"{title}: ")
+    assert all(f"\n{section}" in header for section in ("Before: ", "After:  ", "Leaves alone "))

@@ -1,6 +1,6 @@
 """Auto schedule: choose buckets and issue points by the cost model, under a memory limit.
 
-Before: gathers finish where they start and reductions, too, in the buckets of a :class:`~passes.auto.grouping.Grouping`.
+Before: gathers and reductions finish where they start, in the buckets of a :class:`~passes.auto.grouping.Grouping`.
 After:  - a gather starts at the last boundary that still hides it behind compute, with a margin, and no earlier than its link
           is free; a boundary is where something else communicates, or the top;
         - a reduction starts when its gradients exist and is waited for at the first boundary behind its end, with a margin;
@@ -11,7 +11,9 @@ After:  - a gather starts at the last boundary that still hides it behind comput
 takes the one with the least memory; of equals, the fastest, then that with the fewest collectives. Everything follows from the
 graph, the plan and the numbers of :class:`~passes.models.hardware.Hardware`: ranks that have the same get the same.
 
-:mod:`passes.auto.placement` says where communication may stand. Collectives of the model's own stay where they are.
+:mod:`passes.auto.placement` says where communication may stand.
+
+Leaves alone collectives of the model's own.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ In a bucket, parameters stand in the order of flat storage, never of a hash. Sca
 without a gather.
 
 Nodes are marked ``meta["fsdp"]`` = ``"<role>:<bucket>"`` with the roles ``start_gather`` and ``finish_gather``, which is what
-the schedule moves. Collectives of the model's own are not touched. :mod:`passes.transforms.gradient_sync` does the same for
-gradients.
+the schedule moves. :mod:`passes.transforms.gradient_sync` does the same for gradients.
+
+Leaves alone collectives of the model's own.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ Before: an ``unshard`` wherever the model reads a parameter: twice for a paramet
         of activation checkpoints and inside ``no_grad`` or autocast regions.
 After:  one ``unshard`` for each shard, ahead of all compute. Its readers share the result, so autograd sums their gradients
         before the one reduction. At the top the grad mode is the caller's, so a first read under ``no_grad`` does not cut
-        off a later one. (Where the gather really runs is for bucketing and the schedule to say.)
+        off a later one. (Where the gather really runs, bucketing and the schedule decide.)
 
-An ``unshard`` in the body of any other higher-order operator is refused: its bucket would be unknown.
+Leaves alone all but unshards and the calls of checkpoints that hold some. An ``unshard`` in the body of any other higher-order
+operator is refused: its bucket would be unknown.
 """
 
 from torch._higher_order_ops.wrap import tag_activation_checkpoint

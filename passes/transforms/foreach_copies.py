@@ -9,7 +9,7 @@ After:  one foreach copy for all parameters of a bucket up to 1 MiB. Larger ones
         a launch, and each is made as late as possible, so that a bucket is never there twice as a whole. One
         foreach copy of what the ``cat`` joins, into the joint buffer, with the casts and divisions ahead of it.
 
-Leaves graphs on the CPU alone: a launch costs nothing there.
+Leaves alone graphs on the CPU: a launch costs nothing there.
 """
 
 from __future__ import annotations

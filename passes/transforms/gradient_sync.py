@@ -14,7 +14,9 @@ it, those of the other replicas would be missing. Divide factors are inputs of t
 None: the runtime lands gradients itself.
 
 Nodes are marked ``meta["fsdp"]`` = ``"<role>:<bucket>"`` with the roles ``accumulate``, ``start_reduce``, ``all_reduce`` and
-``finish_reduce``. Nothing overlaps yet. Reductions of the model's own are not touched.
+``finish_reduce``. Nothing overlaps yet.
+
+Leaves alone reductions of the model's own.
 """
 
 from __future__ import annotations

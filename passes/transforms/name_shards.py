@@ -2,6 +2,8 @@
 
 Before: ``primals_3``.
 After:  ``shard_layers_0_wq_weight``; or ``piece_...`` where it is a smaller group's shard that forward kept.
+
+Leaves alone all other inputs, and shards that something in the graph computes.
 """
 
 import re

@@ -1,18 +1,25 @@
 """Repeated layers: trace one of many equal layers, and copy what tracing it gave.
 
-``fold_layers``, before AOTAutograd: the calls of equal modules, a stack of transformer blocks say, are each one node of the
-Dynamo graph. One of them is traced on its own, forward and backward, and runs through Inductor's passes over joint graphs.
+``fold_layers``, before AOTAutograd:
 
-``unfold_layers``, in the joint graph: each such node, and its backward, is replaced by a copy of that trace. The graph is then
-as if AOTAutograd had traced every layer: the partitioner, later passes and users see no difference. (Where there is one, it is
-a copy of a gradient that is laid out otherwise than the layer's output, zeros for the gradient of an output that has none, a
-view that each layer makes of what all of them read, or an addition that stands elsewhere; gradients add up in the same order.)
+Before: a Dynamo graph with all operations of every layer, of the blocks of a transformer for instance.
+After:  the calls of equal modules are one node each. One of them is traced on its own, forward and backward, and runs through
+        Inductor's passes over joint graphs.
+
+``unfold_layers``, in the joint graph:
+
+Before: the node of each call, and the node of its backward.
+After:  a copy of that trace in the place of each, as if AOTAutograd had traced every layer: the partitioner, later passes and
+        users see no difference. (Where there is one, it is a copy of a gradient that is laid out otherwise than the layer's
+        output, zeros for the gradient of an output that has none, a view that each layer makes of what all of them read, or an
+        addition that stands elsewhere; gradients add up in the same order.)
 
 Tracing is most of what compiling a deep model costs once equal layers share their kernels; copying nodes costs a tenth of it.
-A layer is left as it is where copying could be wrong: calls of higher-order operators such as checkpoints, sizes that are
-symbols, inputs that are written to, outputs that are views of inputs, random numbers (Inductor numbers their seeds through the
-whole graph), operations that are not there for a result (a mode that is switched, a transform that is entered), and whatever a
-trace holds that is no functional operator with a fake value.
+
+Leaves alone layers where copying could be wrong: calls of higher-order operators such as checkpoints, sizes that are symbols,
+inputs that are written to, outputs that are views of inputs, random numbers (Inductor numbers their seeds through the whole
+graph), operations that are not there for a result (a mode that is switched, a transform that is entered), and whatever a trace
+holds that is no functional operator with a fake value.
 
 ``torch.compiler.nested_compile_region`` (torch/_higher_order_ops/invoke_subgraph.py) has the same aim with regions that the
 user marks, and keeps them apart in the partitioner, too.

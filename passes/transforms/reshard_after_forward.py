@@ -1,14 +1,20 @@
 """Reshard after forward: what backward finds of each gathered parameter.
 
-``reshard_after_forward`` runs on the joint graph and speaks to the partitioner, which splits it into forward and backward,
-through ``recompute`` tags.
+``reshard_after_forward``, in the joint graph, speaks to the partitioner, which splits it into forward and backward:
+
+Before: every ``unshard`` says what its unit's ``reshard_after_forward`` is.
+After:  ``recompute`` tags tell the partitioner:
 
 - ``reshard_after_forward=True``: the ``unshard`` and everything made of it alone by views and casts is ``MUST_RECOMPUTE``:
   never saved, backward gathers it again. A parameter that backward does not read gets no gather there.
 - ``False``: the ``unshard`` is ``MUST_SAVE``: backward reads the parameter that forward gathered.
 - a post-forward group (``reshard_after_forward=<int>``): this rank's shard in the smaller group (``reshard``) is ``MUST_SAVE``,
-  and readers get ``tie(unshard, reshard)``. Where the partitioner runs the tie again in backward, ``resolve_ties`` makes it an
-  ``unshard`` of the shard that was saved; in forward, the parameter itself.
+  and readers get ``tie(unshard, reshard)``, which the partitioner may run again in backward.
+
+``resolve_ties``, in the forward and the backward graph:
+
+Before: ties.
+After:  in backward, where the shard was saved, an ``unshard`` of that; else the parameter itself.
 
 Leaves alone every other tag: activation checkpointing decides about activations.
 """

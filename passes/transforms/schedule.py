@@ -13,7 +13,8 @@ After:  *gathers* start one unit ahead: the next unit's just before the graph wa
 Where a unit has several pieces (:mod:`passes.auto.large_parameters`), those that are read next to each other start together,
 and the limit counts units.
 
-Moves only nodes that :mod:`passes.transforms.bucket` marked (and the casts that feed them). Everything else keeps its order.
+Leaves alone the order of everything but the nodes that :mod:`passes.transforms.bucket` and
+:mod:`passes.transforms.gradient_sync` marked, and the casts that feed them.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# With four ranks on two cores it takes half a minute.
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parent.parent
 # All-gathers (forward + backward), reduce-scatters and all-reduces of each microbatch; five units, of which the root keeps its
 # parameters from forward to backward.

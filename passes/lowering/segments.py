@@ -12,8 +12,8 @@ collectives stay in the outer graph, as they are no work; so do lookups of rando
 apart. Constants are made where they are read.
 
 Of an output that is a view Inductor keeps the order of the strides and not the strides, and may have laid out otherwise what it
-is of; who reads it was traced with the strides. So a segment gives out no view with gaps, but what it is of, and the outer graph
-makes the view.
+is of; who reads it was traced with the strides. So a segment gives out no view with gaps, but what it is of, and the outer
+graph makes the view.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ def check(name: str, layers: int, lengths: tuple[int, ...], **options: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "Bert" else pytest.param(name, marks=pytest.mark.sweep) for name in ARCHITECTURES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if name == "Bert" else pytest.mark.sweep) for name in ARCHITECTURES],
 )
 def test_training(name: str, one_rank: None) -> None:
     """Three layers and, of text, lengths that change."""

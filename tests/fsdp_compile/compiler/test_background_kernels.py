@@ -121,6 +121,7 @@ def test_a_probe_finds_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(not x86_isa_checker(), reason="an x86 processor's instruction sets")
+@pytest.mark.exhaustive
 def test_probing_finds_what_inductor_finds() -> None:
     def found_by(code: str) -> str:
         describe = "print([(str(isa), isa.build_arch_flags()) for isa in cpu_vec_isa.valid_vec_isa_list()])"

@@ -229,6 +229,7 @@ def test_graph_breaks(counts: Counts) -> None:
     assert (unrecorded, recorded) == (0, 0) and replayed >= 6
 
 
+@pytest.mark.exhaustive
 def test_microbatches(counts: Counts) -> None:
     """Ways to accumulate, three steps of each on one model."""
     trainees = [Trainee(system, (1, 1), GPT.build) for system in ("recorded", "aot_eager")]

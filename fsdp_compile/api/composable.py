@@ -60,7 +60,7 @@ class UnitState:
         self._fsdp_param_group = ParamGroup(unit)
         self._fsdp_param_groups = [self._fsdp_param_group]
         self._comm_ctx: Any = None
-        self._forwards: list[tuple[bool, Forward]] = []
+        self._forwards: list[tuple[bool, Forward, Any]] = []
 
     @property
     def _state_ctx(self) -> UnitState:
@@ -75,14 +75,16 @@ class UnitState:
 
         ``reset_iter_state()`` recovers from an exception between this and :meth:`_post_forward`.
         """
-        self._forwards.append((self._unit.scope.active, Forward(self._unit, module, is_unit=True)))
+        forward = Forward(self._unit, module, is_unit=True)
+        args, kwargs = cast_inputs(self._unit.mp_policy, args, kwargs)
+        self._forwards.append((self._unit.scope.active, forward, (args, kwargs)))
         self._unit.scope.active = True
-        return cast_inputs(self._unit.mp_policy, args, kwargs)
+        return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         output = cast_output(self._unit.mp_policy, output)
-        self._unit.scope.active, forward = self._forwards.pop()
-        forward.returns(output)
+        self._unit.scope.active, forward, inputs = self._forwards.pop()
+        forward.returns(output, inputs)
         forward.end()
         return output
 

@@ -245,7 +245,7 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
             if casts:
                 result = cast_output(policy, result)
             if uncompiled is not None:
-                uncompiled.returns(result)
+                uncompiled.returns(result, (args, kwargs))
             return result
         finally:
             scope.active = was_active

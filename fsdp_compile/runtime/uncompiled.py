@@ -68,8 +68,8 @@ class Gathered:
         self._versions = {param: _Version.of(param) for param in unit.params}
         self._resharded: dict[ShardedParam, Tensor] | None = None
         self._param_in: dict[int, ShardedParam] = {}
-        #: Whether backward comes to a hook of this unit's before it reads a parameter.
-        self.is_watched = False
+        #: What forwards have given out. Backward comes to hooks on it before it reads a parameter.
+        self.given_out: list[weakref.ref[Tensor]] = []
         self._emptied: dict[ShardedParam, tuple[Tensor, int]] = {}
 
     def is_current(self) -> bool:
@@ -139,7 +139,7 @@ class Gathered:
 
     def reshard(self) -> None:
         """Free memory of full parameters that autograd has saved, by hand; backward gathers them again."""
-        if state_of(self.unit).reading is not None or not self.is_watched:
+        if state_of(self.unit).reading is not None or not self.given_out:
             return
         kept = {id(param.state.full(param.param)) for param in self.fulls}
         for param, full in self.fulls.items():
@@ -421,16 +421,21 @@ class Forward:
             self._hooks.__enter__()
 
     @_python
-    def returns(self, output: Any) -> None:
-        """Have backward gather the unit when it comes to what this forward gives."""
+    def returns(self, output: Any, inputs: Any) -> None:
+        """Have backward gather the unit when it comes to what this forward gives, and free it past what this was given."""
         reading = state_of(self._unit).reading
         if not self._is_unit or reading is None or not reading.is_recorded:
             return
-        hook = _GatherForBackward(reading.gathered)
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(hook)
-                reading.gathered.is_watched = True
+        gathered, given_out = reading.gathered, _differentiable(output)
+        # Where a unit is called with what it gave, backward goes on in it.
+        taken = [tensor for tensor in _differentiable(inputs) if not any(given() is tensor for given in gathered.given_out)]
+        for tensor in given_out:
+            tensor.register_hook(_GatherForBackward(gathered))
+        gathered.given_out += [weakref.ref(tensor) for tensor in given_out]
+        if given_out and len(self._unit.modules) == 1:
+            hook = _FreeAfterBackward(gathered, len(taken))
+            for tensor in taken:
+                tensor.register_hook(hook)
 
     @_python
     def end(self) -> None:
@@ -460,6 +465,26 @@ class _GatherForBackward:
     @_python
     def __call__(self, _gradient: Tensor) -> None:
         self._gathered.prepare_backward()
+
+
+class _FreeAfterBackward:
+    """A hook on what a forward is given: with the last of these gradients, a unit is done, if all of it is frozen, too."""
+
+    def __init__(self, gathered: Gathered, inputs: int):
+        self._gathered = gathered
+        self._inputs = self._left = inputs
+
+    @_python
+    def __call__(self, _gradient: Tensor) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._left = self._inputs
+            self._gathered.end_backward()
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return list({id(leaf): leaf for leaf in leaves}.values())
 
 
 def _end_forward(unit: Unit) -> None:

@@ -189,10 +189,11 @@ def _full_weights() -> int:
     return len({storage._cdata for ref in _weights if (storage := ref()) is not None and storage.nbytes() == 8 * 8 * 4})
 
 
-def memory(around: str) -> tuple[list[int], int]:
+def memory(around: str, frozen: bool) -> tuple[list[int], int]:
     """How many full weights of a chain of blocks are in memory in each forward, in each backward, and after all."""
     alive: list[int] = []
     model: Any = nn.Sequential(*(_Watched(alive) for _ in range(4)))
+    model.requires_grad_(not frozen)
     for block in model:
         fully_shard(block, mesh=device_mesh((2,)), reshard_after_forward=True)
     fully_shard(model, mesh=device_mesh((2,)))
@@ -215,9 +216,10 @@ def memory(around: str) -> tuple[list[int], int]:
     return alive, _full_weights()
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("around", ["nothing", "save_on_cpu", "checkpoint"])
-def test_one_unit_is_in_memory_at_a_time(around: str, rank_pools: RankPools) -> None:
-    for alive, afterwards in rank_pools[2].run(memory, around=around):
+def test_one_unit_is_in_memory_at_a_time(around: str, frozen: bool, rank_pools: RankPools) -> None:
+    for alive, afterwards in rank_pools[2].run(memory, around=around, frozen=frozen):
         # Forwards first. A gradient arrives ahead of the gather that it causes.
         assert alive[:4] == [1, 1, 1, 1]
         assert max(alive) == 1

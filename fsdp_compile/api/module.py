@@ -235,7 +235,9 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
         unit = self._fsdp_unit
         policy = unit.mp_policy
         uncompiled = None if is_compiling() else Forward(unit, self, casts)
-        scope.active = True
+        if not was_active:
+            # torch 2.11 traces no write inside of a checkpoint.
+            scope.active = True
         try:
             if is_compiling() and not was_active:
                 _refuse_traced_functional_call()
@@ -248,7 +250,8 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
                 uncompiled.returns(result, (args, kwargs))
             return result
         finally:
-            scope.active = was_active
+            if not was_active:
+                scope.active = False
             if uncompiled is not None:
                 uncompiled.end()
 

@@ -38,10 +38,10 @@ _SHOWN_COLLECTIVES = 3
 _LATE_S = 0.3
 WHAT_TO_LOOK_FOR = (
     "All ranks must run the same graphs, and the same operators outside of graphs, in the same order. Look for what differs "
-    "between them: sizes of the model, flags such as set_requires_gradient_sync, inputs or a branch on the rank that lead to "
-    "other graphs (TORCH_LOGS=recompiles,graph_breaks says why a rank compiles, and why it runs a part uncompiled), a rank "
-    "that exceeds torch._dynamo.config.recompile_limit and from then on runs uncompiled, torch.compiler.set_stance, versions "
-    "of the code."
+    "between them: sizes of the model; flags such as set_requires_gradient_sync; inputs, or a branch on the rank, that lead to "
+    "other graphs (TORCH_LOGS=recompiles,graph_breaks says why a rank compiles, and why it runs a part uncompiled); a rank "
+    "that exceeded torch._dynamo.config.recompile_limit and has run uncompiled since; torch.compiler.set_stance; versions of "
+    "the code."
 )
 
 
@@ -51,7 +51,7 @@ class RanksDisagree(RuntimeError):
 
 @dataclass(frozen=True)
 class Program:
-    """What a rank runs that communicates: a graph, or an operator outside of one.
+    """Something that communicates: a graph, or an operator outside of one.
 
     Attributes:
         title: which it is.
@@ -79,7 +79,7 @@ class Program:
 
 @dataclass(frozen=True)
 class _Post:
-    """What a rank is about to run, and what it says of what it has run before."""
+    """A program that a rank is about to run, and its account of what it has run before."""
 
     program: Program
     before: str
@@ -137,7 +137,7 @@ class Ballot:
 
     @property
     def prefix(self) -> str:
-        """What the keys begin with that the ranks use in the store of the group."""
+        """The beginning of all keys that the ranks use in the store of the group."""
         return f"fsdp_compile/agreement/{self._life}"
 
     def agree(self, program: Program, before: str = "") -> bool:
@@ -234,13 +234,13 @@ class Ballot:
             if waited > self._timeout_s:
                 raise RanksDisagree(
                     f"{self._missing(program)} They did not come within {self._timeout_s:g} s, the timeout of the process "
-                    f"group. They run, or wait for, something else. {WHAT_TO_LOOK_FOR}"
+                    f"group: they are running something else, or waiting for it. {WHAT_TO_LOOK_FOR}"
                 )
             if waited > self._warn_after_s and not warned:
                 warned = True
                 warnings.warn(
-                    f"{self._missing(program)} Waiting since {waited:.1f} s, until {self._timeout_s:g} s. Ranks that are slow, "
-                    "to compile for instance, come yet; one that waits for something else does not.",
+                    f"{self._missing(program)} It has waited for {waited:.1f} s, and gives up after {self._timeout_s:g} s. "
+                    "A rank that is only slow (it compiles, for instance) will come; one that waits for something else, never.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -250,8 +250,8 @@ class Ballot:
         missing = [rank for rank in self.ranks if not self.store.check([self._post(rank)])]
         return (
             # Nobody missing: the first rank has all it needs, but says nothing.
-            f"Rank {self.rank} waits for {ranks_text(missing or self.ranks[:1])} (process group {self.label}) to come to what "
-            f"it is about to run: {'a ' * program.is_graph}{program}."
+            f"Rank {self.rank} waits for {ranks_text(missing or self.ranks[:1])} (process group {self.label}) to get as far as "
+            f"it has. It is about to run {'a ' * program.is_graph}{program}."
         )
 
     def _post(self, rank: int) -> str:
@@ -265,14 +265,14 @@ class Ballot:
 
 
 def disagreement(label: str, sides: Mapping[str, str]) -> str:
-    """What to say of ranks that do not run the same.
+    """The message about ranks that do not run the same.
 
     Args:
         label: what their process group is in the mesh.
         sides: who runs what.
     """
     lines = [
-        f"The ranks of process group {label} do not run what communicates alike: they would hang, or mix up data.",
+        f"The ranks of process group {label} run programs that do not match: they would hang, or mix up data.",
         *(f"  {ranks}: {what}" for ranks, what in sides.items()),
     ]
     return "\n".join([*lines, WHAT_TO_LOOK_FOR])
@@ -284,10 +284,10 @@ def _first_difference(label: str, programs: Sequence[tuple[str, Program]]) -> st
     compared = [[program.title, *program.compared] for _, program in programs]
     # Names may differ where nothing is wrong (see passes.lowering.collective_sequence).
     position = min(_differences(shown), key=lambda position: (position not in _differences(compared), position))
-    where = f"at collective {position}" if position else "which they are"
+    difference = f"The first difference is at collective {position}" if position else "They differ in which programs they are"
     lines = [
-        f"The ranks of process group {label} are about to run what does not communicate alike: they would hang, or mix up "
-        f"data. The first difference is {where}:"
+        f"The ranks of process group {label} are about to run programs that do not match: they would hang, or mix up data. "
+        f"{difference}:"
     ]
     for (ranks, program), own in zip(programs, shown, strict=True):
         what = (own[position] if position < len(own) else "none") if position else str(program)

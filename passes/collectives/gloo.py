@@ -1,24 +1,25 @@
 """Gloo: functional collectives that use both directions of a connection. Importing this module installs them for the CPU.
 
-Graphs keep the operators that say what they mean, ``_c10d_functional::all_gather_into_tensor`` and ``all_to_all_single`` (which
-is what a reduce-scatter is with Gloo); only their kernels are others.
+Graphs keep the operators that say what they mean: ``_c10d_functional::all_gather_into_tensor``, and ``all_to_all_single``,
+which a reduce-scatter is with Gloo. Only the kernels behind them are replaced, for two reasons.
 
-**Both directions.** Gloo's collectives send before they post what they want to receive. Of two ranks that are not quite
-together, the later one's permission to send to it queues behind all of its own data: the two directions of a connection carry
-data one after the other, in twice the time. Posted first, in messages of a group like any other, receives make the I/O thread
-spin: it reads while the thread that sends holds the connection's lock, and where both have one core, until the scheduler takes
-it away. So two groups serve an exchange: messages to higher ranks go over the group itself, those to lower ranks over its
-opposite (:func:`open_opposite`), and no connection has data in both directions. What is sent goes to every rank from where it
-lies.
+**Both directions.** Between two ranks, data can flow both ways at once. Gloo's own collectives lose that: each rank sends first
+and only then says where it wants to receive. If one rank is a little late, its "ready to receive" waits in line behind all that
+it sends, so the two directions take turns, and the exchange takes twice the time. To receive first, over the same connections,
+does not help: while one thread sends it holds the connection's lock, and the I/O thread, which wants to read, spins; where both
+share one core, it spins until the scheduler takes it away. So an exchange uses two groups. Messages to higher ranks go over the
+group itself, messages to lower ranks over its opposite (:func:`open_opposite`), and no connection carries data both ways. Every
+message is sent from where the data lies.
 
-**A name too long.** In a group without an opposite, an all-gather runs as an ``ALLTOALL_BASE``. The worker threads of a Gloo
-process group record the name of each collective that they finish in one string, without a lock (torch 2.11 to 2.13,
-``ProcessGroupGloo::runLoop``). Names of more than 15 characters live on the heap, and when two threads replace one at the same
-time, both free it: the process aborts ("malloc(): unaligned tcache chunk detected"). torch's functional all-gathers run as
-``ALLGATHER_COALESCED``, which is too long by four; reduce-scatters and all-reduces run as ``ALLREDUCE``.
+**A name too long.** A group without an opposite gathers with ``ALLTOALL_BASE`` instead of torch's ``ALLGATHER_COALESCED``,
+which can abort the process. The worker threads of a Gloo process group write the name of each collective that they finish to
+one string, without a lock (torch 2.11 to 2.13, ``ProcessGroupGloo::runLoop``). A name of more than 15 characters lies on the
+heap, and two threads that replace it at the same time both free it ("malloc(): unaligned tcache chunk detected").
+``ALLGATHER_COALESCED`` is four characters too long; reduce-scatters and all-reduces run as ``ALLREDUCE``, which is not.
 
-On CUDA, torch's own all-gather gives Gloo, which reads with the CPU, the address of GPU memory; an ``ALLTOALL_BASE`` goes by
-way of the host. There the kernel is installed only once somebody shards over Gloo: NCCL's gathers are to go without Python.
+On CUDA there is a third: torch's own all-gather gives Gloo, which reads with the CPU, the address of GPU memory, while an
+``ALLTOALL_BASE`` goes by way of the host. The kernel for CUDA is installed only once a model is sharded over Gloo, so that
+NCCL's gathers do not go through Python.
 """
 
 import contextlib

@@ -40,7 +40,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 class _Sharded:
-    """What both kinds of classes have in common."""
+    """The common base of both kinds of classes."""
 
     _fsdp_unit: Unit
     _fsdp_scope: Scope

@@ -155,7 +155,7 @@ def _all_or_nothing(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]
 
 
 def _dictionaries(module: nn.Module) -> list[dict[str, Any]]:
-    """What a module keeps its parameters, hooks and the like in."""
+    """The dictionaries that hold the parameters, hooks and the like of a module."""
     return [value for value in module.__dict__.values() if isinstance(value, dict)]
 
 

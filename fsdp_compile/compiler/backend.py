@@ -412,7 +412,7 @@ def _emptied(args: list[Any]) -> list[Any]:
 
 
 def _group_names(graph: Graph) -> dict[str, str]:
-    """What the process groups of a graph are in the mesh. To be asked before the passes replace the operators."""
+    """The roles of a graph's process groups in the mesh, by name. To be asked before the passes replace the operators."""
     names: dict[str, str] = {}
     specs: list[Unshard | ReduceGrad] = [Unshard.of(node) for node in unshards(graph.nodes)]
     specs += [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]

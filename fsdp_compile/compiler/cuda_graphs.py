@@ -81,7 +81,7 @@ RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}
 
 
 class Recorders:
-    """What makes CUDA graphs of the programs of a model.
+    """The recorders that make CUDA graphs of the programs of a model.
 
     Args:
         device: where its parameters are; None: it has none that are sharded.

@@ -15,7 +15,7 @@ HARDWARE_VARIABLE = "FSDP_COMPILE_HARDWARE"
 
 
 def device_name(device_type: str) -> str:
-    """What the devices of this process are called."""
+    """The names of the devices of this process."""
     return torch.cuda.get_device_name() if device_type == "cuda" else device_type
 
 

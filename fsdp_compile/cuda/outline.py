@@ -97,7 +97,7 @@ class Step:
 
 
 def cuda_steps(captured: CapturedGraph) -> list[Step]:
-    """What a graph that was lowered for CUDA launches, in order.
+    """The launches of a graph that was lowered for CUDA, in order.
 
     Raises:
         ValueError: it was not lowered with Inductor, so there is no code.
@@ -122,7 +122,7 @@ def _segments(captured: CapturedGraph) -> tuple[ast.Module, dict[str, ast.Module
 
 
 def cuda_outline(captured: CapturedGraph) -> str:
-    """What a graph that was lowered for CUDA launches, one line for each kernel, collective and wait."""
+    """The launches of a graph that was lowered for CUDA, one line for each kernel, collective and wait."""
     return "".join(f"{step}\n" for step in cuda_steps(captured))
 
 

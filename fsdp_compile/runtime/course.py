@@ -84,7 +84,7 @@ class _Step(NamedTuple):
 
 
 class Course:
-    """What this rank has run over one process group.
+    """The programs that this rank has run over one process group.
 
     Args:
         ballot: compares with its other ranks.

@@ -167,7 +167,7 @@ def _slices(params: Sequence[ShardedParam], flat: Tensor) -> list[FlatSlice]:
 
 
 class _Backward:
-    """What one call of autograd's engine has done so far.
+    """The work that one call of autograd's engine has done so far.
 
     Attributes:
         scopes: trees of units that took part.

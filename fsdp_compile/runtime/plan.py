@@ -65,7 +65,7 @@ def max_pending_reductions(units: Iterable[Unit]) -> int | None:
 
 
 def must_not_gather(unit: Unit, names: Sequence[str]) -> str:
-    """What to say where a backward has to gather parameters of a unit that is not to be gathered there."""
+    """The message where a backward has to gather parameters of a unit that is not to be gathered there."""
     return (
         f"set_unshard_in_backward(False) was called on {unit.name or 'the root'}, but backward reads {', '.join(names)}, "
         "which has to be gathered for it. Leave the flag at True: backward gathers only what it reads."

@@ -139,7 +139,7 @@ class ShardedParam:
                 self.state.is_unsharded = False
 
     def meta_message(self) -> str:
-        """What to say to somebody who reads it while it has no memory."""
+        """The message for reading it while it has no memory."""
         return (
             f"Parameter {self.name} is on the meta device in a forward. Give it memory and values first: "
             "model.to_empty(device=...), then initialise, or load a state dict."

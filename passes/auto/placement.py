@@ -25,7 +25,7 @@ _wait = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Result:
-    """What a schedule comes to, in the models.
+    """The figures of a schedule, by the models.
 
     Attributes:
         total_ns: when the graph is done.
@@ -279,7 +279,7 @@ def _waits(block: _Block) -> bool:
 
 
 def _with_margin(duration: int) -> int:
-    """What to reckon with for a transfer: a model is not exact."""
+    """The time to reckon with for a transfer: a model is not exact."""
     return duration + duration // 4
 
 

@@ -15,7 +15,7 @@ import torch
 
 
 class SizedGroup(Protocol):
-    """What the arithmetic asks of a process group."""
+    """The part of a process group that the arithmetic needs."""
 
     def size(self) -> int: ...
 

@@ -35,7 +35,7 @@ class HookNotTraceable(RuntimeError):
 
 
 def hook_name(hook: Callable[..., Any]) -> str:
-    """What messages call a hook: the name of the function, or of the class whose instances are called."""
+    """The name of a hook in messages: that of the function, or of the class whose instances are called."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return getattr(hook, "__name__", type(hook).__name__)

@@ -44,7 +44,7 @@ def is_view(node: Node) -> bool:
 
 
 def viewed(node: Node) -> Node | None:
-    """What a node is a view of."""
+    """The node that a node is a view of; None if it is no view."""
     return node.all_input_nodes[0] if is_view(node) else None
 
 
@@ -76,7 +76,7 @@ def shard_input(shard: Node) -> Node | None:
 
 
 def role(node: Node) -> str:
-    """What a node does for a bucket (see :mod:`passes.transforms.bucket`), or the empty string."""
+    """The role of a node in the work for a bucket (see :mod:`passes.transforms.bucket`), or the empty string."""
     return node.meta.get("fsdp", "").partition(":")[0]
 
 

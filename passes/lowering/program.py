@@ -55,7 +55,7 @@ def _owns_what_it_reduces(node: Node) -> bool:
 
 
 def _range_of(node: Node) -> str:
-    """What profiles show a collective of a bucket, or the wait for it, as; the empty string for any other node."""
+    """The name in profiles of a collective of a bucket, or of the wait for it; the empty string for any other node."""
     if not is_collective(node) or not bucket(node):
         return ""
     collective: Any = node.args[0] if node.target == _wait else node

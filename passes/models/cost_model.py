@@ -57,7 +57,7 @@ _MOVES_NOTHING = {
 
 
 def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
-    """What each node of a graph takes on the computing side."""
+    """The time of each node of a graph on the computing side."""
     costs: dict[Node, int] = {}
     kernel_ns = _ns(hardware.kernel_s)
     stretch: list[Node] = []
@@ -85,13 +85,13 @@ def transfer_ns(node: Node, hardware: Hardware) -> int:
 
 
 def _taken_ns(node: Node, hardware: Hardware) -> int:
-    """What a collective takes from the computing side while it is in flight."""
+    """The time that a collective takes from the computing side while it is in flight."""
     link, traffic = _link_and_traffic(node, hardware)
     return _ns(link.taken_s + traffic * link.taken_s_per_byte)
 
 
 def _link_and_traffic(node: Node, hardware: Hardware) -> tuple[Link, float]:
-    """What carries a collective, and the bytes that each rank sends over it."""
+    """The link that carries a collective, and the bytes that each rank sends over it."""
     group = group_of(node)
     world_size = group_size(group)
     links = hardware.links(dist.get_process_group_ranks(resolve_group(group)))

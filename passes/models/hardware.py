@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True)
 class Link:
-    """What one kind of collective costs.
+    """The cost of one kind of collective.
 
     It is in flight for ``latency_s + traffic / bytes_per_s``. Where it hides behind compute, compute still takes
     ``taken_s + traffic * taken_s_per_byte`` longer: Gloo's threads run on the cores that compute, NCCL's kernels on some of a

@@ -23,7 +23,7 @@ _wait = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Costs:
-    """What the nodes of a graph cost, in nanoseconds.
+    """The costs of the nodes of a graph, in nanoseconds.
 
     Attributes:
         compute: for each node, on the computing side.

@@ -81,7 +81,7 @@ class _Param(NamedTuple):
 
 @dataclass(eq=False)
 class _Trace:
-    """What tracing a layer gave.
+    """The trace of a layer.
 
     Attributes:
         params: the parameters that it unshards.

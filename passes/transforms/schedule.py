@@ -62,7 +62,7 @@ class Prefetch:
 
 
 def find_prefetches(graph: Graph, lists: Sequence[tuple[str, Sequence[str]]]) -> list[Prefetch]:
-    """What the lists of a plan mean in a graph. To be asked before bucketing consumes the operators."""
+    """The lists of a plan, in nodes and buckets of a graph. To be asked before bucketing consumes the operators."""
     if not lists:
         return []
     buckets: dict[str, list[str]] = {}

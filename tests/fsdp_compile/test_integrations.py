@@ -159,6 +159,10 @@ def accelerate(ours: bool, path: str, tied: bool) -> list[float]:
 
 @_needs("accelerate")
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["plain", "tied-checkpointed"])
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"),
+    reason="torch.compile of 2.11 does not train a checkpointed model with a cache, sharded or not",
+)
 def test_accelerate(tied: bool, rank_pools: RankPools, tmp_path: Path) -> None:
     rank_pools[_WORLD].run(run_accelerate, path=str(tmp_path), tied=tied)
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms._comm_hooks import default_hooks
-from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, LowPrecisionState
 
 from passes.collectives.traced_hook import hook_name
+from passes.fx.torch_internals.distributed import DefaultState, LowPrecisionState, default_hooks
 
 __all__ = [
     "BoundHook",

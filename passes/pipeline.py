@@ -25,8 +25,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from torch._inductor.pattern_matcher import stable_topological_sort
-from torch._logging import trace_structured
 from torch.fx import Graph, GraphModule
 
 from .auto.auto_schedule import AutoSchedule, find_grouping, schedule_automatically
@@ -34,6 +32,8 @@ from .auto.grouping import Grouping
 from .auto.large_parameters import separate_large_parameters
 from .fx.emit import replaying_traces
 from .fx.graph import shard_input
+from .fx.torch_internals.aot import stable_topological_sort
+from .fx.torch_internals.core import trace_log, trace_structured
 from .ir.interface import Interface
 from .ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from .ir.plan import Plan
@@ -90,8 +90,6 @@ def _log_graph(name: str, text: str) -> None:
 
 
 def _is_observed(observer: Observer) -> bool:
-    from torch._logging._internal import trace_log
-
     return observer is not log_pass or logger.isEnabledFor(logging.DEBUG) or bool(trace_log.handlers)
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 # A module imports from its own folder and from those before it. Files that stand beside folders are named like these.
 ORDER = {
-    "passes": ["collectives", "fx", "ir", "models", "transforms", "auto", "lowering", "pipeline"],
+    "passes": ["fx", "collectives", "ir", "models", "transforms", "auto", "lowering", "pipeline"],
     "fsdp_compile": ["torch_versions", "units", "runtime", "compiler", "comm_hooks", "calibrate", "api", "cuda"],
 }
 MODULES = {
@@ -76,3 +80,131 @@ def test_headers_of_passes(name: str) -> None:
     title = name.split(".")[-1].replace("_", " ").capitalize()
     assert header.startswith(f"{title}: ")
     assert all(f"\n{section}" in header for section in ("Before: ", "After:  ", "Leaves alone "))
+
+
+WALL = {name: path for name, path in MODULES.items() if name.startswith("passes.fx.torch_internals.")}
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Private names of torch that code imports, or reaches by way of a private module, which only an import has loaded."""
+    return {name for name in torch_names(tree) if _is_private(name)}
+
+
+def torch_names(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of torch that code imports, and what it reads of private modules and of Inductor's operators."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"torch(\.\w+)+", ast.unparse(node)):
+            name = ast.unparse(node)
+            names = [name] if name.startswith("torch.ops.prims.") or _goes_into_private_module(name) else []
+        else:
+            continue
+        yield from (name for name in names if name.startswith("torch."))
+
+
+def _is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def _goes_into_private_module(name: str) -> bool:
+    """Whether a name goes on behind a private module of Python; ``torch._C`` is none."""
+    parts = name.split(".")
+    folder = Path(torch.__file__).parent
+    for index, part in enumerate(parts[1:], 1):
+        if part.startswith("_") and index < len(parts) - 1:
+            path = folder.joinpath(*parts[1 : index + 1])
+            return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+    return False
+
+
+@pytest.mark.parametrize("name", MODULES.keys() - WALL.keys())
+def test_private_names_of_torch_are_imported_by_the_wall_alone(name: str) -> None:
+    assert not private_names(ast.parse(MODULES[name].read_text())), "import them from passes.fx.torch_internals"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "import torch._inductor.config as config",
+        "from torch import _guards",
+        "from torch.utils import _pytree as pytree",
+        "from torch._inductor import config",
+        "from torch.fx._lazy_graph_module import _make_graph_module",
+        "def f():\n    from torch.autograd.graph import _engine_run_backward",
+        "torch._dynamo.reset()",
+        "torch.utils._pytree.tree_map(f, x)",
+    ],
+)
+def test_private_names_are_found(code: str) -> None:
+    assert private_names(ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import torch.fx", "from torch.fx import Graph", "torch._C._current_graph_task_id()", "torch.ops.aten._to_copy.default"],
+)
+def test_public_names_and_attributes_are_not_private_imports(code: str) -> None:
+    assert not private_names(ast.parse(code))
+
+
+@pytest.mark.parametrize("name", WALL)
+def test_installed_torch_has_every_name_of_the_wall(name: str) -> None:
+    names = sorted({*torch_names(ast.parse(WALL[name].read_text()))})
+    missing = [name for name in names if not exists(name)]
+    assert names and not missing, f"torch {torch.__version__} has no {', '.join(missing)}"
+
+
+def exists(name: str) -> bool:
+    """Whether a module, or an attribute of one, exists. What a module imports need not be there: Triton, for one."""
+    found, path = torch, "torch"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        # Modules first: a package may have a function of the same name.
+        if _is_module(path):
+            try:
+                found = importlib.import_module(path)
+            except ModuleNotFoundError:
+                return True
+        elif hasattr(found, part):
+            found = getattr(found, part)
+        else:
+            return False
+    return True
+
+
+def _is_module(path: str) -> bool:
+    try:
+        return find_spec(path) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False
+
+
+def test_exists_knows_what_is_missing() -> None:
+    assert exists("torch._inductor.config") and exists("torch._guards.TracingContext")
+    assert (
+        not exists("torch.ops.prims.missing.default")
+        and not exists("torch._guards.Missing")
+        and not exists("torch._missing.module.Name")
+    )
+
+
+def test_wall_has_no_name_that_nothing_imports() -> None:
+    trees = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+    used = {alias.name for tree in trees.values() for node in _imports(tree) if _is_of_wall(node) for alias in node.names}
+    defined = {name for module in WALL for node in trees[module].body for name in _defined(node)}
+    assert defined <= used
+
+
+def _is_of_wall(node: ast.Import | ast.ImportFrom) -> bool:
+    return isinstance(node, ast.ImportFrom) and "torch_internals" in (node.module or "")
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    aliases = node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
+    return [alias.asname or alias.name for alias in aliases if alias.asname or isinstance(node, ast.ImportFrom)]

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
+
+from passes.fx.torch_internals.core import pytree
 
 
 def cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[Any, Any]:

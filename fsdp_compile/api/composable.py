@@ -16,7 +16,8 @@ from typing import Any
 
 import torch.distributed.fsdp
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+
+from passes.fx.torch_internals.distributed import REGISTRY_KEY, STATE_KEY, RegistryItem
 
 from ..runtime.gradients import call_hooks, reduce_pending
 from ..runtime.uncompiled import Forward

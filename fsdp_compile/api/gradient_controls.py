@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.collectives.traced_hook import apply_in_place_hook, apply_reduce_hook
+from passes.fx.torch_internals.core import FakeTensorMode
 
 from ..comm_hooks import BoundHook, bind_hook
 from ..runtime.gradients import call_hooks, discard, reduce_pending
@@ -263,8 +264,6 @@ def _check_may_finalize(unit: Unit) -> None:
 
 def _examples(unit: Unit) -> list[Tensor]:
     """Fake flat shards like those that hooks of a unit get, one for each dtype."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
         dtypes = {reduce_dtype(unit.mp_policy, dtype) or unit.mp_policy.param_dtype or dtype for dtype in unit.storages}
         return [torch.empty(8, dtype=dtype, device=unit.mesh.device) for dtype in sorted(dtypes, key=str)]

@@ -15,14 +15,13 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._guards import TracingContext
 from torch.compiler import is_compiling
 
 # Bound once: code that wants ours instead puts it in the place of torch's.
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.nn.utils._named_member_accessor import swap_tensor
 
+from passes.fx.torch_internals.core import TracingContext, swap_tensor
+from passes.fx.torch_internals.dynamo import OptimizedModule
 from passes.ir.ops import unshard
 
 from ..runtime.uncompiled import Forward, read

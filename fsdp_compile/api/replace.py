@@ -8,18 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed._composable.fsdp
 import torch.distributed.fsdp
+
+from passes.fx.torch_internals.distributed import NAMESPACES_OF_FULLY_SHARD
 
 from .sharding import fully_shard
 
-# Where torch offers it. Its own modules that use it ask it for what FSDP2 sharded, and go on doing so.
-_TORCHS_NAMESPACES = {
-    "torch.distributed.fsdp",
-    "torch.distributed.fsdp._fully_shard",
-    "torch.distributed._composable.fsdp",
-    "torch.distributed._composable.fsdp.fully_shard",
-}
 _in_force = threading.Lock()
 
 
@@ -53,7 +47,7 @@ def _names_of(function: Any) -> list[tuple[dict[str, Any], str]]:
     found = []
     for module_name, module in list(sys.modules.items()):
         namespace = getattr(module, "__dict__", None)
-        if namespace is None or (module_name.startswith("torch.") and module_name not in _TORCHS_NAMESPACES):
+        if namespace is None or (module_name.startswith("torch.") and module_name not in NAMESPACES_OF_FULLY_SHARD):
             continue
         found += [(namespace, name) for name, value in list(namespace.items()) if value is function]
     return found

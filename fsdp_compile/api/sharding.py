@@ -9,13 +9,13 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from passes.collectives.layout import REPLICATED
+from passes.fx.torch_internals.core import FakeTensor
+from passes.fx.torch_internals.dynamo import OptimizedModule
 
 from ..runtime.owner import attach
 from ..torch_versions import check_policy

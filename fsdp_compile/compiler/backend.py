@@ -15,18 +15,20 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
-from torch._guards import CompileContext, TracingContext, compile_context, tracing
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from passes.auto.auto_schedule import AutoSchedule
+from passes.fx.torch_internals.aot import V, functorch_config
+from passes.fx.torch_internals.core import (
+    CompileContext,
+    TracingContext,
+    compile_context,
+    is_traceable_wrapper_subclass,
+    tracing,
+)
+from passes.fx.torch_internals.dynamo import compile_lock
+from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, compile_fx_inner, inductor_config
 from passes.ir.interface import Interface
 from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
 from passes.ir.plan import Plan

@@ -18,10 +18,15 @@ from unittest import mock
 
 import torch
 from filelock import FileLock
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
-from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from passes.fx.torch_internals.inductor import (
+    AsyncCompile,
+    VecISA,
+    cache_dir,
+    get_compiler_version_info,
+    get_cpp_compiler,
+    pick_vec_isa,
+)
 
 from .kernel_library import KernelLibrary, fall_back
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, GraphModule
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+from passes.fx.torch_internals.core import _make_graph_module, _use_lazy_graph_module
 from passes.models.memory_model import LiveBytes, live_bytes
 from passes.pipeline import Observer, graph_text, log_pass
 

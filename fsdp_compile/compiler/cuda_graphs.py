@@ -29,11 +29,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from passes.collectives.gloo import backend_of
 from passes.fx.graph import memory_of
+from passes.fx.torch_internals.core import OpOverload
 
 logger = logging.getLogger(__name__)
 

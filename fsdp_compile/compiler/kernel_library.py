@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
-from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+from passes.fx.torch_internals.inductor import AsyncCompile, CppPythonBindingsCodeCache, get_compile_threads, kernel_code_log
 
 Kernel = Callable[..., None]
 

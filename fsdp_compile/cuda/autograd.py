@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-# Bound at import, while no one has put another in its place.
-from torch.autograd.graph import _engine_run_backward as _engine  # type: ignore[attr-defined]
+from passes.fx.torch_internals.core import _engine_run_backward as _engine
+from passes.fx.torch_internals.core import unset_fake_temporarily
 
 from ..runtime.gradients import set_accumulates_elsewhere
 
@@ -93,7 +93,7 @@ class _Call(torch.autograd.Function):
 
 def _inside_of_engine(function: Callable[[], None]) -> None:
     """Call a function from a backward of torch's engine: its task and its final callbacks are there, as in a real backward."""
-    with torch.enable_grad(), torch._subclasses.fake_tensor.unset_fake_temporarily():
+    with torch.enable_grad(), unset_fake_temporarily():
         anchor = torch.zeros((), device="cpu", requires_grad=True)
         called = _Call.apply(anchor, function)
     _engine((called,), (torch.ones((), device="cpu"),), False, False, (), allow_unreachable=True, accumulate_grad=True)

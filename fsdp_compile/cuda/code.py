@@ -17,17 +17,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.graph import GraphLowering
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import GraphModule, Interpreter
-from torch.utils import _pytree as pytree
 
 from passes.collectives.functional import factor_tensor
+from passes.fx.torch_internals.core import FakeCopyMode, FakeTensorMode, pytree, unset_fake_temporarily
+from passes.fx.torch_internals.distributed import FakeStore
+from passes.fx.torch_internals.inductor import GraphLowering, compile_fx_inner, inductor_config
 
 from ..api.sharding import fully_shard
 from ..compiler import backend
@@ -133,7 +131,7 @@ def _backend_without_device() -> Iterator[None]:
 
 def _forget() -> None:
     """What was compiled, and what is cached, of this world must not serve in another: fake divide factors, groups, graphs."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     factor_tensor.cache_clear()
     mesh._mesh_of_neighbours.cache_clear()
 
@@ -194,8 +192,6 @@ def _check_arguments(model: nn.Module, mesh_shape: Sequence[int]) -> None:
 @contextlib.contextmanager
 def _world(mesh_shape: Sequence[int]) -> Iterator[DeviceMesh]:
     """A mesh of pretended ranks, of which this process is the first."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise RuntimeError(
             "cuda_code makes a default process group of pretended ranks, but there is one already, and a process has only one. "

@@ -22,9 +22,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses import FakeTensorMode, fake_tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from passes.fx.torch_internals.aot import UniformValueConstantFolder
+from passes.fx.torch_internals.core import FakeTensorMode, TorchDispatchMode, fake_tensor, pytree
+from passes.fx.torch_internals.dynamo import device_interface
 
 from .autograd import run_backward
 
@@ -123,8 +124,6 @@ _CACHED = {
 
 def _forget_devices() -> None:
     """Empty the caches of what torch believes about devices. Not all of them exist in all versions of torch."""
-    from torch._dynamo import device_interface
-
     for module_name, names in _CACHED.items():
         for name in names:
             found: Any = sys.modules.get(module_name)
@@ -140,8 +139,6 @@ def _forget_devices() -> None:
 @contextlib.contextmanager
 def _python_functions(device: CudaDevice, has_device: bool) -> Iterator[None]:
     """What Python asks ``torch.cuda``, or the interface that Dynamo and Inductor ask in its place."""
-    from torch._dynamo import device_interface
-
     # Makes torch's own interfaces, which look at the devices that there are.
     list(device_interface.get_registered_device_interfaces())
 
@@ -233,8 +230,6 @@ class _ConstantsOnCpu(TorchDispatchMode):
 @contextlib.contextmanager
 def _constant_folding() -> Iterator[None]:
     """Inductor computes what is uniform in a graph, with real tensors of one element, on the device that the graph says."""
-    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
-
     fold = UniformValueConstantFolder.run
 
     def run(folder: Any, *args: Any, **kwargs: Any) -> Any:

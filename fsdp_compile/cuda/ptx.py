@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-import torch._inductor.config as inductor_config
+from passes.fx.torch_internals.inductor import inductor_config
 
 from .pretend import device_of, pretend_cuda
 
@@ -51,7 +51,7 @@ def compile_kernels(kernels: Iterable[tuple[str, str]], archs: Iterable[str]) ->
 @contextlib.contextmanager
 def _loading() -> Iterator[str]:
     """Let generated source be imported, from a folder."""
-    from torch._inductor.runtime import triton_helpers
+    from passes.fx.torch_internals.triton import triton_helpers
 
     # The launcher that Inductor has for itself keeps the machine code alone.
     launchers = ("use_static_triton_launcher", "use_static_cuda_launcher")

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from passes.fx.torch_internals.core import pytree
 from passes.ir.ops import reshard
 
 from ..units.param_state import Stamp, stamp

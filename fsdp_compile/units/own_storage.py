@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from passes.fx.torch_internals.core import FakeTensor
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from passes.collectives.layout import REPLICATED, padded_shard_numel, padded_shard_shape
+from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
 
 from ..torch_versions import reduce_dtype
 from .own_storage import has_memory, with_own_storage

@@ -15,15 +15,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
-from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ..fx.torch_internals.core import (
+    FakeTensor,
+    FakeTensorMode,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    TorchDispatchMode,
+    _disable_current_modes,
+    dispatch_functionalize,
+    pytree,
+)
+from ..fx.torch_internals.distributed import REDUCE_OP_TO_STR
+from ..fx.torch_internals.operators import select_decomp_table
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._decomp import get_decompositions
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from .fake_values import FakeCopies
+from .torch_internals.core import get_decompositions, pytree
 
 # Inductor counts on joint graphs being decomposed, and takes no cast in this form.
 _DECOMPOSITIONS: dict[Any, Any] = get_decompositions([torch.ops.aten._to_copy.default])

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+from .torch_internals.core import FakeTensor, in_kernel_invocation_manager
 
 
 class FakeCopies:

@@ -5,6 +5,8 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from .torch_internals.core import OpOverload
+
 _aten = torch.ops.aten
 _prims = torch.ops.prims
 
@@ -93,7 +95,7 @@ def whole_bucket(name: str) -> str:
 
 def is_collective(node: Node) -> bool:
     """Whether a node communicates, or waits for communication."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _COLLECTIVES
+    return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
 
 
 def starts_collective(node: Node) -> bool:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from ..collectives.functional import group_size
 from ..fx.graph import bucket
+from ..fx.torch_internals.core import OpOverload
 
 _POINT_TO_POINT = {"isend", "irecv", "batch_p2p_ops"}
 

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from ..fx.graph import bucket, is_collective
+from ..fx.torch_internals.core import OpOverload
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _all_reduce = torch.ops._c10d_functional.all_reduce.default
@@ -120,7 +121,7 @@ class _Writer:
         return ", ".join([*positional, *(f"{key}={self._text(value)}" for key, value in node.kwargs.items())])
 
     def _name_of(self, target: Any) -> str:
-        if isinstance(target, torch._ops.OpOverload):
+        if isinstance(target, OpOverload):
             return f"torch.ops.{target}"
         # Not by its bare name, which a node may have.
         name = f"_{target.__module__}_{target.__name__}".replace(".", "_")

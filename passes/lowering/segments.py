@@ -24,16 +24,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._inductor.inductor_prims
 from torch import SymInt, Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node, map_arg
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from ..fx.graph import is_collective, is_view, kernel_boundaries
+from ..fx.torch_internals.core import OpOverload, _make_graph_module, _use_lazy_graph_module, make_contiguous_strides_for
+from ..fx.torch_internals.operators import lookup_seed
 
 _aten = torch.ops.aten
-_lookup_seed = torch.ops.prims.inductor_lookup_seed.default
 
 # Constants: a segment makes its own rather than take one that another segment made.
 _CONSTANTS = {
@@ -58,7 +56,7 @@ class Segment:
 
 
 def _stays_outside(node: Node, stretch: dict[Node, None]) -> bool:
-    return node.target == _lookup_seed and node.args[0] not in stretch
+    return node.target == lookup_seed and node.args[0] not in stretch
 
 
 def _is_constant(node: Node) -> bool:
@@ -80,7 +78,7 @@ def _is_told_by_order(node: Node) -> bool:
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
         return False
-    if value.stride() == torch._prims_common.make_contiguous_strides_for(value.shape):
+    if value.stride() == make_contiguous_strides_for(value.shape):
         return True
     expected = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):

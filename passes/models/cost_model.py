@@ -25,6 +25,8 @@ from torch.utils.flop_counter import flop_registry
 from ..collectives.functional import group_size, resolve_group
 from ..fx.graph import group_of, is_view, starts_collective
 from ..fx.sizes import num_bytes, shape_hint
+from ..fx.torch_internals.core import OpOverload
+from ..fx.torch_internals.operators import force_stride_order
 from .hardware import Hardware, Link, dtype_name
 
 _aten = torch.ops.aten
@@ -52,7 +54,7 @@ _FUSIBLE = {
 }
 _MOVES_NOTHING = {
     _wait,
-    torch.ops.prims.inductor_force_stride_order.default,
+    force_stride_order,
 }
 
 
@@ -115,7 +117,7 @@ def is_free(node: Node) -> bool:
 def is_fusible(node: Node) -> bool:
     """Whether Inductor generates a kernel for a node, together with its neighbours."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return bool({torch.Tag.pointwise, torch.Tag.reduction} & set(target.tags)) or target.overloadpacket in _FUSIBLE
 

@@ -25,6 +25,8 @@ from torch.fx import Graph, Node
 from ..collectives.gloo import backend_of
 from ..fx.graph import bucket, group_of, is_collective, is_view, readers, role, starts_collective
 from ..fx.sizes import num_bytes
+from ..fx.torch_internals.core import OpOverload
+from ..fx.torch_internals.operators import force_stride_order
 
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 _cast = torch.ops.prims.convert_element_type.default
@@ -33,7 +35,7 @@ _wait = torch.ops._c10d_functional.wait_tensor.default
 _GIVES_BACK = {
     _wait,
     torch.ops.aten._unsafe_view.default,
-    torch.ops.prims.inductor_force_stride_order.default,
+    force_stride_order,
 }
 
 
@@ -165,7 +167,7 @@ def _gives_back(node: Node) -> bool:
     """Whether a node's result is its first argument's memory."""
     if node.target in _GIVES_BACK:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     return any(value.alias_info is not None for value in node.target._schema.returns)
 

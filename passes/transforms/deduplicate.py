@@ -10,7 +10,7 @@ Leaves alone all but unshards and the calls of checkpoints that hold some. An ``
 operator is refused: its bucket would be unknown.
 """
 
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..ir.ops import Unshard, unshard, unshards
@@ -18,7 +18,7 @@ from ..ir.ops import Unshard, unshard, unshards
 
 def _lift_out_of_checkpoints(graph: Graph, owner: GraphModule) -> None:
     """Move unshards from checkpoint bodies to the surrounding graph; the body takes the full parameter instead."""
-    for call in [node for node in graph.nodes if node.target is tag_activation_checkpoint]:
+    for call in [node for node in graph.nodes if node.target is torch.ops.higher_order.tag_activation_checkpoint]:
         body_node = call.args[0]
         body = owner.get_submodule(body_node.target)
         assert isinstance(body, GraphModule)

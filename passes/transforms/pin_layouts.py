@@ -11,13 +11,11 @@ Leaves alone copies of the model's own. Runs for the Inductor lowering only.
 """
 
 import torch
-import torch._inductor.inductor_prims  # registers the operator below
 from torch.fx import Graph
 
 from ..fx.graph import kernel_boundaries, replace_other_uses, role
+from ..fx.torch_internals.operators import force_stride_order
 from .foreach_copies import copy_in_together, copy_out_together
-
-_pin = torch.ops.prims.inductor_force_stride_order.default
 
 
 def pin_layouts(graph: Graph) -> None:
@@ -28,7 +26,7 @@ def pin_layouts(graph: Graph) -> None:
     for node in list(graph.nodes):
         if role(node) == "finish_gather" and node.target == torch.ops.aten.clone.default:
             with graph.inserting_after(node):
-                pinned = graph.call_function(_pin, (node, list(node.meta["val"].stride())))
+                pinned = graph.call_function(force_stride_order, (node, list(node.meta["val"].stride())))
             pinned.meta = dict(node.meta)
             replace_other_uses(node, pinned)
 

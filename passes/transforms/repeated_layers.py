@@ -37,20 +37,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch._inductor.inductor_prims
 import torch.fx.traceback as fx_traceback
 from torch import Tensor
-from torch._functorch.aot_autograd import aot_function
-from torch._guards import TracingContext, tracing
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-from torch._inductor.virtualized import V
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
-from torch.utils._pytree import tree_leaves
 
 from ..fx.fake_values import FakeCopies
+from ..fx.torch_internals.aot import V, aot_function, joint_graph_passes
+from ..fx.torch_internals.core import FakeTensor, OpOverload, TracingContext, pytree, tracing
+from ..fx.torch_internals.operators import seeds, select_decomp_table
 from ..ir.ops import ReduceGrad, Unshard, reduce_grad, unshard, unshards, update_args
 
 logger = logging.getLogger(__name__)
@@ -220,7 +214,8 @@ def _only_computes(node: Node) -> bool:
     if node.target in _HARMLESS:
         return True
     results = node.meta.get("example_value")
-    return all(isinstance(result, (Tensor, int, float, torch.Size)) for result in tree_leaves(results)) and results is not None
+    leaves = pytree.tree_leaves(results)
+    return all(isinstance(leaf, (Tensor, int, float, torch.Size)) for leaf in leaves) and results is not None
 
 
 def _is_plain(value: Any) -> bool:
@@ -354,7 +349,7 @@ def _split(gm: GraphModule, params: list[_Param], num_inputs: int, has_tangent: 
     operations = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     if not all(map(_is_copyable, operations)) or not all(type(value) is Tensor for value in constants.values()):
         return None
-    if graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_seeds.default):
+    if graph.find_nodes(op="call_function", target=seeds):
         return None
     placeholders = graph.find_nodes(op="placeholder")
     tangents = placeholders[num_inputs:]

@@ -1,0 +1,53 @@
+"""What ``import torch`` loads already: fake and functional tensors, contexts of a compilation, parts of FX and autograd."""
+
+# Joint graphs have been decomposed when passes write to them; what passes write is decomposed likewise.
+from torch._decomp import get_decompositions
+
+# Variants of a graph are lowered long after AOTAutograd has returned, in the contexts that it had. ``TracingContext`` also says
+# which fake mode a compilation works in, and which functions Dynamo is tracing.
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
+
+# Passes are logged as torch's own are, for ``TORCH_TRACE`` and tlparse; the logger says whether anything listens.
+from torch._logging import trace_structured
+from torch._logging._internal import trace_log
+
+# Tells operators from other functions in a graph, and has their schema.
+from torch._ops import OpOverload
+
+# The strides that a tensor of a certain shape has where nothing else is said.
+from torch._prims_common import make_contiguous_strides_for
+
+# ``cuda_code`` keeps fake tensors from looking for a device: functions of the module are replaced.
+from torch._subclasses import fake_tensor
+
+# To know fake tensors, and to make them: of a model (FakeCopyMode), or without dispatching an operator for each, as copies of
+# layers need by the thousand (in_kernel_invocation_manager, and ``FakeTensor(mode, meta, device)`` by position: from 2.13 on
+# its first parameter has another name).
+from torch._subclasses.fake_tensor import (
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
+
+# Communication hooks are traced as AOTAutograd traces: functionalised. From 2.14 on a parameter of ``dispatch_functionalize``
+# says whether writes reach the inputs; by default they do not, as before.
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
+
+# What ``Tensor.backward`` and ``autograd.grad`` call, by a global name of theirs. ``cuda_code`` puts its own in that place:
+# this is torch's, bound at import, while no one has put another there.
+from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
+
+# Graph modules whose Python code is not written until it is called: segments never are, Inductor reads their graph.
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+# What ``torch.func.functional_call`` puts tensors into modules with, by which a trace of it is known.
+from torch.nn.utils._named_member_accessor import swap_tensor
+
+# Trees of what modules take and give out, in the form that Dynamo traces.
+from torch.utils import _pytree as pytree
+
+# Modes see every operator, those too that a function calls by way of others. Tensors of subclasses that AOTAutograd takes apart
+# are more than one input of a graph.
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass

@@ -1,0 +1,28 @@
+"""What torch.distributed has no public name for."""
+
+# Loads the last two of the places below.
+import torch.distributed._composable.fsdp
+
+# Under these keys a module says which composable APIs were applied to it, and what state they have for it.
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+
+# The names of reductions in functional collectives, for those that a traced hook calls.
+from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
+
+# FSDP1's communication hooks and their states, which users hand over.
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, LowPrecisionState
+
+# Sharded parameters are DTensors that are made of a shard and a spec, as FSDP2's are, without autograd or communication.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# Ranks that ``cuda_code`` pretends: importing it registers the backend ``fake``. From 2.14 on the class is written in C++.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# Where torch offers FSDP2's ``fully_shard``. Its own modules that use it ask it for what FSDP2 sharded, and go on doing so.
+NAMESPACES_OF_FULLY_SHARD = {
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+}

@@ -1,0 +1,10 @@
+"""Dynamo."""
+
+# ``cuda_code`` answers in its place what Dynamo and Inductor ask about a GPU.
+from torch._dynamo import device_interface
+
+# Held by whatever compiles; variants of a graph are lowered when Dynamo does not run.
+from torch._dynamo.convert_frame import compile_lock
+
+# What ``torch.compile(module)`` gives: users may shard it, or shard what is in it.
+from torch._dynamo.eval_frame import OptimizedModule

@@ -1,0 +1,29 @@
+"""Inductor as a compiler, of graphs and of C++."""
+
+import torch._inductor.config as inductor_config
+
+# Kernels are collected, and compiled in the background several to a file: ``cpp_pybinding`` and ``wait`` are replaced
+# meanwhile, if they take what they are known to take (``background_kernels.py``).
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
+
+# Compiles such a file: its template of bindings for one function is written for several.
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+# The backend that is built on; its parameter ``inner_compile`` gets forward and backward graphs. From 2.12 on both take
+# ``compile_region_name``, too, which is handed on among the keywords.
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+# Which compiler an instruction set is probed with. ``get_cpp_compiler`` takes a device from 2.15 on; by default it is the host.
+from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+# The probe itself, of which ``check_build`` is replaced by a quicker one while it runs.
+from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
+
+# Hooks of Inductor are objects that say what their result depends on, for its cache.
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+# ``cuda_code`` ends a lowering when the code is written, and before it is loaded.
+from torch._inductor.graph import GraphLowering
+
+# Where locks lie: with the cache that they are for.
+from torch._inductor.runtime.cache_dir_utils import cache_dir

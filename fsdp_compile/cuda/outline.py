@@ -43,6 +43,7 @@ _SILENT = {
     "assert_alignment",
     "get_raw_stream",
     "copy_if_misaligned",
+    "copy_misaligned",
     "clear",
     "set_device",
     "_DeviceGuard",

@@ -106,26 +106,32 @@ def assert_equal_gradients(model: nn.Module, reference: nn.Module) -> None:
         assert error < 1e-4 * theirs.grad.norm() + 1e-6 * total, f"{name}: {error} of {theirs.grad.norm()}"
 
 
-def train(name: str, layers: int, lengths: Iterable[int], **options: Any) -> Traced:
-    """Take steps with a model alone and sharded over all ranks, and compare them."""
+def take_steps(name: str, reference: Any, model: Any, forward: Any, lengths: Iterable[int]) -> None:
+    """Train a model alone and one that is sharded over all ranks, and compare them; ``forward`` calls the latter."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    architecture = ARCHITECTURES[name]
-    reference, model = architecture.build(layers), shard(architecture.build(layers), layers)
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(model, backend=fsdp_backend, options=options)
     optimizers = [torch.optim.SGD(system.parameters(), lr=0.1) for system in (reference, model)]
     for step, length in enumerate(lengths):
-        batches = [architecture.batch(reference, 2, length, seed=step * world_size + index) for index in range(world_size)]
+        seeds = range(step * world_size, (step + 1) * world_size)
+        batches = [ARCHITECTURES[name].batch(reference, 2, length, seed=seed) for seed in seeds]
         losses = [reference(**batch).loss for batch in batches]
         (sum(losses) / world_size).backward()
-        loss = compiled(**batches[rank]).loss
+        loss = forward(**batches[rank]).loss
         loss.backward()
         torch.testing.assert_close(loss, losses[rank], rtol=1e-5, atol=1e-6)
         assert_equal_gradients(model, reference)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def train(name: str, layers: int, lengths: Iterable[int], **options: Any) -> Traced:
+    """Take steps with a model that is compiled."""
+    architecture = ARCHITECTURES[name]
+    reference, model = architecture.build(layers), shard(architecture.build(layers), layers)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend=fsdp_backend, options=options)
+    take_steps(name, reference, model, compiled, lengths)
     return trace_count()
 
 
@@ -196,27 +202,15 @@ def _checkpoint_layers(model: Any) -> None:
 
 def train_uncompiled(name: str, checkpointed: bool) -> None:
     """Three layers, gathered again for backward, and lengths that change."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
     architecture = ARCHITECTURES[name]
     reference, model = architecture.build(3), architecture.build(3)
     for unit in (*layers_of(model, 3), model):
-        fully_shard(unit, mesh=device_mesh((world_size,)), reshard_after_forward=True)
+        fully_shard(unit, mesh=device_mesh((dist.get_world_size(),)), reshard_after_forward=True)
     model.set_reduce_scatter_unused_params(name in REACH_SOME_EXPERTS)
     if checkpointed and model.supports_gradient_checkpointing:
         _checkpoint_layers(reference)
         _checkpoint_layers(model)
-    optimizers = [torch.optim.SGD(system.parameters(), lr=0.1) for system in (reference, model)]
-    for step, length in enumerate(lengths_of(name)):
-        batches = [architecture.batch(reference, 2, length, seed=step * world_size + index) for index in range(world_size)]
-        losses = [reference(**batch).loss for batch in batches]
-        (sum(losses) / world_size).backward()
-        loss = model(**batches[rank]).loss
-        loss.backward()
-        torch.testing.assert_close(loss, losses[rank], rtol=1e-5, atol=1e-6)
-        assert_equal_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    take_steps(name, reference, model, model, lengths_of(name))
 
 
 def train_all_uncompiled(checkpointed: bool) -> None:

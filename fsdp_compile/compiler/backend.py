@@ -39,7 +39,8 @@ from passes.pipeline import run_dynamo_passes, run_joint_passes, run_passes, run
 from passes.transforms.repeated_layers import fold_layers
 
 from ..runtime.course import Run, agree_on_graph
-from ..runtime.planned_graph import BoxedFunction, Owners, PlannedGraph, boxed, sharded_param
+from ..runtime.graph_inputs import Owners, sharded_param
+from ..runtime.planned_graph import BoxedFunction, PlannedGraph, boxed
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks, split_among_cores

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from passes.fx.graph import bucket, group_of, is_collective
+from passes.fx.graph import group_of, is_collective
+from passes.ir.work import bucket
 
 from ..compiler.capture import CapturedGraph
 
@@ -209,7 +210,7 @@ class _Program:
             yield Step("wait", self.started[ast.unparse(call.args[0])])
         elif node is not None and is_collective(node):
             kind = called.split(".")[-2].rstrip("_").removesuffix("_into_tensor").removesuffix("_tensor")
-            self.started[name] = " ".join(filter(None, [kind, bucket(node)]))
+            self.started[name] = " ".join(map(str, filter(None, [kind, bucket(node)])))
             self.values[name] = self._of_node(name, name)
             yield Step(kind, _label(node, self.captured.group_names), (source,) if source else (), (self.values[name],))
         elif source is not None and re.search(r"aten\.(view|_unsafe_view|permute|slice|select|alias|expand|t)\.", called):
@@ -222,7 +223,7 @@ class _Program:
 def _label(node: Node, group_names: dict[str, str]) -> str:
     operators = [argument for argument in node.args if argument in ("sum", "avg", "max", "min", "product")]
     group = group_of(node)
-    return " ".join(filter(None, [bucket(node), *map(str, operators), f"over {group_names.get(group, group)}"]))
+    return " ".join(filter(None, [str(bucket(node) or ""), *map(str, operators), f"over {group_names.get(group, group)}"]))
 
 
 class _Segment:

@@ -16,17 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from passes.collectives.divide_factors import Averaging
-from passes.collectives.functional import (
-    factor_tensor,
-    finish_all_reduce,
-    finish_reduce_scatter,
-    finish_reduction,
-    group_size,
-    resolve_averaging,
-    start_all_reduce,
-    start_reduce_scatter,
-)
-from passes.ir.plan import Reduction, Sync
+from passes.collectives.functional import factor_tensor, group_size, resolve_averaging
+from passes.ir.reduction import Factor, Kept, Operand, Reduction, Sync, reduce_at_once, stages
 
 from ..torch_versions import reduce_dtype
 from ..units.own_storage import has_memory
@@ -384,50 +375,29 @@ def _communicate(
 ) -> None:
     partial = [flat_partial(params)] if reduction.has_partial else []
     like = grads[0] if grads else partial[0]
-    factors = [[factor_tensor(value, like.dtype, like.device)] for value in values]
-    averaging = reduction.averaging
-    before, scattered, result = (
-        factors.pop(0) if used else []
-        for used in (
-            averaging.divides_gradient,
-            averaging.divides_scattered,
-            averaging.divides_result and reduction.sync is Sync.ALL,
-        )
-    )
-    group = reduction.group or params[0].unit.mesh.shard_group
     accumulated = [unsharded_grad(param, like) for param in params] if reduction.has_unsharded else []
+    kept = {Kept.UNSHARDED: accumulated, Kept.PARTIAL: partial}
     for param in params:
         param.state.discard_gradients()
-    if grads:
-        in_flight = reduction.comm_hook is None and group_size(group) > 1
-        flat = start_reduce_scatter(
-            grads,
-            accumulated,
-            before,
-            dims=[param.dim for param in params],
-            group=group,
-            op=averaging.reduce_scatter_op if in_flight else "",
-            hook=reduction.comm_hook,
-            in_place=reduction.comm_hook_in_place,
-        )
-        flat = finish_reduce_scatter(flat, scattered, partial, group=group, in_flight=in_flight)
-    else:
-        (flat,) = partial
+
+    def take(operand: Operand) -> Sequence[Tensor]:
+        if isinstance(operand, Factor):
+            return [factor_tensor(values[operand.number], like.dtype, like.device)]
+        return kept[operand]
+
+    group = reduction.group or params[0].unit.mesh.shard_group
+    found = stages(
+        reduction,
+        dims=[param.dim for param in params],
+        group=group if group_size(group) > 1 else "",
+        replicate_group=replicate_group,
+        grad_dtype=params[0].shard.dtype,
+        is_scattered=not grads,
+    )
+    flat = reduce_at_once(found, grads if grads else partial[0], take)
     if reduction.sync is Sync.SCATTER:
         keep_partial(params, flat)
-        return
-    if replicate_group:
-        flat = finish_all_reduce(
-            start_all_reduce(
-                flat,
-                group=group,
-                in_flight=False,
-                replicate_group=replicate_group,
-                op=averaging.all_reduce_op,
-            )
-        )
-    flat = finish_reduction(flat, result, grad_dtype=params[0].shard.dtype, hook=reduction.all_reduce_hook)
-    if reduction.has_grad:
+    elif reduction.has_grad:
         flat_grad(params, flat.dtype).add_(flat)
     else:
         land_gradients(params, flat)

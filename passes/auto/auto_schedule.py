@@ -19,7 +19,6 @@ Leaves alone collectives of the model's own.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from torch.fx import Graph
 
 from ..fx.emit import replaying_traces
 from ..ir.plan import Plan
+from ..ir.work import BucketName
 from ..models.hardware import Hardware
 from .grouping import Grouping, groupings
 from .placement import Placement, Result
@@ -68,7 +68,7 @@ def find_grouping(
     """
     limit = auto.memory_limit
     fitting: list[tuple[tuple[int, int, int], Grouping]] = []
-    too_large: list[tuple[int, str]] = []
+    too_large: list[tuple[int, BucketName | None]] = []
     with replaying_traces(fresh=False):
         for grouping in groupings(_copy(graph), plan, default, auto.hardware, smallest=limit is not None):
             trial = _copy(graph)
@@ -84,7 +84,7 @@ def find_grouping(
             fitting.append(((result.total_ns, result.collectives, result.peak_bytes), grouping))
     if not fitting:
         assert limit is not None
-        raise ValueError(_too_low(limit, *min(too_large)))
+        raise ValueError(_too_low(limit, *min(too_large, key=lambda held: held[0])))
     first = min(total for (total, _, _), _ in fitting)
     as_good = [
         (peak, total, collectives, grouping)
@@ -103,9 +103,8 @@ def schedule_automatically(graph: Graph, auto: AutoSchedule) -> Result:
     return result
 
 
-def _too_low(limit: int, needed: int, unit: str) -> str:
-    # It is a piece of the unit: "blocks.0/2".
-    what = f"most of them for unit {re.sub(r'/[0-9]+', '', unit)}" if unit else "of activations alone"
+def _too_low(limit: int, needed: int, bucket: BucketName | None) -> str:
+    what = "of activations alone" if bucket is None else f"most of them for unit {'+'.join(bucket.unit_buckets)}"
     return (
         f"options['memory_limit'] = {limit} is too low: with nothing in flight and every parameter by itself, a graph of this "
         f"model still needs {needed} bytes at once, {what}. Raise the limit to that at least, or have less live at once: "

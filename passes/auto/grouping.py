@@ -22,7 +22,8 @@ from torch.fx import Graph
 from ..collectives.functional import group_size, resolve_group
 from ..fx.sizes import num_bytes
 from ..ir.ops import ReduceGrad, Unshard
-from ..ir.plan import Plan, Reduction
+from ..ir.plan import Plan
+from ..ir.reduction import Reduction
 from ..models.hardware import Hardware, Link
 from ..transforms.bucket import Group, gather_buckets, reduction_buckets, regroup, sink_derived
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from ..fx.graph import bucket, group_of, role, with_sources
+from ..fx.graph import group_of, with_sources
+from ..ir.work import BucketName, Role, Work, nodes_of, work
 from ..models.cost_model import is_free, is_fusible
 from ..models.hardware import Hardware
 from ..models.memory_model import LiveBytes, MemoryModel
@@ -46,15 +47,17 @@ class _Block:
 
     Attributes:
         nodes: in their order.
-        role: what they do for a bucket; empty: they compute.
-        bucket: the bucket.
+        work: what they do for a bucket; None: they compute.
         may_follow: communication may stand right ahead of it without cutting a kernel.
     """
 
     nodes: list[Node]
-    role: str = ""
-    bucket: str = ""
+    work: Work | None = None
     may_follow: bool = True
+
+    @property
+    def role(self) -> Role | None:
+        return None if self.work is None else self.work.role
 
 
 @dataclass(eq=False)
@@ -74,14 +77,17 @@ class Placement:
         self._memory = MemoryModel(graph)
         self._inputs = graph.find_nodes(op="placeholder")
         self._order = _blocks(graph)
-        named = {(block.role, block.bucket): block for block in self._order if block.role}
-        self._gathers = [
-            _InFlight(named["start_gather", block.bucket], block) for block in self._order if block.role == "finish_gather"
-        ]
+        at_work = {block.work: block for block in self._order if block.work is not None}
+        self._gathers: list[_InFlight] = []
         self._reductions: list[_InFlight] = []
         for block in self._order:
-            if block.role == "start_reduce":
-                chain = [block, named.get(("all_reduce", block.bucket)), named.get(("finish_reduce", block.bucket))]
+            if block.work is None:
+                continue
+            name = block.work.bucket
+            if block.role is Role.FINISH_GATHER:
+                self._gathers.append(_InFlight(at_work[Work(Role.START_GATHER, name)], block))
+            if block.role is Role.START_REDUCE:
+                chain = [block, *(at_work.get(Work(role, name)) for role in (Role.ALL_REDUCE, Role.FINISH_REDUCE))]
                 stages = [stage for stage in chain if stage is not None]
                 self._reductions += [_InFlight(start, wait) for start, wait in itertools.pairwise(stages) if _waits(wait)]
 
@@ -106,8 +112,8 @@ class Placement:
         """The live bytes in the order that was found last."""
         return self._memory.live_bytes(self._nodes())
 
-    def largest_at_peak(self) -> str:
-        """The bucket that holds most where most lives."""
+    def largest_at_peak(self) -> BucketName | None:
+        """The bucket that holds most where most lives; None if none holds anything."""
         totals = [total for total, _ in self.live_bytes().timeline]
         return self._memory.largest_bucket(self._nodes(), totals.index(max(totals)))
 
@@ -186,12 +192,12 @@ class Placement:
 
     def _wait_for_reductions_when_they_are_over(self) -> None:
         """First the waits that start an all-reduce: they decide when it is over."""
-        for stage in ("all_reduce", "finish_reduce"):
+        for stage in (Role.ALL_REDUCE, Role.FINISH_REDUCE):
             timeline = self._simulate()
             position = self._positions()
             anchors: dict[_Block, _Block] = {}
             for reduction in self._reductions:
-                if reduction.wait.role != stage:
+                if reduction.wait.role is not stage:
                     continue
                 collective = self._collective(reduction.start)
                 over = timeline.begins[collective] + _with_margin(self._costs.transfer[collective])
@@ -251,26 +257,26 @@ class Placement:
 
 def _blocks(graph: Graph) -> list[_Block]:
     """The blocks of a graph, without its inputs; the last is its output."""
-    starts: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        if role(node) == "start_gather":
-            starts.setdefault(bucket(node), []).append(node)
-    owner = {source: name for name, nodes in starts.items() for source in with_sources(nodes)}
+    starts = {
+        source: Work(Role.START_GATHER, name)
+        for name, nodes in nodes_of(graph, Role.START_GATHER).items()
+        for source in with_sources(nodes)
+    }
     blocks: list[_Block] = []
-    gathers: dict[str, _Block] = {}
+    gathers: dict[Work, _Block] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
-        kind, name = ("start_gather", owner[node]) if node in owner else (role(node), bucket(node))
-        if kind == "start_gather" and name in gathers:
-            gathers[name].nodes.append(node)
-        elif kind and blocks and (blocks[-1].role, blocks[-1].bucket) == (kind, name):
+        done = starts.get(node) or work(node)
+        if done in gathers:
+            gathers[done].nodes.append(node)
+        elif done is not None and blocks and blocks[-1].work == done:
             blocks[-1].nodes.append(node)
         else:
-            ends_kernel = bool(kind) or node.op == "output" or not (is_free(node) or is_fusible(node) or node.op == "get_attr")
-            blocks.append(_Block([node], kind, name, ends_kernel))
-            if kind == "start_gather":
-                gathers[name] = blocks[-1]
+            computes = is_free(node) or is_fusible(node) or node.op == "get_attr"
+            blocks.append(_Block([node], done, done is not None or node.op == "output" or not computes))
+            if done is not None and done.role is Role.START_GATHER:
+                gathers[done] = blocks[-1]
     return blocks
 
 

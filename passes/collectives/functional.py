@@ -1,11 +1,11 @@
 """A gather and a gradient reduction as plain tensor functions over functional collectives.
 
-The eager kernels of :mod:`passes.ir.ops` call them; :mod:`passes.transforms.bucket` traces them into the graph. Each is split
-at the point where communication is in flight, so that a schedule can put work between the two halves.
+Eager code calls them, and passes trace them into the graph: :mod:`passes.transforms.bucket` those of a gather, and what
+:func:`passes.ir.reduction.stages` puts in order those of a reduction. Each is split at the point where communication is in
+flight, so that a schedule can put work between the two halves.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import gloo
 from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
-from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
+from .layout import assemble, disassemble, padded_shard_numel
 from .traced_hook import apply_in_place_hook, apply_reduce_hook
 
 _c10d = torch.ops._c10d_functional
@@ -67,20 +67,38 @@ def resolve_averaging(
     return Averaging.of(factors, factor)
 
 
-def start_gather(shards: Sequence[Tensor], group: str) -> Tensor:
-    """Begin gathering padded shards of one dtype. Returns the flat buffer in flight, ``[world_size * sum of numels]``."""
-    pieces = [shard.reshape(-1) for shard in shards]
+def start_gather(shards: Sequence[Tensor], group: str, gaps: Sequence[int] = ()) -> Tensor:
+    """Begin gathering padded shards of one dtype.
+
+    Args:
+        shards: the shards.
+        group: name of the shard group.
+        gaps: how many elements that nobody reads are gathered along behind each; none: 0.
+
+    Returns:
+        The flat buffer in flight, ``[world_size * sum of numels and gaps]``.
+    """
+    pieces = []
+    for shard, gap in zip(shards, gaps or [0] * len(shards), strict=True):
+        pieces += [shard.reshape(-1), shard.new_zeros(gap)] if gap else [shard.reshape(-1)]
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return _c10d.all_gather_into_tensor(flat, group_size(group), group)
 
 
-def finish_gather(gathered: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str) -> list[Tensor]:
+def finish_gather(
+    gathered: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str, gaps: Sequence[int] = ()
+) -> list[Tensor]:
     """Wait for a gather that :func:`start_gather` began and cut the full parameters out of its buffer."""
     world_size = group_size(group)
     rows = _c10d.wait_tensor(gathered).view(world_size, -1)
     numels = [padded_shard_numel(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
-    pieces = rows.split(numels, dim=1) if len(numels) > 1 else [rows]
-    return [assemble(piece, shape, dim) for piece, shape, dim in zip(pieces, shapes, dims, strict=True)]
+    sizes: list[int] = []
+    places = []
+    for numel, gap in zip(numels, gaps or [0] * len(numels), strict=True):
+        places.append(len(sizes))
+        sizes += [numel, gap] if gap else [numel]
+    pieces = rows.split(sizes, dim=1) if len(sizes) > 1 else [rows]
+    return [assemble(pieces[place], shape, dim) for place, shape, dim in zip(places, shapes, dims, strict=True)]
 
 
 def _divide(value: Tensor, factors: Sequence[Tensor]) -> Tensor:
@@ -195,31 +213,7 @@ def finish_reduction(
     return _divide(flat, factors).to(grad_dtype)
 
 
-def cut_shards(flat: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], world_size: int) -> list[Tensor]:
-    """Each parameter's padded gradient shard, a view of the flat one."""
-    pieces = [padded_shard_shape(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
-    return [shard.view(piece) for shard, piece in zip(flat.split([math.prod(piece) for piece in pieces]), pieces, strict=True)]
-
-
 @functools.lru_cache(maxsize=4096)
 def factor_tensor(factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A divide factor as the 0-d tensor that a reduction in ``dtype`` takes, made once."""
     return torch.tensor(factor, dtype=factor_dtype(dtype), device=device)
-
-
-def reduce_gradients(
-    grads: Sequence[Tensor], shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str, replicate_group: str
-) -> list[Tensor]:
-    """Average full gradients of one dtype over all ranks, at once. Returns the padded shards."""
-    averaging, values = resolve_averaging(group, replicate_group, grads[0].dtype, grads[0].device)
-    factors = [factor_tensor(value, grads[0].dtype, grads[0].device) for value in values]
-    before = [factors.pop(0)] if averaging.divides_gradient else []
-    flat = start_reduce_scatter(grads, factors=before, dims=dims, group=group, op=averaging.reduce_scatter_op)
-    if replicate_group:
-        flat = finish_all_reduce(
-            start_all_reduce(flat, group=group, replicate_group=replicate_group, op=averaging.all_reduce_op)
-        )
-    else:
-        flat = finish_reduce_scatter(flat, group=group)
-    flat = finish_reduction(flat, factors, grad_dtype=flat.dtype)
-    return cut_shards(flat, shapes, dims, group_size(group))

@@ -13,6 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .fake_values import FakeCopies
 from .torch_internals.core import get_decompositions, pytree
 
+#: The key in ``node.meta`` of what a node is there for (:mod:`passes.ir.work`).
+WORK = "fsdp"
+
 # Inductor counts on joint graphs being decomposed, and takes no cast in this form.
 _DECOMPOSITIONS: dict[Any, Any] = get_decompositions([torch.ops.aten._to_copy.default])
 
@@ -41,7 +44,7 @@ def replaying_traces(*, fresh: bool = True) -> Iterator[None]:
         _traces.reset(token)
 
 
-def emit(graph: Graph, function: Callable[..., Any], *args: Any, role: str = "", **constants: Any) -> Any:
+def emit(graph: Graph, function: Callable[..., Any], *args: Any, work: Hashable = None, **constants: Any) -> Any:
     """Trace ``function`` and put its operations at the graph's insertion point.
 
     Passes can so say what they insert as ordinary PyTorch code, and every node gets its fake value in ``meta["val"]``.
@@ -50,7 +53,7 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, role: str = "",
         graph: graph to write into; nodes go to its insertion point.
         function: functional tensor code (no in-place operation).
         args: nodes and containers of nodes.
-        role: stored as ``meta["fsdp"]`` on every new node, for later passes.
+        work: what the new nodes are there for, stored as ``meta[WORK]``; None: nothing that later passes have to know.
         constants: keyword arguments handed to ``function`` as they are.
 
     Returns:
@@ -79,8 +82,8 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, role: str = "",
             output = torch.fx.map_arg(node.args[0], environment.__getitem__)
         elif node.op == "call_function":
             copy = graph.node_copy(node, environment.__getitem__)
-            if role:
-                copy.meta["fsdp"] = role
+            if work is not None:
+                copy.meta[WORK] = work
             if traces is not None and traces.is_fresh and not is_new:
                 copy.meta["val"] = values_of_copies.copy(node.meta["val"])
             environment[node] = copy

@@ -70,27 +70,16 @@ def replace_other_uses(node: Node, replacement: Node) -> None:
     node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user is not replacement)
 
 
+def placeholder_index(graph: Graph) -> dict[Node, int]:
+    """The inputs of a graph, each with its place among them."""
+    return {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
+
+
 def shard_input(shard: Node) -> Node | None:
     """The placeholder that a shard, perhaps cast already, comes from; None if something in the graph computes it."""
     while shard.target == _prims.convert_element_type.default:
         shard = shard.args[0]  # type: ignore[assignment]
     return shard if shard.op == "placeholder" else None
-
-
-def role(node: Node) -> str:
-    """The role of a node in the work for a bucket (see :mod:`passes.transforms.bucket`), or the empty string."""
-    return node.meta.get("fsdp", "").partition(":")[0]
-
-
-def bucket(node: Node) -> str:
-    """The bucket that a node works for, or the empty string."""
-    return node.meta.get("fsdp", "").partition(":")[2]
-
-
-def whole_bucket(name: str) -> str:
-    """The unit's bucket that a bucket is, or is a piece of (see :func:`~passes.transforms.bucket.regroup`)."""
-    whole, slash, piece = name.rpartition("/")
-    return whole if slash and piece.isdigit() else name
 
 
 def is_collective(node: Node) -> bool:
@@ -101,21 +90,6 @@ def is_collective(node: Node) -> bool:
 def starts_collective(node: Node) -> bool:
     """Whether a node is a functional collective: of the model's own, too, but no wait for one."""
     return is_collective(node) and node.target != torch.ops._c10d_functional.wait_tensor.default
-
-
-def kernel_boundaries(graph: Graph) -> set[Node]:
-    """The nodes that no kernel reaches across: collectives, and the first node of each reduction's copy-in.
-
-    A kernel that copied gradients in and read a parameter as well would hold a whole gathered buffer beside the gradients and
-    their copy.
-    """
-    found = {node for node in graph.nodes if is_collective(node)}
-    reducing: set[str] = set()
-    for node in graph.nodes:
-        if role(node) == "start_reduce" and bucket(node) not in reducing:
-            reducing.add(bucket(node))
-            found.add(node)
-    return found
 
 
 def readers(node: Node) -> list[Node]:

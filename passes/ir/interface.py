@@ -15,24 +15,71 @@ from torch.fx import Graph, Node
 
 
 @dataclass(frozen=True)
-class Slot:
-    """An extra input or output.
+class StorageRun:
+    """An input: neighbouring shards of flat storage.
 
     Attributes:
-        kind: what it is. Inputs: "storage" (a run of flat storage), "full" (a gathered parameter), "unsharded" (a full gradient
-            of earlier microbatches), "partial" (a flat shard, reduced over the shard group only), "grad" (the flat shard in
-            ``param.grad``), "factor". Outputs: "full", "unsharded", "partial", "grad".
-        bucket: index among the graph's buckets of gathers ("storage": unused; "full"), or among its ``reduction_groups`` (all
-            others).
-        index: which of the bucket's parameters or factors; for "storage", the placeholder of a shard that lies in it.
-        offset, numel: only for "storage": the run's first element, and their number.
+        placeholder: index of an input that is a shard which lies in that storage.
+        offset, numel: where the run begins there, and how long it is, in elements.
     """
 
-    kind: str
-    bucket: int = 0
-    index: int = 0
-    offset: int = 0
-    numel: int = 0
+    placeholder: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FullParameter:
+    """An input or output: a gathered parameter that lives between graphs.
+
+    Attributes:
+        bucket: index among the graph's buckets of gathers.
+        position: which of the bucket's parameters.
+    """
+
+    bucket: int
+    position: int
+
+
+@dataclass(frozen=True)
+class UnshardedGradient:
+    """An input or output: a full gradient of earlier microbatches.
+
+    Attributes:
+        reduction: index among the graph's ``reduction_groups``.
+        position: which of the group's parameters.
+    """
+
+    reduction: int
+    position: int
+
+
+@dataclass(frozen=True)
+class PartialGradient:
+    """An input or output: the flat shard of a reduction over the shard group only, which waits for the replicas'."""
+
+    reduction: int
+
+
+@dataclass(frozen=True)
+class ReducedGradient:
+    """An input or output: the flat shard of averaged gradients, that of ``param.grad``."""
+
+    reduction: int
+
+
+@dataclass(frozen=True)
+class DivideFactor:
+    """An input: a divide factor of a reduction, of that number."""
+
+    reduction: int
+    number: int
+
+
+#: An extra input.
+InputSlot = StorageRun | FullParameter | UnshardedGradient | PartialGradient | ReducedGradient | DivideFactor
+#: An extra output.
+OutputSlot = FullParameter | UnshardedGradient | PartialGradient | ReducedGradient
 
 
 @dataclass
@@ -49,8 +96,8 @@ class Interface:
 
     graph: Graph
     num_outputs: int = 0
-    inputs: list[Slot] = field(default_factory=list)
-    outputs: list[Slot] = field(default_factory=list)
+    inputs: list[InputSlot] = field(default_factory=list)
+    outputs: list[OutputSlot] = field(default_factory=list)
     output_nodes: list[Node] = field(default_factory=list)
     reduction_groups: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     _last: Node | None = None
@@ -58,7 +105,7 @@ class Interface:
     def __post_init__(self) -> None:
         self.num_outputs = len(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
-    def add_input(self, name: str, value: Tensor, slot: Slot) -> Node:
+    def add_input(self, name: str, value: Tensor, slot: InputSlot) -> Node:
         """A new placeholder behind all others, with this fake value."""
         if self._last is None:
             self._last = self.graph.find_nodes(op="placeholder")[-1]
@@ -70,7 +117,7 @@ class Interface:
         self.inputs.append(slot)
         return self._last
 
-    def add_output(self, node: Node, slot: Slot) -> None:
+    def add_output(self, node: Node, slot: OutputSlot) -> None:
         """Give ``node`` out behind all other outputs, once :meth:`finish` is called."""
         self.output_nodes.append(node)
         self.outputs.append(slot)

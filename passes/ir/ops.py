@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..collectives.functional import finish_gather, group_size, reduce_gradients, resolve_group, start_gather
+from ..collectives.functional import finish_gather, group_size, resolve_group, start_gather
 from ..collectives.layout import REPLICATED, disassemble, padded_shard_shape
+from .reduction import average
 
 _library = torch.library.Library("fsdp_compile", "DEF")
 
@@ -207,7 +208,7 @@ def _reduce_grad_kernel(
         return shard.new_zeros(shard.shape, dtype=grad_dtype or reduce_dtype or grad.dtype)
     grad = grad.to(reduce_dtype or grad.dtype)
     with _around("reduce_grad", shard, name, shape, (group, replicate_group)):
-        (shard_grad,) = reduce_gradients([grad], [shape], [dim], group, replicate_group)
+        shard_grad = average(grad, shape, dim, group, replicate_group)
     return shard_grad.to(grad_dtype or grad.dtype)
 
 

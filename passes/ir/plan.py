@@ -7,13 +7,10 @@ stand for the same lowered graph; nothing in them (a divide factor, say) changes
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from torch import Tensor
-
-from ..collectives.divide_factors import Averaging
+from .reduction import Reduction
 
 
 class Gather(Enum):
@@ -28,52 +25,6 @@ class Gather(Enum):
     GATHER = "gather"
     KEEP = "keep"
     REUSE = "reuse"
-
-
-class Sync(Enum):
-    """How far a graph reduces the gradients of a bucket.
-
-    Attributes:
-        ALL: reduce-scatter, and with replicas (HSDP) all-reduce, into ``param.grad``.
-        SCATTER: reduce-scatter only; the partial result waits for a later all-reduce.
-        NONE: no communication; the full gradient waits for a later reduction.
-    """
-
-    ALL = "all"
-    SCATTER = "scatter"
-    NONE = "none"
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """What a graph does about the gradients of a bucket.
-
-    Attributes:
-        sync: how far it reduces.
-        averaging: where the reduction divides, and its operators.
-        has_unsharded: full gradients of earlier microbatches are to be added before the reduce-scatter.
-        has_partial: a partial result of earlier microbatches is to be added after the reduce-scatter.
-        has_grad: ``param.grad`` is there already, to be added to.
-        group: name of the group that the reduce-scatter runs on; empty: the one that the parameters are sharded over.
-        comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``; or in place, ``hook(gradient)``.
-        all_reduce_hook: changes the reduced shard in place: ``hook(shard)``.
-        comm_hook_in_place: the latter, of a bucket that is sharded over one rank; then the hook is the all-reduce, too.
-    """
-
-    sync: Sync = Sync.ALL
-    averaging: Averaging = field(default_factory=Averaging)
-    has_unsharded: bool = False
-    has_partial: bool = False
-    has_grad: bool = False
-    group: str = ""
-    comm_hook: Callable[..., None] | None = None
-    all_reduce_hook: Callable[[Tensor], None] | None = None
-    comm_hook_in_place: bool = False
-
-    @property
-    def may_regroup(self) -> bool:
-        """Whether gradients may be reduced in other buckets than the units' own, which is what hooks see."""
-        return self.sync is not Sync.NONE and self.comm_hook is None and self.all_reduce_hook is None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ names of all units of a graph begin with, since equal blocks may share a graph, 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -21,8 +20,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from ..collectives.functional import group_size
-from ..fx.graph import bucket
 from ..fx.torch_internals.core import OpOverload
+from ..ir.work import BucketName, bucket
 
 _POINT_TO_POINT = {"isend", "irecv", "batch_p2p_ops"}
 
@@ -33,16 +32,16 @@ class Collective:
 
     Attributes:
         text: what it does, and over which group; without names that only one rank knows.
-        bucket: the bucket that it works for; empty for one of the model's own.
+        bucket: the bucket that it works for; None for one of the model's own.
         group: name of the process group.
     """
 
     text: str
-    bucket: str
+    bucket: BucketName | None
     group: str
 
     def __str__(self) -> str:
-        return f"{self.text}, bucket {self.bucket}" if self.bucket else self.text
+        return f"{self.text}, bucket {self.bucket}" if self.bucket is not None else self.text
 
 
 def collective_sequence(graph: Graph, group_names: Mapping[str, str]) -> list[Collective]:
@@ -65,12 +64,17 @@ def collective_sequence(graph: Graph, group_names: Mapping[str, str]) -> list[Co
 
 def identities(sequence: Sequence[Collective]) -> list[str]:
     """What has to be equal on all ranks, for each collective."""
-    # A bucket may hold several units ("a+b"), or a part of one ("a/0").
-    buckets = [[re.split("[./]", unit) for unit in collective.bucket.split("+")] for collective in sequence]
-    named = [unit for units in buckets for unit in units if unit != [""]]
-    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, zip(*named, strict=False))))
-    names = ["+".join(".".join(unit[shared:]) for unit in units) for units in buckets]
+    buckets = [_modules(collective.bucket) for collective in sequence]
+    named = [path for paths in buckets for path in paths]
+    shared = len(list(takewhile(lambda modules: len(set(modules)) == 1, zip(*named, strict=False))))
+    names = ["+".join(".".join(path[shared:]) for path in paths) for paths in buckets]
     return [f"{collective.text}, {name}" for collective, name in zip(sequence, names, strict=True)]
+
+
+def _modules(bucket: BucketName | None) -> list[list[str]]:
+    """The path to each unit that a bucket has a part of, module by module, with the number of the piece."""
+    parts = () if bucket is None else bucket.parts
+    return [[*name.split("."), *([] if piece is None else [str(piece)])] for name, piece in parts]
 
 
 def digest(lines: Sequence[str]) -> str:
@@ -101,7 +105,7 @@ def _operation(node: Node) -> str:
     modifiers = [str(value) for key in ("reduce_op", "src") if (value := _argument(node, key)) is not None]
     tensors = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
     # That of a bucket is a reduction (passes.collectives.functional.exchanges).
-    is_all_to_all = "alltoall" in name.replace("_", "") and not bucket(node)
+    is_all_to_all = "alltoall" in name.replace("_", "") and bucket(node) is None
     inputs = [_tensor(tensor, with_size=not is_all_to_all) for tensor in tensors]
     return " ".join([name + (f"({', '.join(modifiers)})" if modifiers else ""), " + ".join(inputs)])
 

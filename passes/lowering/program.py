@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from ..fx.graph import bucket, is_collective
+from ..fx.graph import is_collective
 from ..fx.torch_internals.core import OpOverload
+from ..ir.work import bucket
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _all_reduce = torch.ops._c10d_functional.all_reduce.default
@@ -57,7 +58,7 @@ def _owns_what_it_reduces(node: Node) -> bool:
 
 def _range_of(node: Node) -> str:
     """The name in profiles of a collective of a bucket, or of the wait for it; the empty string for any other node."""
-    if not is_collective(node) or not bucket(node):
+    if not is_collective(node) or bucket(node) is None:
         return ""
     collective: Any = node.args[0] if node.target == _wait else node
     return f"FSDP::{collective.target._opname}{' wait' if node.target == _wait else ''} ({bucket(node)})"

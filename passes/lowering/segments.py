@@ -7,7 +7,7 @@ Nothing that optimises a segment can move a collective: the order is kept by con
 the tensors they work on share one module: the layers of a deep model are compiled once, not once each.
 
 What a reduction does ahead of its collective, its copy-in, is a stretch of its own
-(:func:`~passes.fx.graph.kernel_boundaries`). A collective of the model's own is cut at like any other. Views between two
+(:func:`~passes.ir.work.kernel_boundaries`). A collective of the model's own is cut at like any other. Views between two
 collectives stay in the outer graph, as they are no work; so do lookups of random seeds, whose index would tell equal layers
 apart. Constants are made where they are read.
 
@@ -27,9 +27,10 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from ..fx.graph import is_collective, is_view, kernel_boundaries
+from ..fx.graph import is_collective, is_view
 from ..fx.torch_internals.core import OpOverload, _make_graph_module, _use_lazy_graph_module, make_contiguous_strides_for
 from ..fx.torch_internals.operators import lookup_seed
+from ..ir.work import kernel_boundaries
 
 _aten = torch.ops.aten
 

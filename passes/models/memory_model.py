@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..collectives.gloo import backend_of
-from ..fx.graph import bucket, group_of, is_collective, is_view, readers, role, starts_collective
+from ..fx.graph import group_of, is_collective, is_view, readers, starts_collective
 from ..fx.sizes import num_bytes
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
+from ..ir.work import BucketName, Role, bucket, role
 
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 _cast = torch.ops.prims.convert_element_type.default
@@ -66,7 +67,7 @@ class LiveBytes:
 class _Storage:
     num_bytes: int
     is_parameter: bool
-    bucket: str
+    bucket: BucketName | None
 
 
 class MemoryModel:
@@ -90,7 +91,7 @@ class MemoryModel:
         made = self._made[node] = []
         if node.op == "placeholder":
             if node.meta.get("freed"):
-                self._freed.append(_Storage(num_bytes(node.meta["val"]), False, ""))
+                self._freed.append(_Storage(num_bytes(node.meta["val"]), False, None))
                 self._held[node] = (self._freed[-1],)
             else:
                 self._held[node] = ()
@@ -135,14 +136,14 @@ class MemoryModel:
             timeline.append((total, parameter))
         return LiveBytes(tuple(timeline), tuple(node.name for node in order))
 
-    def largest_bucket(self, order: Sequence[Node], index: int) -> str:
-        """The bucket that holds most at a position of an order; empty if none holds anything."""
+    def largest_bucket(self, order: Sequence[Node], index: int) -> BucketName | None:
+        """The bucket that holds most at a position of an order; None if none holds anything."""
         first, last = self._lifetimes(order)
-        held: dict[str, int] = {}
+        held: dict[BucketName, int] = {}
         for storage, start in first.items():
-            if storage.bucket and start <= index <= last[storage]:
+            if storage.bucket is not None and start <= index <= last[storage]:
                 held[storage.bucket] = held.get(storage.bucket, 0) + storage.num_bytes
-        return max(held, key=held.__getitem__) if held else ""
+        return max(held, key=held.__getitem__) if held else None
 
 
 def live_bytes(graph: Graph) -> LiveBytes:
@@ -174,7 +175,7 @@ def _gives_back(node: Node) -> bool:
 
 def _is_cast_on_the_way(node: Node) -> bool:
     """Whether a node casts for the kernel that copies gradients in, so that its result never lives."""
-    return node.target == _cast and role(node) == "start_reduce" and not _is_communicated(node)
+    return node.target == _cast and role(node) is Role.START_REDUCE and not _is_communicated(node)
 
 
 def _is_communicated(node: Node) -> bool:
@@ -183,4 +184,4 @@ def _is_communicated(node: Node) -> bool:
 
 
 def _is_parameter(node: Node) -> bool:
-    return role(node) == "finish_gather" or (role(node) == "start_gather" and node.target == _all_gather)
+    return role(node) is Role.FINISH_GATHER or (role(node) is Role.START_GATHER and node.target == _all_gather)

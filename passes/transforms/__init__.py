@@ -7,8 +7,8 @@ From the joint graph on, every node that stands for a tensor has its fake value 
 
 **It changes the graph in place and returns nothing,** or a note on what it did that nobody needs to read. The graph then passes
 ``lint()``, has no dead nodes of the pass's making, and every new node has its fake value: :func:`passes.fx.emit.emit` sees to
-that for what is written as tensor code. What later passes or the schedule have to find is marked in ``meta["fsdp"]``
-(:mod:`passes.transforms.bucket`). It leaves alone what is not its own, collectives of the model above all, and a graph without
+that for what is written as tensor code. What later passes or the schedule have to find is marked with its work
+(:mod:`passes.ir.work`). It leaves alone what is not its own, collectives of the model above all, and a graph without
 work for it as a whole. What it cannot do right it refuses, with an error that names the parameter.
 
 **What a later pass can no longer see is asked ahead of the pass that removes it,** by a function beside the pass that reads the

@@ -7,8 +7,8 @@ After:  for each unit, dtype and group one ``all_gather_into_tensor`` just ahead
 In a bucket, parameters stand in the order of flat storage, never of a hash. Scalars, which every rank holds whole, are read
 without a gather.
 
-Nodes are marked ``meta["fsdp"]`` = ``"<role>:<bucket>"`` with the roles ``start_gather`` and ``finish_gather``, which is what
-the schedule moves. :mod:`passes.transforms.gradient_sync` does the same for gradients.
+New nodes are marked with their work (:mod:`passes.ir.work`), which is what the schedule moves.
+:mod:`passes.transforms.gradient_sync` does the same for gradients.
 
 Leaves alone collectives of the model's own.
 """
@@ -25,9 +25,11 @@ from ..collectives.functional import finish_gather, start_gather
 from ..collectives.layout import REPLICATED
 from ..fx.emit import emit
 from ..fx.graph import derived
-from ..ir.interface import Interface, Slot
+from ..ir.interface import FullParameter, Interface
 from ..ir.ops import ReduceGrad, Unshard, reduce_grads, unshard, unshards
 from ..ir.plan import Gather
+from ..ir.storage import gaps_to_gather
+from ..ir.work import BucketName, Role, Work
 
 
 @dataclass
@@ -35,13 +37,13 @@ class Bucket:
     """Operators that share a collective.
 
     Attributes:
-        name: the unit's name, numbered where dtypes or groups give a unit several buckets; no other bucket's.
+        name: no other bucket's. That of a unit's bucket is the unit's name, numbered where dtypes or groups give it several.
         unit: the unit's name in the graph.
         nodes: the ``unshard`` nodes, in the order of flat storage, or the ``reduce_grad`` nodes, in that of the graph.
         shards: their shards.
     """
 
-    name: str
+    name: BucketName
     unit: str
     nodes: list[Node]
 
@@ -60,7 +62,7 @@ def _named(buckets: dict[tuple[Hashable, ...], list[Node]]) -> list[Bucket]:
         first = unit or "root"
         numbered = (f"{first}.{number}" for number in itertools.count(1))
         name = first if first not in named else next(name for name in numbered if name not in named and name not in units)
-        named[name] = Bucket(name, unit, nodes)
+        named[name] = Bucket(BucketName.of_unit(name), unit, nodes)
     return list(named.values())
 
 
@@ -82,15 +84,15 @@ def regroup(buckets: Sequence[Bucket], groups: Sequence[Group]) -> list[Bucket]:
     regrouped = []
     for group in groups:
         sources = list(dict.fromkeys(index for index, _ in group))
-        names = []
+        parts: list[tuple[str, int | None]] = []
         for index in sources:
-            name = buckets[index].name
+            (name,) = buckets[index].name.unit_buckets
+            piece = None
             if sum(source == index for source, _ in group) < len(buckets[index].nodes):
-                name += f"/{pieces.setdefault(index, 0)}"
-                pieces[index] += 1
-            names.append(name)
+                piece = pieces[index] = pieces.get(index, -1) + 1
+            parts.append((name, piece))
         nodes = [buckets[index].nodes[position] for index, position in group]
-        regrouped.append(Bucket("+".join(names), buckets[sources[0]].unit, nodes))
+        regrouped.append(Bucket(BucketName(tuple(parts)), buckets[sources[0]].unit, nodes))
     return regrouped
 
 
@@ -138,15 +140,16 @@ def _gather(graph: Graph, bucket: Bucket) -> list[Node]:
     """Gather a bucket ahead of its first reader. Returns the full parameters."""
     specs = [Unshard.of(node) for node in bucket.nodes]
     shapes, dims, group = [spec.shape for spec in specs], [spec.dim for spec in specs], specs[0].group
-    shards = bucket.shards
+    shards, gaps = bucket.shards, gaps_to_gather(specs)
     first_reader = min(reader for node in bucket.nodes for reader in node.users)
     for shard in shards:
         if shard > first_reader:
             # A cast shard: the cast stands where its own unshard stood.
             first_reader.prepend(shard)
     with graph.inserting_before(first_reader):
-        started = emit(graph, start_gather, shards, group=group, role=f"start_gather:{bucket.name}")
-        return emit(graph, finish_gather, started, shapes=shapes, dims=dims, group=group, role=f"finish_gather:{bucket.name}")
+        start, finish = Work(Role.START_GATHER, bucket.name), Work(Role.FINISH_GATHER, bucket.name)
+        started = emit(graph, start_gather, shards, group=group, gaps=gaps, work=start)
+        return emit(graph, finish_gather, started, shapes=shapes, dims=dims, group=group, gaps=gaps, work=finish)
 
 
 def bucket_gathers(
@@ -177,7 +180,7 @@ def bucket_gathers(
         for (index, position), full in zip(group, fulls, strict=True):
             if plan is not None and plan[index] is Gather.KEEP:
                 assert interface is not None
-                interface.add_output(full, Slot("full", index, position))
+                interface.add_output(full, FullParameter(index, position))
         _replace(graph, bucket, fulls)
     _drop_trivial(graph)
 
@@ -185,7 +188,7 @@ def bucket_gathers(
 def _reuse(graph: Graph, bucket: Bucket, index: int, interface: Interface) -> None:
     """Take the parameters of a bucket as inputs."""
     fulls = [
-        interface.add_input(f"full_{node.args[1]}".replace(".", "_"), node.meta["val"], Slot("full", index, position))
+        interface.add_input(f"full_{node.args[1]}".replace(".", "_"), node.meta["val"], FullParameter(index, position))
         for position, node in enumerate(bucket.nodes)
     ]
     _replace(graph, bucket, fulls)

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..fx.graph import bucket, role, with_sources
+from ..fx.emit import WORK
+from ..fx.graph import with_sources
 from ..fx.sizes import num_bytes
+from ..ir.work import Role, nodes_of, role
 
 _aten = torch.ops.aten
 # Times one: a copy, to the bit. _foreach_copy keeps gaps between elements, and torch 2.11 has no _foreach_clone.
@@ -39,26 +41,27 @@ def _is_on_gpu(node: Node) -> bool:
     return node.meta["val"].device.type not in ("cpu", "meta")
 
 
+def _is_small(node: Node) -> bool:
+    return _is_on_gpu(node) and num_bytes(node.meta["val"]) <= LARGE
+
+
 def _copy_all(graph: Graph, sources: list[Node], like: Node) -> list[Node]:
     """Copies of ``sources``, contiguous, by one operator at the graph's insertion point."""
     copied = graph.call_function(_copy, (sources, 1))
     copies = [graph.call_function(operator.getitem, (copied, index)) for index in range(len(sources))]
     values = [source.meta["val"].new_empty(source.meta["val"].shape) for source in sources]
     for node, value in zip([copied, *copies], [values, *values], strict=True):
-        node.meta = {"val": value, "fsdp": like.meta["fsdp"]}
+        node.meta = {"val": value, WORK: like.meta[WORK]}
     return copies
 
 
 def copy_out_together(graph: Graph) -> None:
     """Cut the small parameters of a bucket out of its gathered buffer with one operator. In place."""
-    small: dict[str, list[Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=_aten.clone.default):
-        if role(node) == "finish_gather" and _is_on_gpu(node) and num_bytes(node.meta["val"]) <= LARGE:
-            small.setdefault(bucket(node), []).append(node)
-    for clones in small.values():
-        first = clones[0]
-        if len(clones) == 1:
+    for nodes in nodes_of(graph, Role.FINISH_GATHER).values():
+        clones = [node for node in nodes if node.target == _aten.clone.default and _is_small(node)]
+        if len(clones) < 2:
             continue
+        first = clones[0]
         sources: list[Node] = [clone.args[0] for clone in clones]  # type: ignore[misc]
         for source in with_sources(sources):
             if source > first:
@@ -73,7 +76,7 @@ def copy_out_together(graph: Graph) -> None:
 def copy_in_together(graph: Graph) -> None:
     """Write what a collective sends into one buffer with one operator. In place."""
     for cat in graph.find_nodes(op="call_function", target=_aten.cat.default):
-        if role(cat) not in ("start_gather", "start_reduce") or not _is_on_gpu(cat):
+        if role(cat) not in (Role.START_GATHER, Role.START_REDUCE) or not _is_on_gpu(cat):
             continue
         rows: list[Node] = list(cat.args[0])  # type: ignore[arg-type]
         with graph.inserting_before(cat):

@@ -13,8 +13,7 @@ What reduces takes in the casts of its gradients that nobody else reads. Partial
 it, those of the other replicas would be missing. Divide factors are inputs of the graph. The outputs that were gradients are
 None: the runtime lands gradients itself.
 
-Nodes are marked ``meta["fsdp"]`` = ``"<role>:<bucket>"`` with the roles ``accumulate``, ``start_reduce``, ``all_reduce`` and
-``finish_reduce``. Nothing overlaps yet.
+New nodes are marked with their work (:mod:`passes.ir.work`). Nothing overlaps yet.
 
 Leaves alone reductions of the model's own.
 """
@@ -29,18 +28,12 @@ import torch
 from torch.fx import Graph, Node
 
 from ..collectives.divide_factors import factor_dtype
-from ..collectives.functional import (
-    finish_all_reduce,
-    finish_reduce_scatter,
-    finish_reduction,
-    start_all_reduce,
-    start_reduce_scatter,
-)
 from ..fx.emit import emit
 from ..fx.graph import memory_of, viewed
-from ..ir.interface import Interface, Slot
+from ..ir.interface import DivideFactor, InputSlot, Interface, OutputSlot, PartialGradient, ReducedGradient, UnshardedGradient
 from ..ir.ops import ReduceGrad, reduce_grads
-from ..ir.plan import Reduction, Sync
+from ..ir.reduction import Kept, Operand, Reduction, Stage, Sync, stages
+from ..ir.work import Role, Work, mark, nodes_of
 from .bucket import Bucket, Group, reduction_buckets, regroup, whole_buckets
 
 _cast = torch.ops.prims.convert_element_type.default
@@ -74,13 +67,13 @@ def synchronize_gradients(
     for index, (group, bucket) in enumerate(
         zip(interface.reduction_groups, regroup(buckets, interface.reduction_groups), strict=True)
     ):
-        _Writer(graph, bucket, index, plan[group[0][0]], interface).write()
+        _ReductionWriter(graph, bucket, index, plan[group[0][0]], interface).write()
         for node in bucket.nodes:
             graph.erase_node(node)
 
 
-class _Writer:
-    """Writes one bucket's part into the graph."""
+class _ReductionWriter:
+    """Writes the reduction of one bucket into the graph."""
 
     def __init__(self, graph: Graph, bucket: Bucket, index: int, reduction: Reduction, interface: Interface):
         self.graph = graph
@@ -91,9 +84,6 @@ class _Writer:
         self.specs = [ReduceGrad.of(node) for node in bucket.nodes]
         self.grads = [spec.grad for spec in self.specs]
         self.like: torch.Tensor = self.grads[0].meta["val"]
-        self.grad_dtype = self.specs[0].grad_dtype or self.like.dtype
-        self.group = reduction.group or self.specs[0].group
-        self.num_factors = 0
 
     def write(self) -> None:
         # Not among the placeholders, where a gradient that backward is handed stands.
@@ -106,123 +96,93 @@ class _Writer:
             else:
                 self._reduce()
 
+    def _work(self, role: Role) -> Work:
+        return Work(role, self.bucket.name)
+
     def _take_in_casts(self, behind: Node) -> None:
         """Make casts of gradients part of the copy-in: until then, what lives is the gradient as it was computed."""
         for grad in self.grads:
             if grad.target == _cast and all(user in self.bucket.nodes for user in grad.users):
                 behind.prepend(grad)
-                grad.meta["fsdp"] = f"start_reduce:{self.bucket.name}"
-
-    def _input(self, kind: str, value: torch.Tensor, position: int = 0, name: str = "") -> Node:
-        label = f"{kind}_{name or self.bucket.name}".replace(".", "_")
-        return self.interface.add_input(label, value, Slot(kind, self.index, position))
-
-    def _unsharded(self) -> list[Node]:
-        return [
-            self._input("unsharded", grad.meta["val"].new_empty(spec.shape), position, spec.name)
-            for position, (grad, spec) in enumerate(zip(self.grads, self.specs, strict=True))
-        ]
-
-    def _factor(self, used: bool) -> list[Node]:
-        """The next divide factor, if there is one at this place."""
-        if not used:
-            return []
-        self.num_factors += 1
-        return [self._input("factor", self.like.new_empty((), dtype=factor_dtype(self.like.dtype)), self.num_factors - 1)]
-
-    def _update(self, kept: Node, value: Node, role: str) -> None:
-        update = self.graph.call_function(_copy, (kept, value))
-        update.meta = {"val": kept.meta["val"], "fsdp": f"{role}:{self.bucket.name}"}
+                mark(grad, self._work(Role.START_REDUCE))
 
     def _keep_unsharded(self) -> None:
-        role = f"accumulate:{self.bucket.name}"
+        work = self._work(Role.ACCUMULATE)
         if self.reduction.has_unsharded:
             for kept, grad in zip(self._unsharded(), self.grads, strict=True):
-                self._update(kept, emit(self.graph, torch.add, kept, grad, role=role), "accumulate")
+                self._write_over(kept, emit(self.graph, torch.add, kept, grad, work=work), work)
             return
         for position, grad in enumerate(self.grads):
             if _may_share_memory(grad, [*self.graph.output_node().all_input_nodes, *self.interface.output_nodes]):
-                grad = emit(self.graph, torch.clone, grad, role=role)
-            self.interface.add_output(grad, Slot("unsharded", self.index, position))
+                grad = emit(self.graph, torch.clone, grad, work=work)
+            self.interface.add_output(grad, UnshardedGradient(self.index, position))
 
     def _reduce(self) -> None:
         spec, reduction = self.specs[0], self.reduction
-        finish = f"finish_reduce:{self.bucket.name}"
-        all_reduces = reduction.sync is Sync.ALL and spec.replicate_group != "" and not reduction.comm_hook_in_place
-        flat = self._start_reduce_scatter(f"all_reduce:{self.bucket.name}" if all_reduces else finish)
-        in_flight = reduction.comm_hook is None
-        factor = self._factor(reduction.averaging.divides_scattered)
-        shard = self.like.new_empty(sum(math.prod(spec.shard.meta["val"].shape) for spec in self.specs))
-        partial = [self._input("partial", shard)] if reduction.has_partial else []
-        if all_reduces:
-            flat = emit(
-                self.graph,
-                start_all_reduce,
-                flat,
-                factor,
-                partial,
-                group=self.group,
-                in_flight=in_flight,
-                replicate_group=spec.replicate_group,
-                op=reduction.averaging.all_reduce_op,
-                role=f"all_reduce:{self.bucket.name}",
-            )
-            flat = emit(self.graph, finish_all_reduce, flat, role=finish)
-        else:
-            flat = emit(
-                self.graph, finish_reduce_scatter, flat, factor, partial, group=self.group, in_flight=in_flight, role=finish
-            )
-        if reduction.sync is Sync.SCATTER:
-            self._give("partial", flat, partial[0] if partial else None)
-            return
-        flat = emit(
-            self.graph,
-            finish_reduction,
-            flat,
-            self._factor(reduction.averaging.divides_result),
-            grad_dtype=self.grad_dtype,
-            hook=reduction.all_reduce_hook,
-            role=finish,
-        )
-        grad = None
-        if reduction.has_grad:
-            grad = self._input("grad", flat.meta["val"])
-            flat = emit(self.graph, torch.add, grad, flat, role=finish)
-        self._give("grad", flat, grad)
-
-    def _start_reduce_scatter(self, following_role: str) -> Node:
-        """The flat shard in flight. What a hook does after its last collective belongs to ``following_role``."""
-        reduction = self.reduction
-        role = f"start_reduce:{self.bucket.name}"
-        flat: Node = emit(
-            self.graph,
-            start_reduce_scatter,
-            self.grads,
-            self._unsharded() if reduction.has_unsharded else [],
-            self._factor(reduction.averaging.divides_gradient),
+        found = stages(
+            reduction,
             dims=[spec.dim for spec in self.specs],
-            group=self.group,
-            op=reduction.averaging.reduce_scatter_op,
-            hook=reduction.comm_hook,
-            in_place=reduction.comm_hook_in_place,
-            role=role,
+            group=reduction.group or spec.group,
+            replicate_group=spec.replicate_group,
+            grad_dtype=spec.grad_dtype or self.like.dtype,
         )
-        if reduction.comm_hook is not None:
-            written = [node for node in self.graph.nodes if node.meta.get("fsdp") == role]
-            waits = [node for node in written if node.target == _wait]
-            for node in written[written.index(waits[-1]) :] if waits else []:
-                node.meta["fsdp"] = following_role
-        return flat
-
-    def _give(self, kind: str, flat: Node, kept: Node | None) -> None:
-        """Leave a flat shard for later: written over the earlier one, or as a new output."""
-        if kept is not None:
-            self._update(kept, flat, "finish_reduce")
+        value: Any = self.grads
+        taken: dict[Operand | None, list[Node]] = {None: []}
+        for stage, following in zip(found, [*found[1:], None], strict=True):
+            taken |= {operand: self._take(operand) for operand in stage.operands if operand is not None}
+            operands = [taken[operand] for operand in stage.operands]
+            value = emit(self.graph, stage.function, value, *operands, work=self._work(stage.role), **stage.constants)
+            if stage.constants.get("hook") is not None and following is not None:
+                self._give_to(following, stage)
+        work = self._work(Role.FINISH_REDUCE)
+        if reduction.sync is Sync.SCATTER:
+            self._leave(value, PartialGradient(self.index), taken.get(Kept.PARTIAL, []), work)
+        elif reduction.has_grad:
+            grad = self._input("grad", value.meta["val"], ReducedGradient(self.index))
+            self._leave(emit(self.graph, torch.add, grad, value, work=work), ReducedGradient(self.index), [grad], work)
         else:
-            if viewed(flat) is not None:
-                # A hook may give a view: of the gradient, or of all that it has reduced.
-                flat = emit(self.graph, torch.clone, flat, role=f"finish_reduce:{self.bucket.name}")
-            self.interface.add_output(flat, Slot(kind, self.index))
+            self._leave(value, ReducedGradient(self.index), [], work)
+
+    def _give_to(self, following: Stage, stage: Stage) -> None:
+        """Let what a stage's hook does after its last collective be work of the following stage."""
+        written = nodes_of(self.graph, stage.role)[self.bucket.name]
+        waits = [node for node in written if node.target == _wait]
+        for node in written[written.index(waits[-1]) :] if waits else []:
+            mark(node, self._work(following.role))
+
+    def _take(self, operand: Operand) -> list[Node]:
+        """An operand of a stage, as inputs of the graph."""
+        if operand is Kept.UNSHARDED:
+            return self._unsharded()
+        if operand is Kept.PARTIAL:
+            numel = sum(math.prod(spec.shard.meta["val"].shape) for spec in self.specs)
+            return [self._input("partial", self.like.new_empty(numel), PartialGradient(self.index))]
+        factor = self.like.new_empty((), dtype=factor_dtype(self.like.dtype))
+        return [self._input("factor", factor, DivideFactor(self.index, operand.number))]
+
+    def _unsharded(self) -> list[Node]:
+        return [
+            self._input("unsharded", grad.meta["val"].new_empty(spec.shape), UnshardedGradient(self.index, position), spec.name)
+            for position, (grad, spec) in enumerate(zip(self.grads, self.specs, strict=True))
+        ]
+
+    def _input(self, kind: str, value: torch.Tensor, slot: InputSlot, name: str = "") -> Node:
+        return self.interface.add_input(f"{kind}_{name or self.bucket.name}".replace(".", "_"), value, slot)
+
+    def _leave(self, flat: Node, slot: OutputSlot, kept: Sequence[Node], work: Work) -> None:
+        """Leave a flat shard for later: written over the earlier one, or as a new output."""
+        if kept:
+            self._write_over(kept[0], flat, work)
+            return
+        if viewed(flat) is not None:
+            # A hook may give a view: of the gradient, or of all that it has reduced.
+            flat = emit(self.graph, torch.clone, flat, work=work)
+        self.interface.add_output(flat, slot)
+
+    def _write_over(self, kept: Node, value: Node, work: Work) -> None:
+        update = self.graph.call_function(_copy, (kept, value))
+        update.meta = {"val": kept.meta["val"]}
+        mark(update, work)
 
 
 def _may_share_memory(node: Node, given_out: Sequence[Node]) -> bool:

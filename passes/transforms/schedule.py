@@ -25,19 +25,11 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from ..fx.graph import bucket, derived, is_view, role, whole_bucket, with_sources
+from ..fx.graph import derived, is_view, with_sources
 from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard, unshards
+from ..ir.work import BucketName, Role, nodes_of, role
 from ..models.cost_model import is_fusible
 from .bucket import gather_buckets
-
-
-def _blocks(graph: Graph, wanted: str) -> dict[str, list[Node]]:
-    """The nodes of one role by bucket, in graph order."""
-    blocks: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        if role(node) == wanted:
-            blocks.setdefault(bucket(node), []).append(node)
-    return blocks
 
 
 def _move_before(anchor: Node, nodes: list[Node]) -> None:
@@ -67,7 +59,7 @@ def find_prefetches(graph: Graph, lists: Sequence[tuple[str, Sequence[str]]]) ->
         return []
     buckets: dict[str, list[str]] = {}
     for gathered in gather_buckets(graph):
-        buckets.setdefault(gathered.unit, []).append(gathered.name)
+        buckets.setdefault(gathered.unit, []).extend(gathered.name.unit_buckets)
     return [
         Prefetch(
             tuple(buckets.get(unit, ())),
@@ -87,6 +79,10 @@ def _uses(graph: Graph, unit: str) -> list[Node]:
     return [node for node in [*readers, *gradients] if node.op == "call_function" and node.target != reshard]
 
 
+def _unit_buckets(name: BucketName) -> tuple[str, ...]:
+    return name.unit_buckets
+
+
 def schedule_gathers(graph: Graph, prefetches: Sequence[Prefetch] = ()) -> None:
     """Start gathers ahead of their readers. In place.
 
@@ -94,16 +90,16 @@ def schedule_gathers(graph: Graph, prefetches: Sequence[Prefetch] = ()) -> None:
         graph: the graph.
         prefetches: the lists of units that have one, from :func:`find_prefetches`.
     """
-    starts = _blocks(graph, "start_gather")
-    waits = {name: block[0] for name, block in _blocks(graph, "finish_gather").items()}
+    starts = nodes_of(graph, Role.START_GATHER)
+    waits = {name: nodes[0] for name, nodes in nodes_of(graph, Role.FINISH_GATHER).items()}
     if not waits:
         return
     order = list(waits)
-    runs = [list(run) for _, run in itertools.groupby(order, whole_bucket)]
+    runs = [list(run) for _, run in itertools.groupby(order, _unit_buckets)]
     issues = {waits[run[0]]: [*run, *following] for run, following in zip(runs, [*runs[1:], []], strict=True)}
     for prefetch in prefetches:
         own, targets = (
-            [piece for name in names for piece in order if whole_bucket(piece) == name]
+            [piece for name in names for piece in order if name in piece.unit_buckets]
             for names in (prefetch.unit, prefetch.targets)
         )
         for name in own:
@@ -111,7 +107,7 @@ def schedule_gathers(graph: Graph, prefetches: Sequence[Prefetch] = ()) -> None:
         if not own and prefetch.uses:
             issues.setdefault(min(prefetch.uses), []).extend(targets)
     issues.setdefault(next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr")), []).insert(0, order[0])
-    started: set[str] = set()
+    started: set[BucketName] = set()
     for anchor in sorted(issues):
         for name in issues[anchor]:
             if name in starts and name not in started:
@@ -139,7 +135,7 @@ def _move_behind_kernel(start: list[Node], gradients: set[Node]) -> None:
     def is_behind(node: Node) -> bool:
         """Whether the reduction starts behind ``node``, too; what finishes reductions is about to move on."""
         is_small = is_view(node) or is_fusible(node)
-        return role(node) in ("finish_reduce", "all_reduce") or (is_small and not role(node) and node not in gradients)
+        return role(node) in (Role.FINISH_REDUCE, Role.ALL_REDUCE) or (is_small and not role(node) and node not in gradients)
 
     following = start[-1].next
     while is_behind(following):
@@ -147,12 +143,12 @@ def _move_behind_kernel(start: list[Node], gradients: set[Node]) -> None:
     _move_before(following, start)
 
 
-def _start_of_later_unit(starts: Mapping[str, list[Node]], name: str, distance: int) -> Node | None:
+def _start_of_later_unit(starts: Mapping[BucketName, list[Node]], name: BucketName, distance: int) -> Node | None:
     """Where so many units after that of a bucket begin to be reduced; None: that many do not follow."""
-    units: set[str] = set()
+    units: set[tuple[str, ...]] = set()
     for later in itertools.islice(starts, list(starts).index(name) + 1, None):
-        if whole_bucket(later) != whole_bucket(name):
-            units.add(whole_bucket(later))
+        if later.unit_buckets != name.unit_buckets:
+            units.add(later.unit_buckets)
         if len(units) == distance:
             return starts[later][0]
     return None
@@ -165,9 +161,9 @@ def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None)
         graph: the graph.
         max_pending_reductions: how many reduce-scatters may be in flight; None: the default.
     """
-    starts = _blocks(graph, "start_reduce")
-    all_reduces = _blocks(graph, "all_reduce")
-    finishes = _blocks(graph, "finish_reduce")
+    starts = nodes_of(graph, Role.START_REDUCE)
+    all_reduces = nodes_of(graph, Role.ALL_REDUCE)
+    finishes = nodes_of(graph, Role.FINISH_REDUCE)
     output = graph.output_node()
     gradients = {source for start in starts.values() for node in start for source in node.all_input_nodes}
     for start in starts.values():

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_compile import Capture, FSDPModule, capture, fsdp_backend, fully_shard
 from fsdp_compile.compiler.machine import HARDWARE_VARIABLE, default_path, find_hardware
 from fsdp_compile.compiler.options import Options
-from passes.fx.graph import bucket, role
+from passes.ir.work import Role, bucket, role
 from passes.models.hardware import Hardware, known_hardware
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
@@ -56,25 +56,25 @@ def train(model: nn.Module, x: Tensor, **options: Any) -> tuple[Callable[[Tensor
     return compiled, captured
 
 
-def buckets(captured: Capture, wanted: str) -> list[str]:
+def buckets(captured: Capture, wanted: Role) -> list[str]:
     """The buckets of a role in the last backward graph."""
     nodes = captured.backward[-1].graph_module.graph.nodes
-    return list(dict.fromkeys(bucket(node) for node in nodes if role(node) == wanted))
+    return list(dict.fromkeys(str(bucket(node)) for node in nodes if role(node) is wanted))
 
 
 @pytest.mark.usefixtures("fake_ranks")
 class TestOneProcess:
     def test_small_units_share_collectives(self) -> None:
         _, captured = train(blocks(8), torch.ones(3, 8), **_AUTO)
-        assert buckets(captured, "start_gather") == ["3+2+1+0"]
-        assert buckets(captured, "start_reduce") == ["3+2+1+0"]
+        assert buckets(captured, Role.START_GATHER) == ["3+2+1+0"]
+        assert buckets(captured, Role.START_REDUCE) == ["3+2+1+0"]
 
     def test_only_equal_divide_factors_merge_and_their_values_lower_nothing(self) -> None:
         model = blocks(8)
         units = [cast(FSDPModule, block) for block in model]
         units[2].set_gradient_divide_factor(3.0)
         compiled, captured = train(model, torch.ones(3, 8), **_AUTO)
-        assert buckets(captured, "start_reduce") == ["3", "2", "1+0"]
+        assert buckets(captured, Role.START_REDUCE) == ["3", "2", "1+0"]
         with capture() as later:
             units[2].set_gradient_divide_factor(5.0)
             model.zero_grad()
@@ -85,7 +85,7 @@ class TestOneProcess:
                 unit.set_gradient_divide_factor(5.0)
             model.zero_grad()
             compiled(torch.ones(3, 8)).sum().backward()
-        assert buckets(later, "start_reduce") == ["3+2+1+0"]
+        assert buckets(later, Role.START_REDUCE) == ["3+2+1+0"]
 
     def test_a_memory_limit_holds_for_both_graphs(self) -> None:
         _, free = train(blocks(64), torch.ones(3, 64), **_AUTO)
@@ -223,7 +223,7 @@ def train_microbatches(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> 
             optimizer.zero_grad()
     values += [full(parameter) for parameter in model.parameters()]
     nodes = [node for graph in captured.backward for node in graph.graph_module.graph.nodes]
-    return values, {bucket(node) for node in nodes if role(node) == "start_reduce"}
+    return values, {str(bucket(node)) for node in nodes if role(node) is Role.START_REDUCE}
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 1)])

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from passes.fx.graph import bucket, role
+from passes.ir.work import bucket, role
 from passes.pipeline import graph_text
 
 WORLD_SIZE = 8

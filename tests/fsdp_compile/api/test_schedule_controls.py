@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_compile.runtime.gradients
 from fsdp_compile import Capture, CapturedGraph, FSDPModule, UnshardHandle, capture, fsdp_backend, fully_shard
-from passes.fx.graph import bucket, role
+from passes.ir.reduction import Stage
+from passes.ir.work import bucket, role
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import Collectives, count_collectives
@@ -563,13 +564,13 @@ def test_uncompiled_reductions_use_the_separate_group(fake_ranks: None, monkeypa
     training = Chain(1, compiled=False)
     training.units[0].set_separate_reduce_scatter_group()
     groups = []
-    original = fsdp_compile.runtime.gradients.start_reduce_scatter
+    original = fsdp_compile.runtime.gradients.stages
 
-    def spy(*args: Any, group: str, **kwargs: Any) -> Tensor:
+    def spy(*args: Any, group: str, **kwargs: Any) -> list[Stage]:
         groups.append(group)
         return original(*args, group=group, **kwargs)
 
-    monkeypatch.setattr(fsdp_compile.runtime.gradients, "start_reduce_scatter", spy)
+    monkeypatch.setattr(fsdp_compile.runtime.gradients, "stages", spy)
     training.step()
     unit = training.units[0]._fsdp_unit
     assert sorted(groups) == sorted([unit.mesh.shard_group, unit.flags.reduce_scatter_group])

@@ -9,9 +9,10 @@ from torch.fx import Graph, GraphModule
 from passes.auto import auto_schedule
 from passes.auto.auto_schedule import AutoSchedule
 from passes.auto.grouping import Grouping, groupings
-from passes.fx.graph import bucket, role
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.plan import Gather, Plan, Reduction, Sync
+from passes.ir.plan import Gather, Plan
+from passes.ir.reduction import Reduction, Sync
+from passes.ir.work import bucket, role
 from passes.models.hardware import Hardware, Link, Links
 from passes.models.memory_model import live_bytes
 from passes.pipeline import run_passes

@@ -7,7 +7,8 @@ from passes.auto.grouping import Grouping
 from passes.auto.large_parameters import separate_large_parameters
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.plan import Gather, Plan, Reduction, Sync
+from passes.ir.plan import Gather, Plan
+from passes.ir.reduction import Reduction, Sync
 from passes.transforms.bucket import bucket_gathers
 from passes.transforms.gradient_sync import synchronize_gradients
 from passes.transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions

@@ -259,7 +259,7 @@ def forward(self, grad: "f32[16]"):
         output = gm.graph.output_node()
         with gm.graph.inserting_before(output):
             flat = output.args[0]
-            shard = emit(gm.graph, lambda grad: apply_reduce_hook(hook, grad, WORLD_SIZE), flat, role="reduce")
+            shard = emit(gm.graph, lambda grad: apply_reduce_hook(hook, grad, WORLD_SIZE), flat)
         output.args = (shard,)
         self.assertExpectedInline(
             self.text(gm.graph),

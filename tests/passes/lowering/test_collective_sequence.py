@@ -7,7 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.plan import Reduction
+from passes.ir.reduction import Reduction
+from passes.ir.work import BucketName
 from passes.lowering.collective_sequence import Collective, collective_sequence, digest, identities
 from passes.transforms.bucket import bucket_gathers, reduction_buckets
 from passes.transforms.gradient_sync import synchronize_gradients
@@ -76,8 +77,14 @@ class TestCollectiveSequence(PassTestCase):
         assert self.lines(self.trace(lambda x: x + 1, torch.zeros(2))) == ""
 
 
+def _bucket(text: str) -> BucketName | None:
+    """The bucket that prints as ``text``; None for the empty one."""
+    parts = (part.partition("/") for part in text.split("+"))
+    return BucketName(tuple((name, int(piece) if piece else None) for name, _, piece in parts)) if text else None
+
+
 def _sequence(*buckets: str) -> list[Collective]:
-    return [Collective("all_gather_into_tensor 8 x float32 over shard", bucket, "0") for bucket in buckets]
+    return [Collective("all_gather_into_tensor 8 x float32 over shard", _bucket(bucket), "0") for bucket in buckets]
 
 
 def _digest(*buckets: str) -> str:

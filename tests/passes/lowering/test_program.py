@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from passes.ir.work import BucketName, Role, Work, mark
 from passes.lowering.program import write_program
 from passes.lowering.segments import cut_into_segments
 from tests.passes.tracing import PassTestCase
@@ -75,7 +76,9 @@ def call(args):
     def test_names_the_collectives_of_buckets_in_profiles(self) -> None:
         gm = self.graph()
         all_reduce, wait = (node for node in gm.graph.nodes if "_c10d_functional" in str(node.target))
-        all_reduce.meta["fsdp"], wait.meta["fsdp"] = "all_reduce:blocks.0", "finish_reduce:blocks.0"
+        block = BucketName.of_unit("blocks.0")
+        mark(all_reduce, Work(Role.ALL_REDUCE, block))
+        mark(wait, Work(Role.FINISH_REDUCE, block))
         _, function = self.write(gm)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             function([torch.randn(4), torch.randn(4)])

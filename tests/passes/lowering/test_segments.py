@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.plan import Reduction
+from passes.ir.reduction import Reduction
 from passes.lowering.segments import cut_into_segments
 from passes.transforms.bucket import bucket_gathers
 from passes.transforms.gradient_sync import synchronize_gradients

@@ -3,7 +3,7 @@ from torch.fx import Graph
 
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.plan import Reduction
+from passes.ir.reduction import Reduction
 from passes.models.memory_model import live_bytes, mark_freed_inputs
 from passes.transforms.bucket import bucket_gathers
 from passes.transforms.gradient_sync import synchronize_gradients

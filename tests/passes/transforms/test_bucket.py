@@ -1,10 +1,10 @@
 import torch
 
 from passes.collectives.layout import REPLICATED
-from passes.fx.graph import role
-from passes.ir.interface import Interface, Slot
+from passes.ir.interface import FullParameter, Interface
 from passes.ir.ops import unshard
 from passes.ir.plan import Gather
+from passes.ir.work import Role, bucket, role
 from passes.transforms.bucket import bucket_gathers, gather_buckets
 from tests.passes.tracing import PassTestCase
 
@@ -92,9 +92,9 @@ def forward(self, rows: "f32[2, 4]", columns: "f32[3, 2]"):
         )
         bucket_gathers(gm.graph)
         started = [
-            node.meta["fsdp"] for node in gm.graph.nodes if role(node) == "start_gather" and not node.name.startswith("view")
+            str(bucket(node)) for node in gm.graph.nodes if role(node) is Role.START_GATHER and not node.name.startswith("view")
         ]
-        assert started == ["start_gather:up", "start_gather:up.1", "start_gather:up.2", "start_gather:down"]
+        assert started == ["up", "up.1", "up.2", "down"]
 
     def test_numbered_names_are_nobody_elses(self) -> None:
         def forward(a, b, c):
@@ -105,7 +105,7 @@ def forward(self, rows: "f32[2, 4]", columns: "f32[3, 2]"):
             )
 
         gm = self.trace(forward, torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2))
-        assert [(bucket.unit, bucket.name) for bucket in gather_buckets(gm.graph)] == [
+        assert [(bucket.unit, str(bucket.name)) for bucket in gather_buckets(gm.graph)] == [
             ("up", "up"),
             ("up", "up.2"),
             ("up.1", "up.1"),
@@ -153,7 +153,7 @@ class TestKeptParameters(PassTestCase):
             forward, torch.zeros(2), torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(3, 4), names="bias weight down x"
         )
         interface = Interface(gm.graph)
-        assert [bucket.name for bucket in gather_buckets(gm.graph)] == ["up", "down"]
+        assert [str(bucket.name) for bucket in gather_buckets(gm.graph)] == ["up", "down"]
         bucket_gathers(gm.graph, plan, interface)
         interface.finish()
         return self.text(gm.graph), interface
@@ -161,7 +161,7 @@ class TestKeptParameters(PassTestCase):
     def test_kept_parameters_go_out(self) -> None:
         text, interface = self.planned(Gather.KEEP, Gather.GATHER)
         # In the order of storage, not in that of the graph.
-        assert interface.outputs == [Slot("full", bucket=0, index=0), Slot("full", bucket=0, index=1)]
+        assert interface.outputs == [FullParameter(0, 0), FullParameter(0, 1)]
         assert interface.inputs == []
         self.assertExpectedInline(
             text,
@@ -194,7 +194,7 @@ def forward(self, bias: "f32[2]", weight: "f32[2, 4]", down: "f32[2, 4]", x: "f3
 
     def test_reused_parameters_come_in(self) -> None:
         text, interface = self.planned(Gather.GATHER, Gather.REUSE)
-        assert interface.inputs == [Slot("full", bucket=1, index=0)]
+        assert interface.inputs == [FullParameter(1, 0)]
         assert interface.outputs == []
         self.assertExpectedInline(
             text,
@@ -222,7 +222,7 @@ def forward(self, bias: "f32[2]", weight: "f32[2, 4]", down: "f32[2, 4]", x: "f3
 
     def test_reuse_of_everything_needs_no_collective(self) -> None:
         text, interface = self.planned(Gather.REUSE, Gather.REUSE)
-        assert interface.inputs == [Slot("full", 0, 0), Slot("full", 0, 1), Slot("full", 1, 0)]
+        assert interface.inputs == [FullParameter(0, 0), FullParameter(0, 1), FullParameter(1, 0)]
         self.assertExpectedInline(
             text,
             """\

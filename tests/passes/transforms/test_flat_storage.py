@@ -1,7 +1,7 @@
 import torch
 from torch.utils import _pytree as pytree
 
-from passes.ir.interface import Interface, Slot
+from passes.ir.interface import InputSlot, Interface, StorageRun
 from passes.ir.ops import unshard
 from passes.transforms.bucket import bucket_gathers
 from passes.transforms.flat_storage import flat_storage, locate_shards
@@ -10,7 +10,7 @@ from tests.passes.tracing import PassTestCase
 
 
 class TestFlatStorage(PassTestCase):
-    def run_passes(self, offsets: tuple[int, int, int], **policy: torch.dtype) -> tuple[str, list[Slot]]:
+    def run_passes(self, offsets: tuple[int, int, int], **policy: torch.dtype) -> tuple[str, list[InputSlot]]:
         """The graph of a unit of three parameters of eight elements a shard, which lie at these offsets."""
 
         def forward(a, b, c):
@@ -30,7 +30,7 @@ class TestFlatStorage(PassTestCase):
 
     def test_a_bucket_of_neighbours_is_gathered_in_place(self) -> None:
         text, runs = self.run_passes((0, 8, 16))
-        assert runs == [Slot("storage", index=0, offset=0, numel=24)]
+        assert runs == [StorageRun(0, 0, 24)]
         self.assertExpectedInline(
             text,
             """\
@@ -41,7 +41,7 @@ def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0
 
     def test_a_cast_is_one_pass_over_the_run(self) -> None:
         text, runs = self.run_passes((0, 8, 16), param_dtype=torch.bfloat16)
-        assert runs == [Slot("storage", index=0, offset=0, numel=24)]
+        assert runs == [StorageRun(0, 0, 24)]
         self.assertExpectedInline(
             text,
             """\
@@ -54,7 +54,7 @@ def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0
     def test_a_gap_splits_a_run(self) -> None:
         # As in backward, which does not read what lies at 8.
         text, runs = self.run_passes((0, 16, 24))
-        assert runs == [Slot("storage", index=1, offset=16, numel=16)]
+        assert runs == [StorageRun(1, 16, 16)]
         self.assertExpectedInline(
             text,
             """\
@@ -76,7 +76,7 @@ def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0
         bucket_gathers(gm.graph)
         interface = Interface(gm.graph)
         flat_storage(gm.graph, locations, interface)
-        assert interface.inputs == [Slot("storage", index=0, offset=0, numel=18)]
+        assert interface.inputs == [StorageRun(0, 0, 18)]
         self.assertExpectedInline(
             self.text(gm.graph),
             """\
@@ -86,10 +86,10 @@ def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", x: "f32[64]", run_0_a: "
     view_2: "f32[8, 18]" = aten.view.default(wait_tensor, [8, -1])
     split_with_sizes = aten.split_with_sizes.default(view_2, [8, 2, 8], 1)
     getitem: "f32[8, 8]" = split_with_sizes[0]
-    getitem_1: "f32[8, 8]" = split_with_sizes[2]
+    getitem_2: "f32[8, 8]" = split_with_sizes[2]
     clone: "f32[8, 8]" = aten.clone.default(getitem, memory_format = torch.contiguous_format)
     _unsafe_view: "f32[64]" = aten._unsafe_view.default(clone, [64])
-    clone_1: "f32[8, 8]" = aten.clone.default(getitem_1, memory_format = torch.contiguous_format)
+    clone_1: "f32[8, 8]" = aten.clone.default(getitem_2, memory_format = torch.contiguous_format)
     _unsafe_view_1: "f32[64]" = aten._unsafe_view.default(clone_1, [64])
     mul: "f32[64]" = aten.mul.Tensor(_unsafe_view, x)
     mul_1: "f32[64]" = aten.mul.Tensor(_unsafe_view_1, x)

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from passes.collectives.functional import start_reduce_scatter
 from passes.fx.emit import emit
 from passes.ir.ops import unshard
+from passes.ir.work import BucketName, Role, Work
 from passes.transforms.bucket import bucket_gathers
 from passes.transforms.foreach_copies import copy_in_together, copy_out_together
 from tests.passes.tracing import PassTestCase
@@ -82,7 +83,9 @@ class TestCopyIn(ForeachTestCase):
         graph = self.trace_on(device, lambda a, b, factor: (a, b), [16, 4], [16], [], names="a b factor")
         a, b, factor = graph.find_nodes(op="placeholder")
         with graph.inserting_before(graph.output_node()):
-            flat = emit(graph, function, [a, b], [], [factor], role="start_reduce:root", **constants)
+            flat = emit(
+                graph, function, [a, b], [], [factor], work=Work(Role.START_REDUCE, BucketName.of_unit("root")), **constants
+            )
         graph.output_node().args = ((flat,),)
         graph.eliminate_dead_code()
         copy_in_together(graph)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.layout import REPLICATED
-from passes.fx.graph import role
-from passes.ir.interface import Interface, Slot
+from passes.ir.interface import DivideFactor, Interface, PartialGradient, ReducedGradient, UnshardedGradient
 from passes.ir.ops import reduce_grad
-from passes.ir.plan import Reduction, Sync
+from passes.ir.reduction import Reduction, Sync
+from passes.ir.work import Role, role
 from passes.transforms.bucket import reduction_buckets
 from passes.transforms.gradient_sync import synchronize_gradients
 from passes.transforms.mixed_precision import mixed_precision
@@ -50,8 +50,8 @@ class SyncTestCase(PassTestCase):
 class TestReduce(SyncTestCase):
     def test_sum_and_divide(self) -> None:
         text, interface = self.synchronized(Reduction(averaging=SUM))
-        assert interface.inputs == [Slot("factor")]
-        assert interface.outputs == [Slot("grad")]
+        assert interface.inputs == [DivideFactor(0, 0)]
+        assert interface.outputs == [ReducedGradient(0)]
         self.assertExpectedInline(
             text,
             """\
@@ -95,7 +95,7 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
     def test_half_precision_divides_on_either_side(self) -> None:
         averaging = Averaging(divides_gradient=True, divides_result=True)
         text, interface = self.synchronized(Reduction(averaging=averaging), dtype=torch.float16)
-        assert interface.inputs == [Slot("factor", index=0), Slot("factor", index=1)]
+        assert interface.inputs == [DivideFactor(0, 0), DivideFactor(0, 1)]
         self.assertExpectedInline(
             text,
             """\
@@ -156,11 +156,11 @@ def forward(self, grad: "bf16[3, 16]", x: "bf16[3, 4]", weight: "bf16[2, 4]", bi
         gm = self.trace(backward, *inputs)
         _synchronize(gm.graph, Reduction())
         (cast,) = gm.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
-        assert role(cast) == ""
+        assert role(cast) is None
 
     def test_replicas_are_reduced_after_shards(self) -> None:
         text, interface = self.synchronized(Reduction(averaging=SUM), replicas=True)
-        assert interface.outputs == [Slot("grad")]
+        assert interface.outputs == [ReducedGradient(0)]
         self.assertExpectedInline(
             text,
             """\
@@ -184,7 +184,7 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
 
     def test_users_factor_where_the_backend_averages(self) -> None:
         text, interface = self.synchronized(Reduction(averaging=Averaging(divides_scattered=True)), replicas=True)
-        assert interface.inputs == [Slot("factor")]
+        assert interface.inputs == [DivideFactor(0, 0)]
         self.assertExpectedInline(
             text,
             """\
@@ -208,7 +208,7 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
 
     def test_adds_to_an_existing_gradient(self) -> None:
         text, interface = self.synchronized(Reduction(averaging=SUM, has_grad=True))
-        assert interface.inputs == [Slot("factor"), Slot("grad")]
+        assert interface.inputs == [DivideFactor(0, 0), ReducedGradient(0)]
         assert interface.outputs == []
         self.assertExpectedInline(
             text,
@@ -237,7 +237,7 @@ class TestKeepUnsharded(SyncTestCase):
         text, interface = self.synchronized(Reduction(Sync.NONE))
         assert interface.inputs == []
         # In the order in which backward computes them.
-        assert interface.outputs == [Slot("unsharded", index=0), Slot("unsharded", index=1)]
+        assert interface.outputs == [UnshardedGradient(0, 0), UnshardedGradient(0, 1)]
         self.assertExpectedInline(
             text,
             """\
@@ -252,7 +252,7 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
 
     def test_later_microbatches(self) -> None:
         text, interface = self.synchronized(Reduction(Sync.NONE, has_unsharded=True))
-        assert interface.inputs == [Slot("unsharded", index=0), Slot("unsharded", index=1)]
+        assert interface.inputs == [UnshardedGradient(0, 0), UnshardedGradient(0, 1)]
         assert interface.outputs == []
         self.assertExpectedInline(
             text,
@@ -297,8 +297,8 @@ def forward(self, grad: "bf16[3, 16]", x: "bf16[3, 4]", weight: "bf16[2, 4]", bi
 
     def test_one_reduction_for_all_microbatches(self) -> None:
         text, interface = self.synchronized(Reduction(averaging=SUM, has_unsharded=True))
-        assert interface.inputs == [Slot("unsharded", index=0), Slot("unsharded", index=1), Slot("factor")]
-        assert interface.outputs == [Slot("grad")]
+        assert interface.inputs == [UnshardedGradient(0, 0), UnshardedGradient(0, 1), DivideFactor(0, 0)]
+        assert interface.outputs == [ReducedGradient(0)]
         self.assertExpectedInline(
             text,
             """\
@@ -326,7 +326,7 @@ class TestScatter(SyncTestCase):
         text, interface = self.synchronized(Reduction(Sync.SCATTER, SUM), replicas=True)
         # The division waits for the all-reduce.
         assert interface.inputs == []
-        assert interface.outputs == [Slot("partial")]
+        assert interface.outputs == [PartialGradient(0)]
         self.assertExpectedInline(
             text,
             """\
@@ -347,7 +347,7 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
 
     def test_later_microbatches(self) -> None:
         text, interface = self.synchronized(Reduction(Sync.SCATTER, SUM, has_partial=True), replicas=True)
-        assert interface.inputs == [Slot("partial")]
+        assert interface.inputs == [PartialGradient(0)]
         assert interface.outputs == []
         self.assertExpectedInline(
             text,
@@ -373,7 +373,7 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
         text, interface = self.synchronized(
             Reduction(Sync.SCATTER, Averaging(divides_scattered=True), has_partial=True), replicas=True
         )
-        assert interface.inputs == [Slot("factor"), Slot("partial")]
+        assert interface.inputs == [DivideFactor(0, 0), PartialGradient(0)]
         self.assertExpectedInline(
             text,
             """\
@@ -397,8 +397,8 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
 
     def test_partial_results_are_added_before_the_all_reduce(self) -> None:
         text, interface = self.synchronized(Reduction(averaging=SUM, has_partial=True), replicas=True)
-        assert interface.inputs == [Slot("partial"), Slot("factor")]
-        assert interface.outputs == [Slot("grad")]
+        assert interface.inputs == [PartialGradient(0), DivideFactor(0, 0)]
+        assert interface.outputs == [ReducedGradient(0)]
         self.assertExpectedInline(
             text,
             """\
@@ -431,8 +431,14 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
         text, interface = self.synchronized(
             reduction, replicas=True, dtype=torch.bfloat16, reduce_dtype=torch.float16, grad_dtype=torch.bfloat16
         )
-        kinds = ["unsharded", "unsharded", "factor", "partial", "factor", "grad"]
-        assert [slot.kind for slot in interface.inputs] == kinds
+        assert interface.inputs == [
+            UnshardedGradient(0, 0),
+            UnshardedGradient(0, 1),
+            DivideFactor(0, 0),
+            PartialGradient(0),
+            DivideFactor(0, 1),
+            ReducedGradient(0),
+        ]
         assert [node.target for node in interface.graph.find_nodes(op="placeholder")][4:] == [
             "unsharded_up_bias",
             "unsharded_up_weight",
@@ -488,7 +494,7 @@ class TestHooks(SyncTestCase):
     def test_comm_hook_reduces_in_the_place_of_the_reduce_scatter(self) -> None:
         text, interface = self.synchronized(Reduction(comm_hook=self.compress))
         assert interface.inputs == []
-        assert interface.outputs == [Slot("grad")]
+        assert interface.outputs == [ReducedGradient(0)]
         self.assertExpectedInline(
             text,
             """\
@@ -605,8 +611,8 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
         gm = self.trace(backward, torch.zeros(16), torch.zeros(2), names="grad weight")
         _synchronize(gm.graph, Reduction(comm_hook=self.compress))
         roles = [(node.name, role(node)) for node in gm.graph.nodes if node.op == "call_function"]
-        started = [name for name, node_role in roles if node_role == "start_reduce"]
-        finished = [name for name, node_role in roles if node_role == "finish_reduce"]
+        started = [name for name, node_role in roles if node_role is Role.START_REDUCE]
+        finished = [name for name, node_role in roles if node_role is Role.FINISH_REDUCE]
         assert started[-1] == "reduce_scatter_tensor"
         assert finished[0] == "wait_tensor"
         assert len(started) + len(finished) == len(roles)
@@ -686,13 +692,13 @@ def forward(self, rows: "f32[13, 4]", columns: "f32[3, 16]", scalar: "f32[]", sh
             )
 
         gm = self.trace(backward, torch.zeros(16), *[torch.zeros(2)] * 4, names="grad a b c d")
-        assert [bucket.name for bucket in reduction_buckets(gm.graph)] == ["up", "up.1", "up.2", "down"]
+        assert [str(bucket.name) for bucket in reduction_buckets(gm.graph)] == ["up", "up.1", "up.2", "down"]
         interface = _synchronize(
             gm.graph, Reduction(Sync.NONE), Reduction(averaging=SUM), Reduction(Sync.SCATTER), Reduction(has_grad=True)
         )
         # Every bucket follows a plan of its own.
-        assert interface.inputs == [Slot("factor", bucket=1), Slot("grad", bucket=3)]
-        assert interface.outputs == [Slot("unsharded", bucket=0), Slot("grad", bucket=1), Slot("partial", bucket=2)]
+        assert interface.inputs == [DivideFactor(1, 0), ReducedGradient(3)]
+        assert interface.outputs == [UnshardedGradient(0, 0), ReducedGradient(1), PartialGradient(2)]
 
     def test_leaves_the_models_own_collectives_alone(self) -> None:
         def forward(x):

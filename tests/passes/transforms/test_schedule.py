@@ -5,7 +5,8 @@ from torch.fx import Graph, GraphModule
 
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.plan import Gather, Reduction, Sync
+from passes.ir.plan import Gather
+from passes.ir.reduction import Reduction, Sync
 from passes.transforms.bucket import bucket_gathers, reduction_buckets
 from passes.transforms.gradient_sync import synchronize_gradients
 from passes.transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions

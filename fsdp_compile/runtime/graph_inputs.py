@@ -1,0 +1,128 @@
+"""Whose shards the inputs of a graph are: by place, as the graph says, and in a call, as the tensors say."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from passes.fx.graph import placeholder_index, shard_input
+from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
+from passes.transforms.bucket import Bucket, gather_buckets, reduction_buckets, whole_buckets
+
+from ..units.sharded_param import ShardedParam, param_in_memory
+
+
+def sharded_param(shard: Any) -> ShardedParam:
+    """The parameter that a graph input is the shard of."""
+    return shard._fsdp_sharded_param
+
+
+@dataclass(frozen=True)
+class GradientInputs:
+    """A bucket of gradients in a graph.
+
+    Attributes:
+        members: the inputs that are the shards of its parameters.
+        like: an empty tensor with dtype and device of the reduction.
+        grad_dtype: dtype of the reduced gradients.
+    """
+
+    members: Sequence[int]
+    like: Tensor
+    grad_dtype: torch.dtype
+
+
+class GraphInputs:
+    """The inputs of a graph that are shards, by their places.
+
+    Args:
+        graph: a graph after the preparing passes.
+
+    Attributes:
+        names: for each, the names of unit and parameter in the graph.
+        units: for each unit of the graph, by its name there, one that is a shard of it.
+        read: those that the graph unshards.
+        gather_buckets: the buckets of the graph's gathers.
+        gathers: for each of them those of its parameters; None where these are in a smaller group, which do not tell whose they
+            are.
+        gradients: the buckets of its gradients.
+        reduction_groups: the gradients that share a collective unless a schedule merges buckets.
+    """
+
+    def __init__(self, graph: Graph):
+        self._index = placeholder_index(graph)
+        gathered = [Unshard.of(node) for node in unshards(graph.nodes)]
+        reduced = [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]
+        self.names: dict[int, tuple[str, str]] = {}
+        self.units: dict[str, int] = {}
+        specs: list[Unshard | ReduceGrad] = [*gathered, *reduced]
+        for spec in specs:
+            for index in self._places([spec.shard]):
+                self.names[index] = spec.unit, spec.name
+                if isinstance(spec, ReduceGrad) or spec.offset >= 0:
+                    self.units.setdefault(spec.unit, index)
+        self.read = self._places([spec.shard for spec in gathered])
+        self.gather_buckets = gather_buckets(graph)
+        self.gathers = [self._members_to_keep(bucket) for bucket in self.gather_buckets]
+        buckets = reduction_buckets(graph)
+        self.gradients = [self._gradients(bucket) for bucket in buckets]
+        self.reduction_groups = whole_buckets(buckets)
+
+    def _places(self, shards: Sequence[Node]) -> list[int]:
+        return [self._index[node] for node in map(shard_input, shards) if node is not None]
+
+    def _members_to_keep(self, bucket: Bucket) -> list[int] | None:
+        in_storage = all(Unshard.of(node).offset >= 0 for node in bucket.nodes)
+        return self._places(bucket.shards) if in_storage else None
+
+    def _gradients(self, bucket: Bucket) -> GradientInputs:
+        spec = ReduceGrad.of(bucket.nodes[0])
+        value = spec.grad.meta["val"]
+        like = torch.empty((), dtype=value.dtype, device=value.device)
+        return GradientInputs(self._places(bucket.shards), like, spec.grad_dtype or value.dtype)
+
+
+class Owners:
+    """Whose shards a model's graphs are called with, by the names of unit and parameter in them.
+
+    Graphs ask their inputs. Where a saved-tensor hook has replaced what backward finds, the input does not know. A checkpoint
+    gives a tensor in the memory of the shard. A copy (``save_on_cpu``) belongs to the parameter that the graph was compiled
+    for, unless it was called with others, too, as with equal blocks that share one graph.
+    """
+
+    def __init__(self, params: Mapping[tuple[str, str], ShardedParam]):
+        # Compiled code must not keep a model alive.
+        self._seen = {names: {id(param): weakref.ref(param)} for names, param in params.items()}
+
+    def note(self, names: tuple[str, str], param: ShardedParam) -> None:
+        """Note what a graph is called with."""
+        known = self._seen[names].get(id(param))
+        if known is None or known() is not param:
+            self._seen[names][id(param)] = weakref.ref(param)
+
+    def of(self, shard: Any, names: tuple[str, str]) -> ShardedParam:
+        """The parameter of an input that goes by these names in the graph.
+
+        Raises:
+            RuntimeError: nobody knows.
+        """
+        found = getattr(shard, "_fsdp_sharded_param", None)
+        return self._find(shard, names) if found is None else found
+
+    def _find(self, replaced: Tensor, names: tuple[str, str]) -> ShardedParam:
+        found = param_in_memory(replaced)
+        if found is not None:
+            return found
+        params = [param for known in self._seen.get(names, {}).values() if (param := known()) is not None]
+        if len(params) == 1:
+            return params[0]
+        raise RuntimeError(
+            f"Backward found a copy of the shard of {names[1]} that forward saved, made by a saved-tensor hook (save_on_cpu), "
+            "and several modules share the compiled graph. Compile the whole model, or use no such hook around it."
+        )

@@ -1,0 +1,188 @@
+"""A reduction: what is done about the gradients of a bucket, and the stages in which it is done.
+
+:func:`stages` is the one definition of the arithmetic that docs/gradient-sync.md derives. Two interpret it: the pass
+:mod:`passes.transforms.gradient_sync` traces each stage into a graph, apart, so that a schedule can put work between them;
+:func:`reduce_at_once` runs one after the other, for gradients that no graph of ours reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives.divide_factors import Averaging
+from ..collectives.functional import (
+    factor_tensor,
+    finish_all_reduce,
+    finish_reduce_scatter,
+    finish_reduction,
+    group_size,
+    resolve_averaging,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from ..collectives.layout import padded_shard_shape
+from .work import Role
+
+
+class Sync(Enum):
+    """How far a graph reduces the gradients of a bucket.
+
+    Attributes:
+        ALL: reduce-scatter, and with replicas (HSDP) all-reduce, into ``param.grad``.
+        SCATTER: reduce-scatter only; the partial result waits for a later all-reduce.
+        NONE: no communication; the full gradient waits for a later reduction.
+    """
+
+    ALL = "all"
+    SCATTER = "scatter"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a graph does about the gradients of a bucket.
+
+    Attributes:
+        sync: how far it reduces.
+        averaging: where the reduction divides, and its operators.
+        has_unsharded: full gradients of earlier microbatches are to be added before the reduce-scatter.
+        has_partial: a partial result of earlier microbatches is to be added after the reduce-scatter.
+        has_grad: ``param.grad`` is there already, to be added to.
+        group: name of the group that the reduce-scatter runs on; empty: the one that the parameters are sharded over.
+        comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``; or in place, ``hook(gradient)``.
+        all_reduce_hook: changes the reduced shard in place: ``hook(shard)``.
+        comm_hook_in_place: the latter, of a bucket that is sharded over one rank; then the hook is the all-reduce, too.
+    """
+
+    sync: Sync = Sync.ALL
+    averaging: Averaging = field(default_factory=Averaging)
+    has_unsharded: bool = False
+    has_partial: bool = False
+    has_grad: bool = False
+    group: str = ""
+    comm_hook: Callable[..., None] | None = None
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    comm_hook_in_place: bool = False
+
+    @property
+    def may_regroup(self) -> bool:
+        """Whether gradients may be reduced in other buckets than the units' own, which is what hooks see."""
+        return self.sync is not Sync.NONE and self.comm_hook is None and self.all_reduce_hook is None
+
+
+class Kept(Enum):
+    """What earlier microbatches have left for a stage.
+
+    Attributes:
+        UNSHARDED: full gradients, one for each that is reduced.
+        PARTIAL: one flat shard, reduced over the shard group only.
+    """
+
+    UNSHARDED = "unsharded"
+    PARTIAL = "partial"
+
+
+@dataclass(frozen=True)
+class Factor:
+    """The divide factor of that number, 0-d."""
+
+    number: int
+
+
+#: What a stage takes besides the result of the one before it: a sequence of tensors, empty where it takes None.
+Operand = Kept | Factor
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a reduction that runs without a pause.
+
+    Attributes:
+        role: the work that it is.
+        function: one of :mod:`passes.collectives.functional`. It takes the result of the stage before, or the gradients, then
+            the operands, then the constants by name.
+        operands: its operands.
+        constants: the rest of its arguments.
+    """
+
+    role: Role
+    function: Callable[..., Any]
+    operands: tuple[Operand | None, ...] = ()
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+def stages(
+    reduction: Reduction,
+    *,
+    dims: Sequence[int],
+    group: str,
+    replicate_group: str,
+    grad_dtype: torch.dtype,
+    is_scattered: bool = False,
+) -> list[Stage]:
+    """The stages of a reduction that communicates, from full gradients of one dtype to a flat shard.
+
+    Args:
+        reduction: the reduction.
+        dims: the dimension that each gradient is cut along.
+        group: name of the shard group; empty: one rank, which sends nothing.
+        replicate_group: name of the group of replicas; empty: none.
+        grad_dtype: dtype of the result, if the reduction goes to its end.
+        is_scattered: begin with a flat shard that was reduced over the shard group before.
+    """
+    averaging, hook = reduction.averaging, reduction.comm_hook
+    uses = (averaging.divides_gradient, averaging.divides_scattered, averaging.divides_result)
+    gradient, scattered, result = (Factor(sum(uses[:place])) if used else None for place, used in enumerate(uses))
+    finish_scatter: tuple[Operand | None, ...] = (scattered, Kept.PARTIAL if reduction.has_partial else None)
+    in_flight = {"group": group, "in_flight": hook is None and group != ""}
+    found = []
+    if is_scattered:
+        finish_scatter, in_flight = (), {"group": group, "in_flight": False}
+    else:
+        start = {"op": averaging.reduce_scatter_op if group else "", "hook": hook, "in_place": reduction.comm_hook_in_place}
+        operands = (Kept.UNSHARDED if reduction.has_unsharded else None, gradient)
+        found.append(Stage(Role.START_REDUCE, start_reduce_scatter, operands, {"dims": dims, "group": group, **start}))
+    if reduction.sync is Sync.ALL and replicate_group and not reduction.comm_hook_in_place:
+        replicas = {"replicate_group": replicate_group, "op": averaging.all_reduce_op}
+        found.append(Stage(Role.ALL_REDUCE, start_all_reduce, finish_scatter, {**in_flight, **replicas}))
+        found.append(Stage(Role.FINISH_REDUCE, finish_all_reduce))
+    elif not is_scattered:
+        found.append(Stage(Role.FINISH_REDUCE, finish_reduce_scatter, finish_scatter, in_flight))
+    if reduction.sync is Sync.ALL:
+        end = {"grad_dtype": grad_dtype, "hook": reduction.all_reduce_hook}
+        found.append(Stage(Role.FINISH_REDUCE, finish_reduction, (result,), end))
+    return found
+
+
+def reduce_at_once(found: Iterable[Stage], value: Any, take: Callable[[Operand], Sequence[Tensor]]) -> Tensor:
+    """Run the stages of a reduction one after the other. Returns the flat shard.
+
+    Args:
+        found: the stages.
+        value: the gradients, or the flat shard, that they begin with.
+        take: gives an operand.
+    """
+    for stage in found:
+        operands = [() if operand is None else take(operand) for operand in stage.operands]
+        value = stage.function(value, *operands, **stage.constants)
+    return value
+
+
+def average(grad: Tensor, shape: Sequence[int], dim: int, group: str, replicate_group: str) -> Tensor:
+    """The average of a full gradient over all ranks, at once: this rank's padded shard of it."""
+    averaging, values = resolve_averaging(group, replicate_group, grad.dtype, grad.device)
+
+    def take(operand: Operand) -> list[Tensor]:
+        assert isinstance(operand, Factor)
+        return [factor_tensor(values[operand.number], grad.dtype, grad.device)]
+
+    found = stages(
+        Reduction(averaging=averaging), dims=[dim], group=group, replicate_group=replicate_group, grad_dtype=grad.dtype
+    )
+    return reduce_at_once(found, [grad], take).view(padded_shard_shape(shape, dim, group_size(group)))

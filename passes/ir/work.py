@@ -1,0 +1,115 @@
+"""The work of a node: what it does for which bucket. Passes leave it on the nodes that they insert, for each other.
+
+It says which nodes the schedule may move, which kernels may reach across, and what a collective is called in profiles and
+messages. It is text only where it is printed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch.fx import Graph, Node
+
+from ..fx.emit import WORK
+from ..fx.graph import is_collective
+
+
+class Role(Enum):
+    """What a node does for its bucket.
+
+    Attributes:
+        START_GATHER: copies shards in, and starts the all-gather.
+        FINISH_GATHER: waits for it, and cuts the parameters out.
+        ACCUMULATE: adds gradients to those of earlier microbatches, without communication.
+        START_REDUCE: copies gradients in, and starts the reduce-scatter.
+        ALL_REDUCE: finishes the reduce-scatter, and starts the all-reduce over replicas.
+        FINISH_REDUCE: waits for the last collective, and makes its result what lands.
+    """
+
+    START_GATHER = "start_gather"
+    FINISH_GATHER = "finish_gather"
+    ACCUMULATE = "accumulate"
+    START_REDUCE = "start_reduce"
+    ALL_REDUCE = "all_reduce"
+    FINISH_REDUCE = "finish_reduce"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class BucketName:
+    """The name of parameters that share a collective.
+
+    Attributes:
+        parts: what they are of each unit's bucket: its name, and the number of the piece; None: all of it.
+    """
+
+    parts: tuple[tuple[str, int | None], ...]
+
+    @staticmethod
+    def of_unit(name: str) -> BucketName:
+        """A unit's bucket, whole."""
+        return BucketName(((name, None),))
+
+    @property
+    def unit_buckets(self) -> tuple[str, ...]:
+        """The names of the units' buckets that it has a part of."""
+        return tuple(name for name, _ in self.parts)
+
+    def __str__(self) -> str:
+        return "+".join(name if piece is None else f"{name}/{piece}" for name, piece in self.parts)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a node does for which bucket."""
+
+    role: Role
+    bucket: BucketName
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.bucket}"
+
+
+def mark(node: Node, work: Work) -> None:
+    """Say what a node does."""
+    node.meta[WORK] = work
+
+
+def work(node: Node) -> Work | None:
+    """What a node does for a bucket; None: nothing, as nodes of the model."""
+    return node.meta.get(WORK)
+
+
+def role(node: Node) -> Role | None:
+    """What a node does for its bucket, if it works for one."""
+    found = work(node)
+    return None if found is None else found.role
+
+
+def bucket(node: Node) -> BucketName | None:
+    """The bucket that a node works for, if any."""
+    found = work(node)
+    return None if found is None else found.bucket
+
+
+def nodes_of(graph: Graph, wanted: Role) -> dict[BucketName, list[Node]]:
+    """The nodes of one role by bucket, in graph order."""
+    found: dict[BucketName, list[Node]] = {}
+    for node in graph.nodes:
+        done = work(node)
+        if done is not None and done.role is wanted:
+            found.setdefault(done.bucket, []).append(node)
+    return found
+
+
+def kernel_boundaries(graph: Graph) -> set[Node]:
+    """The nodes that no kernel reaches across: collectives, and the first node of each reduction's copy-in.
+
+    A kernel that copied gradients in and read a parameter as well would hold a whole gathered buffer beside the gradients and
+    their copy.
+    """
+    copies_in = {nodes[0] for nodes in nodes_of(graph, Role.START_REDUCE).values()}
+    return copies_in | {node for node in graph.nodes if is_collective(node)}

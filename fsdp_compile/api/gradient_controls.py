@@ -20,7 +20,7 @@ from passes.collectives.traced_hook import apply_in_place_hook, apply_reduce_hoo
 from passes.fx.torch_internals.core import FakeTensorMode
 
 from ..comm_hooks import BoundHook, bind_hook
-from ..runtime.gradients import call_hooks, discard, reduce_pending
+from ..runtime.gradients import call_hooks, discard, in_backward, reduce_pending
 from ..torch_versions import RESET_DISCARDS_GRADIENTS, GradientReductionHandle, reduce_dtype
 from ..units.unit import Unit
 
@@ -76,7 +76,7 @@ class GradientControls(Controls):
         Source: torch 2.15.
         """
         scope = self._root("set_manual_backward_finalization").scope
-        if enabled != scope.finalizes_by_hand and _in_backward():
+        if enabled != scope.finalizes_by_hand and in_backward():
             raise RuntimeError("set_manual_backward_finalization cannot change the mode during a backward.")
         scope.finalizes_by_hand = enabled
 
@@ -95,7 +95,7 @@ class GradientControls(Controls):
         scope = self._root("finalize_backward").scope
         if not scope.finalizes_by_hand:
             raise RuntimeError("finalize_backward() wants set_manual_backward_finalization(True) ahead of the backward.")
-        if _in_backward():
+        if in_backward():
             raise RuntimeError("finalize_backward() must be called after the backward, not within it.")
         for unit in scope.units:
             _check_may_finalize(unit)
@@ -242,10 +242,6 @@ class _Finished(GradientReductionHandle):
 
     def wait(self) -> None:
         pass
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _check_may_finalize(unit: Unit) -> None:

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 # Bound once: code that wants ours instead puts it in the place of torch's.
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from passes.fx.torch_internals.core import TracingContext, swap_tensor
+from passes.fx.torch_internals.core import TracingContext, disable_dynamo, swap_tensor
 from passes.fx.torch_internals.dynamo import OptimizedModule
 from passes.ir.ops import unshard
 
@@ -180,7 +180,7 @@ def _sharded_property(name: str) -> property:
     return property(read)
 
 
-@torch._disable_dynamo
+@disable_dynamo
 def _read_eagerly(module: Any, name: str) -> Any:
     sharded: ShardedParam = module._fsdp_sharded[name]
     if name not in module._parameters:

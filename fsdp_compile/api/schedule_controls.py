@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-import torch
 from torch.distributed.fsdp import UnshardHandle
+
+from passes.fx.torch_internals.core import disable_dynamo
 
 from ..runtime.uncompiled import reshard_by_hand
 from ..runtime.unsharding import finish_unshard, start_unshard
@@ -66,7 +67,7 @@ class ScheduleControls(Controls):
             units.append(module._fsdp_unit)
         return tuple(units)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters now, in the dtype that they compute in; not those of units inside.
 
@@ -88,7 +89,7 @@ class ScheduleControls(Controls):
         finish_unshard(self._fsdp_unit)
         return None
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def reshard(self) -> None:
         """Free this unit's gathered parameters: those that :meth:`unshard` gathered or that outlived a backward, and those that
         an uncompiled forward has left for its backward, which gathers them again."""

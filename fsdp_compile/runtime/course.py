@@ -38,6 +38,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from passes.collectives.functional import resolve_group
 from passes.collectives.gloo import backend_of, break_connections, message_tags
+from passes.fx.torch_internals.core import RecordFunctionFast
+from passes.fx.torch_internals.distributed import get_process_group_store
 from passes.ir.ops import set_around_eager_kernels
 from passes.lowering.collective_sequence import Collective, identities
 
@@ -267,7 +269,7 @@ def _find_courses(group_names: Iterable[str], roles: Mapping[str, str]) -> list[
 
 def _course_of(group: dist.ProcessGroup, name: str, label: str) -> Course | None:
     if group not in _courses:
-        store = dist.distributed_c10d._get_process_group_store(group)
+        store = get_process_group_store(group)
         # A fake group has no other ranks, and MPI no store.
         if "fake" in dist.get_backend(group) or store is None:
             return None
@@ -383,7 +385,7 @@ class Run:
         for course, _ in self._over:
             course.thread = thread
         if self._label:
-            self._range = torch._C._profiler._RecordFunctionFast(self._label)
+            self._range = RecordFunctionFast(self._label)
             self._range.__enter__()
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:

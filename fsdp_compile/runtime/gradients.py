@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.functional import factor_tensor, group_size, resolve_averaging
+from passes.fx.torch_internals.core import current_graph_task_id, queue_callback, will_engine_execute_node
 from passes.ir.reduction import Factor, Kept, Operand, Reduction, Sync, reduce_at_once, stages
 
 from ..torch_versions import reduce_dtype
@@ -177,11 +178,16 @@ class _Backward:
 _backwards: dict[int, _Backward] = {}
 
 
+def in_backward() -> bool:
+    """Whether autograd's engine runs a backward, in this thread."""
+    return current_graph_task_id() != -1
+
+
 def _current_backward() -> _Backward:
-    task = torch._C._current_graph_task_id()
+    task = current_graph_task_id()
     if task not in _backwards:
         _backwards[task] = _Backward()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _finish_backward(task))
+        queue_callback(lambda: _finish_backward(task))
     return _backwards[task]
 
 
@@ -275,11 +281,11 @@ def accumulates(shard: Tensor) -> bool:
     elsewhere = _accumulates_elsewhere()
     if elsewhere is not None:
         return elsewhere
-    if torch._C._current_graph_task_id() == -1:
+    if not in_backward():
         # A backward graph that is called as a function.
         return True
     with torch.enable_grad():
-        return torch._C._will_engine_execute_node(get_gradient_edge(shard).node)
+        return will_engine_execute_node(get_gradient_edge(shard).node)
 
 
 def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
@@ -412,7 +418,7 @@ def drop_eager_gradient(shard: Tensor) -> None:
         RuntimeError: it is neither.
     """
     param: ShardedParam = shard._fsdp_sharded_param  # type: ignore[attr-defined]
-    backward = _backwards.get(torch._C._current_graph_task_id())
+    backward = _backwards.get(current_graph_task_id())
     gradient, shard.grad = shard.grad, None
     received = backward is not None and param in backward.received.get(param.unit, ())
     if received or not param.param.requires_grad or gradient is None or not has_memory(gradient) or not gradient.any():

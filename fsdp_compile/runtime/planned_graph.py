@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
+from passes.fx.torch_internals.core import AutoDispatchBelowAutograd
 from passes.ir.interface import InputSlot, Interface, OutputSlot
 from passes.ir.ops import Unshard
 from passes.ir.plan import Gather, Plan
@@ -115,7 +115,7 @@ class PlannedGraph:
                 call.param(index).end_forward()
         call.release(is_backward=self._is_backward)
         # Autograd has nothing to record here, but each functional collective would pass through its formula, in Python.
-        with variant.run, torch._C._AutoDispatchBelowAutograd():
+        with variant.run, AutoDispatchBelowAutograd():
             outputs = list(variant.function(args))
         call.land(variant.outputs, outputs[self._num_outputs :], gradients=is_wanted)
         return outputs[: self._num_outputs]

@@ -20,18 +20,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from passes.fx.torch_internals.core import pytree
+from passes.fx.torch_internals.core import (
+    TorchDispatchModeKey,
+    disable_dynamo,
+    get_dispatch_mode,
+    peek_interpreter_stack,
+    pytree,
+    saved_tensors_hooks_is_enabled,
+    top_saved_tensors_default_hooks,
+)
 from passes.ir.ops import reshard
 
 from ..units.param_state import Stamp, stamp
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
-from .gradients import at_end_of_backward, receive_gradients, zeros_like_gradient
+from .gradients import at_end_of_backward, in_backward, receive_gradients, zeros_like_gradient
 from .plan import must_not_gather
 from .unsharding import end_forward, finish_gather_of, finish_unshard, params_by_dtype, start_gathers
 
 # What is not compiled may be a part of what is, where Dynamo looks at every frame.
-_python = torch._disable_dynamo
+_python = disable_dynamo
 
 #: Whose gathered parameters lie in a storage.
 _by_storage: weakref.WeakValueDictionary[int, Gathered] = weakref.WeakValueDictionary()
@@ -88,7 +96,7 @@ class Gathered:
         """
         if self.fulls:
             return
-        if _in_backward():
+        if in_backward():
             self._check_may_gather()
             at_end_of_backward(self.end_backward)
         unit = self.unit
@@ -227,10 +235,6 @@ def reshard_by_hand(unit: Unit) -> None:
         gathered.reshard()
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 # What autograd saves.
 
 
@@ -249,7 +253,7 @@ class _Note(NamedTuple):
             raise RuntimeError(must_not_gather(unit, [self.param.name]))
         self.gathered.fill()
         full = self.gathered.fulls[self.param]
-        if not _in_backward():
+        if not in_backward():
             # Somebody looks at what a node has saved.
             self.gathered.free()
         return full.as_strided(self.size, self.stride, full.storage_offset() + self.offset)
@@ -270,7 +274,7 @@ def _hooks(unit: Unit) -> torch.autograd.graph.saved_tensors_hooks:
 
     Also parameters of other units: a checkpoint, whose hooks may be between, wants to see the same when it recomputes.
     """
-    others = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    others = top_saved_tensors_default_hooks(False)
 
     @_python
     def pack(tensor: Tensor) -> Any:
@@ -391,12 +395,12 @@ def read(param: ShardedParam) -> Tensor | None:
     return state.reading.value(param)
 
 
-_TRACING_MODES = tuple(getattr(torch._C._TorchDispatchModeKey, mode) for mode in ("FAKE", "PROXY", "FUNCTIONAL"))
+_TRACING_MODES = tuple(getattr(TorchDispatchModeKey, mode) for mode in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 
 def _is_traced() -> bool:
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return is_transformed or any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES)
+    is_transformed = peek_interpreter_stack() is not None
+    return is_transformed or any(get_dispatch_mode(mode) is not None for mode in _TRACING_MODES)
 
 
 class Forward:
@@ -416,7 +420,7 @@ class Forward:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         # A part of a unit runs alone where a checkpoint recomputes it, whose own hooks count what is saved.
         saves_notes = is_unit and unit.reshards_after_forward and torch.is_grad_enabled()
-        if saves_notes and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if saves_notes and saved_tensors_hooks_is_enabled():
             self._hooks = _hooks(unit)
             self._hooks.__enter__()
 
@@ -493,5 +497,5 @@ def _end_forward(unit: Unit) -> None:
     state.modules_run.clear()
     end_forward(unit)
     # A checkpoint that recomputes in backward frees nothing that this backward may read.
-    if reading is not None and unit.reshards_after_forward and not _in_backward():
+    if reading is not None and unit.reshards_after_forward and not in_backward():
         reading.gathered.end_forward()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..fx.torch_internals.distributed import resolve_process_group
 from . import gloo
 from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
 from .layout import assemble, disassemble, padded_shard_numel
@@ -22,7 +23,7 @@ _c10d = torch.ops._c10d_functional
 
 def resolve_group(group: str) -> dist.ProcessGroup:
     """The process group of that name."""
-    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    return resolve_process_group(group)  # type: ignore[arg-type]
 
 
 def group_size(group: str) -> int:

@@ -27,9 +27,12 @@ from ..fx.torch_internals.core import (
     TorchDispatchMode,
     _disable_current_modes,
     dispatch_functionalize,
+    from_functional_tensor,
+    functionalize_has_data_mutation,
     pytree,
+    sync_functional_tensor,
 )
-from ..fx.torch_internals.distributed import REDUCE_OP_TO_STR
+from ..fx.torch_internals.distributed import REDUCE_OP_TO_STR, create_work_from_future
 from ..fx.torch_internals.operators import select_decomp_table
 
 _c10d = torch.ops._c10d_functional
@@ -252,7 +255,7 @@ class _FunctionalCollectives(TorchDispatchMode):
 
 
 def _is_written(tensor: FunctionalTensor) -> bool:
-    return torch._functionalize_has_data_mutation(tensor.elem)  # type: ignore[attr-defined]
+    return functionalize_has_data_mutation(tensor.elem)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -277,7 +280,7 @@ def _finish(target: Tensor, started: Tensor) -> Any:
     _assign(target, value if value.shape == target.shape else value.view(target.shape))
     done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     done.set_result([target])
-    return torch._C._distributed_c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
+    return create_work_from_future(done).boxed()
 
 
 def _assign(target: Any, value: Tensor) -> None:
@@ -286,7 +289,7 @@ def _assign(target: Any, value: Tensor) -> None:
     if value.shape != target.shape:
         value = value.expand(target.shape)
     value = value.contiguous()
-    torch._sync(value)
-    target.replace_(torch._from_functional_tensor(value.elem))  # type: ignore[attr-defined]
+    sync_functional_tensor(value)
+    target.replace_(from_functional_tensor(value.elem))  # type: ignore[attr-defined]
     target.commit_update()
     target.sync()

@@ -31,6 +31,7 @@ from torch.fx import Node
 
 from ..collectives.functional import finish_gather, group_size, resolve_group, start_gather
 from ..collectives.layout import REPLICATED, disassemble, padded_shard_shape
+from ..fx.torch_internals.core import disable_dynamo
 from .reduction import average
 
 _library = torch.library.Library("fsdp_compile", "DEF")
@@ -218,9 +219,9 @@ def _reshard_kernel(full: Tensor, name: str, group: str, *, dim: int = 0) -> Ten
     return piece.reshape(padded_shard_shape(full.shape, dim, process_group.size())).clone()
 
 
-_library.impl("unshard", torch._disable_dynamo(_unshard_kernel), "CompositeExplicitAutograd")
-_library.impl("reduce_grad", torch._disable_dynamo(_reduce_grad_kernel), "CompositeExplicitAutograd")
-_library.impl("reshard", torch._disable_dynamo(_reshard_kernel), "CompositeExplicitAutograd")
+_library.impl("unshard", disable_dynamo(_unshard_kernel), "CompositeExplicitAutograd")
+_library.impl("reduce_grad", disable_dynamo(_reduce_grad_kernel), "CompositeExplicitAutograd")
+_library.impl("reshard", disable_dynamo(_reshard_kernel), "CompositeExplicitAutograd")
 
 
 _library.impl("tie", lambda full, kept: full.clone(), "CompositeExplicitAutograd")

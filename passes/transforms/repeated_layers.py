@@ -43,7 +43,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
 
 from ..fx.fake_values import FakeCopies
 from ..fx.torch_internals.aot import V, aot_function, joint_graph_passes
-from ..fx.torch_internals.core import FakeTensor, OpOverload, TracingContext, pytree, tracing
+from ..fx.torch_internals.core import FakeTensor, OpOverload, TracingContext, log_api_usage_once, pytree, tracing
 from ..fx.torch_internals.operators import seeds, select_decomp_table
 from ..ir.ops import ReduceGrad, Unshard, reduce_grad, unshard, unshards, update_args
 
@@ -56,7 +56,7 @@ MIN_LAYERS = 8
 _MIN_OPERATIONS = 4
 
 # Gives nothing, and does nothing that a graph is to repeat.
-_HARMLESS = {torch._C._log_api_usage_once}
+_HARMLESS = {log_api_usage_once}
 
 _library = torch.library.Library("fsdp_compile", "FRAGMENT")
 _library.define("layer(Tensor[] inputs, int call) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))

@@ -15,6 +15,6 @@ they are used, unless something else is said beside them. tests/test_architectur
 elsewhere, and where the installed torch lacks one of these, and says which. What differs between versions in public calls is in
 ``fsdp_compile/torch_versions.py``.
 
-Attributes of public modules that are private (``torch._C``, ``torch._disable_dynamo``, operators of ATen) stay where they are
-used.
+Operators of ATen are no private names, whatever they are called. Private attributes of objects (``DTensor._local_tensor``,
+``Tensor._post_accumulate_grad_hooks``) are not seen by these tests and stay where they are used.
 """

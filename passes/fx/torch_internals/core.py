@@ -1,5 +1,7 @@
 """What ``import torch`` loads already: fake and functional tensors, contexts of a compilation, parts of FX and autograd."""
 
+import torch
+
 # Joint graphs have been decomposed when passes write to them; what passes write is decomposed likewise.
 from torch._decomp import get_decompositions
 
@@ -51,3 +53,36 @@ from torch.utils import _pytree as pytree
 # Modes see every operator, those too that a function calls by way of others. Tensors of subclasses that AOTAutograd takes apart
 # are more than one input of a graph.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+
+# Autograd's engine: which backward runs (-1: none), whether it is to run a node, and what it is to call when it ends.
+current_graph_task_id = torch._C._current_graph_task_id
+will_engine_execute_node = torch._C._will_engine_execute_node
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+# Lowered graphs run below autograd, which has nothing to record there.
+AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
+
+# Uncompiled units leave tensors to the saved-tensor hooks of others, if these have any, and do without hooks where those are
+# refused.
+saved_tensors_hooks_is_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+# Whether a transform of torch.func, or a mode that traces, sees what is dispatched: no time to communicate.
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+TorchDispatchModeKey = torch._C._TorchDispatchModeKey
+get_dispatch_mode = torch._C._get_dispatch_mode
+
+# What Python does in a forward beside its tensors, which Dynamo is to call and not to trace. ``torch.compiler.disable`` would
+# load Dynamo where the function is defined.
+disable_dynamo = torch._disable_dynamo
+
+# Ranges in profiles, at a tenth of the cost of ``torch.profiler.record_function``.
+RecordFunctionFast = torch._C._profiler._RecordFunctionFast
+
+# A hook's functional tensors: what they stand for, and whether the hook has written to them.
+from_functional_tensor = torch._from_functional_tensor
+functionalize_has_data_mutation = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
+sync_functional_tensor = torch._sync
+
+# What modules of torch call to be counted: nothing that a folded layer is to repeat.
+log_api_usage_once = torch._C._log_api_usage_once

@@ -26,3 +26,10 @@ NAMESPACES_OF_FULLY_SHARD = {
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
 }
+
+# Process groups by their names, as operators in graphs have them, and the store that a group was made with.
+resolve_process_group = torch.distributed.distributed_c10d._resolve_process_group
+get_process_group_store = torch.distributed.distributed_c10d._get_process_group_store
+
+# A result that is waited for: of a collective that a traced hook calls.
+create_work_from_future = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]

@@ -82,6 +82,36 @@ def test_headers_of_passes(name: str) -> None:
     assert all(f"\n{section}" in header for section in ("Before: ", "After:  ", "Leaves alone "))
 
 
+ATTRIBUTE = re.compile(r"_fsdp_\w+")
+
+
+def attributes_of_ours(tree: ast.AST) -> set[str]:
+    """The attributes named ``_fsdp_*`` that code sets or reads, also by a string (``getattr``, ``__dict__``)."""
+    named = {ast.Attribute: "attr", ast.Name: "id", ast.Constant: "value"}
+    found = (getattr(node, named[type(node)]) for node in ast.walk(tree) if type(node) in named)
+    return {name for name in found if isinstance(name, str) and ATTRIBUTE.fullmatch(name)}
+
+
+def test_attributes_on_modules_and_tensors_are_listed() -> None:
+    """The list in ``fsdp_compile/units/__init__.py``, with the files that use each."""
+    used: dict[str, set[str]] = {}
+    for path in [*MODULES.values(), *(ROOT / "benchmarks").rglob("*.py")]:
+        for name in attributes_of_ours(ast.parse(path.read_text())):
+            used.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    header = ast.get_docstring(ast.parse((ROOT / "fsdp_compile/units/__init__.py").read_text())) or ""
+    listed = {
+        name: set(re.findall(r"``([\w/]+/\w+\.py)``", entry))
+        for names, entry in re.findall(r"^(``_fsdp_.*)\n((?:    .*\n?)+)", header, flags=re.MULTILINE)
+        for name in ATTRIBUTE.findall(names)
+    }
+    assert listed == used
+
+
+def test_attributes_are_found() -> None:
+    code = "class C:\n    _fsdp_a: int\ndef f(x):\n    x._fsdp_b = getattr(x, '_fsdp_c')\n    return f'_fsdp_d_{x}'"
+    assert attributes_of_ours(ast.parse(code)) == {"_fsdp_a", "_fsdp_b", "_fsdp_c", "_fsdp_d_"}
+
+
 WALL = {name: path for name, path in MODULES.items() if name.startswith("passes.fx.torch_internals.")}
 
 

@@ -1,1 +1,59 @@
-"""State: units, their parameters, where shards lie."""
+"""State: units, their parameters, where shards lie.
+
+Attributes. Torch often hands over nothing but a module, a parameter or a tensor: to a property, to an operator, to a graph that
+equal blocks share. State that is needed there is an attribute of that object. This is the complete list, with the files that
+set and read each; ``tests/test_architecture.py`` compares it with the code.
+
+On modules that ``fully_shard`` sharded, and on those inside that register sharded parameters:
+
+``_fsdp_unit``
+    The :class:`~.unit.Unit`. Methods and forwards of a module begin with ``self``.
+    Set: ``fsdp_compile/api/module.py``. Read: there, ``fsdp_compile/api/gradient_controls.py``,
+    ``fsdp_compile/api/schedule_controls.py``, ``fsdp_compile/cuda/code.py``.
+``_fsdp_scope``
+    The unit's scope, once more: Dynamo reads it for each parameter, and each further attribute on the way costs a guard.
+    Set: ``fsdp_compile/api/module.py``, ``fsdp_compile/api/sharding.py``. Read: the former.
+``_fsdp_sharded``
+    The sharded parameters that the module registers, by name: what its properties stand for.
+    Set: ``fsdp_compile/api/sharding.py``. Read: there, ``fsdp_compile/api/module.py``.
+``_fsdp_shard_<name>``
+    The arguments of ``unshard`` for one parameter, its shard first: one attribute to read for Dynamo.
+    Set, and named: ``fsdp_compile/units/sharded_param.py``. Read by that name.
+``_fsdp_original_class``
+    On a generated class: the class that it was made of, of which slices of a container are.
+    Set and read: ``fsdp_compile/api/module.py``.
+
+On parameters that users have passed in:
+
+``_fsdp_sharded_as``
+    On a full parameter: its :class:`~.sharded_param.ShardedParam`. A module of another unit may register the same parameter.
+    Set and read: ``fsdp_compile/api/sharding.py``.
+``_fsdp_ignored``
+    On a parameter in ``ignored_params``: the backend accepts it as an input of a graph.
+    Set: ``fsdp_compile/api/sharding.py``. Read: ``fsdp_compile/compiler/backend.py``.
+
+On shards, which graphs and autograd hand over without their parameter:
+
+``_fsdp_sharded_param``
+    The :class:`~.sharded_param.ShardedParam`.
+    Set: ``fsdp_compile/units/sharded_param.py``. Read: ``fsdp_compile/runtime/course.py``,
+    ``fsdp_compile/runtime/gradients.py``, ``fsdp_compile/runtime/owner.py``, ``fsdp_compile/runtime/planned_graph.py``.
+``_fsdp_before_unshard``, ``_fsdp_receive_gradient``
+    Functions that eager kernels call. An attribute of the shard, since ``passes`` knows no class of this package.
+    Set: ``fsdp_compile/runtime/owner.py``. Read: ``passes/ir/ops.py``.
+
+On storages, since a tensor's own attributes are saved with it, and views do not share them:
+
+``_fsdp_lies_in``
+    Of a gradient: the run of a flat buffer that it is.
+    Set and read: ``fsdp_compile/units/param_state.py``.
+``_fsdp_loan``
+    Of an output of a CUDA graph: keeps the graph's memory from being written to while the output lives.
+    Set and read: ``fsdp_compile/compiler/cuda_graphs.py``. Read: ``benchmarks/harness/replay.py``.
+
+On the state object of a module, under names that torch's code reads:
+
+``_fsdp_param_group``, ``_fsdp_param_groups``
+    The unit, as pipelining sees it.
+    Set and read: ``fsdp_compile/api/composable.py``.
+"""

@@ -1,12 +1,12 @@
-"""Large parameters over Gloo: each has collectives of its own, so that nobody copies it.
+"""Large parameters over Gloo: each has collectives of its own, so that it need not be copied.
 
-What shares a bucket is copied: parameters out of the gathered buffer, gradients into the one that is reduced. A GPU does so in
-a small part of the time that its network takes. Gloo's network is served by the cores that compute, and a copy costs about as
-much as sending. A parameter that is cut along its first dimension and gathered alone needs none: the gathered buffer is the
+What shares a bucket is copied: parameters out of the gathered buffer, gradients into the one that is reduced. On a GPU that
+takes a small part of the network's time. Gloo's network is served by the cores that compute, and a copy costs about as much as
+sending. A parameter that is cut along its first dimension and gathered alone needs no copy: the gathered buffer is the
 parameter, and its gradient is sent from where it was computed. Nor does it wait for the rest of its unit.
 
-Below :data:`LARGE` a collective of its own costs more than the copy: the small parameters of a unit stay together. So do all
-where a communication hook sees the unit's bucket.
+Below :data:`MIN_OWN_BUCKET_BYTES` a collective of its own costs more than the copy: the small parameters of a unit share one.
+So do all parameters of a unit with a communication hook, which is called with the unit's bucket.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..ir.plan import Gather, Plan
 from ..transforms.bucket import Group, gather_buckets, reduction_buckets
 from .grouping import Grouping
 
-#: The bytes from which on an unsharded parameter, or its gradient, is large.
-LARGE = 1 << 20
+#: The bytes of an unsharded parameter, or of its gradient, from which on it has a bucket of its own.
+MIN_OWN_BUCKET_BYTES = 1 << 20
 
 
 def separate_large_parameters(graph: Graph, plan: Plan) -> Grouping:
@@ -50,7 +50,7 @@ def _is_large(spec: Unshard | ReduceGrad, like: Tensor) -> bool:
     """Whether a parameter or gradient, which travels in dtype and on the device of ``like``, is better off alone."""
     if spec.dim != 0 or like.device.type != "cpu" or not exchanges(spec.group, like.device):
         return False
-    return math.prod(spec.shape) * like.dtype.itemsize >= LARGE
+    return math.prod(spec.shape) * like.dtype.itemsize >= MIN_OWN_BUCKET_BYTES
 
 
 def _separate(index: int, is_large: Sequence[bool]) -> Iterator[Group]:

@@ -76,7 +76,7 @@ class Placement:
         self._costs = Costs.of(graph, hardware)
         self._memory = MemoryModel(graph)
         self._inputs = graph.find_nodes(op="placeholder")
-        self._order = _blocks(graph)
+        self._order = _cut_into_blocks(graph)
         at_work = {block.work: block for block in self._order if block.work is not None}
         self._gathers: list[_InFlight] = []
         self._reductions: list[_InFlight] = []
@@ -255,7 +255,7 @@ class Placement:
         return False
 
 
-def _blocks(graph: Graph) -> list[_Block]:
+def _cut_into_blocks(graph: Graph) -> list[_Block]:
     """The blocks of a graph, without its inputs; the last is its output."""
     starts = {
         source: Work(Role.START_GATHER, name)

@@ -30,8 +30,8 @@ _aten = torch.ops.aten
 # Times one: a copy, to the bit. _foreach_copy keeps gaps between elements, and torch 2.11 has no _foreach_clone.
 _copy = _aten._foreach_mul.Scalar
 
-#: Bytes of a parameter from which on a copy is worth a kernel launch of its own.
-LARGE = 1 << 20
+#: The bytes of the largest parameter that joins a foreach copy: for more, a copy is worth a kernel launch of its own.
+MAX_FOREACH_BYTES = 1 << 20
 
 # What can be done to each element alone, ahead of joining them.
 _ELEMENTWISE = {_aten.div.Tensor, _aten.mul.Tensor, torch.ops.prims.convert_element_type.default}
@@ -42,7 +42,7 @@ def _is_on_gpu(node: Node) -> bool:
 
 
 def _is_small(node: Node) -> bool:
-    return _is_on_gpu(node) and num_bytes(node.meta["val"]) <= LARGE
+    return _is_on_gpu(node) and num_bytes(node.meta["val"]) <= MAX_FOREACH_BYTES
 
 
 def _copy_all(graph: Graph, sources: list[Node], like: Node) -> list[Node]:

@@ -35,7 +35,7 @@ def train_with_separate_matrices(mesh_shape: tuple[int, ...], lowering: str, sch
     """A job: every parameter of two dimensions or more counts as large."""
     trainee = Trainee(lowering, mesh_shape, SMALL.build)
     smallest = min(value.numel() * 4 for value in trainee.model.parameters() if value.dim() > 1)
-    with patch("passes.auto.large_parameters.LARGE", smallest):
+    with patch("passes.auto.large_parameters.MIN_OWN_BUCKET_BYTES", smallest):
         return trainee.train(SMALL, [schedule] * 2, sgd)
 
 

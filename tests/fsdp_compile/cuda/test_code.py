@@ -29,7 +29,7 @@ from fsdp_compile.compiler.cuda_graphs import find_device
 from fsdp_compile.cuda.outline import Step, cuda_steps, triton_kernels
 from fsdp_compile.cuda.pretend import require_triton
 from passes.fx.graph import is_collective
-from passes.transforms.foreach_copies import LARGE
+from passes.transforms.foreach_copies import MAX_FOREACH_BYTES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")
 
@@ -141,7 +141,7 @@ def test_copies_out_are_few_and_late(case: str) -> None:
             written = [value for step in copies for value in step.writes]
             assert len({value.buffer for value in written}) == len(written), "each byte is written once"
             assert sum(value.numel for value in written) <= gather.writes[0].numel, "each byte is read once"
-            large = [value for value in written if value.numel * _DTYPE_BYTES[value.dtype] > LARGE]
+            large = [value for value in written if value.numel * _DTYPE_BYTES[value.dtype] > MAX_FOREACH_BYTES]
             small = [step for step in copies if not any(value in large for value in step.writes)]
             assert len(small) <= 1
             assert len(copies) == len(large) + len(small)

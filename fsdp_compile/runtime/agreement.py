@@ -1,15 +1,15 @@
-"""Agreement: ranks compare what they are about to run, where they have not done so before.
+"""Agreement: the ranks of a process group compare their programs before they run them.
 
-Ranks that issue different collectives hang, or mix up data. So the ranks of a process group put their programs side by side: a
-graph's :func:`~passes.lowering.collective_sequence.collective_sequence`, or the name of an operator that runs outside of a
-graph. Where two differ, all of them raise. :mod:`fsdp_compile.runtime.course` says when that is.
+Ranks that issue different collectives hang, or mix up data. A *program* is a graph, compared by its
+:func:`~passes.lowering.collective_sequence.collective_sequence`, or an operator that runs outside of a graph, compared by its
+name. If two ranks have different programs, all ranks raise. :mod:`fsdp_compile.runtime.course` decides when to compare.
 
-It goes through the store of the process group rather than through a collective: a collective might meet one of those that
-are the problem, and would have to fit between those in flight when backward lowers a graph. Every rank posts its program; the
-first rank of the group compares them and posts a verdict.
+The comparison uses the store of the process group. A collective would hang on the very differences that it is to find, and
+backward lowers graphs while other collectives are in flight. Every rank posts its program; the first rank of the group compares
+them and posts a verdict.
 
-What a group has agreed on, it knows: a graph with a sequence that is known already asks nobody. So a rank may compile alone
-what communicates as before, for instance anew for an input of another size.
+Ranks remember what they agreed on and do not compare it again. So a rank may recompile alone, for an input of another size
+say, as long as the new graph communicates like an earlier one.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ import torch.distributed as dist
 
 from passes.lowering.collective_sequence import digest
 
-#: Seconds after which a rank that waits for others says for whom.
+#: Seconds after which a rank that waits for others warns.
 WARN_AFTER_S = 30.0
 
 _AGREED = "agreed"
 _DIGEST_LENGTH = len(digest([]))
 _SHOWN_COLLECTIVES = 3
-# A rank that is not there by then may have something else to do.
+# After so many seconds, a rank that waits looks for the failures of other ranks.
 _LATE_S = 0.3
 WHAT_TO_LOOK_FOR = (
-    "All ranks must run the same graphs, and the same operators outside of graphs, in the same order. Look for what differs "
-    "between them: sizes of the model; flags such as set_requires_gradient_sync; inputs, or a branch on the rank, that lead to "
-    "other graphs (TORCH_LOGS=recompiles,graph_breaks says why a rank compiles, and why it runs a part uncompiled); a rank "
-    "that exceeded torch._dynamo.config.recompile_limit and has run uncompiled since; torch.compiler.set_stance; versions of "
-    "the code."
+    "All ranks must run the same graphs, and the same operators outside of graphs, in the same order. Possible causes: the "
+    "model has different sizes on some rank; a flag such as set_requires_gradient_sync is set on some ranks only; inputs, or a "
+    "branch on the rank, lead to different graphs (TORCH_LOGS=recompiles,graph_breaks shows why a rank compiles or runs "
+    "uncompiled); a rank exceeded torch._dynamo.config.recompile_limit and runs uncompiled since then; "
+    "torch.compiler.set_stance was called on some ranks only; ranks run different versions of the code."
 )
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks run, or are about to run, what cannot communicate with each other."""
+    """Ranks run, or are about to run, different collectives."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Program:
     """Something that communicates: a graph, or an operator outside of one.
 
     Attributes:
-        title: which it is.
-        lines: its collectives, to be read; none of an operator.
-        compared: what of them has to be equal on all ranks.
+        title: the kind of graph, or the operator.
+        lines: a graph's collectives, for messages; empty for an operator.
+        compared: those parts of the collectives that have to be equal on all ranks.
         is_graph: whether it is a graph.
     """
 
@@ -79,13 +79,13 @@ class Program:
 
 @dataclass(frozen=True)
 class _Post:
-    """A program that a rank is about to run, and its account of what it has run before."""
+    """A program that a rank is about to run, and a description of what it has run before."""
 
     program: Program
     before: str
 
     def pack(self) -> str:
-        """A digest, and the whole in few bytes."""
+        """The post as text: a digest, then the compressed contents."""
         program = self.program
         text = json.dumps([program.title, program.lines, program.compared, program.is_graph, self.before])
         return digest([program.digest, self.before]) + b85encode(zlib.compress(text.encode())).decode()
@@ -97,19 +97,19 @@ class _Post:
 
 
 class Ballot:
-    """The ranks of one process group, and what they have agreed on.
+    """The ranks of one process group, and the programs that they have agreed on.
 
     Args:
         store: the store of the group.
         ranks: the global ranks of its members, in the order of the group.
-        rank: the global rank of this one.
-        label: what the group is in the mesh.
-        timeout_s: after how long to give up on ranks that do not come.
-        warn_after_s: after how long to warn.
+        rank: the global rank of this process.
+        label: the role of the group in the mesh.
+        timeout_s: seconds after which a comparison without all ranks fails.
+        warn_after_s: seconds after which it warns.
 
     Attributes:
-        asking: while this rank waits for the others: the number of the comparison, and what it is about to run.
-        passed: the number of the last comparison that ended well.
+        asking: while this rank waits for the others: the number of the comparison, and this rank's program.
+        passed: the number of the last comparison that succeeded.
     """
 
     def __init__(
@@ -132,22 +132,22 @@ class Ballot:
         self._warn_after_s = WARN_AFTER_S if warn_after_s is None else warn_after_s
         self._agreed: set[str] = set()
         self._number = 0
-        # A process group that was destroyed and made anew may find the keys of the old one in the store.
+        # A process group that was destroyed and created again may find the keys of the old one in the store.
         self._life = store.add(f"fsdp_compile/agreement/lives/{rank}", 1)
 
     @property
     def prefix(self) -> str:
-        """The beginning of all keys that the ranks use in the store of the group."""
+        """The prefix of all keys that the ranks use in the store of the group."""
         return f"fsdp_compile/agreement/{self._life}"
 
     def agree(self, program: Program, before: str = "") -> bool:
-        """Wait until all ranks have a program like this one; at once if they had one before.
+        """Compare a program with those of the other ranks, unless they have agreed on one like it before.
 
         Returns:
             Whether they had to compare.
 
         Raises:
-            RanksDisagree: the programs differ, or some ranks did not come.
+            RanksDisagree: the programs differ, or some ranks did not post one in time.
         """
         if program.digest in self._agreed:
             return False
@@ -155,10 +155,10 @@ class Ballot:
         return True
 
     def compare(self, program: Program, before: str = "") -> None:
-        """Wait until all ranks have a program like this one, and the same to say of what they ran before.
+        """Wait until all ranks have posted a program like this one, and have run the same before.
 
         Raises:
-            RanksDisagree: they differ, or some ranks did not come.
+            RanksDisagree: programs or histories differ, or some ranks did not post theirs in time.
         """
         self._number += 1
         self.asking = (self._number, str(program))
@@ -176,23 +176,23 @@ class Ballot:
         verdict = self.store.get(self._verdict()).decode()
         if verdict != _AGREED:
             raise RanksDisagree(verdict)
-        # Ahead of anything that this rank runs then: see Course.
+        # Before this rank runs the program: see Course.
         self.passed = self._number
         self._agreed.add(post.program.digest)
         self.store.delete_key(self._post(self.rank))
 
     def fail(self, reason: str) -> None:
-        """Have the others raise, who are about to agree on a program or will be."""
+        """Make the next comparison of the other ranks raise, also one that they wait in already."""
         self._number += 1
         self.store.set(self._verdict(), reason)
 
     def failure(self) -> str:
-        """Why the ranks of this group cannot go on, if one of them found that out; else the empty string."""
+        """The failure that a rank of this group announced; empty: none."""
         key = f"{self.prefix}/failed"
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def announce_failure(self, reason: str) -> None:
-        """Let all ranks know why they cannot go on. What was announced first stands."""
+        """Tell all ranks of the group why they cannot go on. The first announcement stands."""
         self.store.compare_set(f"{self.prefix}/failed", "", reason)
 
     def _judge(self, program: Program) -> None:
@@ -205,7 +205,7 @@ class Ballot:
             raise
         if self.store.check([self._verdict()]):
             return
-        # All ranks are here, so all have read the last verdict.
+        # All ranks have posted, so all have read the previous verdict.
         self.store.delete_key(self._verdict(self._number - 1))
         self.store.set(self._verdict(), self._compare(self.store.multi_get(posts)))
 
@@ -224,7 +224,7 @@ class Ballot:
         return f"{_first_difference(self.label, programs)}\n{WHAT_TO_LOOK_FOR}"
 
     def _wait(self, is_over: Callable[[], bool], program: Program) -> None:
-        # By asking now and then: a store that waits keeps its connection, which others may need, to itself.
+        # Polls, as a blocking wait of the store would occupy a connection that other threads may need.
         start = time.monotonic()
         warned = False
         while not is_over():
@@ -233,14 +233,15 @@ class Ballot:
                 raise RanksDisagree(failure)
             if waited > self._timeout_s:
                 raise RanksDisagree(
-                    f"{self._missing(program)} They did not come within {self._timeout_s:g} s, the timeout of the process "
-                    f"group: they are running something else, or waiting for it. {WHAT_TO_LOOK_FOR}"
+                    f"{self._missing(program)} That did not happen within {self._timeout_s:g} s, the timeout of the process "
+                    f"group: the other ranks run something else, or wait for it. {WHAT_TO_LOOK_FOR}"
                 )
             if waited > self._warn_after_s and not warned:
                 warned = True
                 warnings.warn(
-                    f"{self._missing(program)} It has waited for {waited:.1f} s, and gives up after {self._timeout_s:g} s. "
-                    "A rank that is only slow (it compiles, for instance) will come; one that waits for something else, never.",
+                    f"{self._missing(program)} It has waited for {waited:.1f} s, and fails after {self._timeout_s:g} s. This "
+                    "is harmless if the other ranks are only slow, because they compile for instance, and a deadlock if they "
+                    "wait for something else.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -249,9 +250,9 @@ class Ballot:
     def _missing(self, program: Program) -> str:
         missing = [rank for rank in self.ranks if not self.store.check([self._post(rank)])]
         return (
-            # Nobody missing: the first rank has all it needs, but says nothing.
-            f"Rank {self.rank} waits for {ranks_text(missing or self.ranks[:1])} (process group {self.label}) to get as far as "
-            f"it has. It is about to run {'a ' * program.is_graph}{program}."
+            # Where none is missing, the first rank has all posts but has not posted the verdict.
+            f"Rank {self.rank} waits for {ranks_text(missing or self.ranks[:1])} (process group {self.label}) to reach the "
+            f"same point. Rank {self.rank} is about to run {'a ' * program.is_graph}{program}."
         )
 
     def _post(self, rank: int) -> str:
@@ -265,29 +266,28 @@ class Ballot:
 
 
 def disagreement(label: str, sides: Mapping[str, str]) -> str:
-    """The message about ranks that do not run the same.
+    """The message about ranks that run different programs.
 
     Args:
-        label: what their process group is in the mesh.
-        sides: who runs what.
+        label: the role of their process group in the mesh.
+        sides: ranks, and the program that they run.
     """
     lines = [
-        f"The ranks of process group {label} run programs that do not match: they would hang, or mix up data.",
+        f"The ranks of process group {label} run different programs, and would hang or mix up data:",
         *(f"  {ranks}: {what}" for ranks, what in sides.items()),
     ]
     return "\n".join([*lines, WHAT_TO_LOOK_FOR])
 
 
 def _first_difference(label: str, programs: Sequence[tuple[str, Program]]) -> str:
-    """Where programs that are not equal begin to differ, and who has what."""
+    """The message about the first collective at which programs differ, with that of each rank."""
     shown = [[program.title, *program.lines] for _, program in programs]
     compared = [[program.title, *program.compared] for _, program in programs]
     # Names may differ where nothing is wrong (see passes.lowering.collective_sequence).
     position = min(_differences(shown), key=lambda position: (position not in _differences(compared), position))
-    difference = f"The first difference is at collective {position}" if position else "They differ in which programs they are"
+    difference = f"The first difference is at collective {position}" if position else "They are programs of different kinds"
     lines = [
-        f"The ranks of process group {label} are about to run programs that do not match: they would hang, or mix up data. "
-        f"{difference}:"
+        f"The ranks of process group {label} are about to run different programs, and would hang or mix up data. {difference}:"
     ]
     for (ranks, program), own in zip(programs, shown, strict=True):
         what = (own[position] if position < len(own) else "none") if position else str(program)
@@ -297,12 +297,12 @@ def _first_difference(label: str, programs: Sequence[tuple[str, Program]]) -> st
 
 
 def _differences(sequences: Sequence[Sequence[str]]) -> list[int]:
-    """The positions at which not all sequences have the same."""
+    """The positions at which sequences differ."""
     return [position for position, lines in enumerate(zip_longest(*sequences)) if len(set(lines)) > 1]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks to be read: "rank 3", or "ranks 0-6, 9"."""
+    """Ranks as text: "rank 3", or "ranks 0-6, 9"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

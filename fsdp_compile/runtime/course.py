@@ -1,21 +1,21 @@
-"""Course: what the ranks of a process group run, one program after the other.
+"""Course: the sequence of programs that the ranks of a process group run.
 
-A *program* is a lowered graph, or an operator that communicates outside of a graph. What one rank runs as its n-th program over
-a group, all have to run as their n-th. Three things see to it:
+A *program* is a lowered graph, or an operator that communicates outside of a graph. The n-th program over a group has to be the
+same on all ranks. Three mechanisms ensure that:
 
-**Asking first.** A rank that lowers a graph which its group does not know, or is about to run a program after one that it
-never followed yet, first compares it with the other ranks (:mod:`fsdp_compile.runtime.agreement`). Ranks that have run the same
-so far ask at the same place. So a step that is like an earlier one asks nothing, and operators that follow operators do not
-either: a model that is not compiled never asks.
+**Comparisons.** A rank compares a graph with the other ranks when it lowers it (:mod:`fsdp_compile.runtime.agreement`), and a
+program when it is about to run it after another one for the first time. Ranks with equal histories compare at the same points.
+A step that repeats an earlier one compares nothing, nor does an operator that follows an operator: a model that is not compiled
+never compares.
 
-**A watch.** Who asks may wait for a rank that is blocked in a program of its own and can answer nothing. So a thread of each
-process looks whether a program, or a question, takes long. If so it posts how far this rank is, reads what others posted, and
-judges those who are not ahead of it: another history, or a question that this rank never came to. A rank that is behind is
-slow; nobody judges it. The finding goes to all ranks of the group, and of the groups that share programs with it. Gloo's
-connections are closed then, so that who is blocked fails, too.
+**A watchdog.** A rank that waits in a comparison may wait for a rank that is blocked in a collective. So in each process a
+thread notices when a program or a comparison takes long. It then posts how far this rank is, and reads the posts of other
+ranks. It is an error if a rank that is not ahead of this one has another history, or waits in a comparison that this rank did
+not take part in. A rank that is behind with an equal history is only slow. The error is announced to all ranks of the group,
+and of groups that share programs with it; Gloo's connections are closed, so that blocked ranks fail, too.
 
-**Tags.** Over Gloo on the CPU, messages carry a number that stands for all that the rank has run. Programs that are at odds
-never read each other's messages, also where nobody asked: they wait until the watch finds them.
+**Tags.** Over Gloo on the CPU, messages are tagged with a number computed from all that the rank has run. Ranks with different
+histories never read each other's messages, also where no comparison took place: they wait until the watchdog finds them.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from passes.lowering.collective_sequence import Collective, identities
 
 from .agreement import Ballot, Program, RanksDisagree, disagreement, ranks_text
 
-#: How often the watch looks, in seconds.
+#: How often the watchdog looks, in seconds.
 _TICK_S = 0.25
-#: After how long a program is worth a look. On an accelerator this says little: programs end long after they were launched.
+#: Seconds after which a program counts as slow. An accelerator's programs end long after their launch, which is all we see.
 _SLOW_S, _SLOW_ON_ACCELERATOR_S = 1.0, 5.0
 _MAX_PAUSE_S = 5.0
-#: How long a failed program waits for somebody to say why.
+#: Seconds for which a failed program waits for another rank to announce the reason.
 _REASON_WITHIN_S = 2.0
 _REMEMBERED = 4096
 _MASK = (1 << 64) - 1
 
 
 class _Known:
-    """A program as a course knows it.
+    """A program that a course has met.
 
     Attributes:
-        program: the program; None for the one that stands for the beginning.
-        key: a number for it, equal on all ranks.
+        program: the program; None: the beginning of the course.
+        key: a number that is the same on all ranks.
         follows: the programs after which all ranks agreed to run it.
     """
 
@@ -78,7 +78,7 @@ class _Known:
 
 
 class _Step(NamedTuple):
-    """Where a rank is: the number of its last program, that program, and a number for all up to there."""
+    """The position of a rank: the number of its last program, that program, and a hash of all programs up to it."""
 
     number: int
     known: _Known
@@ -89,20 +89,20 @@ class Course:
     """The programs that this rank has run over one process group.
 
     Args:
-        ballot: compares with its other ranks.
+        ballot: compares programs with the other ranks of the group.
         group_name: name of the group.
-        has_tags: whether messages over it can carry tags.
-        is_asynchronous: whether programs end for this rank while they run on.
+        has_tags: whether messages over the group can carry tags.
+        is_asynchronous: whether a program returns to Python before its collectives are done.
     """
 
     def __init__(self, ballot: Ballot, group_name: str, *, has_tags: bool = False, is_asynchronous: bool = False):
         self.ballot = ballot
         self.failure = ""
-        #: The thread in which this rank is within a program; 0: it is not.
+        #: The thread that runs a program; 0: none does.
         self.thread = 0
-        #: Programs run over all of these, this one among them.
+        #: The courses that share programs with this one, itself included.
         self.family: set[Course] = {self}
-        #: This group, and those whose ranks are among its ranks.
+        #: This group, and those whose ranks are a subset of its ranks.
         self.group_names = {group_name}
         self.group_name = group_name
         self._has_tags = has_tags
@@ -121,18 +121,18 @@ class Course:
         return self._programs.setdefault(program.digest, _Known(program))
 
     def agree(self, known: _Known) -> None:
-        """Wait until all ranks have lowered a graph like this one; at once if they had one before."""
+        """Wait until all ranks have lowered a graph like this one, unless they have agreed on one before."""
         assert known.program is not None
         self.check()
         if self.ballot.agree(known.program, self._before()):
             known.follows.add(self._step.known)
 
     def may_run(self, known: _Known) -> bool:
-        """Whether a program is the next, for all that is known."""
+        """Whether a program may run next without a comparison."""
         return self._step.known in known.follows and not self.failure
 
     def ask(self, known: _Known) -> None:
-        """Wait until all ranks are about to run this program, unless they agreed on that before.
+        """Wait until all ranks are about to run this program, unless they agreed before to run it at this point.
 
         Raises:
             RanksDisagree: they run something else, or this course failed earlier.
@@ -150,7 +150,7 @@ class Course:
             raise RanksDisagree(self.failure)
 
     def push(self, known: _Known) -> None:
-        """Note that this rank begins a program."""
+        """Record that this rank begins a program."""
         number, _, mixed = self._step
         mixed = (mixed * 1000003 + known.key) & _MASK
         self._step = _Step(number + 1, known, mixed)
@@ -161,7 +161,7 @@ class Course:
     def reason_of(self, error: RuntimeError) -> str:
         """Why a program failed, if it was because ranks disagree; else the empty string."""
         if not self.failure and ("gloo" in str(error) or "pair closure" in str(error)):
-            # Connections are closed after the reason is posted; but one may also have closed because its rank ended.
+            # A rank announces the reason before it closes connections. But one may also be closed because its process ended.
             end = time.monotonic() + _REASON_WITHIN_S
             with contextlib.suppress(RuntimeError):
                 while not self.learn_of_failure() and time.monotonic() < end:
@@ -171,12 +171,12 @@ class Course:
     def _before(self) -> str:
         number, known, mixed = self._step
         title = known.program.title if known.program is not None else known
-        return f"{title} (the last of {number} programs over this group, which come to {mixed:016x})"
+        return f"{title} (program {number} over this group, history {mixed:016x})"
 
-    # What the watch does, in its own thread.
+    # Run by the thread of the watchdog.
 
     def look(self, now: float) -> None:
-        """Compare with other ranks, if this one has been where it is for long.
+        """Compare positions with other ranks, if this one has been in a program or a comparison for long.
 
         Args:
             now: the time in seconds.
@@ -207,27 +207,27 @@ class Course:
         return ""
 
     def _judge(self, step: _Step, number: int, mixed: int, title: str, asking: list[Any] | None) -> tuple[str, str] | None:
-        """What this rank runs, and what another one runs at the same place, if that is not the same."""
+        """This rank's program and another rank's at the same number, as text; None if they do not differ."""
         steps = {earlier.number: earlier for earlier in tuple(self._steps)}
         if number > step.number or number not in steps:
             return None
         if steps[number].mixed != mixed:
             return f"{steps[number].known} (program {number} over this group)", f"{title} (program {number})"
-        # What others posted may be old. But a comparison that this rank did not pass, nobody did; and it is passed ahead of the
-        # program that was compared.
+        # The post may be old. But no rank passed a comparison that this rank did not pass; and a rank passes a comparison
+        # before it runs the compared program.
         if asking is not None and number + 1 in steps and number < step.number and self.ballot.passed < asking[0]:
             own = steps[number + 1].known
             return f"{own} (program {number + 1} over this group)", f"{asking[1]} (about to run, as program {number + 1})"
         return None
 
     def learn_of_failure(self) -> bool:
-        """Whether a rank of the group found that it cannot go on. Then those of other groups hear of it, too."""
+        """Whether a rank of the group announced a failure, which then goes on to the groups that share programs with it."""
         if not self.failure and (reason := self.ballot.failure()):
             self.fail(reason)
         return bool(self.failure)
 
     def fail(self, reason: str) -> None:
-        """End the courses that share programs with this one, on all ranks."""
+        """Make all courses that share programs with this one fail, on all ranks."""
         for course in self.family:
             if not course.failure:
                 course.ballot.announce_failure(reason)
@@ -240,7 +240,7 @@ class Course:
 
 
 def _neighbours(ranks: Sequence[int], rank: int) -> list[int]:
-    """Whom a rank compares itself with: all, if they are few; of many, so many that they form one connected whole."""
+    """The ranks whose positions a rank reads: all of a small group; of a large one, those at distances of powers of two."""
     position, distances = ranks.index(rank), [1 << power for power in range(len(ranks).bit_length())]
     found = {ranks[(position + sign * distance) % len(ranks)] for distance in distances for sign in (1, -1)}
     return sorted(found - {rank})
@@ -252,7 +252,7 @@ _courses: weakref.WeakKeyDictionary[dist.ProcessGroup, Course] = weakref.WeakKey
 
 
 def _find_courses(group_names: Iterable[str], roles: Mapping[str, str]) -> list[Course]:
-    """The courses of process groups, in the same order on all ranks; a group that lies within an earlier one needs none."""
+    """The courses of process groups, in the same order on all ranks; none for a group whose ranks are all in an earlier one."""
     found: list[Course] = []
     for name in dict.fromkeys(group_names):
         group = resolve_group(name)
@@ -270,7 +270,7 @@ def _find_courses(group_names: Iterable[str], roles: Mapping[str, str]) -> list[
 def _course_of(group: dist.ProcessGroup, name: str, label: str) -> Course | None:
     if group not in _courses:
         store = get_process_group_store(group)
-        # A fake group has no other ranks, and MPI no store.
+        # A fake group has no other ranks, MPI has no store.
         if "fake" in dist.get_backend(group) or store is None:
             return None
         ranks = dist.get_process_group_ranks(group)
@@ -279,19 +279,19 @@ def _course_of(group: dist.ProcessGroup, name: str, label: str) -> Course | None
         is_asynchronous = torch.accelerator.is_available() and dist.get_backend(group) != "gloo"
         _courses[group] = course = Course(ballot, name, has_tags=has_tags, is_asynchronous=is_asynchronous)
         message_tags.pop(name, None)
-        _watch.add(course)
+        _watchdog.add(course)
     return _courses[group]
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
-    """How long the collectives of a group wait for a rank."""
+    """The timeout of the collectives of a group."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     timeout = getattr(options, "_timeout", default_pg_timeout)
     return timeout.total_seconds()
 
 
-class _Watch:
-    """The thread that looks after courses."""
+class _Watchdog:
+    """The watchdog: a thread that looks at all courses."""
 
     def __init__(self) -> None:
         self._courses: weakref.WeakSet[Course] = weakref.WeakSet()
@@ -303,13 +303,13 @@ class _Watch:
     def add(self, course: Course) -> None:
         with self._lock:
             self._courses.add(course)
-        # Also in a process that was forked, which inherits no threads.
+        # A forked process inherits no threads.
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="fsdp_compile.watch", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="fsdp_compile.watchdog", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Before the interpreter ends: a thread within a store would be ended by force."""
+        """End the thread before the interpreter does, which would kill it inside a call of the store."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * _TICK_S)
@@ -327,22 +327,22 @@ class _Watch:
                         self._courses.discard(course)
 
 
-_watch = _Watch()
+_watchdog = _Watchdog()
 
 
-# Programs, as they are run.
+# Runs of programs.
 
 
 class Run:
     """A program, with the courses of the process groups that it communicates over.
 
-    A context manager around its communication, once it has begun.
+    After :meth:`begin`, it is a context manager around the communication.
 
     Args:
         program: the program.
         group_names: names of these groups.
-        roles: what groups are in the mesh, by their names.
-        label: what profiles show its communication as; empty: as what it consists of.
+        roles: the roles of groups in the mesh, by their names.
+        label: the name of its communication in profiles; empty: none besides those of its collectives.
     """
 
     def __init__(self, program: Program, group_names: Sequence[str], roles: Mapping[str, str], label: str = ""):
@@ -354,24 +354,24 @@ class Run:
         self._bind()
 
     def _bind(self) -> None:
-        # Groups are new where a world was destroyed and made anew.
+        # Groups are new where the world was destroyed and created again.
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         self._over = [(course, course.know(self._program)) for course in _find_courses(self.group_names, self._roles)]
 
     def begin(self) -> None:
-        """Wait until all ranks are about to run this program, unless it is what they have run at this place before.
+        """Wait until all ranks are about to run this program, unless they agreed before to run it at this point.
 
         Raises:
             RanksDisagree: they run something else.
-            RuntimeError: another thread is within a program over the same group.
+            RuntimeError: another thread runs a program over the same group.
         """
         if self._world() is not dist.group.WORLD:
             self._bind()
         for course, _ in self._over:
             if course.thread not in (0, threading.get_ident()):
                 raise RuntimeError(
-                    f"Two threads communicate over the process group {course.ballot.label} at once, in an order that other "
-                    "ranks need not share. Train one model after the other, in one thread."
+                    f"Two threads communicate over the process group {course.ballot.label} at once, so their order may differ "
+                    "between ranks. Train the models one after the other, in one thread."
                 )
         for course, known in self._over:
             if not course.may_run(known):
@@ -407,7 +407,7 @@ def _together(over: Sequence[tuple[Course, _Known]], agree: Any) -> None:
         try:
             agree(course, known)
         except RanksDisagree as error:
-            # With replicas, those who share no shard group with the rank at fault would wait for one who does.
+            # With replicas, ranks that share no shard group with the rank at fault would wait for ranks that do.
             for following, _ in over[position + 1 :]:
                 following.ballot.fail(str(error))
             course.learn_of_failure()
@@ -415,16 +415,16 @@ def _together(over: Sequence[tuple[Course, _Known]], agree: Any) -> None:
 
 
 def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapping[str, str]) -> Run:
-    """Wait until all ranks that a graph concerns have lowered one that communicates alike.
+    """Wait until all ranks of a graph's process groups have lowered a graph with the same collectives.
 
     Args:
         stage: "forward" or "backward".
-        sequence: what it communicates.
-        group_names: names of the process groups of the model's sharding to their roles. The ranks of these groups take part
-            even if this graph does not communicate over them: it should not on any rank.
+        sequence: the graph's collectives.
+        group_names: the roles of the process groups of the model's sharding, by their names. The ranks of these groups take
+            part even if this graph does not communicate over them: it should not on any rank.
 
     Raises:
-        RanksDisagree: the sequences differ, or some ranks did not come.
+        RanksDisagree: the sequences differ, or some ranks did not post theirs in time.
     """
     program = Program(f"{stage} graph", [str(collective) for collective in sequence], identities(sequence))
     courses = _find_courses([*group_names, *(collective.group for collective in sequence)], group_names)
@@ -435,12 +435,12 @@ def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapp
 
 @functools.lru_cache(maxsize=1 << 16)
 def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> Run:
-    """An operator that communicates outside of a graph.
+    """The run of an operator that communicates outside of a graph.
 
     Args:
-        what: the operator and what it works on.
-        shape: the full shape of that.
-        group_names: names of the groups for shards and, if it communicates over that, for replicas; and others.
+        what: the operator, and the parameter or unit that it works on.
+        shape: sizes that have to be equal on all ranks, such as the parameter's.
+        group_names: names of the shard group, of the replicate group (empty if it is not used), and of others.
     """
     program = Program(f"{what} outside of a compiled graph", (), (str(shape),), is_graph=False)
     roles = {name: role for name, role in zip(group_names, ("shard", "replicate"), strict=False) if name}

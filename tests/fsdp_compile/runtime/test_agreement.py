@@ -119,7 +119,7 @@ def test_every_rank_another_graph(store: dist.Store) -> None:
 
 def test_forward_meets_backward(store: dist.Store) -> None:
     error = _error(Ranks([store] * 2), _graph(_GATHER, title="forward graph"), _graph(_GATHER))
-    assert "which programs they are:\n  rank 0: forward graph" in error
+    assert "programs of different kinds:\n  rank 0: forward graph" in error
 
 
 def test_names_that_may_differ_are_not_the_first_difference(store: dist.Store) -> None:

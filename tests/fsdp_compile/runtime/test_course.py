@@ -129,8 +129,8 @@ def test_both_ask_for_the_same_after_something_else() -> None:
         ranks.courses[rank].push(ranks.courses[rank].know(program))
     errors = ranks.run(_EAGER, _EAGER)
     assert errors[0] == errors[1]
-    assert "\n  rank 0: forward graph (the last of 5 programs" in errors[0]
-    assert "\n  rank 1: backward graph (the last of 5 programs" in errors[0]
+    assert "\n  rank 0: forward graph (program 5 over this group" in errors[0]
+    assert "\n  rank 1: backward graph (program 5 over this group" in errors[0]
 
 
 @pytest.mark.parametrize("asking", [0, 1])

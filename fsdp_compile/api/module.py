@@ -38,6 +38,11 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fsdp_unit")
 
 
+def sharded_params_of(module: nn.Module) -> dict[str, ShardedParam]:
+    """The sharded parameters that a module registers, by name."""
+    return module.__dict__.get("_fsdp_sharded", {})
+
+
 class _Sharded:
     """The common base of both kinds of classes."""
 
@@ -61,12 +66,12 @@ class _Sharded:
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         super().requires_grad_(requires_grad)  # type: ignore[misc]
         for module in self.modules():  # type: ignore[attr-defined]
-            for sharded in module.__dict__.get("_fsdp_sharded", {}).values():
+            for sharded in sharded_params_of(module).values():
                 sharded.sync_requires_grad()
         return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        sharded = self.__dict__.get("_fsdp_sharded", {}).get(name)
+        sharded = sharded_params_of(cast(nn.Module, self)).get(name)
         if sharded is not None:
             sharded.check_replacement(param)
         super().register_parameter(name, param)  # type: ignore[misc]
@@ -86,7 +91,7 @@ def _leaves(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
     It is asked about shards in the place of parameters: guards that refer to a parameter would be in the way of replacing it.
     """
     for inner in module.modules():
-        sharded = inner.__dict__.get("_fsdp_sharded", {})
+        sharded = sharded_params_of(inner)
         found = [getattr(inner, shard_attribute(name)) for name in sharded]
         if any(one is None for one in found):
             return False
@@ -126,7 +131,7 @@ class _HideUnchanged:
 
     def __init__(self, module: Any, fn: Callable[[Tensor], Tensor]):
         self._params: dict[str, nn.Parameter | None] = module._parameters
-        self._sharded: tuple[str, ...] = tuple(module.__dict__.get("_fsdp_sharded", ()))
+        self._sharded = tuple(sharded_params_of(module))
         self._fn = fn
         self._changed: dict[int, Tensor] = {}
         self._unchanged: dict[str, nn.Parameter] = {}
@@ -190,8 +195,8 @@ def _read_eagerly(module: Any, name: str) -> Any:
         # torch.func.functional_call puts tensors there.
         return sharded.compute_with(registered) if module._fsdp_scope.active else registered
     if not module._fsdp_scope.active:
-        unsharded = sharded.unsharded()
-        return registered if unsharded is None else unsharded
+        shown = sharded.state.shown(sharded.param)
+        return registered if shown is None else shown
     if sharded.shard.is_meta:
         raise RuntimeError(sharded.meta_message())
     full = read(sharded)
@@ -257,17 +262,8 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
     return wrapped
 
 
+@functools.cache
 def _make_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
-    key = (original, names, is_unit)
-    if key not in _classes:
-        _classes[key] = _new_class(*key)
-    return _classes[key]
-
-
-_classes: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
-
-
-def _new_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
     base, prefix = (FSDPModule, "FSDP") if is_unit else (_Sharded, "Sharded")
     namespace: dict[str, Any] = {name: _sharded_property(name) for name in names}
     if not issubclass(original, OptimizedModule):
@@ -289,8 +285,8 @@ def swap_class(module: nn.Module, unit: Unit, is_unit: bool) -> None:
     """
     module._fsdp_unit = unit  # type: ignore[assignment]
     module._fsdp_scope = unit.scope  # type: ignore[assignment]
-    names = tuple(module.__dict__.get("_fsdp_sharded", ()))
-    module.__class__ = _make_class(type(module), names, is_unit)
+    original: Any = type(module)
+    module.__class__ = _make_class(original, tuple(sharded_params_of(module)), is_unit)
     if "forward" in module.__dict__:
         # A forward patched onto the instance hides the class's.
         _wrap_on_instance(module, "forward", casts=is_unit)
@@ -302,7 +298,8 @@ def swap_class_of_wrapper(wrapper: OptimizedModule) -> None:
 
     It has the attributes of the module inside, and so its unit.
     """
-    wrapper.__class__ = cast("type[OptimizedModule]", _make_class(type(wrapper), (), True))
+    original: Any = type(wrapper)
+    wrapper.__class__ = cast("type[OptimizedModule]", _make_class(original, (), True))
 
 
 def _wrap_on_instance(module: nn.Module, name: str, casts: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ..units.mesh import ShardingMesh
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .composable import is_fsdp2s, register, state_of
-from .module import FSDPModule, swap_class, swap_class_of_wrapper, unit_of
+from .module import FSDPModule, sharded_params_of, swap_class, swap_class_of_wrapper, unit_of
 
 M = TypeVar("M", bound=nn.Module)
 # Also torch's ShardPlacementResult, which torch 2.11 lacks.
@@ -138,32 +138,36 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 @contextlib.contextmanager
 def _all_or_nothing(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Leave modules and parameters as they were if the ``with`` block fails."""
-    before = [(module, type(module), [module.__dict__, *_dictionaries(module)]) for module in dict.fromkeys(modules)]
-    copies = [[dict(found) for found in dictionaries] for _, _, dictionaries in before]
-    untouched = [param for param in params if not hasattr(param, "_fsdp_sharded_as")]
+    modules, params = list(dict.fromkeys(modules)), list(params)
+    classes = [(module, type(module)) for module in modules]
+    # A module's parameters, hooks and the like are dictionaries in its own.
+    held = [value for module in modules for value in (module.__dict__, *module.__dict__.values()) if isinstance(value, dict)]
+    dictionaries = [(value, dict(value)) for value in (*held, *(param.__dict__ for param in params))]
+    tied = [sharded for param in params if (sharded := _sharded_as(param)) is not None]
+    owners = [(sharded, list(sharded.owners)) for sharded in tied]
     try:
         yield
     except BaseException:
-        for (module, kind, dictionaries), kept in zip(before, copies, strict=True):
-            module.__class__ = kind
-            for dictionary, copy in zip(dictionaries, kept, strict=True):
-                dictionary.clear()
-                dictionary.update(copy)
-        for param in untouched:
-            param.__dict__.pop("_fsdp_sharded_as", None)
+        for module, original in classes:
+            module.__class__ = original
+        for dictionary, copy in dictionaries:
+            dictionary.clear()
+            dictionary.update(copy)
+        for sharded, before in owners:
+            sharded.owners = before
         raise
 
 
-def _dictionaries(module: nn.Module) -> list[dict[str, Any]]:
-    """The dictionaries that hold the parameters, hooks and the like of a module."""
-    return [value for value in module.__dict__.values() if isinstance(value, dict)]
+def _sharded_as(param: nn.Parameter) -> ShardedParam | None:
+    """The sharded parameter that replaced a full one in a unit further in."""
+    return getattr(param, "_fsdp_sharded_as", None)
 
 
 def _check_modules(module: Any) -> list[nn.Module]:
     modules = _as_list(module)
     if not modules:
         raise ValueError("fully_shard got an empty list of modules.")
-    # What torch.compile gave of a module only calls it.
+    # The wrapper that torch.compile returns only calls its module.
     modules = [member._orig_mod if isinstance(member, OptimizedModule) else member for member in modules]
     for member in modules:
         if not isinstance(member, nn.Module):
@@ -228,7 +232,7 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
-            if name in module.__dict__.get("_fsdp_sharded", ()):
+            if name in sharded_params_of(module):
                 raise ValueError(
                     f"Parameter {prefix}{name} is sharded already, by an earlier call on a module around it. Call fully_shard "
                     "on inner modules first."
@@ -323,11 +327,11 @@ def _install(unit: Unit, found: dict[nn.Parameter, _Owners], dims: dict[nn.Param
     """Put sharded parameters in the place of the full ones and swap their owners' classes."""
     owned: dict[nn.Module, dict[str, ShardedParam]] = {module: {} for module in unit.modules}
     for param, owners in found.items():
-        sharded = cast("ShardedParam | None", getattr(param, "_fsdp_sharded_as", None))
+        sharded = _sharded_as(param)
         if sharded is None:
             sharded = ShardedParam(unit, [], owners[0][2], param, dims[param])
             unit.params.append(sharded)
-            # Whoever meets this parameter object again, tied to a module of another unit, finds the sharded one.
+            # For a later call, which finds the same parameter in a module of another unit.
             param._fsdp_sharded_as = sharded  # type: ignore[attr-defined]
         for module, name, _ in owners:
             sharded.owners.append((module, name))

@@ -126,10 +126,6 @@ class ShardedParam:
         param_dtype = self.unit.mp_policy.param_dtype
         return param_dtype if param_dtype is not None and self.param.is_floating_point() else self.shard.dtype
 
-    def unsharded(self) -> Tensor | None:
-        """The full parameter that ``unshard()`` left, for the user to read outside of a forward."""
-        return self.state.shown(self.param)
-
     def end_forward(self) -> None:
         """Free what ``unshard()`` gathered, if the unit reshards after forward."""
         if self.state.is_unsharded and self.unit.reshards_after_forward:
@@ -151,10 +147,13 @@ class ShardedParam:
 
     def owns_memory_of(self, value: Any) -> bool:
         """Whether a tensor, or a DTensor's local one, begins in the memory of this parameter."""
+        if value is self.param:
+            return True
         local = getattr(value, "_local_tensor", value)
-        if value is self.param or not isinstance(local, Tensor) or not has_memory(local) or not has_memory(self.shard):
-            return value is self.param
-        return self.shard.data_ptr() <= local.data_ptr() < self.shard.data_ptr() + self.shard.nbytes
+        if not isinstance(local, Tensor) or not has_memory(local) or not has_memory(self.shard):
+            return False
+        start = self.shard.data_ptr()
+        return start <= local.data_ptr() < start + self.shard.nbytes
 
     def check_replacement(self, param: Any) -> None:
         """Refuse a parameter that cannot take this one's place."""

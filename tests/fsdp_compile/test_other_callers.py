@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -386,6 +387,18 @@ def test_nothing_changes_where_sharding_fails(one_rank: None, monkeypatch: pytes
     expected = model(x)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     torch.testing.assert_close(model(x), expected)
+
+
+def test_a_tied_parameter_is_not_taken_where_sharding_fails(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = models.Transformer(tied=True)
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model.embedding, mesh=mesh)
+    with monkeypatch.context() as patches, pytest.raises(MemoryError):
+        patches.setattr("fsdp_compile.units.unit.Unit.allocate", MagicMock(side_effect=MemoryError))
+        fully_shard(model, mesh=mesh)
+    # The unit of the embedding looks at all modules that register the parameter.
+    model.embedding.to(torch.float64)
+    assert not isinstance(model.head.weight, DTensor)
 
 
 def test_a_rank_alone_does_not_communicate(one_rank: None) -> None:

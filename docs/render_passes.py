@@ -226,7 +226,7 @@ FORWARDS = [
     ),
     Microbatch(
         "Reuse",
-        "They are inputs, until somebody writes to the parameters; nothing is gathered.",
+        "They are inputs until a parameter is written; nothing is gathered.",
     ),
 ]
 

@@ -107,7 +107,7 @@ class _Collective:
     traffic: float
 
     def link(self, device: torch.device) -> Link:
-        """What it costs."""
+        """Measure its cost."""
         ranks = dist.get_world_size()
         small, large = ranks * 16, ranks * ((1 << 24) if device.type == "cuda" else (1 << 19))
         buffers = [torch.ones(numel, device=device) for numel in (small, large)]
@@ -119,7 +119,7 @@ class _Collective:
         return Link(latency, rate, max(taken, 0.0), max(whole_taken - taken, 0.0) / sent)
 
     def _alone_and_hidden(self, buffer: torch.Tensor, device: torch.device) -> tuple[float, float]:
-        """The time until it is over, and by how much products take longer that hide it."""
+        """Its duration alone, and by how much matrix products that run meanwhile take longer."""
         a = _square(torch.float32, device)
         dist.barrier()
         alone = _seconds(lambda: self.finish(self.start(buffer)), device)
@@ -136,7 +136,7 @@ class _Collective:
 
         taken = []
         for _ in range(_REPEATS):
-            # In turns, so that neither has the quieter moments; together, so that nobody waits for another rank.
+            # In turns, so that both see the same noise; after a barrier, so that no rank waits for another one.
             computing = _once(compute, device)
             dist.barrier()
             taken.append(_once(hide, device) - computing)

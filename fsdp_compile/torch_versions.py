@@ -1,4 +1,4 @@
-"""Calls that mean different things in the versions of torch that are supported; here they mean what the installed one says."""
+"""Calls whose meaning differs between versions of torch: they have that of the installed one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FROM_2_15 = torch.__version__ >= "2.15"
 # torch 2.11 lacks it.
 DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
 
-# What ``finalize_backward(async_op=True)`` gives is one, where torch has the class: from 2.15 on.
+# The class of what ``finalize_backward(async_op=True)`` returns, from torch 2.15 on.
 GradientReductionHandle: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 
 # Whether ``reset_iter_state`` also discards ``param.grad``.
@@ -33,7 +33,7 @@ def reduce_dtype(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> torc
 
 
 def check_policy(policy: MixedPrecisionPolicy) -> None:
-    """Raise where a policy has a setting, of a newer torch, that is not supported.
+    """Raise for a setting of a policy that newer versions of torch have and this library does not support.
 
     Raises:
         NotImplementedError: it has ``param_dtype_override_fn``.

@@ -1,1 +1,1 @@
-"""What users call: ``fully_shard``, and the methods of the modules that it gives."""
+"""The interface for users: ``fully_shard``, and the methods of sharded modules."""

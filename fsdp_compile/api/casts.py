@@ -1,4 +1,4 @@
-"""Casts of what goes into a unit's forward and of what comes out of it, as its mixed-precision policy says."""
+"""Casts of the inputs and outputs of a unit's forward, by its mixed-precision policy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from passes.fx.torch_internals.core import pytree
 
 
 def cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Positional and keyword arguments, floating-point tensors among them in the dtype that parameters compute in."""
+    """Cast floating-point tensors among positional and keyword arguments to the dtype that parameters compute in."""
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return args, kwargs
     return _cast_floating((args, kwargs), policy.param_dtype)
 
 
 def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
-    """What a forward gives, floating-point tensors in it in the policy's dtype for that."""
+    """Cast floating-point tensors in the output of a forward to the policy's output dtype."""
     return output if policy.output_dtype is None else _cast_floating(output, policy.output_dtype)
 
 

@@ -1,7 +1,7 @@
-"""What torch's own code asks of a module that FSDP2 sharded, answered for one that this library sharded.
+"""The interface by which torch's own code uses FSDP2's modules, for modules that this library sharded.
 
 torch's pipelining, its composable APIs and its ``register_fsdp_forward_method`` recognise FSDP2's modules by their class, by an
-entry in the registry of composable APIs, and by a state object that ``fully_shard.state(module)`` gives. Here that state is a
+entry in the registry of composable APIs, and by the state object that ``fully_shard.state(module)`` returns. Here that is a
 :class:`UnitState`, with those attributes of torch's ``FSDPState`` that code outside of FSDP2 itself reads.
 
 Source: torch/distributed/_composable/contract.py, torch/distributed/fsdp/_fully_shard/_fsdp_state.py,
@@ -28,11 +28,11 @@ _torchs_fully_shard: Any = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 
 
 class ParamGroup:
-    """A unit, as code that finishes a pipeline's last microbatch sees it.
+    """A unit, for the code of torch that finishes a pipeline's last microbatch.
 
     Attributes:
-        fsdp_params: none, as nothing is unsharded or resharded this way.
-        has_reduced: whether there was a gradient to reduce the last time.
+        fsdp_params: empty, so that this code unshards and reshards nothing.
+        has_reduced: whether the last :meth:`post_backward` had a gradient to reduce.
     """
 
     def __init__(self, unit: Unit):
@@ -90,10 +90,10 @@ class UnitState:
         return output
 
     def _root_post_backward_final_callback(self) -> None:
-        """Whoever reduces gradients outside of a backward waits for them, so there is nothing left to do.
+        """Check that there was a gradient. There is no reduction to wait for: :meth:`ParamGroup.post_backward` has done that.
 
         Raises:
-            RuntimeError: there was no gradient at all, as in a schedule whose backward asks for gradients of inputs first.
+            RuntimeError: there was none, as in a schedule that computes the gradients of inputs first.
         """
         trains = any(param.param.requires_grad for unit in self._unit.scope.units for param in unit.params)
         if trains and not any(state._fsdp_param_group.has_reduced for state in self.all_states):
@@ -106,7 +106,7 @@ class UnitState:
 
 
 def register(modules: list[nn.Module], unit: Unit) -> None:
-    """Enter modules that a unit was made of where torch looks for FSDP2's."""
+    """Register the modules of a unit where torch looks for FSDP2's modules."""
     state = UnitState(unit)
     for module in modules:
         module.__dict__.setdefault(STATE_KEY, OrderedDict())[_torchs_fully_shard] = state

@@ -1,7 +1,7 @@
-"""What users set on sharded modules: when gradients are synchronised and how, and when parameters are resharded.
+"""Methods of sharded modules for gradients: when and how they are synchronised, and when parameters are resharded.
 
-All of it may be set at any time before the backward that it governs, also between a forward and its backward, and traces
-nothing anew but ``set_reshard_after_forward``.
+All of them may be called at any time before the backward that they govern, also between a forward and its backward. Only
+``set_reshard_after_forward`` traces graphs again.
 
 Source: the methods of torch's ``FSDPModule`` (torch/distributed/fsdp/_fully_shard/_fully_shard.py), whose names, arguments and
 meaning these have; ``register_comm_hook`` is FSDP1's.
@@ -26,7 +26,7 @@ from ..units.unit import Unit
 
 
 class Controls:
-    """A module with a unit that can be controlled."""
+    """A module with a unit, whose settings the methods change."""
 
     _fsdp_unit: Unit
 
@@ -57,18 +57,18 @@ class GradientControls(Controls):
             unit.flags.all_reduce_grads = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether another microbatch follows the next backward; for the whole model.
+        """Set whether the next backward is that of the last microbatch, for the whole model.
 
-        Every backward finishes its own reductions here, so there is none to wait for. When the last one ends, what earlier ones
-        accumulated in parameters that it did not reach is reduced, too.
+        Every backward finishes its own reductions here, so there is none to wait for. At the end of the last one, gradients
+        that earlier ones accumulated in parameters that it did not reach are reduced, too.
         """
         self._fsdp_unit.scope.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether :meth:`finalize_backward` reduces what a backward did not, rather than the end of the last backward.
+        """Set whether :meth:`finalize_backward` reduces gradients that a backward did not, rather than the last backward.
 
-        For N backwards without synchronisation, then ``set_requires_gradient_sync(True)`` and one finalisation. A unit that
-        synchronises while a backward reaches it is reduced there all the same.
+        For N backwards without synchronisation, followed by ``set_requires_gradient_sync(True)`` and one finalisation. A unit
+        that is set to synchronise when a backward reaches it is still reduced by that backward.
 
         Raises:
             RuntimeError: this is not the root of its tree of units, or a backward runs.
@@ -81,10 +81,10 @@ class GradientControls(Controls):
         scope.finalizes_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> _Finished | None:
-        """Reduce what backwards have accumulated, in all units that are set to synchronise, and reshard as the flags say.
+        """Reduce accumulated gradients of all units that are set to synchronise, and reshard by the units' flags.
 
         Args:
-            async_op: return a handle to wait for. The reductions are over before that; it is there for FSDP2's signature.
+            async_op: return a handle to wait for, as FSDP2 does. The reductions are over by then.
 
         Raises:
             RuntimeError: this is not the root; backward is not finalised by hand; a backward runs; a unit holds a gradient
@@ -115,8 +115,8 @@ class GradientControls(Controls):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether gathered parameters are freed after backward.
 
-        False keeps what compiled graphs gather, from the next forward on: later microbatches gather nothing, forward or
-        backward. A write to a parameter, an optimizer's step above all, makes the kept one stale, and it is gathered again.
+        False keeps the parameters that compiled graphs gather, from the next forward on: later microbatches gather nothing,
+        forward or backward. After a write to a parameter, by an optimizer's step above all, it is gathered again.
         """
         for unit in self._units(recurse):
             unit.flags.reshard_after_backward = reshard_after_backward
@@ -138,9 +138,9 @@ class GradientControls(Controls):
             unit.flags.reduce_scatter_unused_params = reduce_scatter_unused_params
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what this unit's gradients are divided by, in the place of the number of ranks.
+        """Set the number that this unit's gradients are divided by, instead of the number of ranks.
 
-        It enters compiled graphs as an input: another value lowers nothing anew.
+        It is an input of compiled graphs: no graph is lowered again for another value.
 
         Raises:
             ValueError: ``factor`` is not a positive number.
@@ -158,10 +158,10 @@ class GradientControls(Controls):
         self._fsdp_unit.flags.force_sum_reduction = enable
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
-        """Let a function reduce the gradients of this unit and of all units inside, bucket by bucket.
+        """Reduce the gradients of this unit and of all units inside with a function, bucket by bucket.
 
         Args:
-            state: handed to the hook as it is; ``None`` if it needs nothing.
+            state: passed to the hook as it is.
             hook: ``hook(state, grad, output)``: reduces the flat gradient ``[ranks * n]`` into this rank's shard ``[n]``, in
                 the dtype of the reduction. Where every rank holds whole parameters (a shard dimension of one rank),
                 ``hook(state, grad)`` reduces in place and also over the replicas. It is traced: ordinary tensor operations and
@@ -184,8 +184,8 @@ class GradientControls(Controls):
             unit.flags.comm_hook_in_place = bound.reduce is None
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Let a function change this unit's reduced gradient shards in place, after the all-reduce of a 2-D mesh or, on a 1-D
-        one, after the reduce-scatter, ahead of a division that is a kernel of its own. It is traced.
+        """Change this unit's reduced gradient shards in place with a function, which is traced: after the all-reduce of a 2-D
+        mesh, or after the reduce-scatter on a 1-D one, and ahead of a division that is a kernel of its own.
 
         Args:
             hook: ``hook(reduced)``, of the flat shard of a bucket.
@@ -218,9 +218,8 @@ class GradientControls(Controls):
         )
 
     def reset_iter_state(self) -> None:
-        """Recover after an exception in forward or backward: forget gathered parameters, and gradients that wait for
-        communication. From torch 2.15 on ``param.grad``, too, before that it stays as it is. Start the sequence of microbatches
-        anew.
+        """Recover after an exception in forward or backward: drop gathered parameters, and gradients that wait for
+        communication; from torch 2.15 on also ``param.grad``. Go on with the first microbatch of a step.
 
         Raises:
             RuntimeError: this is not the root of its tree of units.

@@ -1,10 +1,10 @@
 """The classes that sharding gives to modules.
 
 A module that was passed to ``fully_shard`` becomes an ``FSDP<Class>``; one inside it that registers sharded parameters becomes
-a ``Sharded<Class>``. Both are generated subclasses of the module's own class on which every sharded parameter is a property:
-inside a forward it is ``unshard(shard, ...)``, outside it is the DTensor parameter. Dynamo traces such properties
-like any other Python, so the operators are in its graph, and nothing of the model's own code has to change. After ``unshard()``
-it is the full tensor outside, too.
+a ``Sharded<Class>``. Both are generated subclasses of the module's own class, on which every sharded parameter is a property.
+Inside a forward the property returns ``unshard(shard, ...)``; outside, the DTensor parameter, or after ``unshard()`` the full
+tensor. Dynamo traces such properties like any other Python code, so its graph holds the operators, and the model's own code
+stays as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-# Bound once: code that wants ours instead puts it in the place of torch's.
+# Imported by name: other code may put our class in the place of torch's in that module.
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from passes.fx.torch_internals.core import TracingContext, disable_dynamo, swap_tensor
@@ -58,7 +58,7 @@ class _Sharded:
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if is_compiling() and _leaves(fn, cast(nn.Module, self)):
-            # As a router that makes sure of its precision: what follows cannot be traced.
+            # Such as a router that ensures its own precision in forward. The code below cannot be traced.
             return self
         with _SyncAfterApply(self._fsdp_unit), _HideUnchanged(self, fn) as applied:
             return super()._apply(applied, recurse)  # type: ignore[misc]
@@ -86,9 +86,9 @@ class _Sharded:
 
 
 def _leaves(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
-    """Whether a function gives every tensor of a module and of those inside it back, as ``to`` their own dtype does.
+    """Whether a function returns every tensor of a module and of those inside it unchanged, as ``to`` their own dtype does.
 
-    It is asked about shards in the place of parameters: guards that refer to a parameter would be in the way of replacing it.
+    It is called with shards in the place of parameters: torch refuses to replace a parameter that guards refer to.
     """
     for inner in module.modules():
         sharded = sharded_params_of(inner)
@@ -103,7 +103,7 @@ def _leaves(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
 
 
 class _SyncAfterApply:
-    """``Module._apply`` visits modules one by one; units follow when the outermost call is done."""
+    """Syncs units when the outermost call of ``Module._apply``, which visits modules one by one, is done."""
 
     _depth = 0
     _touched: dict[Unit, None] = {}  # noqa: RUF012
@@ -124,9 +124,8 @@ class _SyncAfterApply:
 
 
 class _HideUnchanged:
-    """Spares a module's own parameters ``Module._apply`` where it would leave them as they are, as ``to`` their own dtype does.
-
-    It would swap each with a new one all the same, which torch refuses for a tensor that guards of a compiled graph refer to.
+    """Hides those parameters of a module from ``Module._apply`` that the function leaves unchanged, as ``to`` their own dtype
+    does. It would swap each of them with a new one, which torch refuses for a tensor that guards of a compiled graph refer to.
     """
 
     def __init__(self, module: Any, fn: Callable[[Tensor], Tensor]):
@@ -163,14 +162,14 @@ class FSDPModule(GradientControls, ScheduleControls, _Sharded):
     """
 
     def _get_fsdp_state(self) -> UnitState | None:
-        # Where torch finds FSDP2's state.
+        # Torch's code calls it to find FSDP2's state.
         return state_of(cast(nn.Module, self))
 
 
 def _sharded_property(name: str) -> property:
     attribute = shard_attribute(name)
 
-    # Dynamo goes through this for each parameter of each layer: every object and attribute on the way costs time, and a guard.
+    # Dynamo traces this for each parameter of each layer: every object and attribute on the way costs time, and a guard.
     def read(self: Any) -> Any:
         if not is_compiling():
             return _read_eagerly(self, name)
@@ -208,11 +207,11 @@ def _read_eagerly(module: Any, name: str) -> Any:
 
 @torch.compiler.assume_constant_result
 def _refuse_traced_functional_call() -> bool:
-    """Dynamo runs this where it traces a forward.
+    """Check, while Dynamo traces a forward, that ``functional_call`` is not traced with it.
 
     Raises:
-        RuntimeError: ``functional_call`` is traced, too. What it puts into modules is there for Dynamo alone: traced properties
-            would have to look for it, each with guards that no other call needs.
+        RuntimeError: it is. Only Dynamo sees the tensors that it puts into modules then: traced properties would have to look
+            for them, with guards that other calls do not need.
     """
     if swap_tensor.__code__ in (TracingContext.get_traced_code() or ()):
         raise RuntimeError(
@@ -267,7 +266,7 @@ def _make_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool
     base, prefix = (FSDPModule, "FSDP") if is_unit else (_Sharded, "Sharded")
     namespace: dict[str, Any] = {name: _sharded_property(name) for name in names}
     if not issubclass(original, OptimizedModule):
-        # Which runs that of the module inside.
+        # The forward of a wrapper runs that of its module.
         namespace["forward"] = _in_unit(original.forward, casts=is_unit)
     namespace["_fsdp_original_class"] = original
     namespace["__module__"] = original.__module__
@@ -281,7 +280,7 @@ def swap_class(module: nn.Module, unit: Unit, is_unit: bool) -> None:
     Args:
         module: a module that the unit was made of, or one inside it that registers parameters of it.
         unit: the unit.
-        is_unit: the former: it becomes ``FSDP<Class>``, else ``Sharded<Class>``.
+        is_unit: whether it is one of the former, which become ``FSDP<Class>``; others become ``Sharded<Class>``.
     """
     module._fsdp_unit = unit  # type: ignore[assignment]
     module._fsdp_scope = unit.scope  # type: ignore[assignment]
@@ -294,7 +293,7 @@ def swap_class(module: nn.Module, unit: Unit, is_unit: bool) -> None:
 
 
 def swap_class_of_wrapper(wrapper: OptimizedModule) -> None:
-    """Make what ``torch.compile`` gave of a module that a unit was made of an ``FSDPModule``, too.
+    """Make the wrapper that ``torch.compile`` returned for a sharded module an ``FSDPModule``, too.
 
     It has the attributes of the module inside, and so its unit.
     """
@@ -303,14 +302,14 @@ def swap_class_of_wrapper(wrapper: OptimizedModule) -> None:
 
 
 def _wrap_on_instance(module: nn.Module, name: str, casts: bool) -> None:
-    """Let a module's own method read full parameters, under the signature that it has."""
+    """Make a module's own method read full parameters. It keeps its signature."""
     method = getattr(module, name)
     wrapped = _in_unit(lambda self, *args, **kwargs: method(*args, **kwargs), casts)
     setattr(module, name, functools.wraps(method)(lambda *args, **kwargs: wrapped(module, *args, **kwargs)))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than ``forward`` read full parameters too, such as ``generate``.
+    """Make a method other than ``forward``, such as ``generate``, read full parameters, too.
 
     Args:
         module: a module that ``fully_shard`` sharded.

@@ -1,4 +1,4 @@
-"""Libraries that call torch's ``fully_shard`` shard with this one while :func:`replacing_fsdp2` is in force."""
+"""Replaces torch's ``fully_shard`` by this library's, for libraries that call it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _in_force = threading.Lock()
 
 @contextmanager
 def replacing_fsdp2() -> Iterator[None]:
-    """Put this library's ``fully_shard`` in the place of torch's, for libraries that shard a model for their users.
+    """A context in which torch's ``fully_shard`` is this library's, for libraries that shard a model for their users.
 
-    Replaced are the function in torch's namespaces and every global name that a loaded module has for it: not what classes and
-    closures hold. It is so for the whole process: other threads should not shard meanwhile. A module that is imported for the
-    first time meanwhile keeps what it imported. What was sharded before stays as it is.
+    Replaced are the function in torch's namespaces, and every global name of a loaded module for it; not references in classes
+    and closures. This holds for the whole process, so other threads should not shard meanwhile. A module that is imported for
+    the first time in the context keeps this library's function. Models that were sharded before stay as they are.
 
     Raises:
         RuntimeError: it is in force already.
@@ -43,7 +43,7 @@ def replacing_fsdp2() -> Iterator[None]:
 
 
 def _names_of(function: Any) -> list[tuple[dict[str, Any], str]]:
-    """Where loaded modules have a function of torch's: their namespaces, and the name in each."""
+    """The global names of loaded modules for a function of torch's: namespace and name."""
     found = []
     for module_name, module in list(sys.modules.items()):
         namespace = getattr(module, "__dict__", None)

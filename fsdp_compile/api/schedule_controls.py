@@ -1,5 +1,5 @@
-"""What users set on sharded modules: when gathers start, when parameters are gathered and freed by hand, and how much
-communication is in flight. docs/schedule.md says what each means in a graph.
+"""Methods of sharded modules for the schedule: when gathers start, gathering and freeing by hand, and how much communication is
+in flight. docs/schedule.md says what each means in a graph.
 
 Source: the methods of torch's ``FSDPModule`` (torch/distributed/fsdp/_fully_shard/_fully_shard.py), whose names, arguments and
 meaning these have.
@@ -91,21 +91,21 @@ class ScheduleControls(Controls):
 
     @disable_dynamo
     def reshard(self) -> None:
-        """Free this unit's gathered parameters: those that :meth:`unshard` gathered or that outlived a backward, and those that
-        an uncompiled forward has left for its backward, which gathers them again."""
+        """Free this unit's gathered parameters: those of :meth:`unshard`, those that outlived a backward, and those that an
+        uncompiled forward left for its backward, which gathers them again."""
         reshard_by_hand(self._fsdp_unit)
         self._fsdp_unit.drop_full()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward may gather this unit. Graphs gather what backward reads and nothing else, so that there is
-        nothing to save: with False, a backward that does read a parameter raises a ``RuntimeError`` that names it."""
+        """Set whether backward may gather this unit. Graphs gather only parameters that backward reads, so False saves nothing:
+        with it, a backward that reads a parameter of the unit raises a ``RuntimeError`` that names it."""
         self._fsdp_unit.flags.unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: Event | None) -> None:
-        """Let the next forward wait for an event, ahead of its gathers; for the whole model.
+        """Make the next forward wait for an event ahead of its gathers, for the whole model.
 
         Args:
-            event: None: nothing to wait for, which is what the current stream of a CPU records.
+            event: None, which the current stream of a CPU records: nothing to wait for.
 
         Raises:
             TypeError: ``event`` has no ``wait``.
@@ -115,8 +115,8 @@ class ScheduleControls(Controls):
         self._fsdp_unit.scope.post_optim_event = event
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set whether reduce-scatters have a process group for themselves, over the same ranks, so that NCCL runs them beside
-        gathers. All ranks have to call it. A communication hook goes on using what it uses.
+        """Set whether reduce-scatters have a process group of their own, over the same ranks, so that NCCL runs them beside
+        gathers. All ranks have to call it. A communication hook uses its own group as before.
 
         Args:
             enable: False: they share the group of the gathers.
@@ -141,11 +141,11 @@ class ScheduleControls(Controls):
             unit.flags.max_pending_reductions = max_input_buffers
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted, and without effect: in a graph every gather is asynchronous and allocates on the stream that computes,
-        which is what True asks FSDP2 for; where it starts is for defaults and lists to say in either case."""
+        """Accepted without effect: every gather of a graph is asynchronous and allocates on the computing stream, as FSDP2's
+        are with True. Defaults and prefetch lists decide where it starts."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not supported but as False, the default: buffers of collectives are values of the graph.
+        """Only False, the default, is supported: buffers of collectives are values of the graph.
 
         Raises:
             NotImplementedError: ``enable`` is True.
@@ -154,7 +154,7 @@ class ScheduleControls(Controls):
             raise NotImplementedError(_BUFFERS.format("set_allocate_memory_from_process_group_for_comm"))
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Not supported but as False, the default: gathered parameters are values of the graph, at no address of their own.
+        """Only False, the default, is supported: gathered parameters are values of the graph, without a fixed address.
 
         Raises:
             NotImplementedError: ``keep`` is True.
@@ -174,7 +174,7 @@ _BUFFERS = (
 
 
 def share_comm_ctx(modules: Sequence[object]) -> None:
-    """Accepted, and without effect: FSDP2 lets modules share streams for communication, and graphs have none of their own.
+    """Accepted without effect: FSDP2 lets modules share streams for communication, and graphs have none of their own.
 
     Raises:
         ValueError: an entry was not passed to ``fully_shard``.

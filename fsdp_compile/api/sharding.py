@@ -76,7 +76,7 @@ def fully_shard(
     one gives the full tensor. Compile the result with ``torch.compile(model, backend=fsdp_backend)``.
 
     Args:
-        module: the module, or a list of modules to make one unit of. What ``torch.compile`` gave of a module stands for it.
+        module: the module, or a list of modules to make one unit of; also wrappers that ``torch.compile`` returned.
         mesh: 1-D for FSDP; 2-D (replicate, shard) for HSDP. None: all ranks. The first use of a mesh is a collective call of
             its ranks, which sets up how they communicate: NCCL's communicators, over Gloo a second group for each.
         reshard_after_forward: True: backward gathers the unit again. False: the gathered parameters live until backward.
@@ -262,7 +262,7 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
 
 
 def _has_ways_of_its_own(param: nn.Parameter) -> bool:
-    """Whether a parameter is more than a plain tensor: not so where a subclass of ``nn.Parameter`` only adds attributes."""
+    """Whether a parameter is more than a plain tensor. A subclass of ``nn.Parameter`` that only adds attributes is not."""
     kind = type(param)
     if issubclass(kind, FakeTensor):
         return False
@@ -324,7 +324,7 @@ def _check_dtypes(found: dict[nn.Parameter, _Owners]) -> None:
 
 
 def _install(unit: Unit, found: dict[nn.Parameter, _Owners], dims: dict[nn.Parameter, int]) -> None:
-    """Put sharded parameters in the place of the full ones and swap their owners' classes."""
+    """Replace full parameters by sharded ones, and swap the classes of the modules that register them."""
     owned: dict[nn.Module, dict[str, ShardedParam]] = {module: {} for module in unit.modules}
     for param, owners in found.items():
         sharded = _sharded_as(param)
@@ -347,7 +347,7 @@ def _install(unit: Unit, found: dict[nn.Parameter, _Owners], dims: dict[nn.Param
 
 
 def _name_units(root: nn.Module) -> None:
-    """Name all units in ``root``, and their parameters, from there; those inside are no roots."""
+    """Name all units in ``root``, and their parameters, relative to it; units inside of it are not roots."""
     prefixes = {module: _without_wrappers(prefix) for prefix, module in root.named_modules()}
     root_unit = unit_of(root)
     assert root_unit is not None

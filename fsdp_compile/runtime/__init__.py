@@ -1,1 +1,1 @@
-"""What runs around graphs, and where there are none: gathers, gradients, agreement between ranks."""
+"""Runs around graphs, and without any: plans, gathers, gradients, agreement between ranks."""

@@ -1,4 +1,7 @@
-"""What the owner of a shard does for operators that ask it (:mod:`passes.ir.ops`): eager ones, and those of other backends."""
+"""The functions that eager kernels of ``unshard`` and ``reduce_grad`` call on a shard (:mod:`passes.ir.ops`).
+
+Such kernels run where a model is not compiled, or compiled by another backend.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from .gradients import drop_eager_gradient, receive_gradient
 
 
 def attach(param: ShardedParam) -> None:
-    """Have a parameter's shard ask for it."""
+    """Set the functions on a parameter's shard."""
     shard: Any = param.shard
     shard._fsdp_before_unshard = functools.partial(before_unshard, param)
     shard._fsdp_receive_gradient = functools.partial(receive_gradient, param)
@@ -23,10 +26,11 @@ def attach(param: ShardedParam) -> None:
 
 
 def before_unshard(param: ShardedParam) -> None:
-    """What an operator asks for ahead of its gather, also in a graph that another backend compiled.
+    """Check a parameter, and wait for the optimizer, ahead of a gather.
 
     Raises:
-        RuntimeError: the graph was traced when the parameter was frozen, or while another one was registered in its place.
+        RuntimeError: another backend traced the graph when the parameter was frozen, or another parameter is registered in its
+            place.
         NotImplementedError: the local tensor has a gather of its own.
     """
     if param.sync_requires_grad() and param.shard.requires_grad:

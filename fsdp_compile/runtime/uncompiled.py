@@ -1,11 +1,11 @@
 """Units in a forward that is not compiled: gathered whole, freed after forward, gathered again for backward, reduced whole.
 
-The first read of a parameter in a unit's forward gathers all of the unit's, and one node of autograd stands for them while the
-model's forward runs: its backward, which the engine runs when their gradients are there, reduces them with one collective.
+The first read of a parameter in a unit's forward gathers all parameters of the unit. One autograd node stands for them during
+the model's forward. The engine runs its backward when their gradients exist, which reduces them with one collective.
 
-What autograd saves of gathered parameters, in a unit that reshards after forward, is saved as a note of which they are.
-Backward gathers the unit as soon as it comes to what the unit has given, or where it reads such a note first. So memory is free
-after forward, and yet nothing is freed under a tensor that somebody holds.
+In a unit that reshards after forward, autograd saves notes in the place of gathered parameters: a hook on saved tensors
+replaces each by a description of it. Backward gathers the unit when it reaches an output of the unit's forward, or reads the
+first such note. So memory is freed after forward, but never the memory of a tensor that is still referenced.
 
 Communication is as FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py), without prefetching.
 """
@@ -38,10 +38,10 @@ from .gradients import at_end_of_backward, in_backward, receive_gradients, zeros
 from .plan import must_not_gather
 from .unsharding import end_forward, finish_gather_of, finish_unshard, params_by_dtype, start_gathers
 
-# What is not compiled may be a part of what is, where Dynamo looks at every frame.
+# An uncompiled module may be called from a compiled one, where Dynamo would trace this file.
 _python = disable_dynamo
 
-#: Whose gathered parameters lie in a storage.
+#: The owner of each storage that holds gathered parameters.
 _by_storage: weakref.WeakValueDictionary[int, Gathered] = weakref.WeakValueDictionary()
 
 
@@ -65,9 +65,9 @@ class _Version(NamedTuple):
 
 
 class Gathered:
-    """The full parameters of a unit, for as long as those do not change: there, or to be gathered again.
+    """The full parameters of a unit, as they are until one is written: in memory, or to be gathered again.
 
-    Those who hold it are the forward that runs and the graphs of earlier ones.
+    The running forward and the autograd graphs of earlier ones hold it.
     """
 
     def __init__(self, unit: Unit):
@@ -76,12 +76,12 @@ class Gathered:
         self._versions = {param: _Version.of(param) for param in unit.params}
         self._resharded: dict[ShardedParam, Tensor] | None = None
         self._param_in: dict[int, ShardedParam] = {}
-        #: What forwards have given out. Backward comes to hooks on it before it reads a parameter.
+        #: Outputs of forwards. Backward runs hooks on them before it reads a parameter.
         self.given_out: list[weakref.ref[Tensor]] = []
         self._emptied: dict[ShardedParam, tuple[Tensor, int]] = {}
 
     def is_current(self) -> bool:
-        """Whether the parameters are as they were."""
+        """Whether no parameter has changed since."""
         return self._versions.keys() == set(self.unit.params) and all(
             version.is_same(param) for param, version in self._versions.items()
         )
@@ -92,7 +92,7 @@ class Gathered:
         """Gather the parameters, unless they are there.
 
         Raises:
-            RuntimeError: one was written since a forward, and a backward wants it.
+            RuntimeError: one was written since a forward whose backward needs it.
         """
         if self.fulls:
             return
@@ -140,7 +140,7 @@ class Gathered:
                 )
 
     def free(self) -> None:
-        """Let go of the full parameters."""
+        """Drop the full parameters."""
         for storage in self._param_in:
             _by_storage.pop(storage, None)
         self.fulls, self._param_in = {}, {}
@@ -151,7 +151,7 @@ class Gathered:
             return
         kept = {id(param.state.full(param.param)) for param in self.fulls}
         for param, full in self.fulls.items():
-            # What unshard() has gathered the user may hold.
+            # The user may hold parameters that unshard() gathered.
             if id(full) not in kept:
                 storage = full.untyped_storage()
                 self._emptied[param] = full, storage.nbytes()
@@ -169,7 +169,7 @@ class Gathered:
         self.free()
 
     def prepare_backward(self) -> None:
-        """Gather what was freed since forward, unless backward is to do without."""
+        """Gather the parameters that were freed since forward, if backward may gather."""
         if self._emptied or (self.unit.reshards_after_forward and self.unit.flags.unshard_in_backward):
             self.fill()
 
@@ -181,7 +181,7 @@ class Gathered:
         self.free()
 
     def note(self, tensor: Tensor) -> _Note | None:
-        """What to save in the place of a tensor in the memory of a parameter; None: nothing is known of it."""
+        """The note to save in the place of a tensor that lies in the memory of a parameter; None: save the tensor."""
         param = self._param_in[tensor.untyped_storage()._cdata]
         full = self.fulls[param]
         if tensor.dtype != full.dtype or tensor.is_conj() or tensor.is_neg():
@@ -191,13 +191,13 @@ class Gathered:
 
 @dataclass
 class _State:
-    """What forwards that are not compiled leave of a unit.
+    """The state of a unit between forwards that are not compiled.
 
     Attributes:
-        gathered: what they have gathered, if somebody holds it.
-        reading: what the call of a module that runs reads.
-        trainable: what autograd knows as its parameters in the model's forward.
-        modules_run: those of the unit's modules whose forward is over, until all are.
+        gathered: gives the parameters that they gathered, if these are still referenced.
+        reading: the parameters that the running call of a module reads.
+        trainable: the unit's parameters as autograd knows them in the model's forward.
+        modules_run: the modules of the unit whose forward is over, until all of them are.
     """
 
     gathered: Callable[[], Gathered | None] = lambda: None
@@ -210,7 +210,7 @@ _states: weakref.WeakKeyDictionary[Unit, _State] = weakref.WeakKeyDictionary()
 
 
 def state_of(unit: Unit) -> _State:
-    """What forwards that are not compiled leave of a unit."""
+    """The state of a unit between forwards that are not compiled."""
     state = _states.get(unit)
     if state is None:
         state = _states[unit] = _State()
@@ -218,7 +218,7 @@ def state_of(unit: Unit) -> _State:
 
 
 def gathered_of(unit: Unit) -> Gathered:
-    """The unit's full parameters, as they are now; gathered, if they have to be."""
+    """The unit's full parameters, with their present values; gathered if necessary."""
     state = state_of(unit)
     found = state.gathered()
     if found is None or not found.is_current():
@@ -229,13 +229,13 @@ def gathered_of(unit: Unit) -> Gathered:
 
 
 def reshard_by_hand(unit: Unit) -> None:
-    """Free full parameters that a forward has left for its backward, which gathers them again."""
+    """Free full parameters that a forward left for its backward, which gathers them again."""
     gathered = state_of(unit).gathered()
     if gathered is not None:
         gathered.reshard()
 
 
-# What autograd saves.
+# Tensors that autograd saves.
 
 
 class _Note(NamedTuple):
@@ -254,13 +254,13 @@ class _Note(NamedTuple):
         self.gathered.fill()
         full = self.gathered.fulls[self.param]
         if not in_backward():
-            # Somebody looks at what a node has saved.
+            # Code outside of a backward reads a node's saved tensors.
             self.gathered.free()
         return full.as_strided(self.size, self.stride, full.storage_offset() + self.offset)
 
 
 class _OfOthers(NamedTuple):
-    """What hooks of somebody else's have made of a tensor."""
+    """A tensor as packed by saved-tensor hooks of the user's."""
 
     unpack: Callable[[Any], Tensor]
     packed: Any
@@ -270,9 +270,10 @@ class _OfOthers(NamedTuple):
 
 
 def _hooks(unit: Unit) -> torch.autograd.graph.saved_tensors_hooks:
-    """Hooks that save notes of a unit's gathered parameters, and leave everything else to the hooks that are there.
+    """Hooks that save notes of a unit's gathered parameters, and leave everything else to the hooks around them.
 
-    Also parameters of other units: a checkpoint, whose hooks may be between, wants to see the same when it recomputes.
+    They leave parameters of other units, too: a checkpoint, whose hooks may be in between, must see the same when it
+    recomputes.
     """
     others = top_saved_tensors_default_hooks(False)
 
@@ -298,12 +299,12 @@ def _unpack(packed: Any) -> Tensor:
     return packed.restore() if isinstance(packed, _Note | _OfOthers) else packed
 
 
-# What a forward reads.
+# Parameters that a forward reads.
 
 
 class _Parameters(torch.autograd.Function):
-    """Stands for a unit's trainable parameters in one forward of a model: for each it gives something of the full shape and
-    dtype, without memory. Its backward has the gradients of all calls of the unit's modules."""
+    """Stands for a unit's trainable parameters in one forward of a model. For each it returns a tensor of the full shape and
+    dtype without memory. Its backward gets the sum of gradients over all calls of the unit's modules."""
 
     @staticmethod
     def forward(ctx: Any, params: list[ShardedParam], *shards: Tensor) -> tuple[Tensor, ...]:
@@ -316,21 +317,21 @@ class _Parameters(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         found = dict(zip(ctx.params, grads, strict=True))
         if ctx.params[0].unit.flags.reduce_scatter_unused_params:
-            # Here rather than at the end, as other ranks may have used other parameters of the unit.
+            # Not at the end of backward, as other ranks may have used other parameters of the unit.
             found = {param: zeros_like_gradient(param) if grad is None else grad for param, grad in found.items()}
         receive_gradients(ctx.params[0].unit, {param: grad for param, grad in found.items() if grad is not None})
-        # Nothing for the shards: it is param.grad that a gradient becomes.
+        # None for the shards: gradients are written to param.grad.
         return (None,) * (1 + len(grads))
 
 
 class _Unshard(torch.autograd.Function):
-    """What :class:`_Parameters` gives to the gathered parameters, for one call, whose backward is over with this node's."""
+    """Turns the outputs of :class:`_Parameters` into gathered parameters, for one call. Its backward ends that call's."""
 
     @staticmethod
     def forward(ctx: Any, gathered: Gathered, params: list[ShardedParam], *_: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.gathered = gathered
-        # Each time tensors of their own, which autograd marks as this node's.
+        # New tensors for each call, as autograd marks them as outputs of this node.
         return tuple(gathered.fulls[param].data for param in params)
 
     @staticmethod
@@ -384,8 +385,8 @@ class Reading:
 
 
 def read(param: ShardedParam) -> Tensor | None:
-    """The full parameter in the forward that runs; None where its unit is not to be gathered as a whole: in a forward that is
-    compiled in part, of which this is what Dynamo left out, or that somebody traces or transforms."""
+    """The full parameter in the running forward; None where its unit cannot be gathered as a whole: in the uncompiled rest of a
+    compiled forward, or while the forward is traced or transformed."""
     unit = param.unit
     if unit.scope.uncompiled_depth == 0 or _is_traced():
         return None
@@ -404,7 +405,7 @@ def _is_traced() -> bool:
 
 
 class Forward:
-    """A forward of a sharded module that Python runs.
+    """A forward of a sharded module that is not compiled.
 
     Args:
         unit: the unit of the module, or of parameters that it registers.
@@ -418,7 +419,7 @@ class Forward:
         self._scope = unit.scope
         self._scope.uncompiled_depth += 1
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        # A part of a unit runs alone where a checkpoint recomputes it, whose own hooks count what is saved.
+        # Where a checkpoint recomputes a part of a unit, its own hooks count saved tensors.
         saves_notes = is_unit and unit.reshards_after_forward and torch.is_grad_enabled()
         if saves_notes and saved_tensors_hooks_is_enabled():
             self._hooks = _hooks(unit)
@@ -426,12 +427,12 @@ class Forward:
 
     @_python
     def returns(self, output: Any, inputs: Any) -> None:
-        """Have backward gather the unit when it comes to what this forward gives, and free it past what this was given."""
+        """Have backward gather the unit when it reaches this forward's outputs, and free it behind this forward's inputs."""
         reading = state_of(self._unit).reading
         if not self._is_unit or reading is None or not reading.is_recorded:
             return
         gathered, given_out = reading.gathered, _differentiable(output)
-        # Where a unit is called with what it gave, backward goes on in it.
+        # An input that is an output of the same unit does not end its backward.
         taken = [tensor for tensor in _differentiable(inputs) if not any(given() is tensor for given in gathered.given_out)]
         for tensor in given_out:
             tensor.register_hook(_GatherForBackward(gathered))
@@ -443,7 +444,7 @@ class Forward:
 
     @_python
     def end(self) -> None:
-        """Free what was gathered, unless it is to live on."""
+        """Free the gathered parameters of units that reshard after forward."""
         if self._hooks is not None:
             self._hooks.__exit__()
         self._scope.uncompiled_depth -= 1
@@ -461,7 +462,7 @@ class Forward:
 
 
 class _GatherForBackward:
-    """A hook on what a forward gives."""
+    """A hook on the outputs of a forward."""
 
     def __init__(self, gathered: Gathered):
         self._gathered = gathered
@@ -472,7 +473,7 @@ class _GatherForBackward:
 
 
 class _FreeAfterBackward:
-    """A hook on what a forward is given: with the last of these gradients, a unit is done, if all of it is frozen, too."""
+    """A hook on the inputs of a forward: with the last of their gradients a unit is done, also one with frozen parameters."""
 
     def __init__(self, gathered: Gathered, inputs: int):
         self._gathered = gathered

@@ -1,4 +1,4 @@
-"""Gathers ahead of a forward: what ``unshard()`` starts and whoever needs the parameters finishes."""
+"""Gathers ahead of a forward: ``unshard()`` starts them, and the first reader of the parameters waits for them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def start_gathers(
     Args:
         unit: the unit of all of them.
         buckets: parameters of one dtype each.
-        what: what ranks that disagree are told about.
+        what: names the gather in errors about ranks that disagree.
         resharded: their shards in the unit's smaller group, to gather there; None: in the group that they are sharded over.
 
     Raises:
@@ -99,7 +99,7 @@ def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def finish_unshard(unit: Unit) -> None:
-    """Wait for what :func:`start_unshard` started, and keep it for the next graph that reads it."""
+    """Wait for the gathers that :func:`start_unshard` started, and keep the parameters for the next graph."""
     for pending in unit.take_gathers():
         for param, full in finish_gather_of(pending).items():
             param.state.keep_full(param.param, full)
@@ -119,7 +119,7 @@ def finish_gather_of(pending: PendingGather) -> dict[ShardedParam, Tensor]:
 
 
 def end_forward(unit: Unit) -> None:
-    """Free what ``unshard()`` gathered, unless it is to live on."""
+    """Free the parameters that ``unshard()`` gathered, if the unit's flags say so."""
     finish_unshard(unit)
     for param in unit.params:
         param.end_forward()

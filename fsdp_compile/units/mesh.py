@@ -1,4 +1,4 @@
-"""What a device mesh means to sharding: which groups gather, scatter and replicate."""
+"""Device meshes for sharding: the process groups that gather, scatter and replicate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class ShardingMesh:
 
     @staticmethod
     def of(mesh: DeviceMesh | None) -> ShardingMesh:
-        """Check a mesh; None: all ranks in one dimension.
+        """Check a mesh, and set up communication over its groups, a collective call of their ranks.
+
+        Args:
+            mesh: None: all ranks in one dimension.
 
         Raises:
             RuntimeError: there is no process group to make the default mesh of.
@@ -77,7 +80,7 @@ class ShardingMesh:
         """Name of this rank's group of ``size`` neighbours, for ``reshard_after_forward=size``; empty for one rank and for all.
 
         Raises:
-            ValueError: ``size`` is no number that divides the shard dimension.
+            ValueError: ``size`` does not divide the shard dimension.
         """
         if not isinstance(size, int) or size < 1 or self.shard_size % size:
             raise ValueError(
@@ -91,12 +94,12 @@ class ShardingMesh:
         return group
 
     def reduce_scatter_group(self) -> str:
-        """Name of a group of the same ranks as the shard group's, for reduce-scatters alone. Made once for each set of ranks:
-        a collective call of those ranks."""
+        """Name of a group of the shard group's ranks that only reduce-scatters use. The first call for a set of ranks makes it,
+        and is a collective call of these ranks."""
         ranks = tuple(dist.get_process_group_ranks(resolve_group(self.shard_group)))
         made = _reduce_scatter_groups.setdefault(dist.group.WORLD, {})
         if ranks not in made:
-            # Ranks of other shard groups need not be here.
+            # Ranks of other shard groups need not take part.
             group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
             made[ranks] = group.group_name
             _connect(group.group_name, self.device)
@@ -104,11 +107,11 @@ class ShardingMesh:
 
 
 def _connect(group_name: str, device: torch.device) -> None:
-    """Set up now what a group communicates by, a collective call of its ranks.
+    """Set up the communication of a group before its first collective, a collective call of its ranks.
 
-    NCCL would else make its communicator at the first collective, in the middle of a graph: where gathers and reductions of
-    several groups are in flight, a handshake holds up the thread that is to start them, and a CUDA graph cannot capture it. A
-    group that has one keeps it. Source: ``ProcessGroupNCCL::eagerConnectSingleDevice``. Gloo's groups get their opposites.
+    NCCL would make its communicator at the first collective, in the middle of a graph. The handshake would block the thread
+    that is to start collectives of other groups, and a CUDA graph cannot capture it. A group that has a communicator keeps it.
+    Source: ``ProcessGroupNCCL::eagerConnectSingleDevice``. Groups of Gloo get their opposites (:mod:`passes.collectives.gloo`).
     """
     backend = backend_of(group_name, device)
     if backend == "nccl":
@@ -121,13 +124,13 @@ def _backend(group_name: str, device: torch.device) -> Any:
     return resolve_group(group_name)._get_backend(device)
 
 
-# By the world that they are part of: its groups go with it.
+# By the world that they belong to, so that they go with it.
 _reduce_scatter_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def _mesh_of_neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    # Cached: making process groups is a collective of its own, and every unit asks for the same ones.
+    # Cached, as making process groups is a collective call, and all units need the same ones.
     return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("replicate", "post_forward"))
 
 

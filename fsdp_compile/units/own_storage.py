@@ -20,9 +20,9 @@ def has_memory(tensor: Tensor) -> bool:
 def with_own_storage(tensor: Tensor) -> Tensor:
     """The same memory, as a tensor whose storage begins and ends where the tensor does.
 
-    For what users hold of a flat buffer. A view will not do: torch saves and copies the whole storage of a tensor, and of a
-    DTensor whose local tensor is at an offset it does neither, nor does it compile what takes one. The flat buffer lives for as
-    long as the result does.
+    For pieces of a flat buffer that users hold. A view would not do: torch saves and copies the whole storage of a tensor. A
+    DTensor whose local tensor is at an offset can be neither saved nor copied, nor be an input of compiled code. The flat
+    buffer lives for as long as the result does.
 
     The storage refuses to be moved to shared memory (``share_memory_()``, or by a queue of ``torch.multiprocessing``): torch
     would do that in place, and the flat buffer would stay behind.
@@ -54,7 +54,7 @@ def _refuse_to_move(*_: object) -> NoReturn:
 
 @functools.cache
 def _carrier(dtype: torch.dtype) -> torch.dtype:
-    """What DLPack takes tensors of a dtype as: it does not have all of torch's, and gives back some as another."""
+    """The dtype as which tensors of a dtype go through DLPack, which lacks some of torch's and returns others changed."""
     try:
         if from_dlpack(to_dlpack(torch.empty(1, dtype=dtype, device="cpu"))).dtype is dtype:
             return dtype

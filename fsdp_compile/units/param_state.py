@@ -1,4 +1,4 @@
-"""What microbatches leave of a parameter for the next one: gathered values and unfinished gradients."""
+"""The state of a parameter between microbatches: gathered values and unfinished gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .own_storage import with_own_storage
 
-#: What changes with every write to a parameter.
+#: A value that changes with every write to a parameter.
 Stamp: TypeAlias = tuple[int, int, int]
 
 _optimizer_steps = 0
@@ -23,7 +23,7 @@ def _count_step(*_: object) -> None:
     _optimizer_steps += 1
 
 
-# Every torch optimizer calls it, also one that writes parameters in a way that autograd does not see.
+# Every torch optimizer calls it, also one whose writes do not raise version counters.
 register_optimizer_step_post_hook(_count_step)
 
 
@@ -75,15 +75,15 @@ class ParamState:
         return self.unsharded_grad is not None or self.partial_grad is not None
 
     def discard_gradients(self) -> None:
-        """Forget gradients that wait for communication."""
+        """Drop gradients that wait for communication."""
         self.unsharded_grad = self.partial_grad = None
 
     def start_full(self, param: nn.Parameter) -> None:
-        """Note that a gather of ``param`` as it is now is in flight."""
+        """Record that a gather of ``param``, with its present values, is in flight."""
         self._gathering_of = stamp(param)
 
     def keep_full(self, param: nn.Parameter, full: Tensor) -> None:
-        """Keep a gathered parameter for as long as ``param`` does not change, from the start of its gather on."""
+        """Keep a gathered parameter until ``param`` changes; a change since the start of the gather counts."""
         self._full, self._full_of = full, self._gathering_of or stamp(param)
         self._shown = self._gathering_of = None
 
@@ -94,17 +94,17 @@ class ParamState:
         return self._full
 
     def shown(self, param: nn.Parameter) -> Tensor | None:
-        """What the user sees of the gathered parameter that ``unshard()`` left; None if there is none."""
+        """The gathered parameter of ``unshard()``, as users see it outside of a forward; None if there is none."""
         full = self.full(param)
         if full is None or not self.is_unsharded:
             return None
         if self._shown is None:
-            # Not of :meth:`full`: what graphs take and give is theirs, down to the storage.
+            # Users do not get the tensor of :meth:`full`, whose storage graphs may take over.
             self._shown = with_own_storage(full)
         return self._shown
 
     def will_have_full(self, param: nn.Parameter) -> bool:
-        """Whether :meth:`full` gives the parameter once the gather in flight, if there is one, is finished."""
+        """Whether :meth:`full` returns the parameter once the gather in flight, if any, is finished."""
         if self._gathering_of is not None:
             return self._gathering_of == stamp(param)
         return self.full(param) is not None
@@ -116,32 +116,33 @@ class ParamState:
 
 
 def stamp(param: nn.Parameter) -> Stamp:
-    """Changes with every write to a parameter: operators count writes on the DTensor or on its local tensor."""
+    """The present stamp of a parameter. Operators count writes on the DTensor, or on its local tensor."""
     return param._version, param._local_tensor._version, _optimizer_steps  # type: ignore[attr-defined]
 
 
 def set_local(tensor: Any, local: Tensor) -> None:
-    """Give a DTensor another local tensor, which lies at offset 0 of its storage. It keeps its identity."""
+    """Replace the local tensor of a DTensor by one at offset 0 of its storage. The DTensor keeps its identity."""
     tensor._local_tensor = local
     if tensor.storage_offset():
-        # A DTensor that was made of a view says that it is at the view's offset.
+        # A DTensor that was made from a view has the view's offset.
         tensor.data = DTensor(local, tensor._spec, requires_grad=False)
 
 
 def set_grad_in(param: nn.Parameter, local: Tensor, piece: FlatSlice) -> None:
-    """Let ``param.grad`` be a DTensor of this rank's part, a view in ``piece``; one that is there keeps its identity."""
+    """Make ``param.grad`` a DTensor with the local gradient ``local``, which lies in ``piece``. An existing one keeps its
+    identity."""
     grad: Any = param.grad
     local = with_own_storage(local)
     if grad is None:
         grad = param.grad = DTensor(local, param._spec, requires_grad=False)  # type: ignore[attr-defined, assignment]
     set_local(grad, local)
-    # On the memory itself, which is free as soon as the user clears the gradient. What stands on a tensor, torch.save saves.
+    # On the storage, which goes when the user clears the gradient; torch.save would save an attribute of the tensor.
     storage: Any = local.untyped_storage()
     storage._fsdp_lies_in = (weakref.ref(local), piece)
 
 
 def grad_slice(param: nn.Parameter) -> FlatSlice | None:
-    """Where ``param.grad`` lies in a flat buffer; None if the user put it elsewhere."""
+    """The slice of a flat buffer that ``param.grad`` lies in; None if the user replaced it."""
     local = getattr(param.grad, "_local_tensor", None)
     if local is None:
         return None

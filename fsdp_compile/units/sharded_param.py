@@ -1,13 +1,14 @@
-"""A parameter of a unit, and where its shard lives.
+"""A parameter of a unit, and where its shard lies.
 
-Of each parameter there are three tensors on one piece of memory:
+Each parameter has three tensors in the same memory:
 
 - the *parameter*: a DTensor, what modules register, optimizers step and checkpoints save;
-- the *shard*: a plain leaf tensor, padded so that all ranks have the same shape, what a forward reads and a graph takes;
-- its run of the unit's *flat storage*, one buffer for each dtype in registration order, what a bucket gathers in place.
+- the *shard*: a plain leaf tensor that a forward reads and a graph takes, padded so that all ranks have the same shape;
+- a run of the unit's *flat storage*, which a bucket gathers in place: one buffer for each dtype, in registration order.
 
-Each has a version counter of its own: a step on one parameter is no write to another. The parameter's local tensor, which users
-save, copy and compile optimizers with, also has a storage of its own (:mod:`.own_storage`); the shard is a view.
+Each has a version counter of its own, so that a step on one parameter is no write to another. The shard is a view. The
+parameter's local tensor, which users save, copy and pass to compiled optimizers, has a storage of its own
+(:mod:`.own_storage`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def shard_attribute(name: str) -> str:
-    """The attribute of a module with the shard of its parameter of this name, as a forward takes it: the shard, and positional
-    and keyword arguments of ``unshard``; None for one without memory."""
+    """The name of a module's attribute for one parameter: a tuple of its shard, and of the positional and keyword arguments of
+    ``unshard`` that follow it; None while the parameter has no memory."""
     return f"_fsdp_shard_{name}"
 
 
@@ -47,12 +48,12 @@ class ShardedParam:
         shape: full shape.
         dim: the dimension that is cut, or ``REPLICATED`` for a scalar.
         padded_shape, padded_numel: of every rank's padded shard.
-        rows: first index and number of indices, along ``dim``, that this rank really has.
+        rows: first index and number of indices along ``dim`` of this rank's shard, without padding.
         param: the DTensor parameter.
         shard: the padded shard, a leaf.
         offset: first element of the shard in the unit's storage of its dtype.
         args, kwargs: what ``unshard`` takes after the shard.
-        state: what microbatches leave for the next one.
+        state: gathered values and gradients between microbatches.
     """
 
     def __init__(self, unit: Unit, owners: list[tuple[nn.Module, str]], local_name: str, param: nn.Parameter, dim: int):
@@ -92,13 +93,13 @@ class ShardedParam:
         return self.param._local_tensor  # type: ignore[attr-defined]
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """The rows of a padded shard, or of its gradient, that this rank really has."""
+        """A padded shard, or its gradient, without the padding."""
         if self.dim == REPLICATED or padded.size(self.dim) == self.rows[1]:
             return padded
         return padded.narrow(self.dim, 0, self.rows[1])
 
     def bind(self, storage: Tensor, offset: int) -> None:
-        """Move the local tensor into ``storage``, and let parameter and shard lie there."""
+        """Copy the local tensor into ``storage``, and make parameter and shard lie there."""
         self.offset = offset
         padded = storage.narrow(0, offset, self.padded_numel).view(self.padded_shape)
         with torch.no_grad():
@@ -127,7 +128,7 @@ class ShardedParam:
         return param_dtype if param_dtype is not None and self.param.is_floating_point() else self.shard.dtype
 
     def end_forward(self) -> None:
-        """Free what ``unshard()`` gathered, if the unit reshards after forward."""
+        """Free the parameter that ``unshard()`` gathered, if the unit reshards after forward."""
         if self.state.is_unsharded and self.unit.reshards_after_forward:
             if self.unit.flags.reshard_after_backward:
                 self.state.drop_full()
@@ -135,14 +136,14 @@ class ShardedParam:
                 self.state.is_unsharded = False
 
     def meta_message(self) -> str:
-        """The message for reading it while it has no memory."""
+        """The error message for a forward that reads the parameter while it has no memory."""
         return (
             f"Parameter {self.name} is on the meta device in a forward. Give it memory and values first: "
             "model.to_empty(device=...), then initialise, or load a state dict."
         )
 
     def is_bound(self) -> bool:
-        """Whether the parameter's local tensor still is the one that lies in the memory of the shard."""
+        """Whether the parameter's local tensor still lies in the memory of the shard."""
         return self.local.untyped_storage()._cdata == self._own_storage._cdata and self.local.storage_offset() == 0
 
     def owns_memory_of(self, value: Any) -> bool:
@@ -156,7 +157,7 @@ class ShardedParam:
         return start <= local.data_ptr() < start + self.shard.nbytes
 
     def check_replacement(self, param: Any) -> None:
-        """Refuse a parameter that cannot take this one's place."""
+        """Raise for a parameter that cannot replace this one."""
         spec = getattr(param, "_spec", None)
         if (
             spec is None
@@ -171,7 +172,7 @@ class ShardedParam:
             )
 
     def adopt_assigned_parameter(self) -> None:
-        """Take over a parameter that somebody registered in the place of ours (``load_state_dict(assign=True)``)."""
+        """Take over a parameter that was registered in the place of ours (``load_state_dict(assign=True)``)."""
         for module, name in self.owners:
             registered = module._parameters[name]
             if registered is self.param:
@@ -185,8 +186,8 @@ class ShardedParam:
             return
 
     def update_operator_args(self) -> None:
-        """Work out what ``unshard`` takes besides the shard. Nothing in it tells equal blocks apart, so that a compiled
-        graph can serve all of them; the backend puts the qualified names in."""
+        """Compute the arguments of ``unshard`` after the shard. They are the same for equal blocks, so that one compiled graph
+        can serve all of them; the backend adds qualified names."""
         mesh, policy = self.unit.mesh, self.unit.mp_policy
         self.args = (self.local_name, tuple(self.shape), mesh.shard_group)
         kwargs = {
@@ -204,17 +205,17 @@ class ShardedParam:
             module.__dict__[shard_attribute(name)] = None if self.shard.is_meta else (self.shard, self.args, self.kwargs)
 
     def compute_with(self, given: Tensor | None) -> Tensor | None:
-        """What a forward reads where ``given`` is registered in the parameter's place: the whole, in the compute dtype."""
+        """The full tensor, in the compute dtype, of a tensor that is registered in the parameter's place."""
         if given is None:
             return None
         full = given.full_tensor() if isinstance(given, DTensor) else given
         return full.to(self.compute_dtype) if full.is_floating_point() else full
 
     def check_gather(self) -> None:
-        """Refuse a local tensor with a gather of its own, as FSDP2 takes it.
+        """Check that the local tensor has no gather of its own, which FSDP2 supports.
 
         Raises:
-            NotImplementedError: somebody gave it one.
+            NotImplementedError: it has one.
         """
         if hasattr(self.local, "fsdp_pre_all_gather"):
             raise NotImplementedError(
@@ -223,10 +224,10 @@ class ShardedParam:
             )
 
     def check_registered(self) -> None:
-        """Refuse to go on where something else is registered in the parameter's place.
+        """Check that the modules still register this parameter.
 
         Raises:
-            RuntimeError: something else is.
+            RuntimeError: something else is registered in its place.
         """
         for module, name in self.owners:
             if module._parameters.get(name) is not self.param:
@@ -237,7 +238,7 @@ class ShardedParam:
                 )
 
     def sync_requires_grad(self) -> bool:
-        """Let the shard follow the parameter's ``requires_grad``. Returns whether it had to change."""
+        """Set the shard's ``requires_grad`` to the parameter's. Returns whether it changed."""
         if self.shard.requires_grad is self.param.requires_grad:
             return False
         self.shard.requires_grad_(self.param.requires_grad)
@@ -249,7 +250,7 @@ _params_by_memory: weakref.WeakValueDictionary[int, ShardedParam] = weakref.Weak
 
 
 def param_in_memory(tensor: Tensor) -> ShardedParam | None:
-    """The parameter in the memory of whose shard a tensor lies, such as one that a checkpoint gives backward."""
+    """The parameter whose shard has the memory of a tensor, such as one that a checkpoint passes to backward."""
     param = _params_by_memory.get(tensor.data_ptr()) if has_memory(tensor) else None
     lies_there = param is not None and param.shard.data_ptr() == tensor.data_ptr() and param.shard.shape == tensor.shape
     return param if lies_there else None

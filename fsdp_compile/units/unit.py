@@ -18,23 +18,23 @@ from .sharded_param import ShardedParam
 
 
 class Event(Protocol):
-    """What a post-optimizer event has to be able to do; a ``torch.Event`` is one."""
+    """The interface of a post-optimizer event, such as a ``torch.Event``."""
 
     def wait(self) -> Any:
         """Make the current stream wait for it."""
 
 
 class Scope:
-    """Shared by all units of a tree of modules.
+    """State that all units of a tree of modules share.
 
     Attributes:
-        active: a forward of one of the units is running: the parameters of all of them read as full tensors, so that a module
-            can use a parameter of a module inside it that is a unit of its own.
-        uncompiled_depth: how many forwards of sharded modules Python runs, one inside of the other.
+        active: whether a forward of one of the units runs. Then the parameters of all of them read as full tensors, so that a
+            module can use a parameter of a module inside it that is a unit of its own.
+        uncompiled_depth: the number of nested forwards of sharded modules that run uncompiled.
         units: the units, in the order of their modules.
-        is_last_backward: no other microbatch follows the next backward.
-        finalizes_by_hand: backward leaves what it does not reach to ``finalize_backward()``.
-        post_optim_event: what the next forward has to wait for; None: nothing.
+        is_last_backward: whether the next backward is that of the last microbatch.
+        finalizes_by_hand: whether ``finalize_backward()`` reduces what a backward did not, rather than the last backward.
+        post_optim_event: the event that the next forward has to wait for.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Scope:
 
 @dataclass
 class SyncFlags:
-    """How a unit synchronises gradients and keeps parameters; what the ``set_*`` methods of its modules set.
+    """How a unit synchronises gradients and keeps parameters: the settings of its modules' ``set_*`` methods.
 
     Attributes:
         reduce_grads: reduce gradients at all.
@@ -63,11 +63,11 @@ class SyncFlags:
         reduce_scatter_unused_params: a parameter without a gradient has a gradient of zeros.
         gradient_divide_factor: what to divide by; None: the number of ranks.
         force_sum_reduction: reduce with sums only.
-        comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``, or ``hook(gradient)``.
-        comm_hook_in_place: the latter; then it is the all-reduce, too.
+        comm_hook: replaces the reduce-scatter: ``hook(gradient, output)``, or ``hook(gradient)``.
+        comm_hook_in_place: whether it is the latter, which replaces the all-reduce, too.
         all_reduce_hook: changes the reduced shard in place.
-        reduce_scatter_group: name of a group that reduce-scatters have for themselves; empty: that of the gathers.
-        max_pending_reductions: how many reduce-scatters may be in flight; None: the schedule's own limit.
+        reduce_scatter_group: name of a group for reduce-scatters alone; empty: they use that of the gathers.
+        max_pending_reductions: how many reduce-scatters may be in flight; None: the schedule's default.
         unshard_in_backward: whether backward may gather.
     """
 
@@ -94,7 +94,7 @@ class PendingGather:
         dtype: the dtype that they compute in.
         gathered: the flat buffer in flight; None if all of them are whole on every rank.
         group: name of the group that it is gathered over.
-        run: what the ranks know the gather as.
+        run: the gather as a program that ranks compare (:mod:`fsdp_compile.runtime.course`).
     """
 
     params: list[ShardedParam]
@@ -113,15 +113,15 @@ class Unit:
         mp_policy: mixed-precision policy.
         name: qualified name of the first module, from the outermost sharded one; empty for the root.
         is_root: no other unit encloses this one.
-        scope: what the unit shares with the units around and inside it.
-        is_meta: parameters have no memory yet.
+        scope: the state that it shares with the units around and inside it.
+        is_meta: whether parameters have no memory yet.
         params: its parameters, in registration order.
         storages: flat storage for each dtype.
         flags: how it synchronises.
         forward_prefetch, backward_prefetch: the units whose gathers start when this unit's compute does; empty: the default.
         pending: gathers that ``unshard()`` started.
-        attach: what is to be done with a shard that is new, or that has become trainable.
-        averagings: how its gradients are averaged, by the settings that decide it.
+        attach: called with a parameter whose shard is new, or has become trainable.
+        averagings: how its gradients are averaged, by the settings that determine it.
     """
 
     def __init__(
@@ -151,28 +151,28 @@ class Unit:
         self._reshard_after_forward = reshard_after_forward
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
             self.post_forward_group = mesh.post_forward_group(reshard_after_forward)
-            # A group of one rank holds the whole parameter, which is to keep it.
+            # Over one rank, a shard is the whole parameter: that is no resharding.
             self._reshard_after_forward = reshard_after_forward != 1
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether backward gathers anew. Unless said, all units do but the root, which backward needs at once."""
+        """Whether backward gathers again. By default all units do but the root, whose parameters backward reads first."""
         return not self.is_root if self._reshard_after_forward is None else self._reshard_after_forward is True
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Change whether backward gathers anew; compiled graphs are traced again."""
+        """Set whether backward gathers again. Compiled graphs are traced again."""
         self._reshard_after_forward = reshard
         self.post_forward_group = ""
         for sharded in self.params:
             sharded.update_operator_args()
 
     def take_gathers(self) -> list[PendingGather]:
-        """The gathers in flight, which are the caller's to wait for."""
+        """Remove and return the gathers in flight. The caller has to wait for them."""
         taken, self.pending = self.pending, []
         return taken
 
     def abandon_gathers(self) -> None:
-        """Wait for gathers in flight, and forget them."""
+        """Wait for gathers in flight, and drop what they gathered."""
         for pending in self.take_gathers():
             if pending.gathered is not None:
                 with pending.run:
@@ -181,13 +181,13 @@ class Unit:
                 param.state.drop_full()
 
     def drop_full(self) -> None:
-        """Free gathered parameters that were kept, and those on their way."""
+        """Free gathered parameters that were kept, and those in flight."""
         self.abandon_gathers()
         for sharded in self.params:
             sharded.state.drop_full()
 
     def allocate(self) -> None:
-        """Lay the parameters out in new flat storage, in the dtypes that they have now."""
+        """Lay out the parameters in new flat storage, in their present dtypes."""
         device = torch.device("meta") if self.params and self.params[0].local.is_meta else self.mesh.device
         sizes: dict[torch.dtype, int] = {}
         offsets = []
@@ -195,7 +195,7 @@ class Unit:
             dtype = sharded.local.dtype
             offsets.append(sizes.get(dtype, 0))
             sizes[dtype] = offsets[-1] + sharded.padded_numel
-        # Padding takes part in gathers and must be finite.
+        # Padding is gathered, too, and must be finite.
         self.is_meta = device.type == "meta"
         self.storages = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
         for sharded, offset in zip(self.params, offsets, strict=True):
@@ -206,7 +206,7 @@ class Unit:
         for sharded in self.params:
             sharded.adopt_assigned_parameter()
         if len({sharded.local.is_meta for sharded in self.params}) > 1:
-            # Half of the parameters have memory yet: a load or an initialisation is under way and syncs again.
+            # Only some parameters have memory: a load or an initialisation is under way, and will sync again.
             return
         layout_holds = all(
             sharded.local.dtype == sharded.shard.dtype and sharded.local.device == sharded.shard.device

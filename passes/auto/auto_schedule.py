@@ -31,7 +31,7 @@ from ..models.hardware import Hardware
 from .grouping import Grouping, groupings
 from .placement import Placement, Result
 
-# What is done this part of the time later is as good: a model is not exact.
+# A schedule that takes longer by no more than this part of the time counts as equally fast, as the model is not exact.
 _AS_GOOD = 50
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AutoSchedule:
-    """What to schedule for.
+    """The machine and the limit to schedule for.
 
     Attributes:
         hardware: the machine.
         memory_limit: the most bytes that may live at once in one graph, as :mod:`passes.models.memory_model` counts; None: no
-        limit.
+            limit.
     """
 
     hardware: Hardware

@@ -41,7 +41,7 @@ class Grouping:
 
 @dataclass(frozen=True)
 class _Item:
-    """What shares a collective by default.
+    """Parameters that share a collective by default.
 
     Attributes:
         members: the parameters.

@@ -152,7 +152,7 @@ class Placement:
             latest = min(clock[gather.wait], needed.get(link, clock[gather.wait])) - _with_margin(duration)
             for reduction in reductions:
                 other = self._collective(reduction)
-                # The link would be busy: go first, as somebody waits for this.
+                # The link would be busy: go first, as compute waits for the gather.
                 if group_of(other) == link and clock[reduction] < latest < clock[reduction] + self._costs.transfer[other]:
                     latest = clock[reduction]
                     break

@@ -224,7 +224,7 @@ class _FunctionalCollectives(TorchDispatchMode):
     def _collective(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Write the functional collective's result into the output, and return what the ``c10d`` operator returns.
 
-        The result is waited for at once: where to wait is for a schedule to say, and a hook's own wait() has nothing to do.
+        The result is waited for at once: the place of the wait is up to the schedule, and a hook's own ``wait()`` does nothing.
         """
         match func.overloadpacket.__name__, *args:
             case "allreduce_", [tensor], group, op, None, *_:

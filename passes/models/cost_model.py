@@ -162,7 +162,7 @@ def _memory(node: Node) -> Node:
 
 def _reads(node: Node) -> list[Node]:
     """The values whose memory a node reads."""
-    # What is written over is not read.
+    # A copy overwrites its first argument without reading it.
     sources = node.args[1:2] if node.target == _aten.copy_.default else node.all_input_nodes
     return [_memory(source) for source in sources if isinstance(source, Node)]
 

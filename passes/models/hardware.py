@@ -1,4 +1,4 @@
-"""What a machine can do, in the numbers that the cost model needs.
+"""Hardware: the rates and latencies of a machine that the cost model needs.
 
 :func:`known_hardware` is a table of common machines; ``python -m fsdp_compile.calibrate`` measures others and writes a file
 that :meth:`Hardware.load` reads. Rates are sustained ones, not those of a data sheet.

@@ -33,7 +33,7 @@ _copy = _aten._foreach_mul.Scalar
 #: The bytes of the largest parameter that joins a foreach copy: for more, a copy is worth a kernel launch of its own.
 MAX_FOREACH_BYTES = 1 << 20
 
-# What can be done to each element alone, ahead of joining them.
+# Elementwise operators, which may run on the pieces before they are joined.
 _ELEMENTWISE = {_aten.div.Tensor, _aten.mul.Tensor, torch.ops.prims.convert_element_type.default}
 
 
@@ -88,7 +88,7 @@ def copy_in_together(graph: Graph) -> None:
 
 
 def _with_views(cat: Node) -> list[Node]:
-    """``cat``, and the views of it that nobody else reads, one of the other."""
+    """``cat``, and the chain of views of which each is the only reader of the one before."""
     chain = [cat]
     while len(chain[-1].users) == 1:
         (user,) = chain[-1].users

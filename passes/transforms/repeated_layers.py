@@ -1,4 +1,4 @@
-"""Repeated layers: trace one of many equal layers, and copy what tracing it gave.
+"""Repeated layers: trace one of many equal layers, and copy the trace for the others.
 
 ``fold_layers``, before AOTAutograd:
 
@@ -9,17 +9,16 @@ After:  the calls of equal modules are one node each. One of them is traced on i
 ``unfold_layers``, in the joint graph:
 
 Before: the node of each call, and the node of its backward.
-After:  a copy of that trace in the place of each, as if AOTAutograd had traced every layer: the partitioner, later passes and
-        users see no difference. (Where there is one, it is a copy of a gradient that is laid out otherwise than the layer's
-        output, zeros for the gradient of an output that has none, a view that each layer makes of what all of them read, or an
-        addition that stands elsewhere; gradients add up in the same order.)
+After:  a copy of that trace in the place of each, as if AOTAutograd had traced every layer. Only four things can differ: a copy
+        of a gradient that is laid out otherwise than the layer's output, zeros for the gradient of an output that has none,
+        a view that each layer makes of a common input, and the place of an addition. Gradients add up in the same order.
 
 Tracing is most of what compiling a deep model costs once equal layers share their kernels; copying nodes costs a tenth of it.
 
-Leaves alone layers where copying could be wrong: calls of higher-order operators such as checkpoints, sizes that are symbols,
-inputs that are written to, outputs that are views of inputs, random numbers (Inductor numbers their seeds through the whole
-graph), operations that are not there for a result (a mode that is switched, a transform that is entered), and whatever a trace
-holds that is no functional operator with a fake value.
+Leaves alone layers where copying could be wrong: calls of higher-order operators such as checkpoints, symbolic sizes, inputs
+that are written to, outputs that are views of inputs, random numbers (Inductor numbers their seeds through the whole graph),
+operations with an effect besides their result (switching a mode, entering a transform), and traces with anything but functional
+operators that have fake values.
 
 ``torch.compiler.nested_compile_region`` (torch/_higher_order_ops/invoke_subgraph.py) has the same aim with regions that the
 user marks, and keeps them apart in the partitioner, too.
@@ -66,7 +65,7 @@ _layer_backward = torch.ops.fsdp_compile.layer_backward.default
 
 
 class _Param(NamedTuple):
-    """What ``unshard`` says of a parameter that tells it apart from that of an equal layer."""
+    """The arguments of ``unshard`` that differ between equal layers."""
 
     unit: str
     name: str
@@ -140,13 +139,13 @@ class _Layer:
 
     @property
     def inputs(self) -> list[Node]:
-        """What it reads from outside."""
+        """Values from outside that its operations read."""
         sources = (source for node in self.nodes for source in node.all_input_nodes)
         return list(dict.fromkeys(source for source in sources if source not in self._inside))
 
     @property
     def outputs(self) -> list[Node]:
-        """What is read outside."""
+        """Its values that operations outside read."""
         return [node for node in self.nodes if any(self.is_outside(user) for user in node.users)]
 
     @property

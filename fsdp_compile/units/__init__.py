@@ -37,7 +37,7 @@ On shards, which graphs and autograd hand over without their parameter:
 ``_fsdp_sharded_param``
     The :class:`~.sharded_param.ShardedParam`.
     Set: ``fsdp_compile/units/sharded_param.py``. Read: ``fsdp_compile/runtime/course.py``,
-    ``fsdp_compile/runtime/gradients.py``, ``fsdp_compile/runtime/owner.py``, ``fsdp_compile/runtime/planned_graph.py``.
+    ``fsdp_compile/runtime/gradients.py``, ``fsdp_compile/runtime/graph_inputs.py``, ``fsdp_compile/runtime/owner.py``.
 ``_fsdp_before_unshard``, ``_fsdp_receive_gradient``
     Functions that eager kernels call. An attribute of the shard, since ``passes`` knows no class of this package.
     Set: ``fsdp_compile/runtime/owner.py``. Read: ``passes/ir/ops.py``.

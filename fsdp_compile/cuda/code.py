@@ -30,7 +30,6 @@ from passes.fx.torch_internals.inductor import GraphLowering, compile_fx_inner, 
 from ..api.sharding import fully_shard
 from ..compiler import backend
 from ..compiler.capture import Capture, capture, snapshot
-from ..units import mesh
 from .outline import triton_kernels
 from .pretend import device_of, pretend_cuda
 from .ptx import compile_kernels
@@ -130,10 +129,9 @@ def _backend_without_device() -> Iterator[None]:
 
 
 def _forget() -> None:
-    """What was compiled, and what is cached, of this world must not serve in another: fake divide factors, groups, graphs."""
+    """What was compiled, and what is cached, of this world must not serve in another: graphs, fake divide factors."""
     torch.compiler.reset()
     factor_tensor.cache_clear()
-    mesh._mesh_of_neighbours.cache_clear()
 
 
 def _fake_like(tensor: Tensor) -> Tensor:

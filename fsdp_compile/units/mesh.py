@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -89,9 +88,15 @@ class ShardingMesh:
             )
         if size in (1, self.shard_size):
             return ""
-        group = _mesh_of_neighbours(self.mesh, size).get_group(1).group_name
-        _connect(group, self.device)
-        return group
+        ranks = self.mesh.mesh.view(-1, size)
+        # Making process groups is a collective of its own, and every unit asks for the same ones.
+        made = _groups_of_neighbours.setdefault(dist.group.WORLD, {})
+        key = self.mesh.device_type, size, tuple(ranks.flatten().tolist())
+        if key not in made:
+            mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=("replicate", "post_forward"))
+            made[key] = mesh.get_group(1).group_name
+        _connect(made[key], self.device)
+        return made[key]
 
     def reduce_scatter_group(self) -> str:
         """Name of a group of the shard group's ranks that only reduce-scatters use. The first call for a set of ranks makes it,
@@ -126,12 +131,7 @@ def _backend(group_name: str, device: torch.device) -> Any:
 
 # By the world that they belong to, so that they go with it.
 _reduce_scatter_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
-
-
-@functools.cache
-def _mesh_of_neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    # Cached, as making process groups is a collective call, and all units need the same ones.
-    return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("replicate", "post_forward"))
+_groups_of_neighbours: weakref.WeakKeyDictionary[Any, dict[tuple[str, int, tuple[int, ...]], str]] = weakref.WeakKeyDictionary()
 
 
 def _default_mesh() -> DeviceMesh:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_compile.units.mesh
 from fsdp_compile import fully_shard
@@ -43,6 +44,22 @@ def test_communicators_are_made_before_the_first_graph(fake_ranks: None, monkeyp
     connected.clear()
     model.set_separate_reduce_scatter_group()
     assert connected == [[0, 1, 2, 3]]
+
+
+def test_groups_of_one_world_do_not_serve_in_another() -> None:
+    """Names of groups are numbers that begin anew: that of a smaller gather can be that of another group in the next world."""
+
+    def ranks_of_smaller_gathers() -> list[int]:
+        model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+        group_name = model._fsdp_unit.post_forward_group  # type: ignore[union-attr]
+        return dist.get_process_group_ranks(fsdp_compile.units.mesh.resolve_group(group_name))
+
+    for others in ([], [[0, 1, 2, 3], [0, 2], [1, 3]]):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        for ranks in others:
+            dist.new_group(ranks)
+        assert ranks_of_smaller_gathers() == [0, 1]
+        dist.destroy_process_group()
 
 
 def train_on(groups: int) -> None:

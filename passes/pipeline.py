@@ -11,10 +11,11 @@
       for each sync plan     gradient_sync (backward)
       that the graph is      flat_storage
       called with            schedule, or auto_schedule
-                             pin_layouts (Inductor)
+                             pin_layouts (lowering "inductor")
 
 Which parameters share a bucket is decided ahead of ``bucket``: by ``large_parameters``, or by ``auto_schedule``. What a pass is
-given, what it returns and what its header says: :mod:`passes.transforms`.
+given, what it returns and what its header says: :mod:`passes.transforms`. The last ones are the lowering's to choose, and
+handed in.
 
 Every pass but the two over layers is told to an :data:`Observer`; :func:`log_pass` is the one that writes to torch's structured
 trace (tlparse shows it) and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
@@ -23,7 +24,7 @@ trace (tlparse shows it) and to the ``passes`` logger (``TORCH_LOGS="+passes"``)
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch.fx import Graph, GraphModule
 
@@ -44,7 +45,6 @@ from .transforms.flat_storage import flat_storage, locate_shards
 from .transforms.gradient_sync import synchronize_gradients
 from .transforms.mixed_precision import mixed_precision
 from .transforms.name_shards import name_shards
-from .transforms.pin_layouts import pin_layouts
 from .transforms.repeated_layers import unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
 from .transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
@@ -162,7 +162,7 @@ def run_passes(
     plan: Plan,
     *,
     is_backward: bool,
-    for_inductor: bool = True,
+    final_passes: Sequence[Callable[[Graph], None]] = (),
     observer: Observer = log_pass,
     auto: AutoSchedule | None = None,
 ) -> Interface:
@@ -172,7 +172,7 @@ def run_passes(
         gm: the graph.
         plan: what it does.
         is_backward: which of the two it is.
-        for_inductor: prepare it for Inductor.
+        final_passes: what the lowering needs, in order.
         observer: is told of every pass.
         auto: choose buckets and issue points by the cost model.
 
@@ -201,11 +201,9 @@ def run_passes(
         else:
             schedule_gathers(graph, prefetches)
             schedule_reductions(graph, plan.max_pending_reductions)
-    if for_inductor:
-        with observe("pin_layouts"):
-            pin_layouts(graph)
-    else:
-        gm.recompile()
+    for final_pass in final_passes:
+        with observe(final_pass.__name__):
+            final_pass(graph)
     return interface
 
 

@@ -65,17 +65,22 @@ def timed() -> Iterator[dict[str, float]]:
         for method, note in {"log_event_start": watch.start, "log_event_end": watch.stop}.items():
             patches.enter_context(mock.patch.object(log, method, _also(getattr(log, method), note, thread)))
         for name, function in passes.items():
-            patches.enter_context(mock.patch(f"fsdp_compile.compiler.backend.{name}", _as_event(function, watch)))
+            patches.enter_context(mock.patch(name, _as_event(function, watch)))
         yield seconds
     watch.stop("")
     seconds.update(watch.seconds)
 
 
 def _passes() -> dict[str, Any]:
-    """The functions through which ``fsdp_backend`` runs passes."""
-    from fsdp_compile.compiler import backend
+    """The functions through which ``fsdp_backend`` runs passes, by the names that it calls them by."""
+    from fsdp_compile.compiler import backend, prepared_graph
 
-    return {name: value for name, value in vars(backend).items() if name.startswith("run_") and name.endswith("passes")}
+    return {
+        f"{module.__name__}.{name}": value
+        for module in (backend, prepared_graph)
+        for name, value in vars(module).items()
+        if name.startswith("run_") and name.endswith("passes")
+    }
 
 
 def _also(method: Any, note: Any, thread: threading.Thread) -> Any:

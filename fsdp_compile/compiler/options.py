@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 from passes.auto.auto_schedule import AutoSchedule
 from passes.models.hardware import Hardware
 
+from .aot_eager_lowering import AotEagerLowering
+from .inductor_lowering import InductorLowering
+from .lowering import Lowering
 from .machine import find_hardware
 
-_LOWERINGS = ("inductor", "aot_eager")
+#: What makes functions of graphs, by the names that users give: called once for each graph of Dynamo.
+LOWERINGS: Mapping[str, Callable[[], Lowering]] = {"inductor": InductorLowering, "aot_eager": AotEagerLowering}
 _SCHEDULES = ("default", "auto")
 
 
@@ -50,7 +55,7 @@ class Options:
             if key not in known:
                 raise ValueError(f"fsdp_backend has no option {key!r}; it has: {', '.join(known)}.")
         parsed = Options(**(options or {}))
-        for name, choices in (("lowering", _LOWERINGS), ("schedule", _SCHEDULES)):
+        for name, choices in (("lowering", tuple(LOWERINGS)), ("schedule", _SCHEDULES)):
             if getattr(parsed, name) not in choices:
                 raise ValueError(f"options[{name!r}] must be one of {choices}, not {getattr(parsed, name)!r}.")
         parsed._check_schedule()

@@ -11,10 +11,9 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,16 +21,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import GraphModule, Interpreter
 
-from passes.collectives.functional import factor_tensor
+from passes.collectives.functional import forget_factors
 from passes.fx.torch_internals.core import FakeCopyMode, FakeTensorMode, pytree, unset_fake_temporarily
 from passes.fx.torch_internals.distributed import FakeStore
-from passes.fx.torch_internals.inductor import GraphLowering, compile_fx_inner, inductor_config
+from passes.fx.torch_internals.inductor import compile_fx_inner, inductor_config
 
 from ..api.sharding import fully_shard
-from ..compiler import backend
+from ..compiler.backend import compile_with
 from ..compiler.capture import Capture, capture, snapshot
+from ..compiler.inductor_lowering import InductorLowering
+from ..compiler.lowering import Lowering
+from ..compiler.options import LOWERINGS, Options
+from ..runtime.planned_graph import boxed
 from .outline import triton_kernels
-from .pretend import device_of, pretend_cuda
+from .pretend import device_of, pretend_cuda, source_of
 from .ptx import compile_kernels
 
 
@@ -63,16 +66,13 @@ class CudaCode(Capture):
         return compile_kernels([kernel for graph in graphs for kernel in triton_kernels(graph)], archs or (self.arch,))
 
 
-class _Generated(BaseException):
-    """Carries source out of Inductor, ahead of where it would be loaded. No Exception: Inductor wraps those."""
-
-
 class _Segment:
     """A segment that was lowered, but is not loaded: it computes fake results with its graph."""
 
     def __init__(self, source_code: str, graph_module: GraphModule):
         self.source_code = source_code
         self._interpreter = Interpreter(graph_module)
+        boxed(self)
 
     def __call__(self, args: list[Any]) -> Any:
         inputs = list(args)
@@ -81,57 +81,40 @@ class _Segment:
             return self._interpreter.run(*inputs)
 
 
-def _stop(source: str) -> None:
-    raise _Generated(source)
-
-
-def _generate(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> _Segment:
+def _compile_segment(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> _Segment:
     """In the place of ``compile_fx_inner``, whose result could not be loaded without a GPU."""
     runnable = snapshot(graph_module)
-    try:
-        with mock.patch.object(GraphLowering, "save_output_code", staticmethod(_stop)):
-            compile_fx_inner(graph_module, inputs, **kwargs)  # type: ignore[arg-type]
-    except _Generated as generated:
-        return _Segment(generated.args[0], runnable)
-    raise AssertionError("Inductor gave no source.")
+    return _Segment(source_of(lambda: compile_fx_inner(graph_module, inputs, **kwargs)), runnable)  # type: ignore[arg-type]
 
 
-def _outside_of_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the backend as it runs for real: its fake tensors must not meet those of the step."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args, **kwargs)
-
-    return call
+_LOWERINGS: Mapping[str, Callable[[], Lowering]] = {
+    **LOWERINGS,
+    "inductor": functools.partial(InductorLowering, _compile_segment),
+}
 
 
-@contextlib.contextmanager
-def _backend_without_device() -> Iterator[None]:
-    with (
-        mock.patch.object(backend, "compile_fx_inner", _generate),
-        # Backward graphs are prepared, and all graphs are lowered, when they are first called.
-        mock.patch.object(backend._Lowering, "__init__", _outside_of_mode(backend._Lowering.__init__)),
-        mock.patch.object(backend._Lowering, "__call__", _outside_of_mode(backend._Lowering.__call__)),
-        inductor_config.patch(
-            {
-                # What is cached would be loaded.
-                "fx_graph_cache": False,
-                # Processes that compile ahead pretend nothing.
-                "compile_threads": 1,
-                # Whether to pad the operands of a product is measured.
-                "shape_padding": False,
-            }
-        ),
-    ):
-        yield
+def _backend(gm: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """``fsdp_backend`` without a device. As for real, its fake tensors do not meet those of the step."""
+    parsed = Options.parse(options)
+    with unset_fake_temporarily():
+        return compile_with(_LOWERINGS[parsed.lowering](), gm, inputs, parsed)
+
+
+# Settings of Inductor for when there is no device.
+_INDUCTOR_CONFIG = {
+    # What is cached would be loaded.
+    "fx_graph_cache": False,
+    # Processes that compile ahead pretend nothing.
+    "compile_threads": 1,
+    # Whether to pad the operands of a product is measured.
+    "shape_padding": False,
+}
 
 
 def _forget() -> None:
-    """What was compiled, and what is cached, of this world must not serve in another: graphs, fake divide factors."""
+    """What was compiled, and made of fake tensors, must not serve outside, nor what was made outside in here."""
     torch.compiler.reset()
-    factor_tensor.cache_clear()
+    forget_factors()
 
 
 def _fake_like(tensor: Tensor) -> Tensor:
@@ -256,14 +239,14 @@ def cuda_code(
         stack.enter_context(pretend_cuda(device))
         stack.callback(_forget)
         _forget()
-        stack.enter_context(_backend_without_device())
+        stack.enter_context(inductor_config.patch(_INDUCTOR_CONFIG))
         device_mesh = stack.enter_context(_world(mesh_shape))
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         stack.enter_context(fake_mode)
         copied = _fake_copy(model, fake_mode)
         shard(copied, device_mesh)
         args = pytree.tree_map_only(Tensor, _fake_like, inputs)
-        compiled: Any = torch.compile(copied, backend=_outside_of_mode(backend.fsdp_backend), options=options)
+        compiled: Any = torch.compile(copied, backend=_backend, options=options)
         captured = stack.enter_context(capture())
         if isinstance(args, dict):
             step(compiled, **args)

@@ -26,6 +26,7 @@ import torch
 from passes.fx.torch_internals.aot import UniformValueConstantFolder
 from passes.fx.torch_internals.core import FakeTensorMode, TorchDispatchMode, fake_tensor, pytree
 from passes.fx.torch_internals.dynamo import device_interface
+from passes.fx.torch_internals.inductor import GraphLowering
 
 from .autograd import run_backward
 
@@ -246,6 +247,8 @@ def _triton_driver(device: CudaDevice) -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    from passes.fx.torch_internals.triton import triton_helpers
+
     target = GPUTarget("cuda", device.major * 10 + device.minor, device.warp_size)
     pretended = types.SimpleNamespace(
         get_current_target=lambda: target,
@@ -255,7 +258,9 @@ def _triton_driver(device: CudaDevice) -> Iterator[None]:
     active = driver._active  # type: ignore[attr-defined]
     driver.set_active(pretended)
     try:
-        yield
+        # Generated source sets the real one when it is loaded.
+        with mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
+            yield
     finally:
         driver._active = active  # type: ignore[attr-defined]
 
@@ -292,3 +297,25 @@ def pretend_cuda(device: CudaDevice) -> Iterator[None]:
             stack.enter_context(_constant_folding())
         _forget_devices()
         yield
+
+
+class _Generated(BaseException):
+    """Carries source out of Inductor, ahead of where it would be loaded. No Exception: Inductor wraps those."""
+
+
+def source_of(lower: Callable[[], object]) -> str:
+    """The source that Inductor generates, which is not loaded.
+
+    Args:
+        lower: has Inductor lower a graph.
+    """
+
+    def stop(source: str) -> None:
+        raise _Generated(source)
+
+    try:
+        with mock.patch.object(GraphLowering, "save_output_code", staticmethod(stop)):
+            lower()
+    except _Generated as generated:
+        return generated.args[0]
+    raise AssertionError("Inductor gave no source.")

@@ -218,3 +218,8 @@ def finish_reduction(
 def factor_tensor(factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A divide factor as the 0-d tensor that a reduction in ``dtype`` takes, made once."""
     return torch.tensor(factor, dtype=factor_dtype(dtype), device=device)
+
+
+def forget_factors() -> None:
+    """Have :func:`factor_tensor` make all of them anew: in a fake mode, what it makes and keeps is fake."""
+    factor_tensor.cache_clear()

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
+from fsdp_compile.compiler.options import LOWERINGS
 from tests.common import models
 from tests.common.distributed import RankPools
 from tests.common.parity import (
@@ -323,7 +324,7 @@ def test_parity(
 ) -> None:
     ours = system != "fsdp2"
     runs = rank_pools[world].run(run_case, name=case.name, system=system) if ours else fsdp2_runs(case.name, world)
-    if system in ("aot_eager", "inductor"):
+    if system in LOWERINGS:
         assert all(run.graphs > 0 for run in runs)
     if case.reference_rtol is not None:
         compare(runs, _reference(case.name, world), case.reference_rtol)

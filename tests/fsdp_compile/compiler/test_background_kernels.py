@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpu_vec_isa import VecISA, VecNEON, supported_vec_isa_list, x86_isa_checker
+from torch.fx import GraphModule
 
-from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile import fully_shard
 from fsdp_compile.compiler import background_kernels
-from fsdp_compile.compiler.backend import _Lowering
+from fsdp_compile.compiler.backend import compile_with
 from fsdp_compile.compiler.background_kernels import (
     _SLEEF_FUNCTIONS,
     _compiles,
@@ -28,7 +31,8 @@ from fsdp_compile.compiler.background_kernels import (
     share_among_ranks,
     split_among_cores,
 )
-from passes.lowering.segments import Segment
+from fsdp_compile.compiler.inductor_lowering import InductorLowering
+from fsdp_compile.compiler.options import Options
 
 
 def test_ranks_share_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,20 +173,22 @@ def test_a_failure_leaves_no_kernels_behind(monkeypatch: pytest.MonkeyPatch) -> 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = nn.Sequential(fully_shard(nn.Sequential(nn.Linear(8, 8), nn.GELU())), nn.Linear(8, 8))
-        compiled = torch.compile(fully_shard(model), backend=fsdp_backend)
+        calls = []
+
+        def fail_at_the_second(segment: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            if kwargs.get("is_backward"):
+                calls.append(segment)
+                if len(calls) == 2:
+                    raise OSError("no space left")
+            return compile_fx_inner(segment, inputs, **kwargs)
+
+        def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+            return compile_with(InductorLowering(fail_at_the_second), gm, inputs, Options())
+
+        compiled = torch.compile(fully_shard(model), backend=backend)
         losses = [compiled(torch.ones(2, 8)).square().sum() for _ in range(2)]
-        compile_segment, calls = _Lowering._compile_segment, []
-
-        def fail_at_the_second(lowering: _Lowering, segment: Segment) -> Any:
-            calls.append(segment)
-            if len(calls) == 2:
-                raise OSError("no space left")
-            return compile_segment(lowering, segment)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(_Lowering, "_compile_segment", fail_at_the_second)
-            with pytest.raises(OSError, match="no space left"):
-                losses[0].backward()
+        with pytest.raises(OSError, match="no space left"):
+            losses[0].backward()
         losses[1].backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
     finally:

@@ -458,6 +458,7 @@ def test_a_kernel_that_does_not_compile_is_named() -> None:
 def state_of_torch() -> list[Any]:
     """What is replaced while code is generated."""
     from torch._dynamo.device_interface import get_interface_for_device
+    from torch._inductor.runtime import triton_helpers
     from torch.utils._triton import has_triton
     from triton.runtime import driver
 
@@ -470,8 +471,8 @@ def state_of_torch() -> list[Any]:
         driver._active,  # type: ignore[attr-defined]
         torch.autograd._engine_run_backward,  # type: ignore[attr-defined]
         torch.autograd.graph._engine_run_backward,
-        fsdp_compile.compiler.backend.compile_fx_inner,  # type: ignore[attr-defined]
-        fsdp_compile.compiler.backend._Lowering.__call__,
+        torch._inductor.graph.GraphLowering.save_output_code,
+        triton_helpers.set_driver_to_gpu,
         torch._subclasses.FakeTensorMode.avoid_device_init,
         dist.is_initialized(),
         torch._inductor.config.compile_threads,
@@ -498,6 +499,31 @@ def test_nothing_stays() -> None:
     # Compiled and run for real afterwards.
     x = torch.ones(3, 8)
     torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), model(x))
+
+
+class Broken(nn.Module):
+    """Sharded parameters in one graph, none in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        torch._dynamo.graph_break()
+        return x.relu().sum(-1)
+
+
+def test_a_graph_in_which_nothing_is_sharded_is_not_loaded_either() -> None:
+    results: list[Tensor] = []
+
+    def step(compiled: Any, x: Tensor) -> None:
+        results.append(compiled(x))
+        results[0].sum().backward()
+
+    code = cuda_code(Broken(), torch.ones(3, 8), (4,), step=step)
+    assert (len(code.forward), len(code.backward)) == (1, 1)
+    assert (results[0].shape, results[0].device.type) == ((3,), "cuda")
 
 
 def test_other_threads_are_refused() -> None:

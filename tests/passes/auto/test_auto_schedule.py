@@ -71,7 +71,7 @@ class TestAutoSchedule(PassTestCase):
         """One line for each stretch of nodes with one role, and one for each product."""
         is_backward = bool(reduction_buckets(gm.graph))
         plan = plan or self.plan(gm.graph)
-        run_passes(gm, plan, is_backward=is_backward, for_inductor=False, auto=AutoSchedule(hardware, limit))
+        run_passes(gm, plan, is_backward=is_backward, auto=AutoSchedule(hardware, limit))
         gm.graph.lint()
         lines: list[str] = []
         for node in gm.graph.nodes:

@@ -1,0 +1,94 @@
+"""The lowering ``inductor``: a program of collectives, and of segments between them that Inductor compiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from passes.fx.torch_internals.core import TracingContext
+from passes.fx.torch_internals.inductor import compile_fx, compile_fx_inner
+from passes.lowering.program import write_program
+from passes.lowering.segments import Segment, cut_into_segments
+from passes.transforms.pin_layouts import pin_layouts
+
+from ..runtime.planned_graph import boxed
+from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks, split_among_cores
+from .lowering import Lowered, Lowering
+
+#: Called as ``compile_fx_inner`` is, with a graph without collectives, its fake inputs, and keywords. What it returns takes a
+#: list of inputs, which it empties; its attribute ``source_code``, if it has one, goes into the program's.
+SegmentCompiler = Callable[..., Any]
+
+
+class InductorLowering(Lowering):
+    """Compiles equal segments once, whichever graphs they are in.
+
+    Args:
+        compile_segment: compiles one.
+    """
+
+    final_passes = (pin_layouts,)
+
+    def __init__(self, compile_segment: SegmentCompiler = compile_fx_inner):
+        self._compile_segment = compile_segment
+        self._kernels: dict[Hashable, Any] = {}
+
+    def prepare(self, device_types: set[str]) -> None:
+        if device_types == {"cpu"}:
+            probe_instruction_set()
+
+    def compile_unsharded(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=self._compile_segment))
+
+    def lower(self, gm: GraphModule, *, is_backward: bool, inductor_kwargs: Mapping[str, Any]) -> Lowered:
+        outer, segments = cut_into_segments(gm)
+        keys: dict[str, Hashable] = {name: (is_backward, segment.key) for name, segment in segments.items()}
+        new = {keys[name]: segment for name, segment in segments.items() if keys[name] not in self._kernels}
+        # Which inputs are parameters or saved, by position, is said of the whole graph.
+        kwargs = {**inductor_kwargs, "static_input_idxs": ()}
+        # Whole, or after a failure not at all.
+        self._kernels |= self._compile(new, kwargs, in_background=_devices(gm.graph) == {torch.device("cpu")})
+        compiled = {name: self._kernels[key] for name, key in keys.items()}
+        source, function = write_program(outer, compiled, gm)
+        parts = [f"# {name}\n{kernels.source_code}" for name, kernels in compiled.items() if hasattr(kernels, "source_code")]
+        return Lowered(boxed(function), "\n\n".join([source, *parts]))
+
+    def _compile(
+        self, segments: Mapping[Hashable, Segment], kwargs: Mapping[str, Any], *, in_background: bool
+    ) -> dict[Hashable, Any]:
+        if not in_background:
+            return self._compile_together(segments, segments, kwargs)
+        groups = split_among_cores({key: len(segment.graph_module.graph.nodes) for key, segment in segments.items()})
+        with kernels_in_background() as end_library:
+            compile_group = functools.partial(self._compile_together, segments=segments, kwargs=kwargs, end_library=end_library)
+            done = share_among_ranks({group: functools.partial(compile_group, group) for group in groups})
+        return {key: kernels for group in done.values() for key, kernels in group.items()}
+
+    def _compile_together(
+        self,
+        keys: Iterable[Hashable],
+        segments: Mapping[Hashable, Segment],
+        kwargs: Mapping[str, Any],
+        end_library: Callable[[], None] = lambda: None,
+    ) -> dict[Hashable, Any]:
+        kernels = {key: self._compile_one(segments[key], kwargs) for key in keys}
+        end_library()
+        return kernels
+
+    def _compile_one(self, segment: Segment, kwargs: Mapping[str, Any]) -> Any:
+        inputs = [node.meta["val"] for node in segment.graph_module.graph.find_nodes(op="placeholder")]
+        compiled = self._compile_segment(segment.graph_module, inputs, **kwargs)
+        context = TracingContext.try_get()
+        if context is not None and context.output_strides:
+            # What a segment gives out is laid out as it was traced, so the whole graph's outputs are.
+            context.output_strides.clear()
+        return compiled
+
+
+def _devices(graph: Graph) -> set[torch.device]:
+    values = [node.meta.get("val") for node in graph.nodes]
+    return {value.device for value in values if isinstance(value, torch.Tensor)}

@@ -1,0 +1,127 @@
+"""A forward or backward graph between AOTAutograd, which has made it, and the plans that it is lowered for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from passes.auto.auto_schedule import AutoSchedule
+from passes.fx.torch_internals.aot import V
+from passes.fx.torch_internals.core import CompileContext, TracingContext, compile_context, tracing, unset_fake_temporarily
+from passes.fx.torch_internals.dynamo import compile_lock
+from passes.fx.torch_internals.inductor import inductor_config
+from passes.ir.interface import Interface
+from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
+from passes.ir.plan import Plan
+from passes.lowering.collective_sequence import collective_sequence
+from passes.pipeline import run_passes, run_preparing_passes
+
+from ..runtime.course import Run, agree_on_graph
+from ..runtime.planned_graph import BoxedFunction, boxed
+from .capture import CapturedGraph, is_capturing, observer, record, snapshot
+from .cuda_graphs import Recorders
+from .garbage import collector_paused
+from .lowering import Lowering
+
+
+class PreparedGraph:
+    """Lowers a graph for a plan, also long after ``compile_fx`` has returned: passes, agreement of the ranks, the lowering.
+
+    Args:
+        gm: the partitioned graph; the preparing passes run over it here.
+        lowering: makes functions of it.
+        config_patches: Inductor's settings.
+        inductor_kwargs: what ``compile_fx`` has for ``compile_fx_inner``.
+        auto: what to schedule for; None: the default schedule.
+        recorders: make CUDA graphs of programs; None: they do not become any.
+
+    Attributes:
+        is_backward: whether it is a backward graph.
+    """
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        lowering: Lowering,
+        config_patches: dict[str, Any],
+        inductor_kwargs: Mapping[str, Any],
+        auto: AutoSchedule | None,
+        recorders: Recorders | None,
+    ):
+        self._gm = gm
+        self._lowering = lowering
+        self._config_patches = config_patches
+        self._inductor_kwargs = inductor_kwargs
+        self.is_backward = bool(inductor_kwargs.get("is_backward"))
+        self._auto = auto
+        self._recorders = recorders
+        self._group_names = _group_names(gm.graph)
+        self._tracing_context = TracingContext.try_get()
+        self._compile_context = CompileContext.try_get()
+        run_preparing_passes(gm, is_backward=self.is_backward, observer=observer())
+
+    def lower(self, plan: Plan) -> tuple[BoxedFunction, Interface, Run]:
+        """A function of the graph for a plan, what it takes and gives besides, and what the ranks know it as."""
+        # Fake tensors of a mode around the call are not those of the graph.
+        with unset_fake_temporarily():
+            gm = snapshot(self._gm)
+            with self._compiling():
+                interface = run_passes(
+                    gm,
+                    plan,
+                    is_backward=self.is_backward,
+                    final_passes=self._lowering.final_passes,
+                    observer=observer(),
+                    auto=self._auto,
+                )
+            group_names = self._group_names | _reduce_scatter_groups(plan)
+            stage = "backward" if self.is_backward else "forward"
+            # Another thread may compile meanwhile: on other ranks it may be that one's turn.
+            run = agree_on_graph(stage, collective_sequence(gm.graph, group_names), group_names)
+            with self._compiling():
+                return self._lower(gm, group_names), interface, run
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            # Neither torch.fx nor Inductor can work for two threads at once. Dynamo holds the lock while it compiles.
+            stack.enter_context(compile_lock)
+            stack.enter_context(collector_paused())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(inductor_config.patch(self._config_patches))
+            if TracingContext.try_get() is None and self._tracing_context is not None:
+                # The first call with this plan, at run time.
+                stack.enter_context(tracing(self._tracing_context))
+                stack.enter_context(compile_context(self._compile_context))
+                stack.enter_context(V.set_fake_mode(self._tracing_context.fake_mode))
+            yield
+
+    def _lower(self, gm: GraphModule, group_names: dict[str, str]) -> BoxedFunction:
+        lowered = self._lowering.lower(gm, is_backward=self.is_backward, inductor_kwargs=self._inductor_kwargs)
+        if is_capturing():
+            record(CapturedGraph(snapshot(gm), lowered.code, group_names), self.is_backward)
+        if self._recorders is None:
+            return lowered.function
+        recorded = self._recorders.recorded(lowered.function, gm.graph, is_backward=self.is_backward, groups=group_names)
+        return boxed(recorded)
+
+
+def _group_names(graph: Graph) -> dict[str, str]:
+    """The roles of a graph's process groups in the mesh, by name. To be asked before the passes replace the operators."""
+    names: dict[str, str] = {}
+    specs: list[Unshard | ReduceGrad] = [Unshard.of(node) for node in unshards(graph.nodes)]
+    specs += [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]
+    for spec in specs:
+        names[spec.group] = "shard"
+        names[spec.replicate_group] = "replicate"
+        names[getattr(spec, "post_forward_group", "")] = "post_forward"
+    names.pop("", None)
+    return names
+
+
+def _reduce_scatter_groups(plan: Plan) -> dict[str, str]:
+    return {reduction.group: "reduce" for reduction in plan.reductions if reduction.group}

@@ -17,8 +17,9 @@ Which parameters share a bucket is decided ahead of ``bucket``: by ``large_param
 given, what it returns and what its header says: :mod:`passes.transforms`. The last ones are the lowering's to choose, and
 handed in.
 
-Every pass but the two over layers is told to an :data:`Observer`; :func:`log_pass` is the one that writes to torch's structured
-trace (tlparse shows it) and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
+Every pass is told to an :data:`Observer`; the two over layers, which most graphs have no work for, only where they changed
+something. :func:`log_pass` is the observer that writes to torch's structured trace (tlparse shows it) and to the ``passes``
+logger (``TORCH_LOGS="+passes"``).
 """
 
 import contextlib
@@ -45,7 +46,7 @@ from .transforms.flat_storage import flat_storage, locate_shards
 from .transforms.gradient_sync import synchronize_gradients
 from .transforms.mixed_precision import mixed_precision
 from .transforms.name_shards import name_shards
-from .transforms.repeated_layers import unfold_layers
+from .transforms.repeated_layers import fold_layers, unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
 from .transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
 
@@ -94,13 +95,16 @@ def _is_observed(observer: Observer) -> bool:
 
 
 @contextlib.contextmanager
-def _observed(graph: Graph, stage: str, pass_name: str, observer: Observer) -> Iterator[None]:
+def _observed(graph: Graph, stage: str, pass_name: str, observer: Observer, *, if_changed: bool = False) -> Iterator[None]:
     observed = _is_observed(observer)
     before = graph_text(graph, tags=stage == "joint") if observed else ""
     yield
-    if observed:
-        graph.lint()
-        observer(stage, pass_name, before, graph_text(graph, tags=stage == "joint"))
+    if not observed:
+        return
+    graph.lint()
+    after = graph_text(graph, tags=stage == "joint")
+    if before != after or not if_changed:
+        observer(stage, pass_name, before, after)
 
 
 def run_dynamo_passes(gm: GraphModule, observer: Observer = log_pass) -> None:
@@ -109,11 +113,22 @@ def run_dynamo_passes(gm: GraphModule, observer: Observer = log_pass) -> None:
         deduplicate(gm)
 
 
+def fold(gm: GraphModule, observer: Observer = log_pass) -> bool:
+    """The last pass over Dynamo's graph, which can be left out. In place.
+
+    Returns:
+        Whether there was anything to fold.
+    """
+    with _observed(gm.graph, "dynamo", "fold_layers", observer, if_changed=True):
+        return fold_layers(gm)
+
+
 def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
     """Passes over the joint graph, ahead of the partitioner. In place."""
     # Inductor sorts what its patterns have replaced after this hook.
     stable_topological_sort(graph)
-    unfold_layers(graph)
+    with _observed(graph, "joint", "unfold_layers", observer, if_changed=True):
+        unfold_layers(graph)
     with _observed(graph, "joint", "reshard_after_forward", observer):
         reshard_after_forward(graph)
 

@@ -21,8 +21,7 @@ from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import TracingContext, is_traceable_wrapper_subclass
 from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, inductor_config
 from passes.ir.ops import Unshard, unshards, update_args
-from passes.pipeline import run_dynamo_passes, run_joint_passes
-from passes.transforms.repeated_layers import fold_layers
+from passes.pipeline import fold, run_dynamo_passes, run_joint_passes
 
 from ..runtime.graph_inputs import Owners, sharded_param
 from ..runtime.planned_graph import BoxedFunction, PlannedGraph, boxed
@@ -216,7 +215,7 @@ class _Compilation:
             if inductor_config.joint_custom_pre_pass or inductor_config.joint_custom_post_pass:
                 return self._compile(gm)
             unfolded = snapshot(gm)
-            folded = fold_layers(gm)
+            folded = fold(gm, observer())
             try:
                 return self._compile(gm)
             except Exception as error:

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph
 
-import fsdp_compile.compiler.backend
+import passes.pipeline
 from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
 from passes.fx.graph import is_view
 from tests.common.distributed import RankPools, device_mesh
@@ -253,12 +253,12 @@ def test_folded_layers_change_nothing(name: str, one_rank: None, monkeypatch: py
     Views may be more: one of what all layers read is made in each.
     """
     folded = []
-    fold_layers = fsdp_compile.compiler.backend.fold_layers
-    monkeypatch.setattr(fsdp_compile.compiler.backend, "fold_layers", lambda gm: folded.append(fold_layers(gm)) or folded[-1])
+    fold_layers = passes.pipeline.fold_layers
+    monkeypatch.setattr(passes.pipeline, "fold_layers", lambda gm: folded.append(fold_layers(gm)) or folded[-1])
     once, found = one_step(name, 9)
     assert any(folded)
 
-    monkeypatch.setattr(fsdp_compile.compiler.backend, "fold_layers", lambda gm: False)
+    monkeypatch.setattr(passes.pipeline, "fold_layers", lambda gm: False)
     one_by_one, expected = one_step(name, 9)
     assert all(map(torch.equal, found, expected))
     for ours, theirs in zip(once.forward + once.backward, one_by_one.forward + one_by_one.backward, strict=True):

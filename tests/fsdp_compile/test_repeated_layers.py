@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import fsdp_compile.compiler.backend
+import passes.pipeline
 import passes.transforms.repeated_layers
 from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
 from passes.transforms.repeated_layers import fold_layers
@@ -121,7 +121,7 @@ def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, trai
         folded.extend(node for node in gm.graph.nodes if getattr(node.target, "__name__", "") == "call_layer")
         return found
 
-    monkeypatch.setattr(fsdp_compile.compiler.backend, "fold_layers", fold_and_count)
+    monkeypatch.setattr(passes.pipeline, "fold_layers", fold_and_count)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
     torch.manual_seed(1)
@@ -144,6 +144,21 @@ def test_graphs_are_the_same(kind: str, fake_ranks: None, monkeypatch: pytest.Mo
         # A copy of the gradient, an addition ahead of another node, zeros for an output's gradient, sums in another order.
         return
     assert operations(once.backward[0].graph_module.graph) == operations(one_by_one.backward[0].graph_module.graph)
+
+
+@pytest.mark.parametrize("kind", ["plain", "dropout"])
+def test_observers_are_told_where_something_folds(kind: str, fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, _, folded = run(make_model(kind), monkeypatch, DEPTH)
+    ahead = [entry for entry in captured.passes if entry.stage in ("dynamo", "joint")]
+    if not folded:
+        assert [entry.name for entry in ahead] == ["deduplicate", "reshard_after_forward"]
+        return
+    assert [entry.name for entry in ahead] == ["deduplicate", "fold_layers", "unfold_layers", "reshard_after_forward"]
+    _, fold, unfold, following = ahead
+    assert (fold.before.count("_call_layer"), fold.after.count("_call_layer")) == (0, DEPTH)
+    for operator in ("fsdp_compile.layer.default", "fsdp_compile.layer_backward.default"):
+        assert (unfold.before.count(operator), unfold.after.count(operator)) == (DEPTH, 0)
+    assert unfold.after == following.before
 
 
 @pytest.mark.parametrize("kind", FOLDED)

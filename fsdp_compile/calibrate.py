@@ -30,6 +30,7 @@ from passes.collectives.functional import (
     start_reduce_scatter,
     supports_averaging,
 )
+from passes.collectives.gloo import install
 from passes.models.hardware import Hardware, Link, Links, dtype_name
 
 from .compiler.machine import default_path, device_name
@@ -200,6 +201,8 @@ def main() -> None:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cpu":
+        install("cpu")
     hardware = measure(device)
     path = options.output or default_path(device.type)
     if local_rank == 0:

@@ -236,5 +236,6 @@ def _is_of_wall(node: ast.Import | ast.ImportFrom) -> bool:
 def _defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.Assign):
         return [target.id for target in node.targets if isinstance(target, ast.Name)]
-    aliases = node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
-    return [alias.asname or alias.name for alias in aliases if alias.asname or isinstance(node, ast.ImportFrom)]
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+        return [alias.asname or alias.name for alias in node.names]
+    return [alias.asname for alias in node.names if alias.asname] if isinstance(node, ast.Import) else []

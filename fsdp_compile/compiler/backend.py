@@ -1,8 +1,8 @@
 """``fsdp_backend``: the torch.compile backend that runs the passes and lowers their graphs.
 
-AOTAutograd, the partitioner and Inductor do what they do for the ``inductor`` backend, with ``compile_fx`` of Inductor, which
-has a hook at each place where a pass belongs. What is replaced of torch's meanwhile is C++ kernels' way to the compiler
-(:mod:`fsdp_compile.compiler.background_kernels`).
+AOTAutograd, the partitioner and Inductor do what they do for the ``inductor`` backend: ``compile_fx`` has a hook at each place
+where a pass belongs. What is replaced of torch's all the same, so that it is quicker or works with Gloo, is listed in
+:mod:`passes.fx.torch_internals.patches`.
 """
 
 from __future__ import annotations

@@ -11,10 +11,8 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 from filelock import FileLock
@@ -27,6 +25,7 @@ from passes.fx.torch_internals.inductor import (
     get_cpp_compiler,
     pick_vec_isa,
 )
+from passes.fx.torch_internals.patches import check_build, compile_kernel, wait_for_kernels
 
 from .kernel_library import KernelLibrary, fall_back
 
@@ -46,40 +45,36 @@ def kernels_in_background() -> Iterator[Callable[[], None]]:
     """
     # Otherwise Inductor would probe, too.
     probe_instruction_set().join()
-    if not _async_compile_is_known():
+    if not (compile_kernel.is_known() and wait_for_kernels.is_known()):
         fall_back(f"the AsyncCompile of torch {torch.__version__} has an unknown form.")
         yield lambda: None
         return
     waits: list[tuple[AsyncCompile, dict[str, Any]]] = []
     libraries = [KernelLibrary()]
-    compile_alone = AsyncCompile.cpp_pybinding
 
-    def cpp_pybinding(compiler: AsyncCompile, argtypes: list[str], source: str) -> Any:
-        if not KernelLibrary.takes(source):
-            return compile_alone(compiler, argtypes, source)
-        return libraries[-1].add(argtypes, source)
+    def collecting(compile_alone: Callable[..., Any]) -> Callable[..., Any]:
+        def cpp_pybinding(compiler: AsyncCompile, argtypes: list[str], source: str) -> Any:
+            if not KernelLibrary.takes(source):
+                return compile_alone(compiler, argtypes, source)
+            return libraries[-1].add(argtypes, source)
 
-    def wait(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
-        waits.append((compiler, scope))
+        return cpp_pybinding
+
+    def putting_off(_: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda compiler, scope: waits.append((compiler, scope))
 
     def end_library() -> None:
         if not libraries[-1].is_empty:
             libraries[-1].compile()
             libraries.append(KernelLibrary())
 
-    with mock.patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding), mock.patch.object(AsyncCompile, "wait", wait):
+    with compile_kernel.replaced(collecting), wait_for_kernels.replaced(putting_off):
         yield end_library
     end_library()
     for compiler, scope in waits:
         compiler.wait(scope)
     for library in libraries[:-1]:
         library.fill([scope for _, scope in waits])
-
-
-def _async_compile_is_known() -> bool:
-    """Whether the functions that are replaced take what their replacements take."""
-    functions = [getattr(AsyncCompile, name, None) for name in ("cpp_pybinding", "wait")]
-    return [callable(function) and len(signature(function).parameters) for function in functions] == [3, 2]
 
 
 # What Inductor's own probe (``VecISA._avx_code``) finds out of an instruction set is that the compiler takes its flags, and
@@ -96,13 +91,8 @@ def probe_instruction_set() -> threading.Thread:
     Where it says no, on another processor, compiler or torch than it is for, Inductor's own decides.
     """
 
-    def probe() -> None:
-        build = getattr(VecISA, "check_build", None)
-        if build is None:
-            _warn_once_of_probe("VecISA has no check_build")
-            return
-
-        def check_build(isa: VecISA, code: str) -> bool:
+    def probing(build: Callable[..., bool]) -> Callable[..., bool]:
+        def check(isa: VecISA, code: str) -> bool:
             try:
                 compiles = _compiles(isa, code)
             except Exception as error:
@@ -110,7 +100,13 @@ def probe_instruction_set() -> threading.Thread:
                 compiles = False
             return compiles or build(isa, code)
 
-        with mock.patch.object(VecISA, "check_build", check_build):
+        return check
+
+    def probe() -> None:
+        if not check_build.is_known():
+            _warn_once_of_probe("VecISA has no such check_build")
+            return
+        with check_build.replaced(probing):
             pick_vec_isa()
 
     thread = threading.Thread(target=probe, daemon=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes.collectives.functional import resolve_group
-from passes.collectives.gloo import backend_of, install_all_gather, open_opposite
+from passes.collectives.gloo import backend_of, install, open_opposite
 from passes.collectives.layout import REPLICATED
 
 
@@ -65,7 +65,7 @@ class ShardingMesh:
             device=_device_of(mesh),
         )
         if backend_of(found.shard_group, found.device) == "gloo":
-            install_all_gather(found.device.type)
+            install(found.device.type)
         for group in filter(None, (found.shard_group, found.replicate_group)):
             _connect(group, found.device)
         return found

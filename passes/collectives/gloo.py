@@ -1,4 +1,4 @@
-"""Gloo: functional collectives that use both directions of a connection. Importing this module installs them for the CPU.
+"""Gloo: functional collectives that use both directions of a connection.
 
 Graphs keep the operators that say what they mean: ``_c10d_functional::all_gather_into_tensor``, and ``all_to_all_single``,
 which a reduce-scatter is with Gloo. Only the kernels behind them are replaced, for two reasons.
@@ -18,12 +18,13 @@ heap, and two threads that replace it at the same time both free it ("malloc(): 
 ``ALLGATHER_COALESCED`` is four characters too long; reduce-scatters and all-reduces run as ``ALLREDUCE``, which is not.
 
 On CUDA there is a third: torch's own all-gather gives Gloo, which reads with the CPU, the address of GPU memory, while an
-``ALLTOALL_BASE`` goes by way of the host. The kernel for CUDA is installed only once a model is sharded over Gloo, so that
-NCCL's gathers do not go through Python.
+``ALLTOALL_BASE`` goes by way of the host.
+
+:func:`install` replaces the kernels, when a model is sharded over Gloo, for its kind of device: gathers of NCCL should not go
+through Python.
 """
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -34,7 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_library = torch.library.Library("_c10d_functional", "IMPL")
+from ..fx.torch_internals.patches import all_gather, all_to_all, install_kernel
+
 _c10d = torch.ops._c10d_functional
 # Of messages; arbitrary, to be no number that a user would take.
 _TAG = 0x46534450
@@ -151,11 +153,11 @@ def _all_to_all_single(source: Tensor, output_split_sizes: list[int], input_spli
     return received
 
 
-@functools.cache
-def install_all_gather(device_type: str) -> None:
-    """Give the all-gather of a kind of device the kernel that works with Gloo, for the rest of this process."""
-    _library.impl("all_gather_into_tensor", torch._disable_dynamo(_all_gather_into_tensor), device_type.upper())
+def install(device_type: str) -> None:
+    """Have functional collectives on a kind of device run as this page says, until ``patches.uninstall()``.
 
-
-install_all_gather("cpu")
-_library.impl("all_to_all_single", torch._disable_dynamo(_all_to_all_single), "CPU")
+    All-gathers of groups with another backend run as before.
+    """
+    install_kernel(all_gather, _all_gather_into_tensor, device_type)
+    if device_type == "cpu":
+        install_kernel(all_to_all, _all_to_all_single, device_type)

@@ -10,6 +10,8 @@ What torch has no public name for is in one file for each area, so that a module
     distributed   torch.distributed
     triton        what generated Triton kernels import; only where there is Triton
 
+    patches       what is replaced of torch's, and how torch gets it back
+
 Beside each name stands what it is needed for. All of them exist in torch 2.11 to 2.15, and do and take the same there as far as
 they are used, unless something else is said beside them. tests/test_architecture.py fails where a private name is imported
 elsewhere, and where the installed torch lacks one of these, and says which. What differs between versions in public calls is in

@@ -2,8 +2,7 @@
 
 import torch._inductor.config as inductor_config
 
-# Kernels are collected, and compiled in the background several to a file: ``cpp_pybinding`` and ``wait`` are replaced
-# meanwhile, if they take what they are known to take (``background_kernels.py``).
+# Kernels are collected, and compiled in the background several to a file (``patches.py``).
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 
 # Compiles such a file: its template of bindings for one function is written for several.
@@ -16,7 +15,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 # Which compiler an instruction set is probed with. ``get_cpp_compiler`` takes a device from 2.15 on; by default it is the host.
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 
-# The probe itself, of which ``check_build`` is replaced by a quicker one while it runs.
+# The probe itself.
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 
 # Hooks of Inductor are objects that say what their result depends on, for its cache.

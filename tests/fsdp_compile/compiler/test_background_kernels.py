@@ -162,7 +162,7 @@ def test_inductor_probes_where_this_cannot(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(warned) == 1
     # And where there is nothing to replace, it is asked when Inductor wants to know.
     monkeypatch.delattr(VecISA, "check_build")
-    with pytest.warns(UserWarning, match="no check_build"):
+    with pytest.warns(UserWarning, match="no such check_build"):
         background_kernels.probe_instruction_set.__wrapped__().join()
     assert len(asked) == 1
 

@@ -1,5 +1,6 @@
 import torch
 
+from passes.collectives import gloo
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.functional import (
     finish_gather,
@@ -50,6 +51,7 @@ class TestDivision:
 
 def _keep_many_in_flight(rounds: int) -> None:
     """Executed by every rank."""
+    gloo.install("cpu")
     group = device_mesh((2,)).get_group().group_name
     for _ in range(rounds):
         gathers = [start_gather([torch.ones(4)], group) for _ in range(8)]

@@ -16,6 +16,7 @@ def _shard(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _set_opposite(group: ProcessGroup, wanted: bool) -> None:
+    gloo.install("cpu")
     if wanted:
         gloo.open_opposite(group.group_name)
     else:

@@ -1,0 +1,95 @@
+"""What is replaced of torch's: all of it, but for what ``cuda_code`` pretends with (``fsdp_compile/cuda/pretend.py``).
+
+Methods are replaced for a ``with`` block, by what is given the method that was there, to fall back to. Kernels of operators are
+replaced from :func:`install_kernel` to :func:`uninstall`, after which torch has its own again. No import replaces anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch.library
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of a class of torch's.
+
+    Attributes:
+        owner: the class, as ``"module:class"``: it is imported when it is needed.
+        name: of the method.
+        parameters: how many it has, which its replacement takes.
+    """
+
+    owner: str
+    name: str
+    parameters: int
+
+    def is_known(self) -> bool:
+        """Whether the installed torch has such a method."""
+        found = vars(self._owner()).get(self.name)
+        return callable(found) and len(signature(found).parameters) == self.parameters
+
+    @contextlib.contextmanager
+    def replaced(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        """Replace the method inside of the ``with`` block, for all threads.
+
+        Args:
+            make: makes the replacement of the method that is there.
+        """
+        owner = self._owner()
+        original = vars(owner)[self.name]
+        setattr(owner, self.name, make(original))
+        try:
+            yield
+        finally:
+            setattr(owner, self.name, original)
+
+    def _owner(self) -> type:
+        found: type = pkgutil.resolve_name(self.owner)
+        return found
+
+
+# While a graph is lowered for the CPU: kernels are collected, to be compiled several to a file, and waited for all at once
+# (``fsdp_compile/compiler/background_kernels.py``). Alike in torch 2.11 to 2.15.
+compile_kernel = Method("torch._inductor.async_compile:AsyncCompile", "cpp_pybinding", parameters=3)
+wait_for_kernels = Method("torch._inductor.async_compile:AsyncCompile", "wait", parameters=2)
+
+# While Inductor finds out what the processor can do: a quicker probe comes first (same file). Alike in torch 2.11 to 2.15.
+check_build = Method("torch._inductor.cpu_vec_isa:VecISA", "check_build", parameters=2)
+
+# Gloo's (``passes/collectives/gloo.py``), from the first mesh over Gloo: torch's gather can abort the process, has none on a
+# GPU, and its exchange uses one direction of a connection at a time. Alike in torch 2.11 to 2.15.
+all_gather = "_c10d_functional::all_gather_into_tensor"
+all_to_all = "_c10d_functional::all_to_all_single"
+
+_installed: dict[tuple[str, str], torch.library.Library] = {}
+
+
+def install_kernel(operator: str, kernel: Callable[..., Any], device_type: str) -> None:
+    """Give an operator another kernel for a kind of device, unless it has one from here.
+
+    Args:
+        operator: its name, with that of its library.
+        kernel: takes and returns what the operator does; Dynamo does not look into it.
+        device_type: such as "cpu".
+    """
+    key = device_type.upper()
+    if (operator, key) in _installed:
+        return
+    library = torch.library.Library(operator.split("::")[0], "IMPL")
+    library.impl(operator, torch._disable_dynamo(kernel), key)
+    _installed[operator, key] = library
+
+
+def uninstall() -> None:
+    """Give torch its own kernels back. What is sharded after this installs others where it needs them."""
+    while _installed:
+        _, library = _installed.popitem()
+        # Deleting a library does it some time later.
+        library._destroy()

@@ -33,7 +33,7 @@ from torch.fx import Graph, Node
 
 from passes.collectives.gloo import backend_of
 from passes.fx.graph import memory_of
-from passes.fx.torch_internals.core import OpOverload
+from passes.fx.torch_internals.core import OpOverload, construct_storage_from_data_pointer
 
 logger = logging.getLogger(__name__)
 
@@ -352,7 +352,7 @@ def _give(output: Any, loan: _Loan, inputs: Sequence[Tensor], storages: dict[int
         return output.owner.clone()
     memory = output.owner.untyped_storage()
     if memory._cdata not in storages:
-        lent: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
+        lent: Any = construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
         lent._fsdp_loan = loan
         storages[memory._cdata] = lent
     return output.within(storages[memory._cdata])

@@ -35,6 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..fx.torch_internals.core import RecordFunctionFast
+from ..fx.torch_internals.distributed import register_work, resolve_process_group
 from ..fx.torch_internals.patches import all_gather, all_to_all, install_kernel
 
 _c10d = torch.ops._c10d_functional
@@ -91,7 +93,7 @@ def break_connections(group_name: str) -> None:
 
 
 def _resolve(group_name: str) -> ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    return resolve_process_group(group_name)  # type: ignore[arg-type]
 
 
 def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup, whole: Tensor, tag: int = _TAG) -> None:
@@ -108,17 +110,16 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: Process
     cpu = torch.device("cpu")
     up: Any = group._get_backend(cpu)
     down: Any = _opposites[group]._get_backend(cpu)
-    register = torch._C._distributed_c10d._register_work
     # Everybody begins with another neighbour. What is empty here is empty there.
     others = [(rank + distance) % ranks for distance in range(1, ranks)]
     for source in reversed(others):
         if received[source].numel():
             channel = up if source < rank else down
-            register(whole, channel.recv([received[source]], source, tag))
+            register_work(whole, channel.recv([received[source]], source, tag))
     for target in others:
         if sent[target].numel():
             channel = up if target > rank else down
-            register(whole, channel.send([sent[target]], target, tag))
+            register_work(whole, channel.send([sent[target]], target, tag))
 
 
 def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> Tensor:
@@ -129,27 +130,27 @@ def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> 
         return _c10d.all_gather_into_tensor_out(shard, group_size, group_name, out=gathered)
     rows, flat = gathered.view(group_size, -1), shard.reshape(-1)
     # What the messages stand for, for readers of a profile.
-    with torch._C._profiler._RecordFunctionFast("fsdp_compile::all_gather"):
+    with RecordFunctionFast("fsdp_compile::all_gather"):
         if has_opposite:
             _exchange(rows.unbind(), [flat] * group_size, group, gathered, message_tags.get(group_name, _TAG))
             rows[group.rank()].copy_(flat)
         else:
             work = group.alltoall_base(rows.view(-1), flat.repeat(group_size), [], [])
-            torch._C._distributed_c10d._register_work(gathered, work)
+            register_work(gathered, work)
     return gathered
 
 
 def _all_to_all_single(source: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group_name: str) -> Tensor:
     received = source.new_empty([sum(output_split_sizes), *source.shape[1:]])
     group = _resolve(group_name)
-    with torch._C._profiler._RecordFunctionFast("fsdp_compile::all_to_all"):
+    with RecordFunctionFast("fsdp_compile::all_to_all"):
         if group in _opposites:
             pieces, sent = received.split(output_split_sizes), source.contiguous().split(input_split_sizes)
             _exchange(pieces, sent, group, received, message_tags.get(group_name, _TAG))
             pieces[group.rank()].copy_(sent[group.rank()])
         else:
             work = group.alltoall_base(received, source, output_split_sizes, input_split_sizes)
-            torch._C._distributed_c10d._register_work(received, work)
+            register_work(received, work)
     return received
 
 

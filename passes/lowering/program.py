@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from ..fx.graph import is_collective
-from ..fx.torch_internals.core import OpOverload
+from ..fx.torch_internals.core import OpOverload, RecordFunctionFast
 from ..ir.work import bucket
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -146,6 +146,6 @@ def write_program(
     writer = _Writer(graph, segments, owner)
     source = writer.write()
     namespace: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
-    namespace |= {"named_range": torch._C._profiler._RecordFunctionFast, **writer.names}
+    namespace |= {"named_range": RecordFunctionFast, **writer.names}
     exec(compile(source, "<fsdp program>", "exec"), namespace)
     return source, namespace["call"]

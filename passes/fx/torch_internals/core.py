@@ -79,6 +79,9 @@ disable_dynamo = torch._disable_dynamo
 # Ranges in profiles, at a tenth of the cost of ``torch.profiler.record_function``.
 RecordFunctionFast = torch._C._profiler._RecordFunctionFast
 
+# A storage over memory of a recorded graph, which outputs of its replays lie in.
+construct_storage_from_data_pointer = torch._C._construct_storage_from_data_pointer
+
 # A hook's functional tensors: what they stand for, and whether the hook has written to them.
 from_functional_tensor = torch._from_functional_tensor
 functionalize_has_data_mutation = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]

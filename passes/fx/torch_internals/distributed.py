@@ -31,5 +31,8 @@ NAMESPACES_OF_FULLY_SHARD = {
 resolve_process_group = torch.distributed.distributed_c10d._resolve_process_group
 get_process_group_store = torch.distributed.distributed_c10d._get_process_group_store
 
+# Messages of ours belong to a result, and are waited for with it.
+register_work = torch._C._distributed_c10d._register_work
+
 # A result that is waited for: of a collective that a traced hook calls.
 create_work_from_future = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]

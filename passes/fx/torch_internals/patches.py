@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.library
 
+from .core import disable_dynamo
+
 
 @dataclass(frozen=True)
 class Method:
@@ -83,7 +85,7 @@ def install_kernel(operator: str, kernel: Callable[..., Any], device_type: str) 
     if (operator, key) in _installed:
         return
     library = torch.library.Library(operator.split("::")[0], "IMPL")
-    library.impl(operator, torch._disable_dynamo(kernel), key)
+    library.impl(operator, disable_dynamo(kernel), key)
     _installed[operator, key] = library
 
 

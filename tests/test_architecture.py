@@ -116,42 +116,36 @@ WALL = {name: path for name, path in MODULES.items() if name.startswith("passes.
 
 
 def private_names(tree: ast.AST) -> set[str]:
-    """Private names of torch that code imports, or reaches by way of a private module, which only an import has loaded."""
-    return {name for name in torch_names(tree) if _is_private(name)}
+    """Private names of torch that code imports or reads, but for operators."""
+    return {name for name in torch_names(tree) if not name.startswith("torch.ops.") and _is_private(name)}
 
 
 def torch_names(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of torch that code imports, and what it reads of private modules and of Inductor's operators."""
+    """Dotted names of torch that code imports, and what it reads of them."""
+    modules = {"torch": "torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names = {alias.asname or "torch": alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute) and re.fullmatch(r"torch(\.\w+)+", ast.unparse(node)):
-            name = ast.unparse(node)
-            names = [name] if name.startswith("torch.ops.prims.") or _goes_into_private_module(name) else []
+            names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         else:
             continue
-        yield from (name for name in names if name.startswith("torch."))
+        names = {known: name for known, name in names.items() if name.startswith("torch.")}
+        modules |= {known: name for known, name in names.items() if known != "torch"}
+        yield from names.values()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"\w+(\.\w+)+", ast.unparse(node)):
+            first, _, rest = ast.unparse(node).partition(".")
+            if first in modules:
+                yield f"{modules[first]}.{rest}"
 
 
 def _is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-def _goes_into_private_module(name: str) -> bool:
-    """Whether a name goes on behind a private module of Python; ``torch._C`` is none."""
-    parts = name.split(".")
-    folder = Path(torch.__file__).parent
-    for index, part in enumerate(parts[1:], 1):
-        if part.startswith("_") and index < len(parts) - 1:
-            path = folder.joinpath(*parts[1 : index + 1])
-            return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
-    return False
-
-
 @pytest.mark.parametrize("name", MODULES.keys() - WALL.keys())
-def test_private_names_of_torch_are_imported_by_the_wall_alone(name: str) -> None:
+def test_private_names_of_torch_are_used_by_the_wall_alone(name: str) -> None:
     assert not private_names(ast.parse(MODULES[name].read_text())), "import them from passes.fx.torch_internals"
 
 
@@ -167,6 +161,9 @@ def test_private_names_of_torch_are_imported_by_the_wall_alone(name: str) -> Non
         "def f():\n    from torch.autograd.graph import _engine_run_backward",
         "torch._dynamo.reset()",
         "torch.utils._pytree.tree_map(f, x)",
+        "torch._C._current_graph_task_id()",
+        "import torch.distributed as dist\ndist.distributed_c10d._resolve_process_group(name)",
+        "from torch import Tensor\nTensor._make_subclass(kind, x)",
     ],
 )
 def test_private_names_are_found(code: str) -> None:
@@ -175,9 +172,9 @@ def test_private_names_are_found(code: str) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["import torch.fx", "from torch.fx import Graph", "torch._C._current_graph_task_id()", "torch.ops.aten._to_copy.default"],
+    ["import torch.fx", "from torch.fx import Graph", "torch.ops.aten._to_copy.default", "torch.__version__"],
 )
-def test_public_names_and_attributes_are_not_private_imports(code: str) -> None:
+def test_public_names_and_operators_are_not_private(code: str) -> None:
     assert not private_names(ast.parse(code))
 
 

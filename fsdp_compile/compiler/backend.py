@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from passes.fx.graph import placeholder_index
 from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import TracingContext, is_traceable_wrapper_subclass
 from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, inductor_config
@@ -107,7 +108,7 @@ def _qualify_names(graph: Graph, example_inputs: Sequence[Any]) -> dict[int, tup
     Returns:
         For each input that is a shard, by its index: the names of the unit and of the parameter in the graph.
     """
-    index_of = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
+    index_of = placeholder_index(graph)
     unit_names: dict[Unit, str] = {}
     names = {}
     for node in unshards(graph.nodes):

@@ -32,8 +32,8 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 
 from passes.collectives.gloo import backend_of
-from passes.fx.graph import memory_of
-from passes.fx.torch_internals.core import OpOverload, construct_storage_from_data_pointer
+from passes.fx.graph import memory_of, placeholder_index
+from passes.fx.torch_internals.core import OpOverload, construct_storage_from_data_pointer, foreach_copy_
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +328,7 @@ class RecordedProgram:
             (entry.copy, _span(arg)) for entry, arg in zip(recording.inputs, inputs, strict=True) if entry.copy is not None
         ]
         if copies:
-            torch._foreach_copy_([copy for copy, _ in copies], [source for _, source in copies])
+            foreach_copy_([copy for copy, _ in copies], [source for _, source in copies])
         recording.replay()
         for index in self._to_copy & self._written:
             copy = recording.inputs[index].copy
@@ -383,4 +383,4 @@ def _written_inputs(graph: Graph) -> set[int]:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     values = value if isinstance(value, (list, tuple)) else [value]
                     written.update(memory_of(one) for one in values if isinstance(one, Node))
-    return {index for index, node in enumerate(graph.find_nodes(op="placeholder")) if node in written}
+    return {index for node, index in placeholder_index(graph).items() if node in written}

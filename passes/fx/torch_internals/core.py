@@ -79,6 +79,9 @@ disable_dynamo = torch._disable_dynamo
 # Ranges in profiles, at a tenth of the cost of ``torch.profiler.record_function``.
 RecordFunctionFast = torch._C._profiler._RecordFunctionFast
 
+# Many copies by one operator: of the inputs of a recorded graph.
+foreach_copy_ = torch._foreach_copy_
+
 # A storage over memory of a recorded graph, which outputs of its replays lie in.
 construct_storage_from_data_pointer = torch._C._construct_storage_from_data_pointer
 

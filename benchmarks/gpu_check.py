@@ -86,7 +86,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not (args.dry_run or args.job or torch.cuda.is_available()):
         parser.error("torch finds no GPU; --dry-run does without")
-    # What process groups are made of.
+    # Read by the code that makes process groups.
     args.device, args.link = "cpu" if args.dry_run else "cuda", LOOPBACK
     args.precisions = args.precisions or (_DRY_PRECISIONS if args.dry_run else list(parity.PRECISIONS))
     args.lowering = "aot_eager" if args.dry_run else "inductor"
@@ -114,7 +114,7 @@ def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]
 
 
 def graphed_parity(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What is measured, or why not: the rest is worth having all the same."""
+    """The measurement, or the error: other measurements are useful without it."""
     try:
         return measure()
     except Exception as error:
@@ -133,7 +133,7 @@ def captured_parity(setting: Setting) -> dict[str, Any]:
 
 
 def recordings(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """What ``options={"cudagraphs": True}`` needs on a device: in a dry run, recordings of operators."""
+    """A context for ``options={"cudagraphs": True}`` on a device; in a dry run, operators are recorded."""
     return replay.on_cpu() if device.type == "cpu" else contextlib.nullcontext()
 
 
@@ -166,7 +166,7 @@ def local_gradients(system: System) -> list[Tensor]:
 
 
 def measure_code(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """What a step launches that was compiled for this GPU."""
+    """The launches of a step that was compiled for this GPU."""
     import fsdp_compile
 
     with fsdp_compile.capture() as graphs:
@@ -177,7 +177,7 @@ def measure_code(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def measure_pretended_code(arch: str, size: LlamaSize) -> dict[str, Any]:
-    """The same of the code that is made without a GPU."""
+    """The launches of the same step, compiled without a GPU."""
     from fsdp_compile.cuda.code import cuda_code
 
     graphs = cuda_code(
@@ -198,7 +198,7 @@ def shard_for_code(model: Any, mesh: DeviceMesh) -> None:
 
 
 def launches(graphs: Any) -> dict[str, list[list[str]]]:
-    """What the forward and the backward graphs launch, a line each."""
+    """The launches of the forward and the backward graphs, as lines."""
     from fsdp_compile.cuda.outline import cuda_outline
 
     return {kind: [cuda_outline(graph).splitlines() for graph in getattr(graphs, kind)] for kind in ("forward", "backward")}
@@ -374,10 +374,10 @@ def measure_graphs(
 
 @dataclass(frozen=True)
 class Job:
-    """What a set of processes does.
+    """The work of a set of processes.
 
     Attributes:
-        measure: on the mesh of all ranks; None: what needs no ranks.
+        measure: called with the mesh of all ranks; None: a job without ranks.
         group: their process group.
         dry_group: the same in a dry run.
         count: how many ranks; None: what the kind of group takes.
@@ -508,7 +508,7 @@ def summarize(result: dict[str, Any]) -> dict[str, Summary]:
 
 
 def goals(summary: dict[str, Summary]) -> list[tuple[str, float, float, bool]]:
-    """What fsdp_backend is to reach: the figure, what it is, what it may be, and whether it is met."""
+    """The goals for fsdp_backend: name, value, limit, and whether it is met."""
     ours, base, yardstick = summary[_OURS], summary[BASE], summary[YARDSTICK]
     most = _MOST_DEVICE_TIME * base.device
     found = [("device ms", ours.device, most, ours.device <= most)]
@@ -548,7 +548,7 @@ def check_time(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list
 
 
 def time_complaints(result: dict[str, Any]) -> list[str]:
-    """What makes figures worthless, and steps that could not be captured."""
+    """Reasons why figures are worthless, and steps that could not be captured."""
     losses = {name: found["loss"] for name, found in result["systems"].items()}
     complaints = []
     for name, found in result["systems"].items():

@@ -84,7 +84,7 @@ def measure_systems(args: argparse.Namespace, mesh: DeviceMesh, device: torch.de
 
 @contextlib.contextmanager
 def captured_graphs(system: str) -> Any:
-    """What ``fsdp_compile.capture`` records of a system that has graphs of ours, else None."""
+    """The graphs that ``fsdp_compile.capture`` records of one of our systems; None for others."""
     if not system.startswith("ours"):
         yield None
         return
@@ -95,7 +95,7 @@ def captured_graphs(system: str) -> Any:
 
 
 def accounted_peaks(graphs: Sequence[Any]) -> dict[str, int]:
-    """What the one graph of a pass says of itself."""
+    """The live bytes of the one graph of a pass, by the library's own accounting."""
     if len(graphs) != 1:
         raise RuntimeError(f"expected one graph for a pass, there are {len(graphs)}")
     live = graphs[0].live_bytes()
@@ -124,7 +124,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """What the accounting is off by, as a part of what was counted; above zero where it says too much."""
+        """The error of the accounting relative to the counted bytes; positive if it is too high."""
         return (self.accounted - self.counted) / self.counted
 
 

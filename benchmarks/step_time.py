@@ -51,7 +51,7 @@ from fsdp_compile.calibrate import measure as calibrate
 
 _WARM_UP_STEPS = 3
 _ROUND_SECONDS = 1.5
-# What a unit of the default model has, and more.
+# About one unit of the default model, and more.
 _GATHERED_MEGABYTES = (8, 32)
 # Of a loss: systems sum in different orders.
 _TOLERANCE = 1e-4
@@ -180,7 +180,7 @@ def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
 
 
 def overhead_ratio(seconds: Sequence[float], base: Sequence[float], yardstick: Sequence[float]) -> float | None:
-    """What a system costs beyond the base, relative to what the yardstick costs; None if that cost nothing in some round."""
+    """The time of a system beyond the base, relative to that of the yardstick; None if that was not positive in some round."""
     rounds = list(zip(seconds, base, yardstick, strict=True))
     if any(other <= unsharded for _, unsharded, other in rounds):
         return None

@@ -192,8 +192,8 @@ def build_model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=args.reshard_after_forward, **options)
-    # What is left to the root is needed at both ends of the model, so right after the forward its
-    # parameters are needed again: resharding them in between would only gather them twice.
+    # The root's parameters are used at both ends of the model, so backward needs them right after
+    # forward: resharding them in between would only gather them twice.
     fully_shard(model, reshard_after_forward=False, **options)
 
     model.to_empty(device=device)
@@ -222,7 +222,7 @@ def init_weights(model: GPT, seed: int) -> None:
 
 
 def compile_model(model: GPT, args: argparse.Namespace) -> Callable[..., Tensor]:
-    """What to call instead of the model.
+    """The compiled model, to be called instead of the model.
 
     Checkpoints still go through the model itself: the names in the state dict of what torch.compile
     returns begin with `_orig_mod.`.
@@ -321,7 +321,7 @@ def graph_bytes(graph_modules: Iterable[torch.fx.GraphModule], world: int) -> fl
 
 
 def estimated_bytes(model: GPT, args: argparse.Namespace, world: int) -> float:
-    """What a rank sends per step with FSDP2, which has no graph to count in; padding is left out."""
+    """The bytes that a rank sends per step with FSDP2, which has no graph to count in; without padding."""
     total = 0
     gathered_size = 2 if args.bf16 else 4
     for name, parameter in model.named_parameters():
@@ -332,7 +332,7 @@ def estimated_bytes(model: GPT, args: argparse.Namespace, world: int) -> float:
 
 @dataclass
 class Meter:
-    """What the steps of this process took, without the first, which is mostly compilation."""
+    """The duration of this process's steps, without the first, which is mostly compilation."""
 
     tokens_per_step: int
     bytes_per_step: float = 0.0  # sent by each rank

@@ -42,7 +42,7 @@ def code_spans(page: Path) -> list[str]:
 
 
 def named_files(page: Path) -> Iterator[tuple[str, str]]:
-    """What looks like a file of the repository, and the test in it that is named with it: paths anywhere, bare names in code."""
+    """Names of files of the repository, each with the test in it that is named: paths anywhere, bare names in code."""
     yield from re.findall(rf"(?<![\w./-])((?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]*\w)(?:::(\w+))?", page.read_text())
     for span in code_spans(page):
         # Those that begin otherwise are files of torch's tests.

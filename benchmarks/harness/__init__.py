@@ -1,1 +1,1 @@
-"""What the benchmarks share: the model, the systems that are compared, ranks and the link between them, tables."""
+"""Code that the benchmarks share: models, the systems that are compared, ranks and the link between them, tables."""

@@ -37,7 +37,7 @@ def peaks(functions: Sequence[Callable[[], object]], device: torch.device) -> li
 
 
 def counter_of(device: torch.device) -> Counter:
-    """What counts on a device."""
+    """The counter of allocations for a device."""
     return CudaCounter() if device.type == "cuda" else MallocCounter()
 
 

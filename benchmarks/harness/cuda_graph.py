@@ -1,8 +1,7 @@
 """Capture a function as one CUDA graph.
 
-This is how a step of ``fsdp_backend`` is meant to become a CUDA graph: forward, backward and whatever follows, as a whole, so
-that activations, gathered parameters and gradients stay where they are between the kernels of a step and nobody else has to
-know where.
+A step of ``fsdp_backend`` can become one CUDA graph: forward, backward and whatever follows. Activations, gathered parameters
+and gradients then stay in memory of that graph.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _WARM_UP_RUNS = 3
 
 
 def capture(function: Callable[[], object], forget: Callable[[], object]) -> Callable[[], None]:
-    """Record what a function launches, and give what launches it again.
+    """Record the launches of a function, and return a function that replays them.
 
     Nothing of the function's Python runs again: inputs are read from the memory they had, and gradients are written to
     the memory that they got in the capture.
@@ -34,7 +33,7 @@ def capture(function: Callable[[], object], forget: Callable[[], object]) -> Cal
             function()
             forget()
     torch.cuda.current_stream().wait_stream(side)
-    # What the other runs left cached is no use to the graph, which has a pool of its own.
+    # The graph has a memory pool of its own, and cannot use memory that the allocator has cached.
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""What a GPU did while a function ran: its own time, kernels, copies, and what the host launched.
+"""Profiles what a GPU does while a function runs: its own time, kernels, copies, and launches of the host.
 
 From the trace of ``torch.profiler``, whose device events are CUPTI's. A trace lists them under these categories: "kernel",
 "gpu_memcpy", "gpu_memset". An event's correlation id is that of the host's call that caused it.

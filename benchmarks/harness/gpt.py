@@ -37,7 +37,7 @@ class Size:
 
     @staticmethod
     def parse(args: argparse.Namespace, **others: int) -> Size:
-        """What the flags say, and what there is no flag for."""
+        """The sizes that the flags give, and ``others`` that have no flag."""
         return Size(**others, **{field.name: getattr(args, field.name) for field in fields(Size) if hasattr(args, field.name)})
 
     def describe(self) -> str:

@@ -22,7 +22,7 @@ _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
 def _where_it_is(tensor: Tensor) -> Tensor:
-    """The same memory without holding it, as a CUDA graph knows addresses alone; what nobody lends is held."""
+    """An alias of lent memory that holds no reference to it, as a CUDA graph knows addresses alone; else the tensor itself."""
     memory = tensor.untyped_storage()
     if not hasattr(memory, "_fsdp_loan"):
         return tensor
@@ -31,7 +31,7 @@ def _where_it_is(tensor: Tensor) -> Tensor:
 
 
 def _like_result(collective: Any, args: tuple[Any, ...]) -> Tensor:
-    """What a collective would give, without values."""
+    """A tensor like the result of a collective, without its values."""
     if collective is _wait:
         return args[0]
     (sent,) = [arg for arg in args if isinstance(arg, Tensor)]

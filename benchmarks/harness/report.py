@@ -30,7 +30,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on besides the flags."""
+    """The command, machine and versions that a figure depends on."""
     machine: dict[str, Any] = {"cpu": _cpu(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name(0)

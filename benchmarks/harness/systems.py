@@ -98,13 +98,13 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a system is built for.
+    """The settings that a system is built with.
 
     Attributes:
         size: the model.
-        lowering: what becomes of a system's graphs, where it compiles any.
+        lowering: the backend or lowering of systems that compile.
         policy: mixed precision, of the systems that shard.
-        hardware: what ``ours-auto`` schedules for; None: what it finds.
+        hardware: the machine that ``ours-auto`` schedules for; None: the default.
     """
 
     size: Recipe
@@ -125,7 +125,7 @@ def _ddp(setting: Setting) -> System:
     model = DistributedDataParallel(setting.size.build(setting.device), process_group=setting.mesh.get_group())
 
     def before_microbatch(last: bool) -> None:
-        # What DDP.no_sync() sets.
+        # DDP.no_sync() sets the same.
         model.require_backward_grad_sync = last or not setting.accumulation.unsharded
 
     return System(model, torch.compile(model, backend=setting.lowering), before_microbatch)

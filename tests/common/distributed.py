@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# What ranks need in any case.
+# Modules that all ranks need.
 _PRELOAD = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
@@ -110,7 +110,7 @@ def _serve(
         timeout=timedelta(seconds=timeout_s),
     )
     while True:
-        # What has survived a collection between jobs, torch's modules and caches, will survive the next one:
+        # Objects that survive a collection between jobs, torch's modules and caches, will survive the next one:
         # leave it out, as traversing it would take longer than many a job.
         gc.collect()
         gc.freeze()

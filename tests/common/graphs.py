@@ -27,7 +27,7 @@ def operations(graph: Graph) -> list[Any]:
 
 
 def kinds(graph: Graph) -> list[Any]:
-    """What each operation of a graph is and gives, whatever its inputs are."""
+    """The target and result of each operation of a graph, without its inputs."""
     return [
         (target, [(shape, stride, dtype) for shape, stride, dtype, _ in layouts]) for _, target, _, layouts in operations(graph)
     ]

@@ -57,7 +57,7 @@ class Architecture:
         return replace(self, **changes)
 
     def batch(self, model: Any, batch: int, length: int, seed: int) -> dict[str, Tensor]:
-        """What forward takes; ``length`` is of tokens, and images know nothing of it."""
+        """The arguments of forward; ``length`` is the number of tokens, and does not matter for images."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return self.inputs(model.config, batch, length)

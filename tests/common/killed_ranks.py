@@ -20,7 +20,7 @@ from torch import nn
 
 
 def kill_at(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """What kills this process at the given call instead."""
+    """A function that kills this process at the given call, and calls ``function`` before."""
     calls = 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ from tests.common.parity import (
 # The profiler would report every start and stop on stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-# Every collective, whoever issues it and through whichever operator, ends in one of these. A dispatch mode would
+# Every collective, of any caller and operator, ends in one of these. A dispatch mode would
 # see more names, and torch.compile does not run under one.
 _COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
@@ -131,7 +131,7 @@ class Microbatch:
 
 Schedule = tuple[Microbatch, ...]
 
-# What a flag is if nobody sets it.
+# The defaults of the flags.
 DEFAULTS = (sync(True), all_reduce(True), reshard_after_backward(True), last_backward(True))
 
 

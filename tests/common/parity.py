@@ -125,7 +125,7 @@ class Run:
     gradients: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    # What this rank holds: placements, mesh and local shape of every parameter, and of its gradient.
+    # Of this rank: placements, mesh and local shape of every parameter, and of its gradient.
     layout: dict[str, str] = field(default_factory=dict)
     # This rank's own gradients of ignored parameters.
     local_gradients: dict[str, Tensor] = field(default_factory=dict)

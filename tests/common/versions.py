@@ -1,4 +1,4 @@
-"""What the installed torch lacks that a newer one has."""
+"""Features of newer versions of torch that the installed one may lack."""
 
 from __future__ import annotations
 

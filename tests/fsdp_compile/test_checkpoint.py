@@ -650,7 +650,7 @@ def accumulate_into_zeros(compiled: bool) -> None:
         pair.backward(step)
         pair.check(f"step {step}")
         for name, parameter in pair.model.named_parameters():
-            # In place, as autograd does: whoever holds the gradient sees the new one.
+            # In place, as autograd does: references to the gradient see the new one.
             assert parameter.grad is kept[name]
         for optimizer in (pair.optimizer, pair.twin_optimizer):
             optimizer.step()

@@ -25,7 +25,7 @@ def _group(shape: tuple[int, ...]) -> Any:
 
 
 def averages(state: Any, grad: Tensor, output: Tensor) -> None:
-    """What the reduction does without a hook."""
+    """The same reduction as without a hook."""
     dist.reduce_scatter_tensor(output, grad, group=state)
     output.div_(dist.get_world_size(state))
 

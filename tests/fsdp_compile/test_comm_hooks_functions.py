@@ -143,7 +143,7 @@ def _gradient(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def _run(function: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
-    """What the function gives, after checking that its graph gives the same."""
+    """The result of the function, after checking that its graph gives the same."""
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(flat)
     value = function(flat)

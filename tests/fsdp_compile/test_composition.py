@@ -1,4 +1,4 @@
-"""What people use together with FSDP2, beside FSDP2: the same job runs with both, and gives the same numbers.
+"""Features that people use together with FSDP2: the same job runs with FSDP2 and here, and gives the same numbers.
 
 A job gets a :class:`System` that shards and compiles: FSDP2 with compiled blocks, or this library with the whole model. It gives
 a tree of tensors and numbers, which have to agree. docs/compatibility.md names these tests, and those that stand elsewhere.

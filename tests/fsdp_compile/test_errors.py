@@ -1,4 +1,4 @@
-"""What the library refuses: the message names the culprit and the remedy, and nothing is half-applied.
+"""Errors of the library: the message names the culprit and the remedy, and nothing is half-applied.
 
 All of it runs in this process. The ``fake`` process group stands in for any number of ranks where nothing is
 computed; where something is, it is a Gloo world of one rank.
@@ -262,7 +262,7 @@ def test_offload_policy(fake_ranks: None) -> None:
 
 @dataclass(frozen=True)
 class NewerPolicy(MixedPrecisionPolicy):
-    """What torch 2.15 has."""
+    """A policy with a setting of torch 2.15."""
 
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
@@ -334,7 +334,7 @@ def test_meta_parameter_in_forward(compiled: bool, one_rank: None, warn_anew: No
     with _warnings_of_the_backend() as messages, capture() as captured:
         torch.testing.assert_close(forward(torch.zeros(2, 8)), twin(torch.zeros(2, 8)))
     assert not messages
-    # What is compiled are the model's frames, not the eager kernels of its operators.
+    # Dynamo compiles the model's frames, not the eager kernels of its operators.
     for graph in captured.forward:
         assert "shard_" in graph.readable(), graph.readable()
 
@@ -597,7 +597,7 @@ def test_piece_with_ignored_parameters_does_not_warn(one_rank: None, warn_anew: 
 
 
 def test_backend_by_name() -> None:
-    """By entry point: nobody has to import the backend. In a process that has not."""
+    """By entry point, in a process that has not imported the backend."""
     program = """
         import torch, torch.distributed as dist
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -98,7 +98,7 @@ _FACTORS: dict[str, tuple[tuple[Schedule, ...], Callable[[int], tuple[float, ...
         ),
         lambda world: (world / 3.0, world / 8.0, world / 0.5),
     ),
-    # What the last microbatch has divides the sum of all.
+    # The factor of the last microbatch divides the sum of all.
     "divide_factors_accumulating": (
         (
             (
@@ -152,7 +152,7 @@ def _steps(job: Job, name: str) -> tuple[Schedule, ...]:
 
 @pytest.fixture(scope="session")
 def train(rank_pools: RankPools) -> TrainAll:
-    """What the ranks' runs were, by schedule, and the graphs that Dynamo captured on each rank."""
+    """The ranks' runs by schedule, and the graphs that Dynamo captured on each rank."""
 
     @functools.cache
     def train(job: str, mesh_shape: tuple[int, ...], system: str) -> tuple[Runs, list[int]]:
@@ -305,7 +305,7 @@ _GATHERS_IN_BACKWARD = {
     [*_ours("gpt_fsdp", [FSDP], ["fsdp2", "aot_eager"]), *_ours("gpt", [HSDP], ["fsdp2", "aot_eager"])],
 )
 def test_collectives(job: str, mesh_shape: tuple[int, ...], system: str, name: str, train: TrainAll) -> None:
-    """What each microbatch of both steps communicates. The second step is like the first: nothing gathered survives."""
+    """The communication of each microbatch of both steps. The second step is like the first: nothing gathered survives."""
     for run in _runs(train, job, mesh_shape, system, name):
         assert run.counts("reduce_scatter") == _REDUCE_SCATTERS[name] * 2
         assert run.counts("all_reduce") == ([0] * 8 if mesh_shape == FSDP else _ALL_REDUCES[name] * 2)
@@ -430,7 +430,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_forward_after_a_step_sees_the_new_parameters(
     system: str, mesh_shape: tuple[int, ...], optimizer_name: str, rank_pools: RankPools
 ) -> None:
-    """Also where nobody asked to reshard before it. FSDP2 would go on with those that it gathered first."""
+    """Also where ``reshard()`` was not called before. FSDP2 would go on with those that it gathered first."""
     world = _world(mesh_shape)
     runs = rank_pools[world].run(keeps_and_steps, system=system, mesh_shape=mesh_shape, optimizer_name=optimizer_name)
     found = differences(runs, reference(SMALL, world, [2, 2, 2], OPTIMIZERS[optimizer_name]), RTOL)
@@ -566,7 +566,7 @@ def test_reduces_in_float16(name: str, system: str, numbers: Callable[[str], lis
 
 
 def test_numbers_tell_wrong_arithmetic() -> None:
-    """What the cases above would give if reductions were done in the ways that they are there to prevent."""
+    """The results of wrong reductions, which the cases above are to detect, differ from the right ones."""
     microbatches = [values for _, values in NUMBERS["partial"].microbatches]
     first, second = microbatches
     # By the shard group's size where only that reduces: each replica keeps its own first microbatch.
@@ -616,7 +616,7 @@ class Switched(nn.Module):
 
 
 SWITCHED = Task(Switched, regression_batch, squared_error)
-# What of the first microbatch waits for the second.
+# The flag with which full gradients, or partial results, of the first microbatch wait for the second.
 PENDING = {"unsharded": sync(False), "partial": all_reduce(False)}
 Branches: TypeAlias = Sequence[tuple[bool, Flag]]
 
@@ -658,7 +658,7 @@ def _switched_alone(world: int, branches: Branches) -> dict[str, Tensor]:
 def test_each_microbatch_may_use_other_parameters(
     mesh_shape: tuple[int, ...], pending: str, system: str, rank_pools: RankPools
 ) -> None:
-    """What waits and gets nothing more is reduced with the last backward, by itself; what is new counts from there."""
+    """A gradient that waits and gets nothing more is reduced alone with the last backward; new ones accumulate after it."""
     flag, world = PENDING[pending], _world(mesh_shape)
     branches = [(True, flag), (False, flag), (True, flag), (False, sync(True))]
     expected = _switched_alone(world, branches)
@@ -834,7 +834,7 @@ def fail_and_recover(system: str, mesh_shape: tuple[int, ...], where: str, pendi
 def test_recovers_from_an_error(
     system: str, mesh_shape: tuple[int, ...], pending: str, where: str, rank_pools: RankPools
 ) -> None:
-    """What was accumulated is forgotten, what was gathered is not used."""
+    """Accumulated gradients are dropped, gathered parameters are not used."""
     world = _world(mesh_shape)
     runs = rank_pools[world].run(fail_and_recover, system=system, mesh_shape=mesh_shape, where=where, pending=pending)
     found = differences(runs, reference(FAILING, world, [1, 4], adamw), RTOL)

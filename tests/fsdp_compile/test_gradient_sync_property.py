@@ -50,7 +50,7 @@ _modules = st.sampled_from(_UNITS)
 _recurse = st.sampled_from([None, False])
 _flags_of_backward = st.one_of(
     st.builds(sync, _booleans, _modules, _recurse),
-    # Mostly False: True is what it is until somebody says so, and after each sync(True).
+    # Mostly False: it is True by default, and after each sync(True).
     st.builds(all_reduce, st.sampled_from([False, False, True]), _modules, _recurse),
     st.builds(all_reduce, st.just(False)),
     st.builds(last_backward, _booleans),
@@ -79,7 +79,7 @@ _sequences = st.lists(_steps(), min_size=1, max_size=2).map(tuple)
 
 @dataclass
 class _Observation:
-    """What one microbatch left."""
+    """The state after one microbatch."""
 
     loss: float
     # This rank's shards.

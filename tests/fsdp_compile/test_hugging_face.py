@@ -72,7 +72,7 @@ REACH_SOME_EXPERTS = ["SwitchTransformers", "Jamba"]
 
 
 class Traced(NamedTuple):
-    """What Dynamo made of a model."""
+    """Dynamo's graphs of a model."""
 
     graphs: int
     breaks: int
@@ -241,7 +241,7 @@ def one_step(name: str, layers: int) -> tuple[Capture, list[Tensor]]:
 
 
 def operators(graph: Graph) -> Counter[str]:
-    """What computes in a graph, and how often."""
+    """The operators of a graph that compute, and how often each occurs."""
     computes = [node.op == "call_function" and not is_view(node) for node in graph.nodes]
     return Counter(str(kind) for kind, does in zip(kinds(graph), computes, strict=True) if does)
 

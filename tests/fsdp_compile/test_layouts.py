@@ -1,4 +1,4 @@
-"""What one segment gives to another, or forward to backward, is laid out as it was traced, whatever Inductor would choose."""
+"""Values between segments, and from forward to backward, have the layout that was traced, whatever Inductor would choose."""
 
 from __future__ import annotations
 

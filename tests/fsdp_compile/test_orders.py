@@ -1,4 +1,4 @@
-"""What FSDP2 users do around a forward and a backward: other orders, parts alone, structured activations, unused outputs.
+"""Ways to call forward and backward: other orders, parts alone, structured activations, unused outputs.
 
 Models train on two ranks in float64, beside a twin that is not sharded and sees the batches of both.
 """
@@ -155,7 +155,7 @@ def structured_activations(compiled: bool) -> None:
     batches = torch.randn(world, 3, 8, dtype=torch.float64)
     model(batches[rank]).square().mean().backward()
     twin(batches.flatten(0, 1)).square().mean().backward()
-    # down.bias is read by nobody.
+    # Nothing reads down.bias.
     _assert_gradients(model, twin)
 
 

@@ -250,7 +250,7 @@ def checkpointed(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("hook", [saved_on_the_cpu, copied, checkpointed])
 @pytest.mark.parametrize("how", ["uncompiled", "ours", "ours, folded"])
 def test_saved_tensor_hooks(how: str, hook: Callable[[Any, Tensor], Tensor], one_rank: None) -> None:
-    """What backward finds is another tensor than the shard that forward saved."""
+    """Backward gets another tensor than the shard that forward saved."""
     torch.manual_seed(0)
     layers = 8 if how == "ours, folded" else 2
     model, reference = models.MLP(layers=layers), models.MLP(layers=layers)

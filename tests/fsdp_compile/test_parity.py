@@ -242,7 +242,7 @@ _TABLE = [
         fsdp2_rtol=1e-3,
     ),
 ]
-# What a model is, and what a process does with its shards, however many there are: two ranks show it.
+# Cases that do not depend on the number of ranks: two are enough.
 _OF_EACH_RANK = [
     Case("scalar_parameters", models.ScalarParameters, fsdp2=False),
     Case("frozen_in_part", _frozen_in_part),

@@ -113,7 +113,7 @@ def make_model(kind: str, units: bool = True) -> nn.Module:
 
 
 def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, train: bool = True) -> tuple[Capture, Any, int]:
-    """What was captured, results, and how many layers were folded."""
+    """The captured graphs, the results, and how many layers were folded."""
     folded = []
 
     def fold_and_count(gm: torch.fx.GraphModule) -> bool:

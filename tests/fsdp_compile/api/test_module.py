@@ -1,4 +1,4 @@
-"""What sharding makes of modules: generated classes, parameters in shards and in full, and graphs to look at.
+"""Sharded modules: generated classes, parameters in shards and in full, and graphs to look at.
 
 What is only looked at runs in this process, on a ``fake`` process group; what is trained runs on two ranks,
 beside an unsharded twin that sees the batches of both, in float64.
@@ -507,7 +507,7 @@ class _Logged:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> _Logged:
-    """What a process that trains for a step writes to the passes' log and to torch's structured trace."""
+    """The passes' log, and torch's structured trace, of a process that trains for a step."""
     program = """
         import torch, torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore

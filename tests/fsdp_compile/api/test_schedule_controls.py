@@ -1,4 +1,4 @@
-"""What the methods of ``ScheduleControls`` do to graphs: where gathers and reductions stand, and what is lowered anew.
+"""The methods of ``ScheduleControls`` in graphs: where gathers and reductions stand, and what is lowered again.
 
 Graphs are looked at on a fake process group; where values matter, ranks are real. There torch's FSDP2 is the oracle.
 """
@@ -258,7 +258,7 @@ def test_a_unit_called_root_is_not_the_root(fake_ranks: None) -> None:
         unit.set_modules_to_forward_prefetch([unit])
         compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
     assert gathered(captured.forward[0]) == ["root_2", "root"]
-    # Its list, which names nobody else, is not the root's.
+    # Its list, which names no other unit, is not the root's.
     first, second = (communication(graph).splitlines() for graph in captured.forward)
     assert first.index("start_gather root") < first.index("finish_gather root_2")
     assert second.index("start_gather root") > second.index("finish_gather root_2")
@@ -629,7 +629,7 @@ def test_what_graphs_cannot_do(fake_ranks: None) -> None:
         root.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(NotImplementedError, match=r"set_symm_mem_for_comm: .*values of a compiled graph"):
         root.set_symm_mem_for_comm()
-    # What FSDP2 does by default, and what every graph does.
+    # FSDP2's default, which holds for every graph.
     root.set_allocate_memory_from_process_group_for_comm(False)
     for async_op in (True, False):
         root._set_unshard_async_op(async_op)

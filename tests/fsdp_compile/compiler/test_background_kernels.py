@@ -1,4 +1,4 @@
-"""What keeps compilers busy: work that ranks share, and waits that are put off."""
+"""Compilers are kept busy: ranks share work, and wait for it as late as possible."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ranks_share_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         thread.start()
     for thread in ranks:
         thread.join(timeout=30)
-    # Each piece was made once, by whoever came first; both have all, in the order that they were asked for.
+    # Each piece was made once, by the first rank to come; both have all, in the order of the requests.
     assert sorted(key for _, key in made) == keys
     assert {rank for rank, _ in made} == {0, 1}
     assert results[0] == results[1] == cache
@@ -75,7 +75,7 @@ def test_work_that_fails_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def fail() -> None:
-        # Not taken for a lock that somebody else holds.
+        # Not taken for a lock that another process holds.
         raise TimeoutError("no compiler")
 
     with pytest.raises(TimeoutError, match="no compiler"):

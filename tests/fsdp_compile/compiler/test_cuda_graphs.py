@@ -1,4 +1,4 @@
-"""``options={"cudagraphs": True}``: recordings give what programs give, whoever holds, moves or keeps what.
+"""``options={"cudagraphs": True}``: recordings give what programs give, also if tensors are held or moved.
 
 On the CPU, where recordings are of operators instead of launches (:mod:`tests.common.replay`): what they read and write, and
 when, is the same. Both sides run the same operators in the same order, so that results have to be equal to the bit.
@@ -162,7 +162,7 @@ def test_inference_between_steps(counts: Counts) -> None:
 
 
 def test_buffers_are_written_and_moved(counts: Counts) -> None:
-    """What a program writes to is written to wherever it is now: here, buffers that somebody else replaces."""
+    """A replay writes to the present memory of what a program writes to: here, of buffers that were replaced."""
     pair = Pair(models.Buffers)
     _warm(pair, counts)
 

@@ -456,7 +456,7 @@ def test_a_kernel_that_does_not_compile_is_named() -> None:
 
 
 def state_of_torch() -> list[Any]:
-    """What is replaced while code is generated."""
+    """Attributes that are replaced while code is generated."""
     from torch._dynamo.device_interface import get_interface_for_device
     from torch._inductor.runtime import triton_helpers
     from torch.utils._triton import has_triton

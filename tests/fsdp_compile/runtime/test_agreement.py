@@ -41,7 +41,7 @@ class Ranks:
         ]
 
     def each(self, jobs: Sequence[Callable[[Ballot], None] | None]) -> list[str]:
-        """What each rank raises when it does its job; an empty string for nothing, also for ranks without a job."""
+        """The errors of ranks that do their jobs; an empty string where there is none, also for ranks without a job."""
         with ThreadPoolExecutor(len(jobs)) as pool:
             return list(pool.map(self._outcome, self.ballots, jobs))
 

@@ -42,7 +42,7 @@ class Ranks:
         self._now = 0.0
 
     def run(self, *programs: Program | None) -> list[str]:
-        """What ranks raise when each is to begin a program, or None; an empty string for nothing."""
+        """The errors of ranks that each begin a program, or none where it is None; an empty string where there is no error."""
         with ThreadPoolExecutor(len(programs)) as pool:
             return list(pool.map(self.run_alone, range(len(programs)), programs))
 
@@ -65,7 +65,7 @@ class Ranks:
         return patch.object(ballot, "asking", (ballot.passed + 1, str(program)))
 
     def look(self) -> list[str]:
-        """What the ranks know of failures after they looked at each other, ten seconds in a row."""
+        """The failures that ranks have found after their watchdogs looked at each other for ten seconds."""
         for _ in range(10):
             self._now += 1
             for course in self.courses:
@@ -161,7 +161,7 @@ def test_what_both_ran_before_at_other_places() -> None:
     ranks = _in_step()
     for program in (_FORWARD, _OTHER_BACKWARD, _FORWARD, _BACKWARD, _FORWARD):
         ranks.run(program, program)
-    # Nobody asks.
+    # No rank compares.
     assert ranks.run_alone(0, _BACKWARD) == ranks.run_alone(1, _OTHER_BACKWARD) == ""
     failure, other = ranks.look()
     assert failure == other
@@ -277,7 +277,7 @@ _DEVIATIONS: dict[str, Callable[[Model, Any], None]] = {
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """What deviations change holds within the context."""
+    """Restores the settings that deviations change."""
     limit = torch._dynamo.config.recompile_limit
     try:
         yield
@@ -317,7 +317,7 @@ def _deviate(mesh_shape: tuple[int, ...], name: str, odd_ranks: Sequence[int]) -
 
 _GRAPH = "graph that begins with 1: all_gather_into_tensor 36 x float32 over shard, bucket first"
 _OPERATOR = "unshard of first outside of a compiled graph"
-# What the odd rank is about to do, and what the others are within.
+# The program that the odd rank is about to run, and the one that the others are in.
 _SIDES = {
     "_exceed_recompile_limit": (_OPERATOR, f"forward {_GRAPH}"),
     "_force_eager": (_OPERATOR, f"forward {_GRAPH}"),

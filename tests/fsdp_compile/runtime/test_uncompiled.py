@@ -63,7 +63,7 @@ def counted(work: Callable[[], Any]) -> dict[str, int]:
 
 
 def communicate(name: str, fully_shard: FullyShard) -> list[dict[str, int]]:
-    """What two steps of a case of ``test_parity.py`` communicate: forward, backward, forward, backward."""
+    """The communication of two steps of a case of ``test_parity.py``: forward, backward, forward, backward."""
     case = CASES[name]
     torch.manual_seed(0)
     model = case.build()
@@ -120,7 +120,7 @@ def test_torchs_mode_sees_each_unit(rank_pools: RankPools) -> None:
 
 
 def accumulate(fully_shard: FullyShard, reshard_after_forward: bool | None, keep: bool, scatter_only: bool) -> list[Any]:
-    """What three microbatches communicate, of which the last synchronises."""
+    """The communication of three microbatches, of which the last synchronises."""
     torch.manual_seed(0)
     model: Any = models.MLP()
     world = dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What process groups are asked for when a model is sharded."""
+"""Calls of process groups while a model is sharded."""
 
 from __future__ import annotations
 

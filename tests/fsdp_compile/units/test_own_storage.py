@@ -1,4 +1,4 @@
-"""What users hold of a sharded model has a storage of its own, in the memory that the model works with.
+"""Tensors that users hold of a sharded model have storages of their own, in the memory that the model works with.
 
 It is saved, copied and compiled as what it is, and neither more nor less of it than it is.
 """
@@ -327,7 +327,7 @@ def test_graph_that_writes_what_it_reads_is_refused(one_rank: None) -> None:
 
 
 def test_graph_that_reads_both_is_right(one_rank: None) -> None:
-    """What is written there is not a parameter, but the statistics of a normalisation."""
+    """The graph writes no parameter, but the statistics of a normalisation."""
     torch.manual_seed(0)
     model = models.Buffers()
     fully_shard(model, mesh=_mesh_of_one())

@@ -16,7 +16,7 @@ HAS_PREMUL_SUM = hasattr(dist, "_make_nccl_premul_sum") or callable(dist.ReduceO
 
 
 class _Group:
-    """What both functions ask of a process group."""
+    """A process group, as far as both functions use it."""
 
     def __init__(self, size: int):
         self._size = size

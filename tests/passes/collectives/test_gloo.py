@@ -95,7 +95,7 @@ def test_no_connection_carries_data_both_ways(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gloo, "register_work", lambda *_: None)
     values = list(torch.ones(3, 2))
     gloo._exchange(values, values, group, torch.ones(1))
-    # Up over the one, down over the other; and nobody's permission to send waits behind data.
+    # Up over the one, down over the other; and no permission to send waits behind data.
     assert log == [
         "receive from 0 over the group",
         "receive from 2 over its opposite",

@@ -56,7 +56,7 @@ def call(args):
     def test_an_all_reduce_of_a_scattered_shard_makes_no_copy(self) -> None:
         def forward(x, y):
             scattered = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", 8, self.shard))
-            # The input is somebody else's.
+            # The caller owns the input.
             reduced = _c10d.all_reduce(scattered, "sum", self.replicate), _c10d.all_reduce(y, "sum", self.replicate)
             return [_c10d.wait_tensor(each) for each in reduced]
 

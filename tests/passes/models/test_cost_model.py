@@ -118,7 +118,7 @@ _scaled_dot_product_flash_attention_for_cpu 5096
         # 2 ns for each of 7/8 of 256 bytes, and a launch each.
         taken = 5000 + 2 * 224
         assert (timeline.exposed, timeline.total) == (0, 1000 + taken + 1000 + 2 * 64**3)
-        # Nobody loses what nothing would have hidden: it is over later than what it takes.
+        # Where no compute runs beside a collective, the time that it takes from compute does not count.
         graph = self.trace(lambda x: _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, 8, self.shard)), torch.zeros(800)).graph
         far = Links(*[replace(_FAR.all_gather, taken_s=5e-6)] * 3)
         timeline = simulate(list(graph.nodes), Costs.of(graph, replace(hardware, between_nodes=far)))

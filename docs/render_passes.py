@@ -1,4 +1,4 @@
-"""Write docs/passes.md: one small model before and after every pass, and another under every sync plan.
+"""Write docs/passes.md: one small model before and after every pass, and another under every plan.
 
     python docs/render_passes.py
 
@@ -70,8 +70,8 @@ In Dynamo's graph, parameters go by their names within a unit, so that equal blo
 writes the qualified names in.
 
 What backward does with its gradients, and whether parameters are gathered at all, depends on the microbatch: the passes from
-`bucket` on run once for each sync plan (`passes/ir/plan.py`). The listings show the plan of a first microbatch that
-synchronises; the other plans follow at the [end of the page](#the-backward-epilogue-of-each-sync-plan).
+`bucket` on run once for each plan (`passes/ir/plan.py`). The listings show the plan of a first microbatch that
+synchronises; the other plans follow at the [end of the page](#the-backward-epilogue-of-each-plan).
 
 You can have the same of your own model: `fsdp_compile.capture()` records every pass in `.passes`, `TORCH_LOGS="+passes"` prints
 them, and `TORCH_TRACE=<directory>` stores them for tlparse.
@@ -156,7 +156,7 @@ class Microbatch(NamedTuple):
 
 
 PLANS_INTRODUCTION = """\
-## The backward epilogue of each sync plan
+## The backward epilogue of each plan
 
 A unit of one `nn.Linear(8, 16)` on a mesh of two replicas of four shards, in float32, on a backend that only sums. The
 microbatches below are run one after another, each behind the calls that are shown with it. No flag traces anything anew;
@@ -252,7 +252,7 @@ def compile_plans() -> tuple[list[str], list[str]]:
 
 
 def plans() -> list[str]:
-    """The parts of the page on sync plans."""
+    """The parts of the page on plans."""
     backwards, forwards = compile_plans()
     lines = [text.splitlines() for text in backwards]
     same_lines = takewhile(lambda same: len(set(same)) == 1, zip(*(body for _, *body in lines), strict=False))

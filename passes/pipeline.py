@@ -8,7 +8,7 @@
       once                   name_shards
                              mixed_precision
     forward, backward graph  bucket
-      for each sync plan     gradient_sync (backward)
+      for each plan          gradient_sync (backward)
       that the graph is      flat_storage
       called with            schedule, or auto_schedule
                              pin_layouts (lowering "inductor")
@@ -134,7 +134,7 @@ def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
 
 
 def run_preparing_passes(gm: GraphModule, *, is_backward: bool, observer: Observer = log_pass) -> None:
-    """Passes over a partitioned forward or backward graph that do not depend on the sync plan. In place."""
+    """Passes over a partitioned forward or backward graph that do not depend on the plan. In place."""
     graph = gm.graph
     stage = "backward" if is_backward else "forward"
     with _observed(graph, stage, "resolve_ties", observer):
@@ -181,7 +181,7 @@ def run_passes(
     observer: Observer = log_pass,
     auto: AutoSchedule | None = None,
 ) -> Interface:
-    """Passes over a prepared forward or backward graph, for one sync plan. In place.
+    """Passes over a prepared forward or backward graph, for one plan. In place.
 
     Args:
         gm: the graph.

@@ -2,7 +2,7 @@
 
 Everything up to the generated source is what a real run does: Dynamo, AOTAutograd, the passes, Inductor. Tensors are fake, the
 process group is fake, and generated code is not loaded: where it would run, its graph computes fake results, so that whole
-training steps can be played through, with all their sync plans.
+training steps can be played through, with all their plans.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sync plan: what one call of a forward or backward graph does about communication.
+"""The plan: what one call of a forward or backward graph does about communication.
 
 A plan is known when the graph is called, not when it is traced: it depends on flags that users set at any time and on what
 earlier microbatches left. Each distinct plan of a graph is lowered once, on first use. Plans are values: two that are equal

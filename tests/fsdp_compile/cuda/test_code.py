@@ -429,7 +429,7 @@ _PLANS: dict[str, Callable[[Any], None]] = {
 
 
 def outline_of_plans() -> str:
-    """The backwards of one layer, two replicas of four shards, for each kind of sync plan."""
+    """The backwards of one layer, two replicas of four shards, for each kind of plan."""
 
     def step(model: Any, x: Tensor) -> None:
         for prepare in _PLANS.values():

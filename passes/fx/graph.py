@@ -1,9 +1,11 @@
 """Small questions about FX graphs that several passes ask."""
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
 from .torch_internals.core import OpOverload
 
@@ -68,6 +70,18 @@ def derived(graph: Graph, roots: list[Node]) -> dict[Node, None]:
 def replace_other_uses(node: Node, replacement: Node) -> None:
     """Let every user of ``node`` read ``replacement``, which is made of it, instead."""
     node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user is not replacement)
+
+
+class _Name(str):
+    """Prints without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def argument_text(value: Any, name_of: Callable[[Node], str]) -> str:
+    """An argument of a node as Python prints it, with names in the place of nodes."""
+    return repr(map_arg(value, lambda node: _Name(name_of(node))))
 
 
 def placeholder_index(graph: Graph) -> dict[Node, int]:

@@ -15,22 +15,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx import Graph, GraphModule, Node
 
-from ..fx.graph import is_collective
+from ..fx.graph import argument_text, is_collective
 from ..fx.torch_internals.core import OpOverload, RecordFunctionFast
 from ..ir.work import bucket
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _all_reduce = torch.ops._c10d_functional.all_reduce.default
 _all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
-
-
-class _Text(str):
-    """A piece of code among the arguments of a node."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
@@ -115,7 +108,7 @@ class _Writer:
             self.lines.append(f"del {', '.join(names)}")
 
     def _text(self, value: Any) -> str:
-        return repr(map_arg(value, lambda node: _Text(node.name)))
+        return argument_text(value, lambda node: node.name)
 
     def _arguments(self, node: Node) -> str:
         positional = [self._text(value) for value in node.args]

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor
-from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx import Graph, GraphModule, Node
 
-from ..fx.graph import is_collective, is_view
+from ..fx.graph import argument_text, is_collective, is_view
 from ..fx.torch_internals.core import OpOverload, _make_graph_module, _use_lazy_graph_module, make_contiguous_strides_for
 from ..fx.torch_internals.operators import lookup_seed
 from ..ir.work import kernel_boundaries
@@ -195,12 +195,8 @@ class _Builder:
     def key(self) -> Hashable:
         body = (*self.constants, *self.body)
         place: dict[Any, str] = {node: f"%{index}" for index, node in enumerate((*self.inputs, *body))}
-
-        def named(node: Node) -> Any:
-            return _Named(place[node])
-
         inputs = tuple(_describe(_value_of(source)) for source in self.inputs)
-        calls = tuple((node.target, repr(map_arg((node.args, node.kwargs), named))) for node in body)
+        calls = tuple((node.target, argument_text((node.args, node.kwargs), place.__getitem__)) for node in body)
         return inputs, calls, tuple(place[node] for node in self.outputs)
 
 
@@ -240,13 +236,6 @@ def _name_of(source: Node | _SizeOf) -> str:
 
 def _value_of(source: Node | _SizeOf) -> Any:
     return source.tensor.meta["val"].shape[source.dim] if isinstance(source, _SizeOf) else source.meta["val"]
-
-
-class _Named(str):
-    """A text that stands for a node and prints without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _describe(value: Any) -> Hashable:

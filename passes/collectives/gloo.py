@@ -1,27 +1,23 @@
-"""Gloo: functional collectives that use both directions of a connection.
+"""Gloo: kernels for two functional collectives, ``all_gather_into_tensor`` and ``all_to_all_single``, which is how it scatters.
 
-Graphs keep the operators that say what they mean: ``_c10d_functional::all_gather_into_tensor``, and ``all_to_all_single``,
-which a reduce-scatter is with Gloo. Only the kernels behind them are replaced, for two reasons.
+Graphs keep torch's operators, ``_c10d_functional::...``. :func:`install` replaces the kernels behind them when a model is
+sharded over Gloo, for the model's kind of device; gathers of NCCL should not go through Python. There are three reasons.
 
-**Both directions.** Between two ranks, data can flow both ways at once. Gloo's own collectives lose that: each rank sends first
-and only then says where it wants to receive. If one rank is a little late, its "ready to receive" waits in line behind all that
-it sends, so the two directions take turns, and the exchange takes twice the time. To receive first, over the same connections,
-does not help: while one thread sends it holds the connection's lock, and the I/O thread, which wants to read, spins; where both
-share one core, it spins until the scheduler takes it away. So an exchange uses two groups. Messages to higher ranks go over the
-group itself, messages to lower ranks over its opposite (:func:`open_opposite`), and no connection carries data both ways. Every
-message is sent from where the data lies.
+**Both directions.** A connection between two ranks can carry data both ways at once, but in Gloo's own collectives the two
+directions take turns as soon as one rank is a little late, and the exchange takes twice the time: a rank says where it wants to
+receive behind all that it sends. To receive first does not help: while a thread sends, it holds the connection's lock, and the
+I/O thread, which wants to read, spins for it; on one core, until the scheduler takes the core away. So an exchange uses two
+groups of the same ranks. Messages to higher ranks go over the group itself, messages to lower ranks over its opposite
+(:func:`open_opposite`), and each connection carries data one way. Every message is sent from where the data lies.
 
-**A name too long.** A group without an opposite gathers with ``ALLTOALL_BASE`` instead of torch's ``ALLGATHER_COALESCED``,
-which can abort the process. The worker threads of a Gloo process group write the name of each collective that they finish to
-one string, without a lock (torch 2.11 to 2.13, ``ProcessGroupGloo::runLoop``). A name of more than 15 characters lies on the
-heap, and two threads that replace it at the same time both free it ("malloc(): unaligned tcache chunk detected").
-``ALLGATHER_COALESCED`` is four characters too long; reduce-scatters and all-reduces run as ``ALLREDUCE``, which is not.
+**A name that is too long.** torch's all-gather, ``ALLGATHER_COALESCED``, can abort the process. The worker threads of a Gloo
+process group write the name of each collective that they finish to one string, without a lock (torch 2.11 to 2.13,
+``ProcessGroupGloo::runLoop``). A name of more than 15 characters lies on the heap, and two threads that replace it at the same
+time both free it ("malloc(): unaligned tcache chunk detected"). So a group without an opposite gathers with ``ALLTOALL_BASE``.
+Reduce-scatters and all-reduces run as ``ALLREDUCE``; both names are short enough.
 
-On CUDA there is a third: torch's own all-gather gives Gloo, which reads with the CPU, the address of GPU memory, while an
-``ALLTOALL_BASE`` goes by way of the host.
-
-:func:`install` replaces the kernels, when a model is sharded over Gloo, for its kind of device: gathers of NCCL should not go
-through Python.
+**GPUs.** torch's all-gather gives Gloo, which reads with the CPU, the address of GPU memory. ``ALLTOALL_BASE`` goes by way of
+the host.
 """
 
 import contextlib

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 8 -m fsdp_compile.calibrate [--device cpu|cuda] [--output hardware.json]
 
-Run it as training is run: on the same nodes, with as many ranks on each. It takes a few seconds and writes a JSON file, by
-default where later compilations look for it. Every number is reduced over all ranks, of which the slowest counts, so that all
-write, and schedule with, the same.
+Run it like the training: on the same nodes, with the same number of ranks. It takes a few seconds and writes a JSON file, by
+default where later compilations look for it. Every number is that of the slowest rank, so that all nodes have the same file,
+and all ranks the same schedule.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Collective:
     """A collective, as graphs call it.
 
     Attributes:
-        start: takes a buffer, and gives what is in flight.
+        start: starts it for a buffer, and returns what ``finish`` takes.
         finish: waits for it.
         traffic: the part of the buffer that each rank sends.
     """
@@ -115,7 +115,7 @@ class _Collective:
         times = [seconds for buffer in buffers for seconds in self._alone_and_hidden(buffer, device)]
         latency, taken, whole, whole_taken = _slowest(times, device)
         sent = self.traffic * buffers[1].nbytes
-        # A buffer that takes no longer than a small one says that the rate does not count.
+        # If a large buffer takes no longer than a small one, the rate does not matter.
         rate = sent / max(whole - latency, 1e-9)
         return Link(latency, rate, max(taken, 0.0), max(whole_taken - taken, 0.0) / sent)
 

@@ -37,7 +37,7 @@ def allreduce_hook(state: DefaultState, grad: Tensor) -> None:
     """Average the gradient over the ranks, in place.
 
     Args:
-        state: says in which process group, and by what to divide before and after; both steps keep small dtypes in range.
+        state: its process group, and its factors, which divide before and after the reduction to keep small dtypes in range.
         grad: gradient of this rank's batch.
     """
     if state.gradient_predivide_factor > 1:
@@ -113,7 +113,7 @@ _TRACEABLE: dict[Any, Callable[..., None]] = {
 
 
 def bind_hook(state: Any, hook: Callable[..., Any]) -> BoundHook:
-    """Give a hook its state, and tell by its parameters what it does. Torch's own are replaced by those of this module.
+    """Bind a hook to its state, and find its kind by its parameters. Torch's own hooks are replaced by those of this module.
 
     Args:
         state: the hook's first argument.

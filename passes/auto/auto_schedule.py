@@ -7,11 +7,11 @@ After:  - a gather starts at the last boundary that still hides it behind comput
         - while more bytes live than the limit allows: at the last place where they do, the gather that is needed last starts
           behind that place, else the oldest reduction in flight is waited for ahead of it.
 
-:func:`find_grouping` does this for each of the groupings. Of those with which the graph is done first, or as good as first, it
-takes the one with the least memory; of equals, the fastest, then that with the fewest collectives. Everything follows from the
-graph, the plan and the numbers of :class:`~passes.models.hardware.Hardware`: ranks that have the same get the same.
+:func:`find_grouping` does this for each grouping. Of the fastest one, and those that are about as fast, it takes the one with
+the least memory; of equals, the fastest, then that with the fewest collectives. The choice depends only on the graph, the plan
+and the numbers of :class:`~passes.models.hardware.Hardware`: ranks with the same ones choose the same.
 
-:mod:`passes.auto.placement` says where communication may stand.
+:mod:`passes.auto.placement` defines where communication may stand.
 
 Leaves alone collectives of the model's own.
 """
@@ -74,7 +74,7 @@ def find_grouping(
             trial = _copy(graph)
             insert(trial, grouping)
             placement = Placement(trial, auto.hardware)
-            # Nothing is in flight yet: with less memory it does not go.
+            # Nothing is in flight yet: no schedule needs less memory.
             needed = placement.live_bytes().peak
             if limit is not None and needed > limit:
                 too_large.append((needed, placement.largest_at_peak()))

@@ -1,14 +1,14 @@
 """Grouping: which parameters could share a collective, other than those of one unit.
 
-A collective costs a latency, whatever its size. Below the size that takes as long as the latency, merging neighbours is a gain;
-far above it, pieces can start sooner, hide better and hold less memory. So the groupings to choose from have one number, the
-size that a bucket should have, as a multiple of that size:
+Each collective costs a latency, and time for its size. Merging small buckets saves latencies; splitting large ones into pieces
+lets them start sooner, hide better and hold less memory. So each grouping has a target size for its buckets: a multiple of the
+size whose transfer takes as long as the latency.
 
-- smaller buckets merge with their neighbours, in the order in which the graph needs them, until they have it;
-- larger ones split at parameters, in the order in which these lie, into pieces that have it.
+- Smaller buckets merge with their neighbours, in the order in which the graph needs them, until they have the target size.
+- Larger ones split at parameters, in the order of these in memory, into pieces that have it.
 
-Buckets merge only where the graph does the same with them: gathers over the same group in the same dtype, which are kept or
-not; reductions of the same plan, whose divide factors are the same numbers. Communication hooks see the buckets of the units.
+Buckets merge only if the graph treats them alike: gathers over the same group in the same dtype, all of them kept or none;
+reductions of the same plan with equal divide factors. Communication hooks are called with the buckets of the units.
 """
 
 from __future__ import annotations

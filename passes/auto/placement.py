@@ -1,8 +1,8 @@
 """Placement: an order for the nodes of a graph in which communication hides behind compute and memory stays within a limit.
 
-Communication moves; compute keeps its order. A collective is put ahead of other communication: what computes between two is
-one segment (:mod:`passes.lowering.segments`), and each more of them costs a call, and time to compile. Only where a limit asks
-for it, it stands ahead of a matrix product: a kernel ends there anyhow. Collectives of one group keep their order.
+Communication moves; compute keeps its order. A collective is put ahead of other communication, so that it cuts no segment
+(:mod:`passes.lowering.segments`): each further segment costs a call, and compile time. Only to keep a memory limit, a
+collective may also stand ahead of a matrix product, where a kernel ends in any case. Collectives of one group keep their order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Block:
     Attributes:
         nodes: in their order.
         work: what they do for a bucket; None: they compute.
-        may_follow: communication may stand right ahead of it without cutting a kernel.
+        may_follow: whether communication may stand right ahead of it without cutting a kernel.
     """
 
     nodes: list[Node]
@@ -138,7 +138,7 @@ class Placement:
         return next(node for node in reversed(block.nodes) if node in self._costs.transfer)
 
     def _start_gathers_in_time(self) -> None:
-        """Start gathers as late as hides them if each link carries them alone, one after the other."""
+        """Start gathers as late as possible, but early enough to hide them if each link carries one gather at a time."""
         self._move({reduction.wait: self._order[-1] for reduction in self._reductions})
         starts = {gather.start for gather in self._gathers}
         others = [block for block in self._order if block not in starts]
@@ -191,7 +191,7 @@ class Placement:
         self._move(anchors)
 
     def _wait_for_reductions_when_they_are_over(self) -> None:
-        """First the waits that start an all-reduce: they decide when it is over."""
+        """Place the waits of reductions: first those that start an all-reduce, as its end depends on them."""
         for stage in (Role.ALL_REDUCE, Role.FINISH_REDUCE):
             timeline = self._simulate()
             position = self._positions()
@@ -214,7 +214,7 @@ class Placement:
     def _fit(self, limit: int) -> None:
         """Delay gathers and hasten waits until the live bytes stay within the limit.
 
-        From the end to the front: what moves behind the last place over the limit was live there already.
+        From the end to the front: a gather that moves behind the last place over the limit was live there already.
         """
         while True:
             over = self._blocks_over(limit)
@@ -285,7 +285,7 @@ def _waits(block: _Block) -> bool:
 
 
 def _with_margin(duration: int) -> int:
-    """The time to reckon with for a transfer: a model is not exact."""
+    """The duration of a transfer with a margin, as the model is not exact."""
     return duration + duration // 4
 
 

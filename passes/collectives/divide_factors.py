@@ -1,7 +1,7 @@
-"""How a reduction averages: which operator reduces, and what divides where.
+"""Divide factors: how a reduction averages, by the operator of its collectives and by divisions before and after them.
 
 :func:`gradient_divide_factors` is the arithmetic, equal to torch's; :class:`Averaging` is the part of it that is structure of a
-graph. The factors themselves are inputs of the graph, so that changing one lowers nothing anew.
+graph. The factors themselves are inputs of the graph: it is not lowered again for other values.
 
 Source: ``_get_gradient_divide_factors`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
 """
@@ -109,7 +109,7 @@ class Averaging:
             factor: the user's factor. Given one, the structure does not depend on its value.
         """
         if factors.reduce_scatter_op == "premul_sum" or factors.all_reduce_op != factors.reduce_scatter_op:
-            # The latter: a user's factor that happens to be the number of shards.
+            # The operators differ where a user's factor equals the number of shards.
             assert factor is not None
             return Averaging(divides_scattered=True), (factor,)
         divides = [value is not None and (factor is not None or value != 1) for value in factors[:2]]

@@ -41,7 +41,7 @@ _WRITE_VALUES = "Write values into the tensor, with copy_(); its memory, dtype a
 
 
 class HookNotTraceable(RuntimeError):
-    """A communication hook does what a graph cannot hold; the message says what, and what to write instead."""
+    """A communication hook does something that a graph cannot contain; the message says what, and what to write instead."""
 
 
 def hook_name(hook: Callable[..., Any]) -> str:

@@ -1,1 +1,1 @@
-"""Models of what a graph costs: time, memory, the hardware that they are of."""
+"""Models of the cost of a graph: time, memory, and the hardware."""

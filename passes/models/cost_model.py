@@ -5,10 +5,10 @@
 - *Fusible* nodes (pointwise, reductions over elements, and what Inductor generates with them) between two others are one
   kernel: what they read from outside is read once, what others read of them is written once, and nothing else moves.
 - *Anything else* is a kernel that reads its inputs and writes its outputs.
-- Views, waits and inputs take no time. A collective costs the computing side its start, and what it takes from it while it is
-  in flight; how long that is, :func:`transfer_ns` says.
+- Views, waits and inputs take no time. A collective costs compute its launch, and the time by which it slows compute down while
+  it is in flight, for the duration of :func:`transfer_ns`.
 
-Times are whole nanoseconds: sums of them do not depend on the order, so that equal schedules have equal times.
+Times are whole nanoseconds, whose sums do not depend on the order, so that equal schedules have equal times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _wait = _c10d.wait_tensor.default
 
-# Not in the registry, and counted as their kin for other devices.
+# Not in torch's registry of flop formulas, and counted like the operators for other devices.
 _LIKE = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,

@@ -48,13 +48,13 @@ from ..ir.ops import ReduceGrad, Unshard, reduce_grad, unshard, unshards, update
 
 logger = logging.getLogger(__name__)
 
-# Fewer are quickly traced, and their nodes are then numbered as Dynamo and AOTAutograd number them.
+# Fewer are traced quickly, and keep the node numbers of Dynamo and AOTAutograd.
 MIN_LAYERS = 8
 
 # A module of one or two operations is not worth the calls that stand for it.
 _MIN_OPERATIONS = 4
 
-# Gives nothing, and does nothing that a graph is to repeat.
+# Operations without a result, and without an effect that a graph has to repeat.
 _HARMLESS = {log_api_usage_once}
 
 _library = torch.library.Library("fsdp_compile", "FRAGMENT")
@@ -79,11 +79,11 @@ class _Trace:
     Attributes:
         params: the parameters that it unshards.
         inputs, tangents: placeholders of the trace.
-        outputs: what the layer gives.
+        outputs: the values that the layer returns.
         has_tangent: for each output, whether it takes part in backward.
         gradients: for each input, its gradient or None.
         forward, backward: operations, in order.
-        constants: tensors that it reads as attributes, such as a number that the model makes a tensor of.
+        constants: tensors that it reads as attributes, such as a number that the model turns into a tensor.
     """
 
     params: list[_Param]
@@ -308,7 +308,7 @@ def _trace(layer: _Layer) -> _Trace | None:
             gm = joint_graph_passes(gm, next((value.device for value in examples), None))
             return _split(gm, layer.params, len(inputs), has_tangent)
         except Exception as error:
-            # Of a failure that is not the fold's, tracing the whole graph will tell.
+            # If the failure is not the fold's, tracing the whole graph raises it again.
             logger.debug("a repeated layer is traced each time: %s", error)
             return None
 

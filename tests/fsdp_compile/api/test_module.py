@@ -445,7 +445,7 @@ def capture_graphs(shape: tuple[int, ...], lowering: str) -> tuple[list[str], li
     if lowering == "inductor":
         assert all("all_gather" in graph.code for graph in captured.forward if graph.code)
         assert all("all_to_all_single" in graph.code for graph in captured.backward if graph.code)
-    # What runs after the block is not recorded.
+    # Nothing after the block is recorded.
     with torch.no_grad():
         compiled(torch.ones(2, 5))
     assert (len(captured.forward), len(captured.backward)) == (1, 1)

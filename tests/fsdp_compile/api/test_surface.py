@@ -74,7 +74,7 @@ def test_torch_takes_a_module_for_one_of_fsdp2(one_rank: None) -> None:
         assert isinstance(module, fsdp2.FSDPModule)
         assert fully_shard.state(module) is fsdp2.fully_shard.state(module) is not None
     assert not isinstance(model.head, fsdp2.FSDPModule)
-    # What nn.Module has is not that of torch's class.
+    # Methods of nn.Module are not those of torch's class.
     assert model.to(torch.float64).head.weight.dtype is torch.float64
     fsdp2.share_comm_ctx([model, model.blocks[0]])
     fsdp_compile.share_comm_ctx([model, model.blocks[0]])

@@ -34,7 +34,7 @@ class TestDivision:
         factor = torch.tensor(3.3)
         divided = finish_reduction(values, [factor], grad_dtype=torch.float16)
         assert torch.equal(divided, (values.float() / factor).half())
-        # What float16 makes of the factor (3.30078) is off already.
+        # The factor rounded to float16 (3.30078) is off already.
         assert not torch.equal(divided, (values.float() / factor.half().float()).half())
 
     def test_factor_beyond_the_range_of_half_precision(self) -> None:

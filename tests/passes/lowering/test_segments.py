@@ -269,7 +269,7 @@ graph():
     %getitem_1 : [num_users=1] = call_function[target=operator.getitem](args = (%segment_1, 0), kwargs = {})
     return getitem_1""",
         )
-        # What the second reads has sizes [2 * s] only.
+        # The values that the second reads have sizes [2 * s] only.
         assert len(segments["segment_1"].graph_module.graph.find_nodes(op="placeholder")) == 2
 
     def test_leaves_the_graph_alone(self) -> None:

@@ -601,7 +601,7 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
 
         text, interface = self.synchronized(Reduction(comm_hook=local))
         assert "_c10d_functional" not in text
-        # Nobody else's memory: microbatches that follow add to it.
+        # Not shared memory: later microbatches add to it in place.
         assert [str(node.target) for node in interface.output_nodes] == ["aten.clone.default"]
 
     def test_work_behind_a_hooks_collective_belongs_to_the_finish(self) -> None:
@@ -732,7 +732,7 @@ def forward(self, rows: "f32[13, 4]", columns: "f32[3, 16]", scalar: "f32[]", sh
 
 
 class TestSharedMemory(PassTestCase):
-    """Full gradients that go out are added to in place later: they must be nobody else's."""
+    """Later microbatches add to full gradients in place, so their memory must not be shared."""
 
     def outputs(self, function: Any, *shapes: tuple[int, ...]) -> list[str]:
         """The operators that compute the full gradients that a graph gives out."""
@@ -745,7 +745,7 @@ class TestSharedMemory(PassTestCase):
         return reduce_grad(grad, shard, f"{unit}.weight", list(grad.shape), self.shard, unit=unit)
 
     def test_a_gradient_of_its_own_goes_out_as_it_is(self) -> None:
-        # A bias's gradient, as backward computes it, is a view too: of a sum that nobody else has.
+        # A bias's gradient is a view, too, but of a sum that has no other reader.
         outputs = self.outputs(lambda grad, shard: [self.reduce(grad.sum(0, keepdim=True).view(16), shard)], (3, 16), (2,))
         assert outputs == ["aten.view.default"]
 

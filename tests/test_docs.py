@@ -64,6 +64,12 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_are_short(page: Path) -> None:
+    """But for tables and listings."""
+    assert not [line for line in prose(page).splitlines() if len(line) > 128 and not line.startswith("|")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tests_that_are_named_exist(page: Path) -> None:
     named = {name for span in code_spans(page) for name in re.findall(r"(?<![\w./])test_\w+(?!\.py|\w)", span)}
     assert named <= {

@@ -1,14 +1,15 @@
 """Memory model: how many bytes live at each node of a scheduled graph.
 
-The unit of account is a storage: a value and all views of it. A storage lives from the node that makes it to the last node that
-reads it or a view of it. What a collective reads lives until its wait, as does what it writes. What a graph gives out lives to
-the end. Writing in place (``copy_``) makes no storage.
+Storages are counted: a value and all views of it are one. A storage lives from the node that makes it to the last node that
+reads it or a view of it. The input and output of a collective live at least until its wait, an output of the graph to the end.
+Writing in place (``copy_``) makes no storage.
 
 Inputs are the caller's and not counted, but for those that a backward graph is handed to free (activations that forward saved,
 and gradients of its outputs: ``meta["freed"]``), which live until their last reader.
 
-Every node counts as if it ran by itself, but for casts in a reduction's copy-in, which is one kernel: what else Inductor fuses
-away never lives, so that activations are an upper bound. Gathered parameters, which no fusion removes, are counted apart.
+Every node counts as a kernel of its own, except that the casts in a reduction's copy-in are part of it. Other values that
+Inductor fuses away are counted all the same, so activations are an upper bound. Gathered parameters, which no fusion removes,
+are counted apart.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..ir.work import BucketName, Role, bucket, role
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 _cast = torch.ops.prims.convert_element_type.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
-# Operators that give their input back, which their schemas do not say.
+# Operators that return their input, although their schemas do not say so.
 _GIVES_BACK = {
     _wait,
     torch.ops.aten._unsafe_view.default,

@@ -1,8 +1,7 @@
 """Timeline: when the nodes of a schedule run, and what is waited for.
 
-A model of two things that go on at once: the computing side, which runs nodes in their order, and the links, one for each
-process group, each of which carries one collective after the other. A wait holds the computing side until its collective is
-over; that time is *exposed* communication.
+Compute runs nodes in their order. Beside it, each process group is a link, which carries one collective after the other. A wait
+stops compute until its collective is over; that time is *exposed* communication.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Costs:
     """The costs of the nodes of a graph, in nanoseconds.
 
     Attributes:
-        compute: for each node, on the computing side.
+        compute: for each node, the time that it takes from compute.
         transfer: for each collective, on its link.
     """
 

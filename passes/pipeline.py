@@ -227,7 +227,7 @@ def _try(graph: Graph, plan: Plan, grouping: Grouping, is_backward: bool) -> Non
 
 
 def _refuse_explicit_schedule(plan: Plan) -> None:
-    """Two answers to one question: it is not for us to say which was meant."""
+    """Raise for explicit prefetch lists or limits beside the automatic schedule, which chooses both."""
     if plan.prefetch:
         units = ", ".join(unit or "the root" for unit, _ in plan.prefetch)
         raise ValueError(

@@ -162,7 +162,7 @@ def split_among_cores(sizes: Mapping[K, int]) -> list[tuple[K, ...]]:
 def share_among_ranks(work: Mapping[K, Callable[[], T]]) -> dict[K, T]:
     """Do pieces of work that fill a cache, each on one rank of a machine first.
 
-    Ranks compile the same segments at the same time. Each takes those that nobody works on, and finds the others in Inductor's
+    Ranks compile the same segments at the same time. Each takes those that no rank works on, and finds the others in Inductor's
     cache afterwards. A rank that ends, in whatever way, lets go of its piece.
 
     Args:

@@ -54,7 +54,7 @@ class CapturedPass:
 
 @dataclass(eq=False)
 class Capture:
-    """What a :func:`capture` saw.
+    """The graphs and passes that a :func:`capture` recorded.
 
     Attributes:
         forward: forward graphs, those for inference included, in the order they were lowered.
@@ -106,7 +106,7 @@ def snapshot(gm: GraphModule) -> GraphModule:
 
 
 def observer() -> Observer:
-    """What the passes are to be told to: the log, and every capture that is under way."""
+    """The observers of passes: the log, and all active captures."""
     return _record_pass if _active else log_pass
 
 

@@ -5,7 +5,7 @@ each program by itself, so that it gives what it would give without:
 
 - **Inputs** are read where they are for as long as they stay there: shards, and what another recording gives out. One that is
   elsewhere each time, such as a batch, is copied to where the recording reads it; and back, if the program writes to it.
-- **Outputs** are lent: they lie in memory of the recording. While anybody holds one of them, the next call launches its kernels
+- **Outputs** are lent: they lie in memory of the recording. While one of them is referenced, the next call launches its kernels
   one by one, into new memory: a second forward ahead of the first one's backward, gradients that stay. Small outputs that the
   user sees, such as a loss, are copied, so that holding them is no obstacle.
 - **The first call** is not recorded: in it kernels are loaded and libraries get their workspaces.
@@ -14,7 +14,7 @@ The recordings of a model share a pool of memory. Each holds its outputs there f
 memory between steps, too; what lives only within a program shares its place with that of the others.
 
 The purpose is that of torch's CUDA graph trees (torch/_inductor/cudagraph_trees.py). Those tell steps apart and overwrite
-what is held from an earlier one; here memory that somebody holds is never written to.
+what is held from an earlier one; here memory that is still referenced is never written to.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Recorder(Protocol):
     """Records launches. Recordings of one recorder never run at the same time."""
 
     def is_recording(self) -> bool:
-        """Whether somebody records already what is launched now."""
+        """Whether launches are being recorded already."""
         ...
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -76,7 +76,7 @@ class CudaRecorder:
         return graph.replay
 
 
-#: What makes a recorder, by type of device.
+#: Makers of recorders, by type of device.
 RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}
 
 
@@ -155,7 +155,7 @@ def _is_dynamic(value: Tensor) -> bool:
 
 
 class _Loan:
-    """The outputs of a replay: exists for as long as anybody holds a tensor in the memory of one of them.
+    """The outputs of a replay: exists for as long as a tensor in the memory of one of them does.
 
     That memory holds on to it, nothing else does, and it keeps the recording, to which the memory belongs.
     """
@@ -213,7 +213,7 @@ class _Output:
 
 @dataclass(eq=False)
 class _Recording:
-    """What a program launched.
+    """The launches of a program.
 
     Attributes:
         replay: launches it again.
@@ -228,7 +228,7 @@ class _Recording:
     latest_loan: Callable[[], _Loan | None] = lambda: None
 
     def is_held(self) -> bool:
-        """Whether anybody holds an output of the latest replay."""
+        """Whether an output of the latest replay is still referenced."""
         return self.latest_loan() is not None
 
     def moved(self, args: Sequence[Tensor]) -> list[int]:

@@ -84,7 +84,7 @@ class InductorLowering(Lowering):
         compiled = self._compile_segment(segment.graph_module, inputs, **kwargs)
         context = TracingContext.try_get()
         if context is not None and context.output_strides:
-            # What a segment gives out is laid out as it was traced, so the whole graph's outputs are.
+            # The outputs of segments have the traced layout, so those of the whole graph do.
             context.output_strides.clear()
         return compiled
 

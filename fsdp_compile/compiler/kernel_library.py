@@ -25,7 +25,7 @@ Kernel = Callable[..., None]
 # The name that Inductor gives to all of them.
 _ENTRY = re.compile(r'extern "C"\s+void\s+kernel\(')
 
-# What ``CppPythonBindingsCodeCache.suffix_template`` has for its one function: the function, and how Python is to call it.
+# The parts of ``CppPythonBindingsCodeCache.suffix_template`` for its one function: the function, and its entry for Python.
 _BINDING = re.compile(
     r"\{extra_parse_arg\}\s*(?P<function>static PyObject\* \{entry_func\}_py\(.*?)"
     r"static PyMethodDef py_methods\[\] = \{\{\s*(?P<method>.*?),\s*\{\{NULL",
@@ -70,7 +70,7 @@ class KernelLibrary:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody has asked for a kernel."""
+        """Whether no kernel was requested."""
         return not self._kernels
 
     @staticmethod

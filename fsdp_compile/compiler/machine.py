@@ -32,7 +32,7 @@ def find_hardware(given: Hardware | str | os.PathLike[str] | None, device_type: 
     left in the user's cache folder; the table.
 
     Raises:
-        ValueError: a file does not hold such numbers, or nobody knows the device.
+        ValueError: a file does not hold such numbers, or the device is not in the table.
         FileNotFoundError: a file that was named does not exist.
     """
     if isinstance(given, Hardware):

@@ -74,10 +74,10 @@ class Options:
                 raise ValueError(f"options[{name!r}] means something only with options['schedule'] = 'auto'.")
 
     def auto_schedule(self, device: torch.device) -> AutoSchedule | None:
-        """What graphs on a device are to be scheduled for; None: the default schedule.
+        """The machine and limit that graphs on a device are scheduled for; None: the default schedule.
 
         Raises:
-            ValueError: nobody knows the device, or a file does not say.
+            ValueError: the device is not in the table, or a file lacks the numbers.
         """
         if self.schedule != "auto":
             return None

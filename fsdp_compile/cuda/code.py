@@ -102,7 +102,7 @@ def _backend(gm: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] 
 
 # Settings of Inductor for when there is no device.
 _INDUCTOR_CONFIG = {
-    # What is cached would be loaded.
+    # Cached code would be loaded instead of generated.
     "fx_graph_cache": False,
     # Processes that compile ahead pretend nothing.
     "compile_threads": 1,
@@ -112,7 +112,7 @@ _INDUCTOR_CONFIG = {
 
 
 def _forget() -> None:
-    """What was compiled, and made of fake tensors, must not serve outside, nor what was made outside in here."""
+    """Drop compiled code and caches, so that none of fake tensors is used outside, and none from outside here."""
     torch.compiler.reset()
     forget_factors()
 

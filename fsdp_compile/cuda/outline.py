@@ -345,7 +345,7 @@ def _triton_kernels(module: ast.Module) -> Iterator[tuple[str, tuple[str, dict[s
 
 
 def _signature(source: str) -> dict[str, str]:
-    """What ``triton_meta`` says of a kernel's parameters; constants are none."""
+    """The parameters of a kernel in ``triton_meta``, without constants."""
     found = re.search(r"'signature': (\{[^}]*\})", source)
     assert found, source
     signature: dict[str, Any] = ast.literal_eval(found[1])

@@ -33,7 +33,7 @@ from .autograd import run_backward
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """What Inductor asks about a device. Names of the attributes are those of ``torch.cuda.get_device_properties()``.
+    """Properties of a device that Inductor reads. Names of the attributes are those of ``torch.cuda.get_device_properties()``.
 
     Source: CUDA C++ Programming Guide, "Compute Capabilities"; NVIDIA's white papers for the number of multiprocessors.
     """
@@ -139,7 +139,7 @@ def _forget_devices() -> None:
 
 @contextlib.contextmanager
 def _python_functions(device: CudaDevice, has_device: bool) -> Iterator[None]:
-    """What Python asks ``torch.cuda``, or the interface that Dynamo and Inductor ask in its place."""
+    """The functions of ``torch.cuda``, and of the interface that Dynamo and Inductor use in its place."""
     # Makes torch's own interfaces, which look at the devices that there are.
     list(device_interface.get_registered_device_interfaces())
 
@@ -185,7 +185,7 @@ _CUDA, _META, _NUM_DEVICE_TYPES = 1, 14, 21  # c10/core/DeviceType.h
 
 @contextlib.contextmanager
 def _device_registry() -> Iterator[None]:
-    """What C++ asks about ``cuda``: its current device, when Python indexes a tensor, its stream, when autograd records one.
+    """Questions of C++ about ``cuda``: its current device, when Python indexes a tensor, its stream, when autograd records one.
 
     A CUDA build without a device gives fake tensors a guard that does nothing (``ensureCUDADeviceGuardSet``); the CPU build has
     no guard at all, and fails. That of the meta device does nothing, too, so for now it is that of ``cuda`` as well.

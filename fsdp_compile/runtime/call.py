@@ -65,7 +65,7 @@ class Gradients:
         return self.reduction
 
     def leave_out(self) -> Reduction:
-        """Decide for gradients that nobody has asked for: the graph gives them out as they are, and they are dropped."""
+        """Decide for gradients that were not asked for: the graph returns them as they are, and they are dropped."""
         self.reduction, self.factors = Reduction(Sync.NONE), ()
         return self.reduction
 

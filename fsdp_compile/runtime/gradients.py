@@ -27,7 +27,7 @@ from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, Unit
 from .course import eager_run
 
-# What a graph, or an eager operator, is to do.
+# Plans for graphs and eager operators.
 
 
 def _averaging(unit: Unit, like: Tensor) -> tuple[Averaging, tuple[float, ...]]:
@@ -92,7 +92,7 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
     ), factors
 
 
-# What graphs read and leave.
+# Inputs and results of graphs.
 
 
 def flat_partial(params: Sequence[ShardedParam]) -> Tensor:
@@ -276,7 +276,7 @@ def accumulates(shard: Tensor) -> bool:
     """Whether the backward that runs is to accumulate the gradients of parameters, of which ``shard`` is one's shard.
 
     ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` run a compiled backward whole, which computes those of
-    parameters, too, but nobody has asked for them. Shards are no tensors of the user's: it is all of them or none.
+    parameters, too, although they were not asked for. Shards are no tensors of the user's: it is all of them or none.
     """
     elsewhere = _accumulates_elsewhere()
     if elsewhere is not None:
@@ -424,7 +424,7 @@ def drop_eager_gradient(shard: Tensor) -> None:
     if received or not param.param.requires_grad or gradient is None or not has_memory(gradient) or not gradient.any():
         return
     raise RuntimeError(
-        f"A gradient of {param.name} was computed where nobody could tell whose it is: saved-tensor hooks (save_on_cpu) have "
+        f"A gradient of {param.name} was computed where its parameter could not be told: saved-tensor hooks (save_on_cpu) have "
         "replaced its shard in a graph that another backend than fsdp_backend compiled. Compile with backend=fsdp_backend, or "
         "without the hooks."
     )

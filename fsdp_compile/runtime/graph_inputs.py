@@ -110,7 +110,7 @@ class Owners:
         """The parameter of an input that goes by these names in the graph.
 
         Raises:
-            RuntimeError: nobody knows.
+            RuntimeError: it cannot be told.
         """
         found = getattr(shard, "_fsdp_sharded_param", None)
         return self._find(shard, names) if found is None else found

@@ -54,7 +54,7 @@ def log_idle_lists(units: Mapping[str, Unit], *, is_backward: bool) -> None:
 
 
 def max_pending_reductions(units: Iterable[Unit]) -> int | None:
-    """How many reduce-scatters of these units may be in flight: the largest of their limits; None if nobody has set one."""
+    """How many reduce-scatters of these units may be in flight: the largest of their limits; None if none is set."""
     limits = dict.fromkeys(
         (unit.flags.max_pending_reductions, default_max_pending_reductions(replicated=bool(unit.mesh.replicate_group)))
         for unit in units

@@ -1,4 +1,4 @@
-"""What runs around lowered graphs: the plan is made, extra inputs are bound, extra outputs land.
+"""Runs lowered graphs: the plan is made, extra inputs are bound, extra outputs land.
 
 A lowered graph does not know which parameters it works on: equal blocks may share one. The shards among its inputs say it
 (:mod:`fsdp_compile.runtime.graph_inputs`).

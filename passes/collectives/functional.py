@@ -74,7 +74,7 @@ def start_gather(shards: Sequence[Tensor], group: str, gaps: Sequence[int] = ())
     Args:
         shards: the shards.
         group: name of the shard group.
-        gaps: how many elements that nobody reads are gathered along behind each; none: 0.
+        gaps: how many unused elements are gathered along behind each; none: 0.
 
     Returns:
         The flat buffer in flight, ``[world_size * sum of numels and gaps]``.
@@ -145,7 +145,7 @@ def start_reduce_scatter(
     if hook is not None:
         return apply_in_place_hook(hook, flat) if in_place else apply_reduce_hook(hook, flat, world_size)
     if not op:
-        # The gradient may be somebody else's, too.
+        # The gradient may be used elsewhere, too.
         return flat.clone()
     if exchanges(group, flat.device):
         assert op == "sum"

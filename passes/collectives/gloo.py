@@ -40,8 +40,8 @@ _c10d = torch.ops._c10d_functional
 _TAG = 0x46534450
 _TAG_OF_NO_MESSAGE = 0x7FFFFFFF
 
-#: What the messages of a group, by its name, are tagged with. Messages with unequal tags never meet: whoever sets a tag to what
-#: this rank runs has ranks wait that run something else, where they would read each other's data.
+#: The tags of messages, by the name of their group. Messages with unequal tags never meet. A tag that stands for what a rank
+#: runs makes ranks that run something else wait, instead of reading each other's data.
 message_tags: dict[str, int] = {}
 
 # By the group that they are opposite to: they go with it.
@@ -106,7 +106,7 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: Process
     cpu = torch.device("cpu")
     up: Any = group._get_backend(cpu)
     down: Any = _opposites[group]._get_backend(cpu)
-    # Everybody begins with another neighbour. What is empty here is empty there.
+    # Every rank begins with another neighbour. A message that is empty here is empty there.
     others = [(rank + distance) % ranks for distance in range(1, ranks)]
     for source in reversed(others):
         if received[source].numel():
@@ -125,7 +125,7 @@ def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> 
     if not has_opposite and backend_of(group_name, shard.device) != "gloo":
         return _c10d.all_gather_into_tensor_out(shard, group_size, group_name, out=gathered)
     rows, flat = gathered.view(group_size, -1), shard.reshape(-1)
-    # What the messages stand for, for readers of a profile.
+    # The collective that the messages stand for, in profiles.
     with RecordFunctionFast("fsdp_compile::all_gather"):
         if has_opposite:
             _exchange(rows.unbind(), [flat] * group_size, group, gathered, message_tags.get(group_name, _TAG))

@@ -103,7 +103,7 @@ def _trace(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], 
 
 
 def _key(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], constants: dict[str, Any]) -> Hashable:
-    """What a trace depends on."""
+    """The key of a trace: everything that it depends on."""
     tensors = tuple((str(value.shape), str(value.stride()), value.dtype, value.device) for value in values)
     given = tuple((name, id(value) if callable(value) else repr(value)) for name, value in constants.items())
     return function, str(spec), tensors, given

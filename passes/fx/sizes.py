@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-# What Inductor, too, takes for a size that depends on data.
+# As Inductor does for a size that depends on data.
 _UNKNOWN_SIZE = 8192
 
 

@@ -1,1 +1,1 @@
-"""What graphs say about sharding: operators, the plan of a call, what a lowered graph takes and gives."""
+"""Sharding in graphs: operators, the plan of a call, and the extra inputs and outputs of a lowered graph."""

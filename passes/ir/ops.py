@@ -11,8 +11,8 @@ shape. Their eager kernels communicate at once, so the part of a model that is n
 ``reduce_grad`` takes the shard too. It reads no value of it: the shard rides along into the backward graph so that the
 runtime can tell there which parameter a gradient belongs to, also when one compiled graph serves many identical blocks.
 
-A shard may have an owner who decides about it. Attributes of the tensor say so, which eager kernels heed, whoever calls them:
-eager autograd, or a graph that another backend has compiled.
+A shard may have functions as attributes, which eager kernels call. That holds for all callers of the kernels: eager autograd,
+and graphs that another backend has compiled.
 
 ``_fsdp_before_unshard()``         is called ahead of the gather.
 ``_fsdp_receive_gradient(grad)``   takes the full gradient in the place of the reduction; ``reduce_grad`` then gives zeros.
@@ -126,7 +126,7 @@ class ReduceGrad:
 
 _NUM_POSITIONAL = {unshard: 4, reduce_grad: 5}
 
-#: What runs around an eager kernel that communicates: takes the operator's name, the shard, the parameter's name and full
+#: A context around an eager kernel that communicates, made from the operator's name, the shard, the parameter's name and full
 #: shape, and the names of the process groups.
 Around = Callable[[str, Tensor, str, Sequence[int], tuple[str, ...]], AbstractContextManager[Any]]
 _around: Around = lambda *_: nullcontext()  # noqa: E731
@@ -142,7 +142,7 @@ _find_shard: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
 
 
 def set_find_shard(find: Callable[[Tensor], Tensor]) -> None:
-    """Have ``reduce_grad`` ask for the shard that a tensor stands for; the tensor itself, if nobody knows better."""
+    """Set the function that finds the shard for a tensor in the place of one; by default, it is the tensor itself."""
     global _find_shard
     _find_shard = find
 
@@ -251,7 +251,7 @@ def _(full: Tensor, kept: Tensor) -> Tensor:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
     shard, ctx.name, ctx.shape, ctx.group = inputs
     ctx.save_for_backward(shard)
-    # Asked here, of the leaf: a checkpoint gives backward another tensor. Traced shards are fake, and nobody's.
+    # Asked here, of the leaf: a checkpoint gives backward another tensor. Traced shards are fake, and have no parameter.
     ctx.receive_gradient = getattr(shard, "_fsdp_receive_gradient", None)
     ctx.kwargs = {
         key: value

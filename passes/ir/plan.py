@@ -14,7 +14,7 @@ from .reduction import Reduction
 
 
 class Gather(Enum):
-    """What a graph does about the parameters of a bucket.
+    """The plan of a graph for the parameters of a bucket.
 
     Attributes:
         GATHER: gather them.
@@ -29,7 +29,7 @@ class Gather(Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a graph does.
+    """The plan of a graph.
 
     Attributes:
         gathers, reductions: bucket by bucket, in the order in which :mod:`passes.transforms.bucket` finds them.

@@ -46,7 +46,7 @@ class Sync(Enum):
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a graph does about the gradients of a bucket.
+    """The plan of a graph for the gradients of a bucket.
 
     Attributes:
         sync: how far it reduces.
@@ -77,7 +77,7 @@ class Reduction:
 
 
 class Kept(Enum):
-    """What earlier microbatches have left for a stage.
+    """The results of earlier microbatches that a stage continues with.
 
     Attributes:
         UNSHARDED: full gradients, one for each that is reduced.
@@ -95,7 +95,7 @@ class Factor:
     number: int
 
 
-#: What a stage takes besides the result of the one before it: a sequence of tensors, empty where it takes None.
+#: The inputs of a stage besides the result of the one before it: a sequence of tensors, empty where it takes None.
 Operand = Kept | Factor
 
 

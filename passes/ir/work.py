@@ -16,7 +16,7 @@ from ..fx.graph import is_collective
 
 
 class Role(Enum):
-    """What a node does for its bucket.
+    """The part of a node in the communication of its bucket.
 
     Attributes:
         START_GATHER: copies shards in, and starts the all-gather.
@@ -64,7 +64,7 @@ class BucketName:
 
 @dataclass(frozen=True)
 class Work:
-    """What a node does for which bucket."""
+    """The role of a node, and the bucket that it works for."""
 
     role: Role
     bucket: BucketName
@@ -79,12 +79,12 @@ def mark(node: Node, work: Work) -> None:
 
 
 def work(node: Node) -> Work | None:
-    """What a node does for a bucket; None: nothing, as nodes of the model."""
+    """The work of a node; None for nodes of the model."""
     return node.meta.get(WORK)
 
 
 def role(node: Node) -> Role | None:
-    """What a node does for its bucket, if it works for one."""
+    """The role of a node that works for a bucket; else None."""
     found = work(node)
     return None if found is None else found.role
 

@@ -63,7 +63,7 @@ def collective_sequence(graph: Graph, group_names: Mapping[str, str]) -> list[Co
 
 
 def identities(sequence: Sequence[Collective]) -> list[str]:
-    """What has to be equal on all ranks, for each collective."""
+    """The part of each collective that has to be equal on all ranks."""
     buckets = [_modules(collective.bucket) for collective in sequence]
     named = [path for paths in buckets for path in paths]
     shared = len(list(takewhile(lambda modules: len(set(modules)) == 1, zip(*named, strict=False))))

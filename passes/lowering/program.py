@@ -2,7 +2,7 @@
 
 The function takes its arguments as a list, which it empties; values are freed after their last use, those that a segment
 is the last to read while that segment runs. What a collective reads is kept until its wait: memory that goes back earlier could
-be given to somebody who writes to it while it is being sent.
+be reused, and written to, while it is being sent.
 
 Each collective of a bucket, and the wait for it, is a range in a profile that has the bucket's name, as FSDP2 has them:
 ``FSDP::all_gather_into_tensor (blocks.0)``.
@@ -27,7 +27,7 @@ _all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 
 
 def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
-    """For each node the values that nobody reads behind it."""
+    """For each node the values of which it is the last reader."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     last: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -99,7 +99,7 @@ class _Writer:
 
     def _call_operator(self, node: Node, assignment: str) -> None:
         name = _range_of(node)
-        # Half a microsecond where nobody profiles.
+        # Half a microsecond without a profiler.
         self.lines += [f"with named_range({name!r}):", f"    {assignment}"] if name else [assignment]
 
     def _free(self, nodes: list[Node]) -> None:

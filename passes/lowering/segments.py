@@ -102,7 +102,7 @@ def _stretches(graph: Graph) -> list[dict[Node, None]]:
             stretches[-1][node] = None
     for stretch in stretches:
         for node in [node for node in stretch if is_view(node)]:
-            # What a collective takes as it came, seen otherwise, is no business of the stretch that it stands in.
+            # A view between two collectives does not belong to the stretch that it stands in.
             if not any(other in stretch for other in (*node.all_input_nodes, *node.users)):
                 del stretch[node]
     return [stretch for stretch in stretches if not all(map(is_view, stretch))]
@@ -187,7 +187,7 @@ class _Builder:
         for node in (*self.constants, *self.body):
             copies[node] = graph.node_copy(node, copies.__getitem__)
         output = graph.output(tuple(copies[node] for node in self.outputs))
-        # Exactly the layout that was traced: whoever reads an output was traced with it.
+        # Exactly the layout that was traced: the readers of an output were traced with it.
         output.meta["user_visible_output_idxs"] = list(range(len(self.outputs)))
         with _use_lazy_graph_module(True):
             return Segment(_make_graph_module(self.owner, graph), key)
@@ -285,7 +285,7 @@ def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:
 
 
 def _builders(gm: GraphModule, stretches: list[dict[Node, None]], sources: _Sources) -> dict[Node, _Builder]:
-    """What builds each stretch, by the stretch's last node."""
+    """The builder of each stretch, by the stretch's last node."""
     read_elsewhere: set[Node] = set()
     builders = {}
     # From the last on: what a stretch reads of the sizes in an earlier one, that one gives out.

@@ -71,7 +71,7 @@ Group = tuple[tuple[int, int], ...]
 
 
 def whole_buckets(buckets: Sequence[Bucket]) -> list[Group]:
-    """A collective for each unit's bucket, as it is unless somebody says otherwise."""
+    """The default: a collective for each unit's bucket."""
     return [tuple((index, position) for position in range(len(bucket.nodes))) for index, bucket in enumerate(buckets)]
 
 

@@ -9,7 +9,7 @@ After:  for each bucket (unit, dtypes and groups) what its :class:`~passes.ir.pl
 - ``Sync.ALL``: the same, then with replicas (HSDP) one ``all_reduce`` of the sum with the earlier partial result; the flat
   shard of averaged gradients, in their dtype, is an output, or is added to ``param.grad`` in place.
 
-What reduces takes in the casts of its gradients that nobody else reads. Partial results are added before the all-reduce: after
+A reduction absorbs the casts of its gradients that have no other reader. Partial results are added before the all-reduce: after
 it, those of the other replicas would be missing. Divide factors are inputs of the graph. The outputs that were gradients are
 None: the runtime lands gradients itself.
 
@@ -186,7 +186,7 @@ class _ReductionWriter:
 
 
 def _may_share_memory(node: Node, given_out: Sequence[Node]) -> bool:
-    """Whether a value may live in memory that somebody else has, or several of its elements in the same place."""
+    """Whether the memory of a value may be shared with another value, or between its own elements."""
     others = {memory_of(other) for other in given_out}
     while node.op != "placeholder" and node.target != _expand:
         source = viewed(node)

@@ -3,7 +3,7 @@
 Before: a gather starts and finishes just ahead of its unit's first reader; a reduction, at its unit's last gradient.
 After:  *gathers* start one unit ahead: the next unit's just before the graph waits for this unit's. A unit with a list of its
         own (:class:`Prefetch`) starts those of its list instead, in the list's order; if it gathers nothing itself, where the
-        graph first computes with its parameters, or computes their gradients. What nobody has started starts where it is
+        graph first computes with its parameters, or computes their gradients. A gather without a start starts where it is
         waited for, and the graph's first gather at the top.
         *Reductions* start where they did, as soon as the kernel that makes their last gradient has run; waits sink to the end,
         where the results are needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before
@@ -118,7 +118,7 @@ def schedule_gathers(graph: Graph, prefetches: Sequence[Prefetch] = ()) -> None:
 
 
 def default_max_pending_reductions(*, replicated: bool) -> int:
-    """How many reduce-scatters are in flight unless somebody says otherwise.
+    """How many reduce-scatters are in flight by default.
 
     Two let one run beside the computation of the next gradient. With replicas, the all-reduce goes on in its place.
     """

@@ -1,4 +1,4 @@
-"""What ``import torch`` loads already: fake and functional tensors, contexts of a compilation, parts of FX and autograd."""
+"""Names that ``import torch`` loads: fake and functional tensors, contexts of a compilation, parts of FX and autograd."""
 
 import torch
 
@@ -37,14 +37,14 @@ from torch._subclasses.fake_tensor import (
 # says whether writes reach the inputs; by default they do not, as before.
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
 
-# What ``Tensor.backward`` and ``autograd.grad`` call, by a global name of theirs. ``cuda_code`` puts its own in that place:
+# ``Tensor.backward`` and ``autograd.grad`` call it by a global name of their module, where ``cuda_code`` puts its own:
 # this is torch's, bound at import, while no one has put another there.
 from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
 
 # Graph modules whose Python code is not written until it is called: segments never are, Inductor reads their graph.
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
-# What ``torch.func.functional_call`` puts tensors into modules with, by which a trace of it is known.
+# ``torch.func.functional_call`` puts tensors into modules with it, by which a trace of it is recognised.
 from torch.nn.utils._named_member_accessor import swap_tensor
 
 # Trees of what modules take and give out, in the form that Dynamo traces.
@@ -72,7 +72,7 @@ peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 TorchDispatchModeKey = torch._C._TorchDispatchModeKey
 get_dispatch_mode = torch._C._get_dispatch_mode
 
-# What Python does in a forward beside its tensors, which Dynamo is to call and not to trace. ``torch.compiler.disable`` would
+# Marks Python code in a forward that Dynamo has to call instead of tracing it. ``torch.compiler.disable`` would
 # load Dynamo where the function is defined.
 disable_dynamo = torch._disable_dynamo
 
@@ -90,5 +90,5 @@ from_functional_tensor = torch._from_functional_tensor
 functionalize_has_data_mutation = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 sync_functional_tensor = torch._sync
 
-# What modules of torch call to be counted: nothing that a folded layer is to repeat.
+# Modules of torch call it to count their uses: a folded layer need not repeat it.
 log_api_usage_once = torch._C._log_api_usage_once

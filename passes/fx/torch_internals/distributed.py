@@ -1,4 +1,4 @@
-"""What torch.distributed has no public name for."""
+"""Names of torch.distributed that are not public."""
 
 # Loads the last two of the places below.
 import torch.distributed._composable.fsdp

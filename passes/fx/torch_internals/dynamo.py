@@ -6,5 +6,5 @@ from torch._dynamo import device_interface
 # Held by whatever compiles; variants of a graph are lowered when Dynamo does not run.
 from torch._dynamo.convert_frame import compile_lock
 
-# What ``torch.compile(module)`` gives: users may shard it, or shard what is in it.
+# The class of what ``torch.compile(module)`` returns: users may shard it, or the module in it.
 from torch._dynamo.eval_frame import OptimizedModule

@@ -1,4 +1,4 @@
-"""What is replaced of torch's: all of it, but for what ``cuda_code`` pretends with (``fsdp_compile/cuda/pretend.py``).
+"""All replacements in torch, except those of ``cuda_code`` (``fsdp_compile/cuda/pretend.py``).
 
 Methods are replaced for a ``with`` block, by what is given the method that was there, to fall back to. Kernels of operators are
 replaced from :func:`install_kernel` to :func:`uninstall`, after which torch has its own again. No import replaces anything.

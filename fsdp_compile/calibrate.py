@@ -30,10 +30,10 @@ from passes.collectives.functional import (
     start_reduce_scatter,
     supports_averaging,
 )
-from passes.collectives.gloo import install
 from passes.models.hardware import Hardware, Link, Links, dtype_name
 
 from .compiler.machine import default_path, device_name
+from .units.mesh import connect
 
 _REPEATS = 7
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -146,6 +146,7 @@ class _Collective:
 
 def _links(group: str, device: torch.device) -> Links:
     """The collectives of a group, as graphs call them. Every rank is in one such group, of the same size."""
+    connect(group, device)
     ranks = group_size(group)
     part = (ranks - 1) / ranks
     op = "avg" if supports_averaging(group, device) else "sum"
@@ -201,8 +202,6 @@ def main() -> None:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if device.type == "cpu":
-        install("cpu")
     hardware = measure(device)
     path = options.output or default_path(device.type)
     if local_rank == 0:

@@ -64,10 +64,8 @@ class ShardingMesh:
             replicate_group=mesh.get_group(0).group_name if mesh.ndim == 2 else "",
             device=_device_of(mesh),
         )
-        if backend_of(found.shard_group, found.device) == "gloo":
-            install(found.device.type)
         for group in filter(None, (found.shard_group, found.replicate_group)):
-            _connect(group, found.device)
+            connect(group, found.device)
         return found
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
@@ -95,7 +93,7 @@ class ShardingMesh:
         if key not in made:
             mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=("replicate", "post_forward"))
             made[key] = mesh.get_group(1).group_name
-        _connect(made[key], self.device)
+        connect(made[key], self.device)
         return made[key]
 
     def reduce_scatter_group(self) -> str:
@@ -107,22 +105,26 @@ class ShardingMesh:
             # Ranks of other shard groups need not take part.
             group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
             made[ranks] = group.group_name
-            _connect(group.group_name, self.device)
+            connect(group.group_name, self.device)
         return made[ranks]
 
 
-def _connect(group_name: str, device: torch.device) -> None:
+def connect(group_name: str, device: torch.device) -> None:
     """Set up the communication of a group before its first collective, a collective call of its ranks.
 
     NCCL would make its communicator at the first collective, in the middle of a graph. The handshake would block the thread
     that is to start collectives of other groups, and a CUDA graph cannot capture it. A group that has a communicator keeps it.
-    Source: ``ProcessGroupNCCL::eagerConnectSingleDevice``. Groups of Gloo get their opposites (:mod:`passes.collectives.gloo`).
+    Source: ``ProcessGroupNCCL::eagerConnectSingleDevice``.
+
+    For a group of Gloo, functional collectives get other kernels, and the group its opposite (:mod:`passes.collectives.gloo`).
     """
     backend = backend_of(group_name, device)
     if backend == "nccl":
         _backend(group_name, device).eager_connect_single_device(device)
-    elif backend == "gloo" and device.type == "cpu":
-        open_opposite(group_name)
+    elif backend == "gloo":
+        install(device.type)
+        if device.type == "cpu":
+            open_opposite(group_name)
 
 
 def _backend(group_name: str, device: torch.device) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -193,6 +194,23 @@ def test_a_calibration_gives_all_ranks_the_same_numbers(rank_pools: RankPools) -
     rates = [*first.flops_per_s.values(), first.bytes_per_s, *(link.bytes_per_s for link in links)]
     assert all(rate > 0 for rate in rates) and all(0 < link.latency_s < 1 for link in links)
     assert all(0 <= link.taken_s < 1 and 0 <= link.taken_s_per_byte < 1 for link in links)
+
+
+def operations_of_links() -> set[str]:
+    """The operations of Gloo that a measurement of links runs."""
+    from fsdp_compile.calibrate import _links
+
+    # Its own group: other tests may have connected the default one.
+    group = dist.new_group(group_desc="measured")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        _links(group.group_name, torch.device("cpu"))
+    return {event.name for event in profile.events() if event.name.startswith("gloo:")}
+
+
+def test_a_calibration_measures_the_messages_that_training_sends(rank_pools: RankPools) -> None:
+    for operations in rank_pools[2].run(operations_of_links):
+        assert {"gloo:send", "gloo:recv"} <= operations
+        assert not {name for name in operations if "all_to_all" in name or "all_gather" in name}
 
 
 def train_microbatches(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:

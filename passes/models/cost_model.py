@@ -62,22 +62,42 @@ def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
     """The time of each node of a graph on the computing side."""
     costs: dict[Node, int] = {}
     kernel_ns = _ns(hardware.kernel_s)
-    stretch: list[Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or is_free(node):
             costs[node] = 0
         elif starts_collective(node):
             costs[node] = kernel_ns + _taken_ns(node, hardware)
-        elif is_fusible(node):
+        elif not is_fusible(node):
+            costs[node] = kernel_ns + _kernel_ns(node, hardware)
+    for kernel in kernels(graph):
+        if is_fusible(kernel[0]):
+            _add_stretch(kernel, costs, hardware)
+    return costs
+
+
+def kernels(graph: Graph) -> list[list[Node]]:
+    """The kernels of a graph, each by its nodes: a stretch of those that fuse, or one that is a kernel of its own."""
+    found: list[list[Node]] = []
+    stretch: list[Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output") or is_free(node):
+            continue
+        if is_fusible(node):
             stretch.append(node)
             continue
-        else:
-            costs[node] = kernel_ns + _kernel_ns(node, hardware)
-        if costs[node]:
-            _add_stretch(stretch, costs, hardware)
-            stretch = []
-    _add_stretch(stretch, costs, hardware)
-    return costs
+        found += [stretch] if stretch else []
+        found += [] if starts_collective(node) else [[node]]
+        stretch = []
+    return found + ([stretch] if stretch else [])
+
+
+def unwritten(graph: Graph) -> set[Node]:
+    """The nodes whose values no kernel writes: those that fuse, and that only nodes of the same kernel read."""
+    found: set[Node] = set()
+    for kernel in kernels(graph):
+        members = set(kernel)
+        found |= {node for node in kernel[:-1] if node.users and not _is_read_outside(node, members)}
+    return found
 
 
 def transfer_ns(node: Node, hardware: Hardware) -> int:
@@ -92,21 +112,28 @@ def _taken_ns(node: Node, hardware: Hardware) -> int:
     return _ns(link.taken_s + traffic * link.taken_s_per_byte)
 
 
-def _link_and_traffic(node: Node, hardware: Hardware) -> tuple[Link, float]:
-    """The link that carries a collective, and the bytes that each rank sends over it."""
-    group = group_of(node)
-    world_size = group_size(group)
-    links = hardware.links(dist.get_process_group_ranks(resolve_group(group)))
-    unsharded = max(num_bytes(node.meta["val"]), sum(num_bytes(source.meta["val"]) for source in node.all_input_nodes))
-    traffic = unsharded * (world_size - 1) / world_size
+def collective_kind(node: Node) -> str:
+    """What a collective costs like: "all_gather", "reduce_scatter" or "all_reduce"."""
     packet = node.target.overloadpacket  # type: ignore[union-attr]
     if packet == _c10d.all_gather_into_tensor:
-        return links.all_gather, traffic
-    if packet in (_c10d.reduce_scatter_tensor, _c10d.all_to_all_single):
-        # An exchange sends as much, and is what Gloo's reduce-scatter is.
-        return links.reduce_scatter, traffic
-    # Other collectives of the model's own have no measure of their own.
-    return links.all_reduce, 2 * traffic
+        return "all_gather"
+    # An exchange sends as much, and is what Gloo's reduce-scatter is. Other collectives of the model's own have no measure of
+    # their own.
+    return "reduce_scatter" if packet in (_c10d.reduce_scatter_tensor, _c10d.all_to_all_single) else "all_reduce"
+
+
+def traffic_bytes(node: Node) -> float:
+    """The bytes that each rank sends for a collective."""
+    world_size = group_size(group_of(node))
+    unsharded = max(num_bytes(node.meta["val"]), sum(num_bytes(source.meta["val"]) for source in node.all_input_nodes))
+    traffic = unsharded * (world_size - 1) / world_size
+    return 2 * traffic if collective_kind(node) == "all_reduce" else traffic
+
+
+def _link_and_traffic(node: Node, hardware: Hardware) -> tuple[Link, float]:
+    """The link that carries a collective, and the bytes that each rank sends over it."""
+    links = hardware.links(dist.get_process_group_ranks(resolve_group(group_of(node))))
+    return getattr(links, collective_kind(node)), traffic_bytes(node)
 
 
 def is_free(node: Node) -> bool:
@@ -130,14 +157,21 @@ def _kernel_ns(node: Node, hardware: Hardware) -> int:
     """A kernel of its own."""
     moved = num_bytes(node.meta.get("val")) + sum(num_bytes(source.meta.get("val")) for source in node.all_input_nodes)
     computing = 0.0
-    formula = _flop_formula(node)
-    if formula is not None:
+    flops = node_flops(node)
+    if flops is not None:
         rates = hardware.flops_per_s
-        dtype = node.all_input_nodes[0].meta["val"].dtype
-        shapes = torch.fx.map_arg((node.args, node.kwargs), lambda source: _shapes(source.meta["val"]))
-        flops = formula(*shapes[0], **shapes[1], out_val=_shapes(node.meta["val"]))
-        computing = flops / rates.get(dtype_name(dtype), rates["float32"])
+        computing = flops[1] / rates.get(flops[0], rates["float32"])
     return _ns(max(computing, moved / hardware.bytes_per_s))
+
+
+def node_flops(node: Node) -> tuple[str, int] | None:
+    """The dtype that a product computes in, as :class:`Hardware` spells it, and its flops; None: it is no product."""
+    formula = _flop_formula(node)
+    if formula is None:
+        return None
+    dtype = node.all_input_nodes[0].meta["val"].dtype
+    shapes = torch.fx.map_arg((node.args, node.kwargs), lambda source: _shapes(source.meta["val"]))
+    return dtype_name(dtype), formula(*shapes[0], **shapes[1], out_val=_shapes(node.meta["val"]))
 
 
 def _flop_formula(node: Node) -> Callable[..., int] | None:

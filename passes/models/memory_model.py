@@ -14,9 +14,11 @@ are counted apart.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -24,10 +26,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..collectives.gloo import backend_of
-from ..fx.graph import group_of, is_collective, is_view, readers, starts_collective
+from ..fx.graph import derived, group_of, is_collective, is_view, readers, starts_collective
 from ..fx.sizes import num_bytes
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
+from ..ir.ops import unshards
 from ..ir.work import BucketName, Role, bucket, role
 
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -39,6 +42,11 @@ _GIVES_BACK = {
     torch.ops.aten._unsafe_view.default,
     force_stride_order,
 }
+
+
+#: In ``node.meta`` of a joint graph, and of what the partitioner makes of it: the value is a gathered parameter, or made of one
+#: by views and casts.
+IS_PARAMETER = "fsdp_is_parameter"
 
 
 @dataclass(frozen=True)
@@ -64,17 +72,58 @@ class LiveBytes:
         return max((parameters for _, parameters in self.timeline), default=0)
 
 
+class Category(Enum):
+    """What memory is there for.
+
+    Attributes:
+        PARAMETERS: gathered buffers, and what is cut out of them; also those that forward saved for backward.
+        ACTIVATIONS: what a graph of the model gives out, or was given to free: activations and gradients of them.
+        GRADIENTS: full gradients until a reduction has copied them, and what reductions leave.
+        COMMUNICATION: what collectives read, and what is on its way.
+        WORKING: values that come and go within a graph.
+    """
+
+    PARAMETERS = "gathered parameters"
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+    COMMUNICATION = "communication"
+    WORKING = "working memory"
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """The live bytes of a graph by category.
+
+    Attributes:
+        timeline: for each category, its live bytes while each node runs.
+        buckets: by bucket, as far as memory belongs to one.
+        given_out: by category, what the graph's outputs hold.
+    """
+
+    timeline: Mapping[Category, Sequence[int]]
+    buckets: Mapping[BucketName, Sequence[int]]
+    given_out: Mapping[Category, int]
+
+
 @dataclass(eq=False)
 class _Storage:
     num_bytes: int
     is_parameter: bool
     bucket: BucketName | None
+    maker: Node | None = None
 
 
 class MemoryModel:
-    """The storages of a graph. They do not depend on the order of its nodes, so that many orders can be asked about."""
+    """The storages of a graph. They do not depend on the order of its nodes, so that many orders can be asked about.
 
-    def __init__(self, graph: Graph):
+    Args:
+        graph: the graph.
+        unwritten: nodes whose values never live (see :func:`passes.models.cost_model.unwritten`).
+    """
+
+    def __init__(self, graph: Graph, unwritten: Collection[Node] = ()):
+        self._unwritten = unwritten
+        self._output = graph.output_node()
         self._made: dict[Node, list[_Storage]] = {}
         self._held: dict[Node, tuple[_Storage, ...]] = {}
         self._touched: dict[Node, set[_Storage]] = {}
@@ -92,7 +141,7 @@ class MemoryModel:
         made = self._made[node] = []
         if node.op == "placeholder":
             if node.meta.get("freed"):
-                self._freed.append(_Storage(num_bytes(node.meta["val"]), False, None))
+                self._freed.append(_Storage(num_bytes(node.meta["val"]), False, None, node))
                 self._held[node] = (self._freed[-1],)
             else:
                 self._held[node] = ()
@@ -106,10 +155,11 @@ class MemoryModel:
         else:
             value: Any = node.meta.get("val")
             values = value if isinstance(value, (list, tuple)) else [value]
-            made += [_Storage(num_bytes(one), _is_parameter(node), bucket(node)) for one in values]
+            lives = node not in self._unwritten
+            made += [_Storage(num_bytes(one) * lives, _is_parameter(node), bucket(node), node) for one in values]
             self._held[node] = tuple(made)
             if node.target == _all_gather and backend_of(group_of(node), value.device) == "gloo":
-                made.append(_Storage(num_bytes(value), _is_parameter(node), bucket(node)))
+                made.append(_Storage(num_bytes(value), _is_parameter(node), bucket(node), node))
         self._touched[node] = {storage for source in node.all_input_nodes for storage in self._held[source]} | set(made)
 
     def _lifetimes(self, order: Sequence[Node]) -> tuple[dict[_Storage, int], dict[_Storage, int]]:
@@ -137,6 +187,43 @@ class MemoryModel:
             timeline.append((total, parameter))
         return LiveBytes(tuple(timeline), tuple(node.name for node in order))
 
+    def breakdown(self, order: Sequence[Node]) -> Breakdown:
+        """What :meth:`live_bytes` counts, by category and bucket."""
+        first, last = self._lifetimes(order)
+        categories = self._categories()
+        timeline = {category: [0] * len(order) for category in Category}
+        buckets: dict[BucketName, list[int]] = {}
+        given_out = dict.fromkeys(Category, 0)
+        kept = set(self._touched[self._output])
+        for storage, start in first.items():
+            category = categories[storage]
+            rows = [timeline[category]]
+            if storage.bucket is not None:
+                rows.append(buckets.setdefault(storage.bucket, [0] * len(order)))
+            for row in rows:
+                row[start] += storage.num_bytes
+                if last[storage] + 1 < len(order):
+                    row[last[storage] + 1] -= storage.num_bytes
+            if storage in kept and storage not in self._freed:
+                given_out[category] += storage.num_bytes
+        for row in (*timeline.values(), *buckets.values()):
+            row[:] = itertools.accumulate(row)
+        return Breakdown(timeline, buckets, given_out)
+
+    def _categories(self) -> dict[_Storage, Category]:
+        kept = self._touched[self._output]
+        reduced = {
+            storage
+            for node, touched in self._touched.items()
+            if role(node) in (Role.START_REDUCE, Role.ACCUMULATE)
+            for storage in touched
+            if role(storage.maker) is None  # type: ignore[arg-type]
+        }
+        return {
+            storage: _category(storage, is_kept=storage in kept, is_reduced=storage in reduced)
+            for storage in (*self._freed, *(storage for made in self._made.values() for storage in made))
+        }
+
     def largest_bucket(self, order: Sequence[Node], index: int) -> BucketName | None:
         """The bucket that holds most at a position of an order; None if none holds anything."""
         first, last = self._lifetimes(order)
@@ -147,9 +234,30 @@ class MemoryModel:
         return max(held, key=held.__getitem__) if held else None
 
 
+def _category(storage: _Storage, *, is_kept: bool, is_reduced: bool) -> Category:
+    maker = storage.maker
+    assert maker is not None
+    if storage.is_parameter or maker.meta.get(IS_PARAMETER):
+        return Category.PARAMETERS
+    done = role(maker)
+    if maker.op == "placeholder":
+        return Category.ACTIVATIONS
+    if is_reduced or done in (Role.ACCUMULATE, Role.FINISH_REDUCE) or (is_kept and done is not None):
+        return Category.GRADIENTS
+    if done is not None or is_collective(maker):
+        return Category.COMMUNICATION
+    return Category.ACTIVATIONS if is_kept else Category.WORKING
+
+
 def live_bytes(graph: Graph) -> LiveBytes:
     """The live bytes of a graph in the order that it has."""
     return MemoryModel(graph).live_bytes(list(graph.nodes))
+
+
+def mark_parameters(graph: Graph) -> None:
+    """Mark what is a gathered parameter in a joint graph, as backward graphs do not tell what forward saved."""
+    for node in derived(graph, unshards(graph.nodes)):
+        node.meta[IS_PARAMETER] = True
 
 
 def mark_freed_inputs(graph: Graph, kept: Sequence[Node]) -> None:

@@ -48,6 +48,7 @@ class Timeline:
         begins, ends: when each collective is on its link.
         total: when the last node is done.
         exposed: how much of it the computing side waits.
+        waits: for each wait, how long, and for which collective; those that hold nothing up are left out.
     """
 
     arrives: Mapping[Node, int]
@@ -55,6 +56,7 @@ class Timeline:
     ends: Mapping[Node, int]
     total: int
     exposed: int
+    waits: Mapping[Node, tuple[int, Node]]
 
 
 def _awaited(wait: Node) -> Node:
@@ -69,6 +71,7 @@ def simulate(order: Sequence[Node], costs: Costs) -> Timeline:
     arrives: dict[Node, int] = {}
     begins: dict[Node, int] = {}
     ends: dict[Node, int] = {}
+    waits: dict[Node, tuple[int, Node]] = {}
     for node in order:
         arrives[node] = clock
         if node in costs.transfer:
@@ -76,7 +79,9 @@ def simulate(order: Sequence[Node], costs: Costs) -> Timeline:
             ends[node] = free[group_of(node)] = begins[node] + costs.transfer[node]
         elif node.target == _wait:
             over = ends.get(_awaited(node), clock)
-            exposed += max(0, over - clock)
-            clock = max(clock, over)
+            if over > clock:
+                waits[node] = over - clock, _awaited(node)
+                exposed += over - clock
+                clock = over
         clock += costs.compute[node]
-    return Timeline(arrives, begins, ends, clock, exposed)
+    return Timeline(arrives, begins, ends, clock, exposed, waits)

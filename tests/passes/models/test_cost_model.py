@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes.fx.graph import starts_collective
-from passes.models.cost_model import node_ns, transfer_ns
+from passes.models.cost_model import collective_kind, kernels, node_flops, node_ns, traffic_bytes, transfer_ns, unwritten
 from passes.models.hardware import Hardware, Link, Links, known_hardware
 from passes.models.timeline import Costs, simulate
 from tests.passes.tracing import PassTestCase
@@ -144,12 +144,44 @@ _scaled_dot_product_flash_attention_for_cpu 5096
 
         graph = self.trace(overlap, torch.zeros(8), torch.zeros(64, 64)).graph
         timeline = simulate(list(graph.nodes), Costs.of(graph, HARDWARE))
+        assert timeline.waits == {}
         # Each is in flight for 102.24 us, one after the other. The product takes 525.3 us and hides both.
         assert [timeline.begins[node] for node in graph.nodes if node in timeline.begins] == [0, 102_240]
         assert (timeline.exposed, timeline.total) == (0, 1000 + 1000 + 1000 + 2 * 64**3)
         moved = [node for node in graph.nodes if node.name != "mm"]
         timeline = simulate(moved, Costs.of(graph, HARDWARE))
         assert timeline.exposed == 2 * 102_240 - 2000
+        # The first waits for what is left of it, the second for all of it.
+        first, second = timeline.waits
+        assert timeline.waits[first] == (102_240 - 2000, first.all_input_nodes[0])
+        assert timeline.waits[second] == (102_240, second.all_input_nodes[0])
+
+    def test_kernels_and_what_they_write(self) -> None:
+        def function(x):
+            y = x.relu().exp()
+            return (y @ y.t()).sin().cos()
+
+        graph = self.trace(function, torch.zeros(10, 10)).graph
+        assert [[node.name for node in kernel] for kernel in kernels(graph)] == [["relu", "exp"], ["mm"], ["sin", "cos"]]
+        assert {node.name for node in unwritten(graph)} == {"relu", "sin"}
+
+    def test_traffic_by_kind(self) -> None:
+        def communicate(x):
+            gathered = _c10d.all_gather_into_tensor(x, 8, self.shard)
+            scattered = _c10d.reduce_scatter_tensor(x, "sum", 8, self.shard)
+            reduced = _c10d.all_reduce(x, "sum", self.replicate)
+            return gathered, scattered, reduced
+
+        graph = self.trace(communicate, torch.zeros(80)).graph
+        sent = {collective_kind(node): traffic_bytes(node) for node in graph.nodes if starts_collective(node)}
+        assert sent == {"all_gather": 7 * 320, "reduce_scatter": 7 * 40, "all_reduce": 2 * 320 / 2}
+
+    def test_flops_of_products(self) -> None:
+        def function(x):
+            return (x.half() @ x.half().t()).relu()
+
+        graph = self.trace(function, torch.zeros(4, 8)).graph
+        assert [product for node in graph.nodes if (product := node_flops(node))] == [("float16", 2 * 4 * 8 * 4)]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from torch.fx import Graph
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
 from passes.ir.reduction import Reduction
-from passes.models.memory_model import live_bytes, mark_freed_inputs
+from passes.models.cost_model import unwritten
+from passes.models.memory_model import IS_PARAMETER, Category, MemoryModel, live_bytes, mark_freed_inputs
 from passes.transforms.bucket import bucket_gathers
 from passes.transforms.gradient_sync import synchronize_gradients
 from passes.transforms.mixed_precision import mixed_precision
@@ -172,3 +173,41 @@ add: 12 (0)
 output: 4 (0)
 """,
         )
+
+    def test_categories(self) -> None:
+        """A backward graph that reads a saved activation and a saved parameter, and reduces a gradient."""
+
+        def backward(shard, saved, tangents):
+            full = unshard(shard, "w", [8, 8], self.shard, unit="up")
+            grad = saved.t() @ tangents
+            return (tangents @ full.t(), reduce_grad(grad, shard, "w", [8, 8], self.shard, unit="up"))
+
+        gm = self.trace(backward, torch.zeros(1, 8), torch.zeros(16, 8), torch.zeros(16, 8), names="shard saved tangents")
+        mark_freed_inputs(gm.graph, [gm.graph.find_nodes(op="placeholder")[0]])
+        interface = Interface(gm.graph)
+        bucket_gathers(gm.graph)
+        synchronize_gradients(gm.graph, [Reduction()], interface)
+        interface.finish()
+        order = list(gm.graph.nodes)
+        model = MemoryModel(gm.graph)
+        live, memory = model.live_bytes(order), model.breakdown(order)
+        totals = [sum(held) for held in zip(*memory.timeline.values(), strict=True)]
+        assert totals == [total for total, _ in live.timeline]
+        assert list(memory.timeline[Category.PARAMETERS]) == [parameters for _, parameters in live.timeline]
+        most = {category: max(row) for category, row in memory.timeline.items()}
+        # The gradient of the input is as large as what was saved, and as the gradient of the output.
+        assert most[Category.ACTIVATIONS] == 3 * 512 - 512
+        assert most[Category.GRADIENTS] >= 8 * 8 * 4
+        assert memory.given_out[Category.ACTIVATIONS] == 512 and memory.given_out[Category.GRADIENTS] == 8 * 4
+
+    def test_saved_parameters_and_what_is_never_written(self) -> None:
+        def forward(x):
+            return (x.relu().exp(),)
+
+        gm = self.trace(forward, torch.zeros(10), names="x")
+        x = gm.graph.find_nodes(op="placeholder")[0]
+        x.meta |= {"freed": True, IS_PARAMETER: True}
+        memory = MemoryModel(gm.graph, unwritten(gm.graph)).breakdown(list(gm.graph.nodes))
+        assert list(memory.timeline[Category.PARAMETERS]) == [40, 40, 0, 0]
+        assert list(memory.timeline[Category.WORKING]) == [0, 0, 0, 0]
+        assert list(memory.timeline[Category.ACTIVATIONS]) == [0, 0, 40, 40]

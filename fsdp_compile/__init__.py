@@ -14,6 +14,8 @@ from .compiler.backend import fsdp_backend
 from .compiler.capture import Capture, CapturedGraph, CapturedPass, capture
 from .cuda.code import CudaCode, cuda_code
 from .cuda.outline import cuda_outline
+from .explain.explain import explain
+from .explain.report import Report
 from .runtime.agreement import RanksDisagree
 from .torch_versions import DataParallelMeshDims, GradientReductionHandle
 
@@ -30,11 +32,13 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RanksDisagree",
+    "Report",
     "UnshardHandle",
     "capture",
     "comm_hooks",
     "cuda_code",
     "cuda_outline",
+    "explain",
     "fsdp_backend",
     "fully_shard",
     "gradient_divide_factors",

@@ -17,7 +17,18 @@ ROOT = Path(__file__).parent.parent
 # A module imports from its own folder and from those before it. Files that stand beside folders are named like these.
 ORDER = {
     "passes": ["fx", "collectives", "ir", "models", "transforms", "auto", "lowering", "pipeline"],
-    "fsdp_compile": ["torch_versions", "units", "runtime", "compiler", "comm_hooks", "calibrate", "api", "cuda"],
+    "fsdp_compile": [
+        "torch_versions",
+        "units",
+        "runtime",
+        "compiler",
+        "comm_hooks",
+        "calibrate",
+        "api",
+        "dry_run",
+        "cuda",
+        "explain",
+    ],
 }
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, GraphModule
 
 from passes.fx.torch_internals.core import _make_graph_module, _use_lazy_graph_module
+from passes.models.hardware import Hardware
 from passes.models.memory_model import LiveBytes, live_bytes
 from passes.pipeline import Observer, graph_text, log_pass
+
+from ..runtime.call import Call
+from ..runtime.course import eager_observers
+from ..runtime.planned_graph import BoxedFunction, PlannedGraph, Variant, call_observers
+from .calls import Census, GraphCall
+
+if TYPE_CHECKING:
+    from ..explain.report import Report
 
 
 @dataclass
@@ -59,23 +71,69 @@ class Capture:
     Attributes:
         forward: forward graphs, those for inference included, in the order they were lowered.
         backward: backward graphs, in the order they were lowered.
-        passes: every pass over any of the graphs, in the order they ran.
+        passes: every pass over any of the graphs, in the order they ran; empty unless asked for.
+        calls: the calls of these graphs, and of graphs that an earlier capture saw, in order.
+        unknown_calls: how many graphs ran that had been lowered while nothing captured.
+        outside: what communicated outside of graphs, once for each time.
+        census: the sharded models that the calls were for.
     """
 
     forward: list[CapturedGraph] = field(default_factory=list)
     backward: list[CapturedGraph] = field(default_factory=list)
     passes: list[CapturedPass] = field(default_factory=list)
+    calls: list[GraphCall] = field(default_factory=list)
+    unknown_calls: int = 0
+    outside: list[str] = field(default_factory=list)
+    census: Census = field(default_factory=Census)
+    _takes_passes: bool = field(default=True, repr=False)
+
+    def explain(self, hardware: Hardware | str | os.PathLike[str], **given: Any) -> Report:
+        """What the step that ran would do, cost and hold on a machine; see :func:`fsdp_compile.explain`.
+
+        Args:
+            hardware: as for :func:`fsdp_compile.explain`.
+            given: its ``tokens`` and ``optimizer``.
+
+        Raises:
+            ValueError: a graph ran that was compiled ahead of the capture, or none ran; or as :func:`fsdp_compile.explain`.
+        """
+        return _explainers[0](self, hardware, **given)
+
+    def _observe(self, planned: PlannedGraph, variant: Variant, call: Call) -> None:
+        self.census.note(call)
+        graph = _graph_of.get(variant.function)
+        if graph is None:
+            self.unknown_calls += 1
+            return
+        units = {name or "root": self.census.name_of(unit) for name, unit in call.units.items()}
+        held = self.census.gradient_bytes(), self.census.parameter_bytes()
+        self.calls.append(GraphCall(graph, planned.is_backward, planned.owners, units, *held))
+
+    def _observe_eager(self, what: str) -> None:
+        self.outside.append(what)
 
 
 _active: list[Capture] = []
+# The graphs that captures have seen, by the functions that they became.
+_graph_of: weakref.WeakKeyDictionary[BoxedFunction, CapturedGraph] = weakref.WeakKeyDictionary()
+# What this layer does not import.
+_explainers: list[Callable[..., Report]] = []
+
+
+def set_explainer(explainer: Callable[..., Report]) -> None:
+    """Say what :meth:`Capture.explain` does."""
+    _explainers[:] = [explainer]
 
 
 @contextlib.contextmanager
-def capture() -> Iterator[Capture]:
+def capture(*, passes: bool = True) -> Iterator[Capture]:
     """Record every graph that ``fsdp_backend`` lowers inside of the ``with`` block.
 
     Graphs are lowered at a compiled model's first call, and backward graphs at the first backward; what was compiled before
     is not seen (``torch._dynamo.reset()`` makes torch compile again).
+
+    Args:
+        passes: record what each pass did, too, which takes time: a third of what compiling takes without kernels.
 
     Example::
 
@@ -84,12 +142,16 @@ def capture() -> Iterator[Capture]:
         print(captured.forward[0].readable())
         print(captured.backward[0].code)
     """
-    captured = Capture()
+    captured = Capture(_takes_passes=passes)
     _active.append(captured)
+    call_observers.append(captured._observe)
+    eager_observers.append(captured._observe_eager)
     try:
         yield captured
     finally:
         _active.remove(captured)
+        call_observers.remove(captured._observe)
+        eager_observers.remove(captured._observe_eager)
 
 
 def is_capturing() -> bool:
@@ -107,16 +169,18 @@ def snapshot(gm: GraphModule) -> GraphModule:
 
 def observer() -> Observer:
     """The observers of passes: the log, and all active captures."""
-    return _record_pass if _active else log_pass
+    return _record_pass if any(active._takes_passes for active in _active) else log_pass
 
 
 def _record_pass(stage: str, name: str, before: str, after: str) -> None:
     log_pass(stage, name, before, after)
     for active in _active:
-        active.passes.append(CapturedPass(stage, name, before, after))
+        if active._takes_passes:
+            active.passes.append(CapturedPass(stage, name, before, after))
 
 
-def record(captured: CapturedGraph, is_backward: bool) -> None:
-    """Hand a lowered graph to every capture that is under way."""
+def record(captured: CapturedGraph, is_backward: bool, function: BoxedFunction) -> None:
+    """Hand a lowered graph, and the function that it became, to every capture that is under way."""
+    _graph_of[function] = captured
     for active in _active:
         (active.backward if is_backward else active.forward).append(captured)

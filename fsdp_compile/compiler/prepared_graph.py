@@ -102,12 +102,12 @@ class PreparedGraph:
 
     def _lower(self, gm: GraphModule, group_names: dict[str, str]) -> BoxedFunction:
         lowered = self._lowering.lower(gm, is_backward=self.is_backward, inductor_kwargs=self._inductor_kwargs)
+        function = lowered.function
+        if self._recorders is not None:
+            function = boxed(self._recorders.recorded(function, gm.graph, is_backward=self.is_backward, groups=group_names))
         if is_capturing():
-            record(CapturedGraph(snapshot(gm), lowered.code, group_names), self.is_backward)
-        if self._recorders is None:
-            return lowered.function
-        recorded = self._recorders.recorded(lowered.function, gm.graph, is_backward=self.is_backward, groups=group_names)
-        return boxed(recorded)
+            record(CapturedGraph(snapshot(gm), lowered.code, group_names), self.is_backward, function)
+        return function
 
 
 def _group_names(graph: Graph) -> dict[str, str]:

@@ -7,31 +7,25 @@ training steps can be played through, with all their plans.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Interpreter
 
-from passes.collectives.functional import forget_factors
-from passes.fx.torch_internals.core import FakeCopyMode, FakeTensorMode, pytree, unset_fake_temporarily
-from passes.fx.torch_internals.distributed import FakeStore
+from passes.fx.torch_internals.core import unset_fake_temporarily
 from passes.fx.torch_internals.inductor import compile_fx_inner, inductor_config
 
-from ..api.sharding import fully_shard
 from ..compiler.backend import compile_with
-from ..compiler.capture import Capture, capture, snapshot
+from ..compiler.capture import Capture, snapshot
 from ..compiler.inductor_lowering import InductorLowering
 from ..compiler.lowering import Lowering
 from ..compiler.options import LOWERINGS, Options
+from ..dry_run import check_arguments, played_step, shard_layers, train
 from ..runtime.planned_graph import boxed
 from .outline import triton_kernels
 from .pretend import device_of, pretend_cuda, source_of
@@ -111,89 +105,14 @@ _INDUCTOR_CONFIG = {
 }
 
 
-def _forget() -> None:
-    """Drop compiled code and caches, so that none of fake tensors is used outside, and none from outside here."""
-    torch.compiler.reset()
-    forget_factors()
-
-
-def _fake_like(tensor: Tensor) -> Tensor:
-    """A fake tensor on ``cuda`` that looks like another."""
-    size, stride = tensor.shape, tensor.stride()
-    return torch.empty_strided(size, stride, dtype=tensor.dtype, device="cuda:0", requires_grad=tensor.requires_grad)
-
-
-def _fake_copy(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
-    """A copy of a model with fake parameters and buffers on ``cuda``. To be called in the fake mode."""
-    copies: dict[int, Any] = {
-        id(param): nn.Parameter(_fake_like(param.detach()), requires_grad=param.requires_grad) for param in model.parameters()
-    }
-    copies.update((id(buffer), _fake_like(buffer)) for buffer in model.buffers())
-    # For tensors that are neither.
-    with FakeCopyMode(fake_mode):
-        return copy.deepcopy(model, copies)
-
-
-def _shard_layers(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """A unit for each module of the outermost module lists, and one for the rest."""
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                for layer in child:
-                    fully_shard(layer, mesh=device_mesh)
-            else:
-                visit(child)
-
-    visit(model)
-    fully_shard(model, mesh=device_mesh)
-
-
-def _train(compiled: Any, *args: Any, **kwargs: Any) -> None:
-    """Forward, and backward from the sum of all outputs."""
-    outputs = [value for value in pytree.tree_leaves(compiled(*args, **kwargs)) if isinstance(value, Tensor)]
-    losses = [value.sum() for value in outputs if value.requires_grad]
-    if losses:
-        torch.autograd.backward(losses)
-
-
-def _check_arguments(model: nn.Module, mesh_shape: Sequence[int]) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"cuda_code takes an nn.Module, not a {type(model).__name__}. Build it on the meta device, if it is large."
-        )
-    if len(mesh_shape) not in (1, 2) or not all(isinstance(size, int) and size > 0 for size in mesh_shape):
-        raise ValueError(
-            f"mesh_shape={mesh_shape!r} must be (shards,) for FSDP or (replicas, shards) for HSDP, in ranks, each at least 1."
-        )
-    if any(hasattr(module, "_fsdp_unit") for module in model.modules()):
-        raise ValueError("cuda_code takes a model that is not sharded yet, and shards a copy of it: see its argument shard.")
-
-
-@contextlib.contextmanager
-def _world(mesh_shape: Sequence[int]) -> Iterator[DeviceMesh]:
-    """A mesh of pretended ranks, of which this process is the first."""
-    if dist.is_initialized():
-        raise RuntimeError(
-            "cuda_code makes a default process group of pretended ranks, but there is one already, and a process has only one. "
-            "Call it ahead of init_process_group(), after destroy_process_group(), or in a process of its own."
-        )
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(mesh_shape))
-    try:
-        names = ("shard",) if len(mesh_shape) == 1 else ("replicate", "shard")
-        yield init_device_mesh("cuda", tuple(mesh_shape), mesh_dim_names=names)
-    finally:
-        dist.destroy_process_group()
-
-
 def cuda_code(
     model: nn.Module,
     inputs: Any,
     mesh_shape: Sequence[int],
     arch: str = "sm_90",
     *,
-    shard: Callable[[Any, DeviceMesh], Any] = _shard_layers,
-    step: Callable[..., Any] = _train,
+    shard: Callable[[Any, DeviceMesh], Any] = shard_layers,
+    step: Callable[..., Any] = train,
     options: dict[str, Any] | None = None,
     ptx: Sequence[str] = (),
 ) -> CudaCode:
@@ -234,25 +153,14 @@ def cuda_code(
         print(code.backward[0].code)
     """
     device = device_of(arch)
-    _check_arguments(model, mesh_shape)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(pretend_cuda(device))
-        stack.callback(_forget)
-        _forget()
-        stack.enter_context(inductor_config.patch(_INDUCTOR_CONFIG))
-        device_mesh = stack.enter_context(_world(mesh_shape))
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        stack.enter_context(fake_mode)
-        copied = _fake_copy(model, fake_mode)
-        shard(copied, device_mesh)
-        args = pytree.tree_map_only(Tensor, _fake_like, inputs)
-        compiled: Any = torch.compile(copied, backend=_backend, options=options)
-        captured = stack.enter_context(capture())
-        if isinstance(args, dict):
-            step(compiled, **args)
-        else:
-            step(compiled, *(args if isinstance(args, (tuple, list)) else (args,)))
-    code = CudaCode(captured.forward, captured.backward, captured.passes, arch)
+    check_arguments("cuda_code", model, mesh_shape)
+    given: dict[str, Any] = {"shard": shard, "step": step, "backend": _backend, "options": options, "passes": True}
+    with (
+        pretend_cuda(device),
+        inductor_config.patch(_INDUCTOR_CONFIG),
+        played_step(model, inputs, mesh_shape, "cuda", **given) as captured,
+    ):
+        code = CudaCode(**vars(captured), arch=arch)
     if ptx:
         code.ptx(*ptx)
     return code

@@ -269,20 +269,22 @@ _pretending = threading.Lock()
 
 
 @contextlib.contextmanager
-def pretend_cuda(device: CudaDevice) -> Iterator[None]:
+def pretend_cuda(device: CudaDevice, *, triton: bool = True) -> Iterator[None]:
     """Let torch and Triton believe that ``cuda:0`` is a device of some architecture.
 
     Args:
         device: the device.
+        triton: code is to be generated; without it, Triton need not be installed.
 
     Raises:
         RuntimeError: Triton is not installed, or something in this process pretends already.
     """
-    require_triton()
+    if triton:
+        require_triton()
     if not _pretending.acquire(blocking=False):
         raise RuntimeError(
             "This process pretends to have a CUDA device already, in another thread, or further up in this one. What is "
-            "replaced meanwhile is replaced for all threads: call cuda_code() and CudaCode.ptx() one after the other."
+            "replaced meanwhile is replaced for all threads: call one of cuda_code(), CudaCode.ptx(), explain() at a time."
         )
     has_device = torch.cuda.is_available()
     with contextlib.ExitStack() as stack:
@@ -290,7 +292,8 @@ def pretend_cuda(device: CudaDevice) -> Iterator[None]:
         stack.callback(_pretending.release)
         stack.callback(_forget_devices)
         stack.enter_context(_python_functions(device, has_device))
-        stack.enter_context(_triton_driver(device))
+        if triton:
+            stack.enter_context(_triton_driver(device))
         if not has_device:
             stack.enter_context(_device_registry())
             stack.enter_context(_autograd_engine())

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -433,7 +433,10 @@ def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapp
     return Run(program, [course.group_name for course in courses if course.group_names & used], group_names)
 
 
-@functools.lru_cache(maxsize=1 << 16)
+#: Told of each operator that communicates outside of a graph, ahead of it.
+eager_observers: list[Callable[[str], None]] = []
+
+
 def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> Run:
     """The run of an operator that communicates outside of a graph.
 
@@ -442,6 +445,13 @@ def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -
         shape: sizes that have to be equal on all ranks, such as the parameter's.
         group_names: names of the shard group, of the replicate group (empty if it is not used), and of others.
     """
+    for observe in eager_observers:
+        observe(what)
+    return _eager_run(what, shape, group_names)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> Run:
     program = Program(f"{what} outside of a compiled graph", (), (str(shape),), is_graph=False)
     roles = {name: role for name, role in zip(group_names, ("shard", "replicate"), strict=False) if name}
     return Run(program, list(filter(None, group_names)), roles, f"FSDP::{what}")

@@ -56,6 +56,10 @@ class Variant:
     reductions: Sequence[Group] | None = None
 
 
+#: Told of each call of a graph, ahead of it: the graph, the variant that is to run, and the call.
+call_observers: list[Callable[[PlannedGraph, Variant, Call], None]] = []
+
+
 class PlannedGraph:
     """A forward or backward graph that is lowered once for each plan that it is called with.
 
@@ -66,6 +70,9 @@ class PlannedGraph:
         owners: whose shards its inputs are where they do not tell.
         can_keep: whether gathered parameters may live on: not those of a graph for inference.
         can_merge: whether ``lower`` may reduce gradients of several buckets together.
+
+    Attributes:
+        is_backward, owners: as given.
     """
 
     def __init__(
@@ -79,8 +86,8 @@ class PlannedGraph:
         can_merge: bool = False,
     ):
         self._lower = lower
-        self._owners = owners
-        self._is_backward = is_backward
+        self.owners = owners
+        self.is_backward = is_backward
         self._can_keep = can_keep
         self._can_merge = can_merge
         self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -97,23 +104,25 @@ class PlannedGraph:
         self._variant(Plan(tuple(gathers), prefetch=self._prefetch(units, gathers)), units)
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        call = Call(self._inputs, self._owners, args)
-        is_wanted = self._is_backward and call.accumulates()
+        call = Call(self._inputs, self.owners, args)
+        is_wanted = self.is_backward and call.accumulates()
         plan = self._plan(call, is_wanted)
         variant = self._variant(plan, call.units)
         variant.run.begin()
         if variant.reductions is not None:
             call.regroup(variant.reductions)
         for unit in call.units.values():
-            if not self._is_backward:
+            if not self.is_backward:
                 unit.scope.wait_for_optimizer()
             if unit.pending:
                 finish_unshard(unit)
+        for observe in call_observers:
+            observe(self, variant, call)
         call.bind(variant.inputs)
-        if not self._is_backward and Gather.REUSE in plan.gathers:
+        if not self.is_backward and Gather.REUSE in plan.gathers:
             for index in self._inputs.read:
                 call.param(index).end_forward()
-        call.release(is_backward=self._is_backward)
+        call.release(is_backward=self.is_backward)
         # Autograd has nothing to record here, but each functional collective would pass through its formula, in Python.
         with variant.run, AutoDispatchBelowAutograd():
             outputs = list(variant.function(args))
@@ -123,7 +132,7 @@ class PlannedGraph:
     def _variant(self, plan: Plan, units: dict[str, Unit]) -> Variant:
         variant = self._variants.get(plan)
         if variant is None:
-            log_idle_lists(units, is_backward=self._is_backward)
+            log_idle_lists(units, is_backward=self.is_backward)
             function, interface, run = self._lower(plan)
             groups = interface.reduction_groups if interface.reduction_groups != self._inputs.reduction_groups else None
             variant = self._variants[plan] = Variant(function, interface.inputs, interface.outputs, run, groups)
@@ -132,7 +141,7 @@ class PlannedGraph:
     def _plan(self, call: Call, is_wanted: bool) -> Plan:
         actions = tuple(self._gather(params) for params in call.gathers)
         prefetch = self._prefetch(call.units, actions)
-        if not self._is_backward:
+        if not self.is_backward:
             return Plan(actions, prefetch=prefetch)
         self._check_backward_may_gather(call, actions)
         if not is_wanted:
@@ -156,7 +165,7 @@ class PlannedGraph:
     def _prefetch(self, units: dict[str, Unit], gathers: Sequence[Gather]) -> tuple[tuple[str, tuple[str, ...]], ...]:
         actions = zip(self._inputs.gather_buckets, gathers, strict=True)
         gathering = [bucket.unit for bucket, action in actions if action is not Gather.REUSE]
-        return prefetch_lists(units, gathering, is_backward=self._is_backward)
+        return prefetch_lists(units, gathering, is_backward=self.is_backward)
 
     def _check_backward_may_gather(self, call: Call, actions: Sequence[Gather]) -> None:
         for bucket, params, action in zip(self._inputs.gather_buckets, call.gathers, actions, strict=True):

@@ -22,7 +22,7 @@ the host.
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,8 +48,23 @@ message_tags: dict[str, int] = {}
 _opposites: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
+_pretending = [False]
+
+
+@contextlib.contextmanager
+def pretending_gloo() -> Iterator[None]:
+    """Let groups of torch's ``fake`` backend pass for groups of Gloo on the CPU, so that graphs are those that it would get."""
+    _pretending[0] = True
+    try:
+        yield
+    finally:
+        _pretending[0] = False
+
+
 def backend_of(group_name: str, device: torch.device) -> str:
     """The name of the backend that serves a device in a process group."""
+    if _pretending[0] and device.type == "cpu":
+        return "gloo"
     process_group = _resolve(group_name)
     try:
         return process_group._get_backend(device).name()
@@ -63,7 +78,7 @@ def open_opposite(group_name: str) -> None:
     A collective call of its ranks, the first time.
     """
     group = _resolve(group_name)
-    if group.size() > 1 and group not in _opposites:
+    if group.size() > 1 and group not in _opposites and not _pretending[0]:
         # An earlier group may have had the name.
         message_tags.pop(group_name, None)
         ranks = dist.get_process_group_ranks(group)
@@ -79,7 +94,7 @@ def break_connections(group_name: str) -> None:
     """
     cpu = torch.device("cpu")
     group = _resolve(group_name)
-    if group.size() == 1 or backend_of(group_name, cpu) != "gloo":
+    if group.size() == 1 or backend_of(group_name, cpu) != "gloo" or _pretending[0]:
         return
     for each in filter(None, (group, _opposites.get(group))):
         neighbour = (each.rank() + 1) % each.size()
@@ -155,6 +170,8 @@ def install(device_type: str) -> None:
 
     All-gathers of groups with another backend run as before.
     """
+    if _pretending[0]:
+        return
     install_kernel(all_gather, _all_gather_into_tensor, device_type)
     if device_type == "cpu":
         install_kernel(all_to_all, _all_to_all_single, device_type)

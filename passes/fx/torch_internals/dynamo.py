@@ -8,3 +8,6 @@ from torch._dynamo.convert_frame import compile_lock
 
 # The class of what ``torch.compile(module)`` returns: users may shard it, or the module in it.
 from torch._dynamo.eval_frame import OptimizedModule
+
+# What a model that cannot be traced raises, whatever the cause.
+from torch._dynamo.exc import TorchDynamoException

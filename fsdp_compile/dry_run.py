@@ -1,0 +1,161 @@
+"""A training step of a sharded model that computes nothing: with fake tensors, in a world of pretended ranks.
+
+Everything up to the lowering is what a real run does. What the device is, and how graphs are lowered, is the caller's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from passes.collectives.functional import forget_factors
+from passes.fx.torch_internals.core import FakeCopyMode, FakeTensorMode, pytree
+from passes.fx.torch_internals.distributed import FakeStore
+
+from .api.sharding import fully_shard
+from .compiler.capture import Capture, capture
+
+
+def check_arguments(caller: str, model: nn.Module, mesh_shape: Sequence[int]) -> None:
+    """Check what every caller of :func:`played_step` takes from its own.
+
+    Args:
+        caller: its name, for messages.
+        model: what is to be sharded.
+        mesh_shape: the ranks.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: it is sharded already, or ``mesh_shape`` is no shape of a mesh.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{caller} takes an nn.Module, not a {type(model).__name__}. Build it on the meta device, if it is large."
+        )
+    is_shape = isinstance(mesh_shape, Sequence) and len(mesh_shape) in (1, 2)
+    if not is_shape or not all(isinstance(size, int) and size > 0 for size in mesh_shape):
+        raise ValueError(
+            f"mesh_shape={mesh_shape!r} must be (shards,) for FSDP or (replicas, shards) for HSDP, in ranks, each at least 1."
+        )
+    if any(hasattr(module, "_fsdp_unit") for module in model.modules()):
+        raise ValueError(f"{caller} takes a model that is not sharded yet, and shards a copy of it: see its argument shard.")
+
+
+def shard_layers(model: nn.Module, device_mesh: DeviceMesh) -> None:
+    """A unit for each module of the outermost module lists, and one for the rest."""
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                for layer in child:
+                    fully_shard(layer, mesh=device_mesh)
+            else:
+                visit(child)
+
+    visit(model)
+    fully_shard(model, mesh=device_mesh)
+
+
+def train(compiled: Any, *args: Any, **kwargs: Any) -> None:
+    """Forward, and backward from the sum of all outputs."""
+    outputs = [value for value in pytree.tree_leaves(compiled(*args, **kwargs)) if isinstance(value, Tensor)]
+    losses = [value.sum() for value in outputs if value.requires_grad]
+    if losses:
+        torch.autograd.backward(losses)
+
+
+@contextlib.contextmanager
+def played_step(
+    model: nn.Module,
+    inputs: Any,
+    mesh_shape: Sequence[int],
+    device_type: str,
+    *,
+    shard: Callable[[Any, DeviceMesh], Any],
+    step: Callable[..., Any],
+    backend: Callable[..., Any],
+    options: dict[str, Any] | None,
+    passes: bool = False,
+) -> Iterator[Capture]:
+    """Shard a copy of a model, run a training step of it, and give what was captured. Nothing is allocated.
+
+    The process groups that graphs name are there while the ``with`` block runs.
+
+    Args:
+        model: on any device; not changed.
+        inputs: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+        mesh_shape: ``(shards,)`` or ``(replicas, shards)``.
+        device_type: where the copy's fake tensors are.
+        shard: called with the copy and the mesh.
+        step: called with the compiled copy and the inputs.
+        backend: of ``torch.compile``; it is reset, before and after.
+        options: for the backend.
+        passes: capture what each pass did, too.
+
+    Raises:
+        RuntimeError: there is a process group already.
+    """
+    device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
+    with contextlib.ExitStack() as stack:
+        stack.callback(_forget)
+        _forget()
+        device_mesh = stack.enter_context(_world(mesh_shape, device_type))
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+            copied = _fake_copy(model, fake_mode, device)
+            shard(copied, device_mesh)
+            args = pytree.tree_map_only(Tensor, lambda value: _fake_like(value, device), inputs)
+            compiled: Any = torch.compile(copied, backend=backend, options=options)
+            with capture(passes=passes) as captured:
+                if isinstance(args, dict):
+                    step(compiled, **args)
+                else:
+                    step(compiled, *(args if isinstance(args, (tuple, list)) else (args,)))
+        yield captured
+
+
+def _forget() -> None:
+    """What was compiled, and made of fake tensors, must not serve outside, nor what was made outside in here."""
+    torch.compiler.reset()
+    forget_factors()
+
+
+def _fake_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A fake tensor that looks like another, on a device."""
+    size, stride = tensor.shape, tensor.stride()
+    return torch.empty_strided(size, stride, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
+
+
+def _fake_copy(model: nn.Module, fake_mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """A copy of a model with fake parameters and buffers on a device. To be called in the fake mode."""
+    copies: dict[int, Any] = {
+        id(param): nn.Parameter(_fake_like(param.detach(), device), requires_grad=param.requires_grad)
+        for param in model.parameters()
+    }
+    copies.update((id(buffer), _fake_like(buffer, device)) for buffer in model.buffers())
+    # For tensors that are neither.
+    with FakeCopyMode(fake_mode):
+        return copy.deepcopy(model, copies)
+
+
+@contextlib.contextmanager
+def _world(mesh_shape: Sequence[int], device_type: str) -> Iterator[DeviceMesh]:
+    """A mesh of pretended ranks, of which this process is the first."""
+    if dist.is_initialized():
+        raise RuntimeError(
+            "This makes a default process group of pretended ranks, but there is one already, and a process has only one. "
+            "Call it ahead of init_process_group(), after destroy_process_group(), or in a process of its own."
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(mesh_shape))
+    try:
+        names = ("shard",) if len(mesh_shape) == 1 else ("replicate", "shard")
+        yield init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()

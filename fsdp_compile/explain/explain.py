@@ -1,0 +1,171 @@
+"""``explain``: what a training step of a sharded model does, costs and holds, without a device and without weights."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
+
+from passes.collectives.gloo import pretending_gloo
+from passes.fx.torch_internals.core import pytree, unset_fake_temporarily
+from passes.fx.torch_internals.dynamo import TorchDynamoException
+from passes.models.hardware import Hardware
+
+from ..compiler.aot_eager_lowering import AotEagerLowering
+from ..compiler.backend import compile_with
+from ..compiler.capture import Capture, set_explainer
+from ..compiler.lowering import Lowering
+from ..compiler.options import LOWERINGS, Options
+from ..cuda.attention import fused_attention
+from ..cuda.pretend import device_of, pretend_cuda
+from ..dry_run import check_arguments, played_step, shard_layers, train
+from .make_report import hardware_of, make_report
+from .report import Report
+from .suggestions import suggestion, with_suggestions
+
+set_explainer(lambda captured, hardware, **given: with_suggestions(make_report(captured, hardware, **given)))
+
+# The architecture hardly matters to graphs; what is not listed has that of an H100.
+_ARCHS = {"A100": "sm_80", "B200": "sm_100"}
+_PREFERRED = "sm_90"
+
+
+def explain(
+    model: nn.Module,
+    inputs: Any,
+    mesh_shape: Sequence[int],
+    hardware: Hardware | str | os.PathLike[str],
+    *,
+    shard: Callable[[Any, DeviceMesh], Any] = shard_layers,
+    step: Callable[..., Any] = train,
+    options: dict[str, Any] | None = None,
+    tokens: int | None = None,
+    optimizer: str | float | None = "adamw",
+    suggest: bool = True,
+) -> Report:
+    """Report what a training step does, costs and holds, on each rank of a machine that need not be there.
+
+    The model is sharded, traced and taken through the passes as for real; then nothing is lowered, allocated or run. Neither a
+    GPU nor Triton is needed. Times are those of :mod:`passes.models`; docs/explain.md says what these cannot know.
+
+    The model is as before when this returns or raises; ``torch.compile`` is reset. While it runs, no other thread of the
+    process may use torch.compile, CUDA or Gloo.
+
+    Args:
+        model: on the meta device or any other; not sharded.
+        inputs: what its forward takes on one rank: a tensor, a tuple or list of positional arguments, or a dict of keyword
+            arguments. Only shapes and dtypes count.
+        mesh_shape: ``(shards,)`` for FSDP, ``(replicas, shards)`` for HSDP, in ranks.
+        hardware: "a100", "h100", "h200" or "b200", with NVLink and eight a node; "cpu", with Gloo; the path of a file that
+            ``python -m fsdp_compile.calibrate`` wrote; or the numbers themselves.
+        shard: called with a copy of the model and the mesh; calls :func:`~fsdp_compile.fully_shard`, flags and hooks. Unless
+            given, modules in the outermost ``nn.ModuleList`` s are units, and the rest is one.
+        step: called with the compiled model and the inputs; as often as it calls forward and backward, with whatever flags,
+            counts. Unless given, one forward, and one backward from the sum of all outputs.
+        options: of the backend, as for ``torch.compile``. With ``schedule="auto"`` it is scheduled for ``hardware``.
+        tokens: of a rank in the step. Unless given, the elements of the first integer input that has two dimensions, if the
+            step calls each forward graph once.
+        optimizer: "adamw" (two moments in float32), "momentum", "sgd", the bytes of state for each element of a parameter, or
+            None: there is none. Its step counts with the time that it takes to read and write state and shards once, and to
+            read gradients.
+        suggest: try ``schedule="auto"`` and ``reshard_after_forward=False``, too: two more traces.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense, or the hardware lacks a rate that the step needs.
+        RuntimeError: the model cannot be traced; there is a process group already, as a process has one default group; or
+            another thread is in here.
+
+    Example::
+
+        with torch.device("meta"):
+            model = Transformer(config)
+        report = explain(model, torch.zeros(4, 2048, dtype=torch.long), mesh_shape=(8,), hardware="h100")
+        print(report)
+        report.timeline("trace.json")
+    """
+    machine = hardware_of(hardware)
+    check_arguments("explain", model, mesh_shape)
+    given = {"schedule": "default", **(options or {})}
+
+    def run(*, schedule: str, shard: Callable[[Any, DeviceMesh], Any] = shard) -> Report:
+        chosen = {**given, "schedule": schedule}
+        if schedule == "auto":
+            chosen.setdefault("hardware", machine)
+        with _played(machine, model, inputs, mesh_shape, shard=shard, step=step, options=chosen) as captured:
+            found = _tokens(inputs, captured) if tokens is None else tokens
+            return make_report(captured, machine, tokens=found, optimizer=optimizer)
+
+    report = run(schedule=given["schedule"])
+    if not suggest:
+        return report
+
+    def keeping(model: Any, mesh: DeviceMesh) -> None:
+        shard(model, mesh)
+        for module in model.modules():
+            if hasattr(module, "set_reshard_after_forward"):
+                module.set_reshard_after_forward(False, recurse=False)
+
+    tried = []
+    if given["schedule"] != "auto":
+        tried.append(suggestion("options={'schedule': 'auto'}", report, lambda: run(schedule="auto")))
+    tried.append(suggestion("reshard_after_forward=False", report, lambda: run(schedule=given["schedule"], shard=keeping)))
+    return replace(report, suggestions=tried)
+
+
+@contextlib.contextmanager
+def _played(hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: Sequence[int], **given: Any) -> Iterator[Capture]:
+    """A step on the pretended machine."""
+    is_cpu = hardware.name == "cpu"
+    with contextlib.ExitStack() as stack:
+        if is_cpu:
+            stack.enter_context(pretending_gloo())
+        else:
+            stack.enter_context(pretend_cuda(device_of(_ARCHS.get(hardware.name, _PREFERRED)), triton=False))
+            stack.enter_context(fused_attention())
+        played = played_step(model, inputs, mesh_shape, "cpu" if is_cpu else "cuda", backend=_backend, **given)
+        try:
+            captured = stack.enter_context(played)
+        except TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", None)
+            if isinstance(cause, (ValueError, NotImplementedError)):
+                # Of the backend: an option, or something that cannot be sharded.
+                raise cause from error
+            raise RuntimeError(
+                f"explain could not trace the model: {error}\nIt has to run under torch.compile with these inputs: see what "
+                "torch.compile(model, backend='eager') says of it, and give shapes and dtypes that its forward takes."
+            ) from error
+        if not captured.calls:
+            raise RuntimeError(
+                "explain found nothing in the step that torch.compile traced: forward does not run in it, or is disabled for "
+                "Dynamo (torch.compiler.disable), or step= does not call the compiled model that it is given."
+            )
+        yield captured
+
+
+def _backend(gm: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """``fsdp_backend`` up to the lowering. As for real, its fake tensors do not meet those of the step."""
+    parsed = replace(Options.parse(options), cudagraphs=False)
+    with unset_fake_temporarily():
+        return compile_with(_without_lowering(parsed.lowering), gm, inputs, parsed)
+
+
+def _without_lowering(name: str) -> Lowering:
+    """A lowering that leaves graphs as they are, after the passes that another one asks for."""
+    other = LOWERINGS[name]()
+    settings = {"final_passes": other.final_passes, "config_patches": other.config_patches}
+    return type("WithoutLowering", (AotEagerLowering,), settings)()
+
+
+def _tokens(inputs: Any, captured: Capture) -> int | None:
+    calls = Counter(call.compilation for call in captured.calls if not call.is_backward)
+    values = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor)]
+    integers = [value.numel() for value in values if value.dim() == 2 and value.dtype in (torch.int32, torch.int64)]
+    return integers[0] if integers and max(calls.values()) == 1 else None

@@ -1,0 +1,120 @@
+"""Figures of one lowered graph on one machine, by the models of :mod:`passes.models`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from passes.fx.sizes import num_bytes
+from passes.ir.work import bucket
+from passes.models.cost_model import collective_kind, kernels, node_flops, traffic_bytes, unwritten
+from passes.models.hardware import Hardware
+from passes.models.memory_model import IS_PARAMETER, Breakdown, MemoryModel
+from passes.models.timeline import Costs, Timeline, simulate
+
+from ..compiler.calls import GraphCall, UnitFacts
+from .attribution import NO_UNIT, shares, units_of_nodes
+
+
+@dataclass(eq=False)
+class UnitFigures:
+    """What a graph does for one unit; see :class:`~fsdp_compile.explain.parts.UnitReport`. Times in nanoseconds."""
+
+    sent: dict[str, float] = field(default_factory=dict)
+    compute: float = 0.0
+    transfer: float = 0.0
+    exposed: float = 0.0
+    kernels: int = 0
+    collectives: float = 0.0
+
+
+@dataclass(eq=False)
+class GraphFigures:
+    """What a graph does and costs.
+
+    Attributes:
+        order: its nodes.
+        costs, timeline: when they run, and what they cost.
+        sent: the bytes that the rank sends for each collective.
+        kernels: its kernels, by their nodes.
+        memory: its live bytes.
+        flops: of its products, by dtype.
+        units: by the names of units in the graph.
+        unit_of: the unit of each node, by the same names.
+        saved_activations, saved_parameters: what a backward graph frees of what forward saved.
+    """
+
+    order: Sequence[Node]
+    costs: Costs
+    timeline: Timeline
+    sent: Mapping[Node, float]
+    kernels: Sequence[Sequence[Node]]
+    memory: Breakdown
+    flops: Mapping[str, int]
+    units: Mapping[str, UnitFigures]
+    unit_of: Mapping[Node, str]
+    saved_activations: int
+    saved_parameters: int
+
+    @staticmethod
+    def of(call: GraphCall, facts: Sequence[UnitFacts], hardware: Hardware) -> GraphFigures:
+        """The figures of the graph of a call."""
+        graph = call.graph.graph_module.graph
+        order = list(graph.nodes)
+        costs = Costs.of(graph, hardware)
+        timeline = simulate(order, costs)
+        flops: Counter[str] = Counter()
+        for product in map(node_flops, order):
+            if product is not None:
+                flops[product[0]] += product[1]
+        memory = MemoryModel(graph, unwritten(graph)).breakdown(order)
+        freed = [node for node in order if node.meta.get("freed") and not node.name.startswith("tangents")]
+        saved = {is_parameter: _num_bytes(freed, is_parameter=is_parameter) for is_parameter in (True, False)}
+        unit_of = units_of_nodes(graph, call.units, facts, is_backward=call.is_backward)
+        found = kernels(graph)
+        sent = {collective: traffic_bytes(collective) for collective in costs.transfer}
+        units = _by_unit(costs, timeline, sent, found, unit_of, call.units, {unit.name: unit.shard_bytes for unit in facts})
+        return GraphFigures(order, costs, timeline, sent, found, memory, flops, units, unit_of, saved[False], saved[True])
+
+
+def _num_bytes(freed: Collection[Node], *, is_parameter: bool) -> int:
+    values = [node.meta["val"] for node in freed if bool(node.meta.get(IS_PARAMETER)) == is_parameter]
+    return sum(num_bytes(value) for value in values)
+
+
+def _by_unit(
+    costs: Costs,
+    timeline: Timeline,
+    sent: Mapping[Node, float],
+    kernels: Sequence[Sequence[Node]],
+    unit_of: Mapping[Node, str],
+    names: Collection[str],
+    shard_bytes: Mapping[str, int],
+) -> dict[str, UnitFigures]:
+    units: dict[str, UnitFigures] = {}
+
+    def figures(name: str) -> UnitFigures:
+        return units.setdefault(name, UnitFigures())
+
+    def parts(collective: Node) -> dict[str, float]:
+        done = bucket(collective)
+        return {unit_of.get(collective, NO_UNIT): 1.0} if done is None else shares(done, names, shard_bytes)
+
+    for node, compute in costs.compute.items():
+        if compute:
+            figures(unit_of[node]).compute += compute
+    for kernel in kernels:
+        figures(unit_of[kernel[0]]).kernels += 1
+    for collective, transfer in costs.transfer.items():
+        kind, traffic = collective_kind(collective), sent[collective]
+        for name, share in parts(collective).items():
+            figures(name).sent[kind] = figures(name).sent.get(kind, 0.0) + traffic * share
+            figures(name).transfer += transfer * share
+            figures(name).collectives += share
+    for waited, collective in timeline.waits.values():
+        for name, share in parts(collective).items():
+            figures(name).exposed += waited * share
+    return units

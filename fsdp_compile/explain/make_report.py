@@ -1,0 +1,255 @@
+"""Make a report of the calls of a capture."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from passes.collectives.functional import group_size
+from passes.models.cost_model import node_flops
+from passes.models.hardware import Hardware, known_hardware
+
+from ..compiler.calls import Census, GraphCall
+from ..compiler.capture import Capture
+from .exposure import exposures
+from .figures import GraphFigures
+from .memory import CATEGORIES, StepMemory
+from .parts import CallReport, MemoryReport, Source, UnitReport
+from .report import Report
+
+#: Bytes of state that optimizers keep for each trainable element of a shard: two moments in float32, one, none.
+OPTIMIZERS = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0}
+_GPUS = ("a100", "h100", "h200", "b200")
+_EACH = ("compute_ns", "communication_ns", "exposed_ns", "gathered_bytes", "scattered_bytes", "all_reduced_bytes")
+
+
+def hardware_of(given: Hardware | str | os.PathLike[str]) -> Hardware:
+    """The machine that a user means.
+
+    Args:
+        given: its numbers, "cpu", the name of a GPU of the table, or the path of a file that a calibration wrote.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(given, Hardware):
+        return given
+    name = str(given).lower()
+    if name == "cpu":
+        return known_hardware("cpu", "cpu")
+    if name in _GPUS:
+        return known_hardware("cuda", name.upper())
+    if Path(given).exists():
+        return Hardware.load(given)
+    raise ValueError(
+        f"hardware={str(given)!r} is not known: give {', '.join(map(repr, (*_GPUS, 'cpu')))}, the path of a file that "
+        "python -m fsdp_compile.calibrate wrote (there is none of that name), or a passes.models.hardware.Hardware."
+    )
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What a step of an optimizer reads, writes and keeps.
+
+    Attributes:
+        name: how the report calls it.
+        bytes_per_element: its state for each trainable element of a shard.
+    """
+
+    name: str
+    bytes_per_element: float
+
+    @staticmethod
+    def of(given: str | float | None) -> Optimizer:
+        """The optimizer that a user means: a name of :data:`OPTIMIZERS`, the bytes of its state, or None for none.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        if given is None:
+            return Optimizer("none", 0)
+        if isinstance(given, str) and given.lower() in OPTIMIZERS:
+            return Optimizer(given.lower(), OPTIMIZERS[given.lower()])
+        if isinstance(given, (int, float)) and not isinstance(given, bool) and given >= 0:
+            return Optimizer(f"{given:g} bytes for each element", given)
+        raise ValueError(
+            f"optimizer={given!r} is not known: give {', '.join(map(repr, OPTIMIZERS))}, the bytes of state that it keeps for "
+            "each element of a parameter, or None for a step without one."
+        )
+
+    def state_bytes(self, census: Census) -> int:
+        """The bytes of its state on this rank."""
+        return round(self.bytes_per_element * sum(unit.trainable for unit in census.units))
+
+    def time_ns(self, census: Census, hardware: Hardware) -> int:
+        """The time of a step that reads gradients, and reads and writes shards and state, once each."""
+        if self.name == "none":
+            return 0
+        shards = sum(unit.shard_bytes for unit in census.units if unit.trainable)
+        return round((3 * shards + 2 * self.state_bytes(census)) / hardware.bytes_per_s * 1e9)
+
+
+def make_report(
+    captured: Capture,
+    hardware: Hardware | str | os.PathLike[str],
+    *,
+    tokens: int | None = None,
+    optimizer: str | float | None = "adamw",
+) -> Report:
+    """A report on the step that was captured; see :func:`fsdp_compile.explain`. Its process groups have to exist.
+
+    Raises:
+        ValueError: a graph ran that was compiled ahead of the capture, or none ran; the hardware is not known, or lacks a rate
+            that the step needs; the optimizer is not known.
+    """
+    machine, keeper = hardware_of(hardware), Optimizer.of(optimizer)
+    _check_calls(captured)
+    calls, census = captured.calls, captured.census
+    made: dict[int, GraphFigures] = {}
+    for call in calls:
+        if id(call.graph) not in made:
+            _check_rates(call, machine)
+            made[id(call.graph)] = GraphFigures.of(call, census.units, machine)
+    figures = [made[id(call.graph)] for call in calls]
+    memory = StepMemory(calls, figures, census, keeper.state_bytes(census))
+    optimizer_ns = keeper.time_ns(census, machine)
+    time_ns = sum(of_call.timeline.total for of_call in figures) + optimizer_ns
+    flops, model_flops, ideal_s = _flops(calls, figures, machine)
+    return Report(
+        hardware=machine,
+        mesh=_mesh(calls),
+        units=_units(calls, figures, census),
+        calls=_calls(calls, figures, memory),
+        exposures=[one for index, call in enumerate(calls) for one in exposures(figures[index], call, index)],
+        memory=_memory(calls, figures, memory),
+        optimizer=keeper.name,
+        optimizer_ns=optimizer_ns,
+        time_ns=time_ns,
+        tokens=tokens,
+        flops=flops,
+        model_flops=model_flops,
+        mfu=ideal_s * 1e9 / time_ns if time_ns else 0.0,
+        outside=tuple(captured.outside),
+        _source=Source(calls, figures, memory),
+    )
+
+
+def _check_calls(captured: Capture) -> None:
+    if captured.unknown_calls:
+        raise ValueError(
+            f"{captured.unknown_calls} graphs ran in this capture that were compiled ahead of it: what they do is not known. "
+            "Capture the first step, or call torch._dynamo.reset() ahead of the capture, so that they are compiled anew."
+        )
+    if not captured.calls:
+        raise ValueError(
+            "No graph of fsdp_backend ran in this capture. Compile with torch.compile(model, backend=fsdp_backend), and run a "
+            "step inside of the with block."
+        )
+
+
+def _check_rates(call: GraphCall, hardware: Hardware) -> None:
+    products = filter(None, map(node_flops, call.graph.graph_module.graph.nodes))
+    for dtype in dict.fromkeys(dtype for dtype, _ in products):
+        if dtype not in hardware.flops_per_s:
+            raise ValueError(
+                f"The step has matrix products in {dtype}, for which hardware {hardware.name!r} has no rate, only for "
+                f"{', '.join(hardware.flops_per_s)}. Measure it with python -m fsdp_compile.calibrate, or give a Hardware with "
+                f"flops_per_s[{dtype!r}]."
+            )
+
+
+def _mesh(calls: Sequence[GraphCall]) -> dict[str, int]:
+    names = {role: name for call in calls for name, role in call.graph.group_names.items()}
+    return {role: group_size(names[role]) for role in sorted(names, reverse=True)}
+
+
+def _flops(
+    calls: Sequence[GraphCall], figures: Sequence[GraphFigures], hardware: Hardware
+) -> tuple[dict[str, int], int, float]:
+    """All flops by dtype, those of the model, and how long the latter take at the hardware's rates."""
+    by_stage: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    for call, of_call in zip(calls, figures, strict=True):
+        by_stage[call.is_backward].update(of_call.flops)
+    counted = by_stage[True] + by_stage[False]
+    trains = any(call.is_backward for call in calls)
+    wanted = {dtype: min(flops, 3 * by_stage[False][dtype]) if trains else flops for dtype, flops in counted.items()}
+    seconds = sum(flops / hardware.flops_per_s[dtype] for dtype, flops in wanted.items())
+    return dict(counted), sum(wanted.values()), seconds
+
+
+def _units(calls: Sequence[GraphCall], figures: Sequence[GraphFigures], census: Census) -> list[UnitReport]:
+    sums: dict[str, defaultdict[str, float]] = {unit.name: defaultdict(float) for unit in census.units}
+    for call, of_call in zip(calls, figures, strict=True):
+        for name, unit in of_call.units.items():
+            row = sums.setdefault(call.units.get(name, name), defaultdict(float))
+            row["gathered_bytes"] += unit.sent.get("all_gather", 0)
+            row["scattered_bytes"] += unit.sent.get("reduce_scatter", 0)
+            row["all_reduced_bytes"] += unit.sent.get("all_reduce", 0)
+            row["compute_ns"] += unit.compute
+            row["communication_ns"] += unit.transfer
+            row["exposed_ns"] += unit.exposed
+            row["kernels"] += unit.kernels
+            row["collectives"] += unit.collectives
+    facts = {unit.name: unit for unit in census.units}
+    rounded = {key: _rounded([sums[name][key] for name in sums]) for key in _EACH}
+    return [
+        UnitReport(
+            name,
+            sum(facts[name].parameters.values()) if name in facts else 0,
+            facts[name].shard_bytes if name in facts else 0,
+            **{key: rounded[key][index] for key in _EACH},
+            kernels=int(sums[name]["kernels"]),
+            collectives=sums[name]["collectives"],
+        )
+        for index, name in enumerate(sums)
+    ]
+
+
+def _rounded(parts: Sequence[float]) -> list[int]:
+    """Whole numbers with the sum that the parts have."""
+    sums = [0, *(round(total) for total in itertools.accumulate(parts))]
+    return [after - before for before, after in itertools.pairwise(sums)]
+
+
+def _calls(calls: Sequence[GraphCall], figures: Sequence[GraphFigures], memory: StepMemory) -> list[CallReport]:
+    begins = itertools.accumulate((of_call.timeline.total for of_call in figures), initial=0)
+    return [
+        CallReport(
+            stage="backward" if call.is_backward else "forward",
+            begins_ns=begin,
+            total_ns=of_call.timeline.total,
+            exposed_ns=of_call.timeline.exposed,
+            flops=sum(of_call.flops.values()),
+            collectives=len(of_call.costs.transfer),
+            peak_bytes=max(memory.totals(index)),
+        )
+        for index, (call, of_call, begin) in enumerate(zip(calls, figures, begins, strict=False))
+    ]
+
+
+def _memory(calls: Sequence[GraphCall], figures: Sequence[GraphFigures], memory: StepMemory) -> MemoryReport:
+    index, position = memory.peak()
+    moment, call = memory.moment(index, position), calls[index]
+    unit = figures[index].unit_of[figures[index].order[position]]
+    stage = "backward" if call.is_backward else "forward"
+    largest = max(moment.buckets.items(), key=lambda held: held[1], default=None)
+    return MemoryReport(
+        peak_bytes=sum(moment.held.values()),
+        when=f"in {stage}, at {call.units.get(unit, unit)}",
+        categories=moment.held,
+        largest_bucket=largest,
+        most=_most(memory, figures),
+    )
+
+
+def _most(memory: StepMemory, figures: Sequence[GraphFigures]) -> Mapping[str, int]:
+    most: Counter[str] = Counter()
+    for around, of_call in zip(memory.around, figures, strict=True):
+        inside = {category.value: max(row) for category, row in of_call.memory.timeline.items()}
+        for name in CATEGORIES:
+            most[name] = max(most[name], around[name] + inside.get(name, 0))
+    return {name: most[name] for name in CATEGORIES}

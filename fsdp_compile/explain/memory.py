@@ -1,0 +1,120 @@
+"""Memory over a step: what graphs hold while they run, by the memory model, and what is there besides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.models.memory_model import Category
+
+from ..compiler.calls import Census, GraphCall
+from .figures import GraphFigures
+
+SHARDS, OPTIMIZER, OTHER = "shards", "optimizer state", "buffers and the like"
+#: Categories of memory, in the order in which they are printed.
+CATEGORIES = (SHARDS, OPTIMIZER, OTHER, *(category.value for category in Category))
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What a forward leaves until its backward.
+
+    Attributes:
+        activations: what it gives out, to autograd and to its caller.
+        parameters: gathered parameters among that, of which the units keep no hold themselves.
+        kept: gathered parameters of which they do.
+    """
+
+    activations: int = 0
+    parameters: int = 0
+    kept: int = 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The bytes that live at a moment.
+
+    Attributes:
+        held: by category.
+        buckets: by bucket, as far as memory belongs to one.
+    """
+
+    held: Mapping[str, int]
+    buckets: Mapping[str, int]
+
+
+class StepMemory:
+    """The bytes that live during the calls of a step.
+
+    Args:
+        calls: the calls.
+        figures: of their graphs.
+        census: the models.
+        optimizer_bytes: what the optimizer keeps.
+
+    Attributes:
+        around: for each call, what lives outside of its graph, by category.
+    """
+
+    def __init__(
+        self, calls: Sequence[GraphCall], figures: Sequence[GraphFigures], census: Census, optimizer_bytes: int
+    ) -> None:
+        self._calls, self._figures = calls, figures
+        constant = {
+            SHARDS: sum(unit.shard_bytes for unit in census.units),
+            OPTIMIZER: optimizer_bytes,
+            OTHER: census.other_bytes,
+        }
+        self.around: list[Counter[str]] = [Counter({**constant, **held}) for held in self._held()]
+
+    def _held(self) -> list[dict[str, int]]:
+        """What lives from call to call."""
+        waiting: dict[object, list[_Saved]] = {}
+        held = []
+        for index, (call, figures) in enumerate(zip(self._calls, self._figures, strict=True)):
+            mine = waiting.setdefault(call.compilation, [])
+            own = mine.pop() if call.is_backward and mine else _Saved()
+            others = [saved for stack in waiting.values() for saved in stack]
+            # The graph counts what it frees. What else its forward gave out is the caller's until then.
+            activations = sum(saved.activations for saved in others) + max(0, own.activations - figures.saved_activations)
+            parameters = call.parameter_bytes + sum(saved.parameters for saved in others)
+            held.append(
+                {
+                    Category.ACTIVATIONS.value: activations,
+                    Category.PARAMETERS.value: parameters - min(own.kept, figures.saved_parameters),
+                    Category.GRADIENTS.value: call.gradient_bytes,
+                }
+            )
+            if not call.is_backward:
+                mine.append(self._saved(index))
+        return held
+
+    def _saved(self, index: int) -> _Saved:
+        call, given_out = self._calls[index], self._figures[index].memory.given_out
+        following = self._calls[index + 1].parameter_bytes if index + 1 < len(self._calls) else call.parameter_bytes
+        kept = min(max(0, following - call.parameter_bytes), given_out[Category.PARAMETERS])
+        return _Saved(given_out[Category.ACTIVATIONS], given_out[Category.PARAMETERS] - kept, kept)
+
+    def totals(self, index: int) -> list[int]:
+        """All live bytes of a call, for each node of its graph."""
+        rows = self._figures[index].memory.timeline.values()
+        around = sum(self.around[index].values())
+        return [around + sum(live) for live in zip(*rows, strict=True)]
+
+    def moment(self, index: int, position: int) -> Moment:
+        """What lives while the node at a position of a call's graph runs."""
+        memory = self._figures[index].memory
+        held = Counter(self.around[index])
+        for category, row in memory.timeline.items():
+            held[category.value] += row[position]
+        buckets = {str(name): row[position] for name, row in memory.buckets.items() if row[position]}
+        return Moment({name: held[name] for name in CATEGORIES}, buckets)
+
+    def peak(self) -> tuple[int, int]:
+        """The call, and the position in its graph, where most lives. Of equals the first."""
+        peaks = [
+            max((total, -position) for position, total in enumerate(self.totals(each))) for each in range(len(self._calls))
+        ]
+        index = max(range(len(peaks)), key=lambda each: (peaks[each][0], -each))
+        return index, -peaks[index][1]

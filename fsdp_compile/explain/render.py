@@ -1,0 +1,197 @@
+"""A report as text: tables, then a verdict in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .exposure import Exposure
+from .parts import Suggestion, UnitReport
+
+if TYPE_CHECKING:
+    from .report import Report
+
+# Exposures that are named one by one.
+_NAMED = 3
+_NUMBER = re.compile(r"\d+")
+_SUMMED = tuple(name for name in UnitReport.__dataclass_fields__ if name != "name")
+
+
+def render(report: Report) -> str:
+    """The report as text: deterministic."""
+    parts = [_headline(report), _unit_table(report), _call_table(report), _memory_table(report), _verdict(report)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _headline(report: Report) -> str:
+    ranks = " x ".join(f"{size} ({role})" for role, size in report.mesh.items()) or "one"
+    lines = [f"A step on {report.hardware.name}, ranks: {ranks}. Everything is what one rank does.", ""]
+    step = f"step {_ms(report.time_ns)}"
+    parts = [step, f"exposed communication {_ms(report.exposed_ns)} ({report.exposed_share:.1%})"]
+    if report.tokens_per_s is not None:
+        parts.append(f"{report.tokens_per_s:,.0f} tokens/s ({report.tokens} a step)")
+    lines.append(", ".join(parts))
+    lines.append(_utilization(report))
+    if report.optimizer != "none":
+        lines.append(f"of the step, the optimizer ({report.optimizer}) takes {_ms(report.optimizer_ns)}")
+    return "\n".join(lines)
+
+
+def _utilization(report: Report) -> str:
+    rates = ", ".join(f"{report.hardware.flops_per_s[dtype] / 1e12:g} TFLOP/s in {dtype}" for dtype in report.flops)
+    if not rates:
+        return "no matrix products"
+    counted = sum(report.flops.values())
+    again = f" ({counted / 1e12:.4g} with what is recomputed)" if counted > report.model_flops else ""
+    return f"{report.model_flops / 1e12:.4g} TFLOP of the model{again}, MFU {report.mfu:.1%} of {rates}"
+
+
+def fold(units: Sequence[UnitReport]) -> list[tuple[UnitReport, int]]:
+    """Sums over neighbouring units that differ in a number of their name and hold and send the same, with their count."""
+    groups: list[list[UnitReport]] = []
+    for unit in units:
+        if groups and _is_like(groups[-1][-1], unit):
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    return [(_sum(group), len(group)) for group in groups]
+
+
+def _is_like(one: UnitReport, other: UnitReport) -> bool:
+    names = _NUMBER.sub("#", one.name), _NUMBER.sub("#", other.name)
+    compared = ("parameters", "shard_bytes", "gathered_bytes", "scattered_bytes", "all_reduced_bytes")
+    # A byte more or less comes from rounding.
+    return names[0] == names[1] and all(abs(getattr(one, name) - getattr(other, name)) <= 1 for name in compared)
+
+
+def _sum(group: Sequence[UnitReport]) -> UnitReport:
+    if len(group) == 1:
+        return group[0]
+    sums = {name: sum(getattr(unit, name) for unit in group) for name in _SUMMED}
+    return replace(group[0], name=f"{group[0].name} ... {group[-1].name} ({len(group)})", **sums)
+
+
+def _unit_table(report: Report) -> str:
+    has_replicas = any(unit.all_reduced_bytes for unit in report.units)
+    head = ["unit", "parameters", "shards", "gathers", "reduces", *(["all-reduces"] if has_replicas else [])]
+    head += ["compute", "in flight", "exposed", "kernels", "collectives"]
+    folded = fold(report.units)
+    rows = [head]
+    for unit in [*(unit for unit, _ in folded), report.total]:
+        sent = [unit.gathered_bytes, unit.scattered_bytes, *([unit.all_reduced_bytes] if has_replicas else [])]
+        times = [unit.compute_ns, unit.communication_ns, unit.exposed_ns]
+        counts = [f"{unit.kernels}", f"{unit.collectives:g}"]
+        rows.append([unit.name, _count(unit.parameters), *map(size, [unit.shard_bytes, *sent]), *map(_ms, times), *counts])
+    note = "A line of several units is their sum. Bytes of communication are what is sent."
+    return f"{_table(rows)}\n{note}" if any(count > 1 for _, count in folded) else _table(rows)
+
+
+def _call_table(report: Report) -> str:
+    rows = [["graph", "begins", "takes", "exposed", "TFLOP", "collectives", "peak memory"]]
+    for index, call in enumerate(report.calls):
+        times = [call.begins_ns, call.total_ns, call.exposed_ns]
+        row = [f"{index} {call.stage}", *map(_ms, times), f"{call.flops / 1e12:.4g}", f"{call.collectives}"]
+        rows.append([*row, size(call.peak_bytes)])
+    return _table(rows)
+
+
+def _memory_table(report: Report) -> str:
+    memory = report.memory
+    rows = [["memory", "at the peak", "at most"]]
+    rows += [[name, size(held), size(memory.most[name])] for name, held in memory.categories.items()]
+    rows.append(["total", size(memory.peak_bytes), ""])
+    bucket = memory.largest_bucket
+    most = f" Of the buckets, {bucket[0]} holds most then: {size(bucket[1])}." if bucket else ""
+    return f"{_table(rows)}\nThe peak is {memory.when}.{most}"
+
+
+def _verdict(report: Report) -> str:
+    lines = []
+    if report.outside:
+        lines += [
+            f"Not counted: {len(report.outside)} gathers and reductions outside of graphs, the first {report.outside[0]!r}, "
+            "and what computes there.",
+            "",
+        ]
+    lines.append(_exposed_share(report))
+    worst = sorted(_joined(report.exposures), key=lambda group: -_sum_ns(group))
+    lines += [_sentence(group) for group in worst[:_NAMED]]
+    if len(worst) > _NAMED:
+        rest = sum(map(_sum_ns, worst[_NAMED:]))
+        lines.append(f"- {_ms(rest)}: others")
+    if report.suggestions:
+        lines += ["", "Tried with the same models:"]
+        lines += [_suggestion(one) for one in report.suggestions]
+    return "\n".join(lines)
+
+
+def _exposed_share(report: Report) -> str:
+    if not report.exposed_ns:
+        return "Compute hides all communication."
+    return f"Of {_ms(report.time_ns)}, {_ms(report.exposed_ns)} are exposed:"
+
+
+def _joined(exposures: Sequence[Exposure]) -> list[list[Exposure]]:
+    """Exposures of one kind, stage and cause of units whose names differ in a number; alone where nothing is beside them."""
+    groups: dict[tuple[str, ...], list[Exposure]] = {}
+    for one in exposures:
+        name = one.unit if one.cause == "nothing beside it" else _NUMBER.sub("#", one.unit)
+        groups.setdefault((name, one.kind, one.stage, one.cause), []).append(one)
+    return list(groups.values())
+
+
+def _sum_ns(group: Sequence[Exposure]) -> int:
+    return sum(one.exposed_ns for one in group)
+
+
+def _sentence(group: Sequence[Exposure]) -> str:
+    longest = max(group, key=lambda one: one.exposed_ns)
+    line = f"- {_ms(_sum_ns(group))}: the {longest}"
+    if len(group) > 1:
+        line += f", and {len(group) - 1} like it"
+    return f"{line}, because {longest.reason}"
+
+
+def _suggestion(one: Suggestion) -> str:
+    if not one.time_ns:
+        return f"- {one.what}: {one.note}"
+    faster = f"{_ms(one.saved_ns)} faster" if one.saved_ns >= 0 else f"{_ms(-one.saved_ns)} slower"
+    if abs(one.saved_ns) < 1000:
+        faster = "no faster"
+    more = f"{size(one.added_bytes)} more" if one.added_bytes >= 0 else f"{size(-one.added_bytes)} less"
+    line = f"- {one.what}: {_ms(one.time_ns)}, {faster}; memory {size(one.peak_bytes)}, {more}"
+    return f"{line} ({one.note})" if one.note else line
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns, the first to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _ms(ns: float) -> str:
+    """A time: three digits, in milliseconds."""
+    return f"{ns / 1e6:,.0f} ms" if ns >= 1e8 else f"{ns / 1e6:.3g} ms"
+
+
+def _count(number: int) -> str:
+    return _scaled(number, 1000, ("", " k", " M", " G"))
+
+
+def size(num_bytes: float) -> str:
+    """A number of bytes, to be read."""
+    return _scaled(num_bytes, 1024, (" B", " KiB", " MiB", " GiB"))
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
+        if abs(number) < base:
+            return f"{number:.4g}{unit}"
+        number /= base
+    return f"{number:,.4g}{units[-1]}"

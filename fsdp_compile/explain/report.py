@@ -1,0 +1,90 @@
+"""The report on a training step: what its graphs do, cost and hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from passes.models.hardware import Hardware
+
+from .chrome_trace import write_trace
+from .exposure import Exposure
+from .parts import CallReport, MemoryReport, Source, Suggestion, UnitReport
+from .render import render
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a training step does, costs and holds on each rank, by the models of time and memory. ``print`` it.
+
+    Attributes:
+        hardware: the machine.
+        mesh: the ranks, by the names of the mesh's dimensions as far as graphs communicate over them.
+        units: in the order of the modules.
+        calls: the calls of graphs, in order.
+        exposures: what is waited for, in order.
+        memory: the moment at which most lives.
+        optimizer: what it is taken to be.
+        optimizer_ns: the time of its step.
+        time_ns: of the whole step: graphs and optimizer.
+        tokens: tokens of a rank in the step; None: not known.
+        flops: of all products, by dtype.
+        model_flops: the same without what is recomputed: at most three times those of forward.
+        mfu: the part of the step that ``model_flops`` would take at the rates that the hardware sustains for products.
+        suggestions: changes, evaluated.
+        outside: what communicates outside of graphs, which nothing here counts, once for each time.
+    """
+
+    hardware: Hardware
+    mesh: Mapping[str, int]
+    units: Sequence[UnitReport]
+    calls: Sequence[CallReport]
+    exposures: Sequence[Exposure]
+    memory: MemoryReport
+    optimizer: str
+    optimizer_ns: int
+    time_ns: int
+    tokens: int | None
+    flops: Mapping[str, int]
+    model_flops: int
+    mfu: float
+    suggestions: Sequence[Suggestion] = ()
+    outside: Sequence[str] = ()
+    _source: Source | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def exposed_ns(self) -> int:
+        """How long compute waits for communication."""
+        return sum(call.exposed_ns for call in self.calls)
+
+    @property
+    def exposed_share(self) -> float:
+        """The part of the step that compute waits for communication."""
+        return self.exposed_ns / self.time_ns if self.time_ns else 0.0
+
+    @property
+    def total(self) -> UnitReport:
+        """The sums over all units."""
+        sums = {
+            name: sum(getattr(unit, name) for unit in self.units) for name in UnitReport.__dataclass_fields__ if name != "name"
+        }
+        sums["collectives"] = round(sums["collectives"])
+        return UnitReport("total", **sums)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second of a rank; None: the number of tokens is not known."""
+        return None if self.tokens is None else self.tokens / (self.time_ns / 1e9)
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write the step as Chrome trace events: what computes, each process group, and memory over time.
+
+        Args:
+            path: a JSON file, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
+        """
+        assert self._source is not None
+        write_trace(path, self, self._source)
+
+    def __str__(self) -> str:
+        return render(self)

@@ -1,0 +1,78 @@
+"""Suggestions: changes of a step, evaluated by the models that made its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch.fx import Graph
+
+from passes.auto.placement import Placement
+from passes.fx.sizes import num_bytes
+from passes.ir.work import Role, role
+from passes.models.timeline import Costs, simulate
+
+from .parts import Suggestion
+from .report import Report
+
+
+def suggestion(what: str, report: Report, run: Callable[[], Report]) -> Suggestion:
+    """A change, evaluated by the report of a step with it."""
+    try:
+        changed = run()
+    except (ValueError, RuntimeError) as error:
+        return Suggestion(what, 0, 0, 0, 0, f"not possible here: {error}")
+    peak = changed.memory.peak_bytes
+    return Suggestion(what, changed.time_ns, peak, report.time_ns - changed.time_ns, peak - report.memory.peak_bytes)
+
+
+def with_suggestions(report: Report) -> Report:
+    """A report with what can be said from the graphs alone, without tracing anything anew."""
+    return replace(report, suggestions=[_placed(report), _without_second_gathers(report)])
+
+
+def _placed(report: Report) -> Suggestion:
+    """Communication where the automatic schedule would put it, in the buckets that there are."""
+    source = report._source
+    assert source is not None
+    saved = added = 0
+    placed: dict[int, tuple[int, int]] = {}
+    for call, figures in zip(source.calls, source.figures, strict=True):
+        graph = call.graph.graph_module.graph
+        if id(graph) not in placed:
+            placement = Placement(_copy(graph), report.hardware)
+            before = placement.live_bytes().peak
+            result = placement.place(None)
+            placed[id(graph)] = figures.timeline.total - result.total_ns, result.peak_bytes - before
+        saved += placed[id(graph)][0]
+        added = max(added, placed[id(graph)][1])
+    what, note = "options={'schedule': 'auto'}", "with the buckets that there are"
+    return Suggestion(what, report.time_ns - saved, report.memory.peak_bytes + added, saved, added, note)
+
+
+def _without_second_gathers(report: Report) -> Suggestion:
+    """Backward without the gathers that it would not need, had forward kept the parameters."""
+    source = report._source
+    assert source is not None
+    saved = 0
+    gathered: dict[object, int] = {}
+    for call, figures in zip(source.calls, source.figures, strict=True):
+        # What forward has copied out, backward need not.
+        gathers = {node for node in figures.order if role(node) in (Role.START_GATHER, Role.FINISH_GATHER)}
+        if not call.is_backward:
+            whole = sum(num_bytes(node.meta["val"]) for node in gathers if node in figures.costs.transfer)
+            gathered[call.compilation] = max(whole, gathered.get(call.compilation, 0))
+            continue
+        compute = {node: 0 if node in gathers else cost for node, cost in figures.costs.compute.items()}
+        transfer = {node: cost for node, cost in figures.costs.transfer.items() if node not in gathers}
+        saved += figures.timeline.total - simulate(figures.order, Costs(compute, transfer)).total
+    # All that forward gathers, and nothing of it freed meanwhile.
+    added = sum(gathered.values())
+    time_ns, peak = report.time_ns - saved, report.memory.peak_bytes + added
+    return Suggestion("reshard_after_forward=False", time_ns, peak, saved, added, "memory at most")
+
+
+def _copy(graph: Graph) -> Graph:
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy

@@ -24,22 +24,25 @@ class UnitFacts:
         name: its qualified name; "root" for the root; with the number of the model for further models.
         parameters: the names of its parameters, each with the number of elements of the full one.
         shard_bytes: this rank's flat storage, padding included.
-        trainable: the elements of this rank's shards that an optimizer steps.
+        trainable, trainable_bytes: the elements of this rank's shards that an optimizer steps, and their bytes.
     """
 
     name: str
     parameters: Mapping[str, int]
     shard_bytes: int
     trainable: int
+    trainable_bytes: int
 
     @staticmethod
     def of(unit: Unit, name: str) -> UnitFacts:
         """The facts of a unit as it is, under a name."""
+        stepped = [param.local for param in unit.params if param.param.requires_grad]
         return UnitFacts(
             name,
             {param.name: param.shape.numel() for param in unit.params},
             sum(storage.nbytes for storage in unit.storages.values()),
-            sum(param.local.numel() for param in unit.params if param.param.requires_grad),
+            sum(local.numel() for local in stepped),
+            sum(local.nbytes for local in stepped),
         )
 
 

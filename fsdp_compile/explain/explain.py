@@ -73,9 +73,9 @@ def explain(
         options: of the backend, as for ``torch.compile``. With ``schedule="auto"`` it is scheduled for ``hardware``.
         tokens: of a rank in the step. Unless given, the elements of the first integer input that has two dimensions, if the
             step calls each forward graph once.
-        optimizer: "adamw" (two moments in float32), "momentum", "sgd", the bytes of state for each element of a parameter, or
-            None: there is none. Its step counts with the time that it takes to read and write state and shards once, and to
-            read gradients.
+        optimizer: "adamw" (two moments, in the dtype of shards), "momentum", "sgd", the bytes of state for each element of a
+            parameter, or None: there is none. Its step counts with the time that it takes to read and write state and shards
+            once, and to read gradients.
         suggest: try ``schedule="auto"`` and ``reshard_after_forward=False``, too: two more traces.
 
     Raises:

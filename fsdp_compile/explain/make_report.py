@@ -21,8 +21,8 @@ from .memory import CATEGORIES, StepMemory
 from .parts import CallReport, MemoryReport, Source, UnitReport
 from .report import Report
 
-#: Bytes of state that optimizers keep for each trainable element of a shard: two moments in float32, one, none.
-OPTIMIZERS = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0}
+#: Tensors of a shard's size and dtype that optimizers of torch keep for it.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
 _GPUS = ("a100", "h100", "h200", "b200")
 _EACH = ("compute_ns", "communication_ns", "exposed_ns", "gathered_bytes", "scattered_bytes", "all_reduced_bytes")
 
@@ -57,11 +57,13 @@ class Optimizer:
 
     Attributes:
         name: how the report calls it.
-        bytes_per_element: its state for each trainable element of a shard.
+        copies: its state for a shard, as a multiple of the shard's bytes.
+        bytes_per_element: the same, for each trainable element, whatever its dtype.
     """
 
     name: str
-    bytes_per_element: float
+    copies: int = 0
+    bytes_per_element: float = 0.0
 
     @staticmethod
     def of(given: str | float | None) -> Optimizer:
@@ -71,11 +73,11 @@ class Optimizer:
             ValueError: it is none of these.
         """
         if given is None:
-            return Optimizer("none", 0)
+            return Optimizer("none")
         if isinstance(given, str) and given.lower() in OPTIMIZERS:
             return Optimizer(given.lower(), OPTIMIZERS[given.lower()])
         if isinstance(given, (int, float)) and not isinstance(given, bool) and given >= 0:
-            return Optimizer(f"{given:g} bytes for each element", given)
+            return Optimizer(f"{given:g} bytes for each element", bytes_per_element=given)
         raise ValueError(
             f"optimizer={given!r} is not known: give {', '.join(map(repr, OPTIMIZERS))}, the bytes of state that it keeps for "
             "each element of a parameter, or None for a step without one."
@@ -83,13 +85,14 @@ class Optimizer:
 
     def state_bytes(self, census: Census) -> int:
         """The bytes of its state on this rank."""
-        return round(self.bytes_per_element * sum(unit.trainable for unit in census.units))
+        elements, num_bytes = (sum(getattr(unit, name) for unit in census.units) for name in ("trainable", "trainable_bytes"))
+        return round(self.bytes_per_element * elements) + self.copies * num_bytes
 
     def time_ns(self, census: Census, hardware: Hardware) -> int:
         """The time of a step that reads gradients, and reads and writes shards and state, once each."""
         if self.name == "none":
             return 0
-        shards = sum(unit.shard_bytes for unit in census.units if unit.trainable)
+        shards = sum(unit.trainable_bytes for unit in census.units)
         return round((3 * shards + 2 * self.state_bytes(census)) / hardware.bytes_per_s * 1e9)
 
 
@@ -170,14 +173,14 @@ def _mesh(calls: Sequence[GraphCall]) -> dict[str, int]:
 def _flops(
     calls: Sequence[GraphCall], figures: Sequence[GraphFigures], hardware: Hardware
 ) -> tuple[dict[str, int], int, float]:
-    """All flops by dtype, those of the model, and how long the latter take at the hardware's rates."""
+    """All flops by dtype, those of the model, and how long the latter take at the hardware's peak rates."""
     by_stage: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for call, of_call in zip(calls, figures, strict=True):
         by_stage[call.is_backward].update(of_call.flops)
     counted = by_stage[True] + by_stage[False]
     trains = any(call.is_backward for call in calls)
     wanted = {dtype: min(flops, 3 * by_stage[False][dtype]) if trains else flops for dtype, flops in counted.items()}
-    seconds = sum(flops / hardware.flops_per_s[dtype] for dtype, flops in wanted.items())
+    seconds = sum(flops / hardware.peak(dtype) for dtype, flops in wanted.items())
     return dict(counted), sum(wanted.values()), seconds
 
 

@@ -40,7 +40,7 @@ def _headline(report: Report) -> str:
 
 
 def _utilization(report: Report) -> str:
-    rates = ", ".join(f"{report.hardware.flops_per_s[dtype] / 1e12:g} TFLOP/s in {dtype}" for dtype in report.flops)
+    rates = ", ".join(f"{report.hardware.peak(dtype) / 1e12:g} TFLOP/s in {dtype}" for dtype in report.flops)
     if not rates:
         return "no matrix products"
     counted = sum(report.flops.values())

@@ -31,7 +31,8 @@ class Report:
         tokens: tokens of a rank in the step; None: not known.
         flops: of all products, by dtype.
         model_flops: the same without what is recomputed: at most three times those of forward.
-        mfu: the part of the step that ``model_flops`` would take at the rates that the hardware sustains for products.
+        mfu: the part of the step that ``model_flops`` would take at the hardware's peak rates; where these are not known, at
+            the rates that it sustains.
         suggestions: changes, evaluated.
         outside: what communicates outside of graphs, which nothing here counts, once for each time.
     """

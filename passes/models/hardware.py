@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Hardware:
         ranks_per_node: ranks that share a node.
         within_node: collectives of a group inside a node.
         between_nodes: those of a group that spans more ranks than a node has.
+        peak_flops_per_s: of matrix products without sparsity, by data sheet, as :attr:`flops_per_s`; empty: not known.
     """
 
     name: str
@@ -65,6 +66,11 @@ class Hardware:
     ranks_per_node: int
     within_node: Links
     between_nodes: Links
+    peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+
+    def peak(self, dtype: str) -> float:
+        """The flops a second of matrix products at best; where the data sheet is not known, those that it sustains."""
+        return self.peak_flops_per_s.get(dtype, self.flops_per_s[dtype])
 
     def links(self, ranks: list[int]) -> Links:
         """The links of a group. The span decides, which is the same for all groups of a mesh dimension."""
@@ -98,7 +104,10 @@ def _from_dict(values: dict[str, Any]) -> Hardware:
     return Hardware(**{**values, **links})
 
 
-def _gpu(name: str, half: float, single: float, memory: float, nvlink: float, nic: float) -> Hardware:
+def _gpu(
+    name: str, half: float, single: float, memory: float, nvlink: float, nic: float, peaks: tuple[float, float, float]
+) -> Hardware:
+    peak_half, peak_single, peak_double = peaks
     near, far = Link(15e-6, nvlink), Link(30e-6, nic)
     return Hardware(
         name,
@@ -108,15 +117,22 @@ def _gpu(name: str, half: float, single: float, memory: float, nvlink: float, ni
         ranks_per_node=8,
         within_node=Links(near, near, near),
         between_nodes=Links(far, far, far),
+        peak_flops_per_s={
+            "bfloat16": peak_half,
+            "float16": peak_half,
+            "float32": peak_single,
+            "float64": peak_double,
+        },
     )
 
 
-# Eight GPUs a node, all connected by NVLink, and one network adapter for each.
+# Eight GPUs a node, all connected by NVLink, and one network adapter for each. Peaks, in half precision by tensor cores without
+# sparsity, in float32 and float64 without them: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200.
 _GPUS = {
-    "A100": _gpu("A100", 220e12, 17e12, 1.6e12, 230e9, 23e9),
-    "H100": _gpu("H100", 600e12, 50e12, 2.7e12, 360e9, 45e9),
-    "H200": _gpu("H200", 600e12, 50e12, 3.9e12, 360e9, 45e9),
-    "B200": _gpu("B200", 1400e12, 60e12, 6.4e12, 700e9, 45e9),
+    "A100": _gpu("A100", 220e12, 17e12, 1.6e12, 230e9, 23e9, (312e12, 19.5e12, 9.7e12)),
+    "H100": _gpu("H100", 600e12, 50e12, 2.7e12, 360e9, 45e9, (989e12, 67e12, 34e12)),
+    "H200": _gpu("H200", 600e12, 50e12, 3.9e12, 360e9, 45e9, (989e12, 67e12, 34e12)),
+    "B200": _gpu("B200", 1400e12, 60e12, 6.4e12, 700e9, 45e9, (2250e12, 75e12, 37e12)),
 }
 _GLOO_LINK = Link(300e-6, 0.7e9, taken_s=300e-6, taken_s_per_byte=1.2e-9)
 _GLOO = Links(_GLOO_LINK, _GLOO_LINK, _GLOO_LINK)

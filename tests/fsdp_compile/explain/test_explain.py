@@ -100,7 +100,7 @@ def test_flops_are_those_of_the_model() -> None:
     report = report_of("h100")
     assert report.flops == {"float32": counter.get_total_flops()}
     assert report.model_flops == counter.get_total_flops()
-    assert report.mfu == pytest.approx(counter.get_total_flops() / 50e12 / (report.time_ns / 1e9))
+    assert report.mfu == pytest.approx(counter.get_total_flops() / 67e12 / (report.time_ns / 1e9))
 
 
 def test_recomputed_products_are_no_work_of_the_model() -> None:
@@ -183,6 +183,13 @@ def test_state_of_the_optimizer() -> None:
         assert report.memory.categories["optimizer state"] == state * elements
         moved = 0 if optimizer is None else (3 * 4 + 2 * state) * elements
         assert report.optimizer_ns == round(moved / 2.7e12 * 1e9)
+
+
+def test_state_of_the_optimizer_has_the_dtype_of_shards() -> None:
+    model = build().bfloat16()
+    x = torch.empty(BATCH, DIM, device="meta", dtype=torch.bfloat16)
+    report = explain(model, x, (RANKS,), "h100", suggest=False)
+    assert report.memory.categories["optimizer state"] == 2 * report.memory.categories["shards"]
 
 
 def test_tokens_of_integer_inputs() -> None:

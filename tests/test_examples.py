@@ -58,6 +58,7 @@ def losses(out: Path) -> list[float]:
     return json.loads((out / "losses.json").read_text())["losses"]
 
 
+@pytest.mark.exhaustive
 def test_train_gpt_equals_fsdp2_and_resumes_exactly(tmp_path: Path, straight: Path, cache: Path) -> None:
     fsdp2 = train(tmp_path / "fsdp2", cache, "--system", "fsdp2", "--no-compile")
     assert [f"{loss:.4f}" for loss in losses(straight)] == [f"{loss:.4f}" for loss in fsdp2]

@@ -246,7 +246,13 @@ def operators(graph: Graph) -> Counter[str]:
     return Counter(str(kind) for kind, does in zip(kinds(graph), computes, strict=True) if does)
 
 
-@pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.sweep) for name in WITH_AND_WITHOUT_FOLDING)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("Llama", marks=pytest.mark.exhaustive),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in WITH_AND_WITHOUT_FOLDING),
+    ],
+)
 def test_folded_layers_change_nothing(name: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine layers fold; graphs have the same operations, in another order perhaps, and results are equal to the bit.
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
+from passes.fx.graph import copy_of
 from passes.fx.torch_internals.core import _make_graph_module, _use_lazy_graph_module
 from passes.models.hardware import Hardware
 from passes.models.memory_model import LiveBytes, live_bytes
@@ -160,8 +161,7 @@ def is_capturing() -> bool:
 
 def snapshot(gm: GraphModule) -> GraphModule:
     """A copy of a graph that later changes to ``gm`` do not reach."""
-    graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    graph = copy_of(gm.graph)
     graph.output_node().meta = dict(gm.graph.output_node().meta)
     with _use_lazy_graph_module(True):
         return _make_graph_module(gm, graph)

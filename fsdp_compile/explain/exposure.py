@@ -68,7 +68,7 @@ def exposures(figures: GraphFigures, call: GraphCall, index: int) -> list[Exposu
             reason = f"nothing {'precedes' if collective_kind(collective) == 'all_gather' else 'follows'} it"
         else:
             cause = "compute too short"
-            reason = f"what runs beside it hides {_ms(beside)} of its {_ms(transfers[collective])}"
+            reason = f"what runs beside it hides {milliseconds(beside)} of its {milliseconds(transfers[collective])}"
         kind, unit = collective_kind(collective), unit_of_collective(collective, call.units)
         found.append(Exposure(unit, kind, stage, index, waited, transfers[collective], cause, reason))
     return found
@@ -88,5 +88,6 @@ def unit_of_collective(collective: Node, units: Mapping[str, str]) -> str:
     return "+".join(units.get(name, name) for name in names)
 
 
-def _ms(ns: int) -> str:
-    return f"{ns / 1e6:.3g} ms"
+def milliseconds(ns: float) -> str:
+    """A time, to be read: three digits."""
+    return f"{ns / 1e6:,.0f} ms" if ns >= 1e8 else f"{ns / 1e6:.3g} ms"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .exposure import Exposure
+from .exposure import Exposure, milliseconds
 from .parts import Suggestion, UnitReport
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ def render(report: Report) -> str:
 def _headline(report: Report) -> str:
     ranks = " x ".join(f"{size} ({role})" for role, size in report.mesh.items()) or "one"
     lines = [f"A step on {report.hardware.name}, ranks: {ranks}. Everything is what one rank does.", ""]
-    step = f"step {_ms(report.time_ns)}"
-    parts = [step, f"exposed communication {_ms(report.exposed_ns)} ({report.exposed_share:.1%})"]
+    step = f"step {milliseconds(report.time_ns)}"
+    parts = [step, f"exposed communication {milliseconds(report.exposed_ns)} ({report.exposed_share:.1%})"]
     if report.tokens_per_s is not None:
         parts.append(f"{report.tokens_per_s:,.0f} tokens/s ({report.tokens} a step)")
     lines.append(", ".join(parts))
     lines.append(_utilization(report))
     if report.optimizer != "none":
-        lines.append(f"of the step, the optimizer ({report.optimizer}) takes {_ms(report.optimizer_ns)}")
+        lines.append(f"of the step, the optimizer ({report.optimizer}) takes {milliseconds(report.optimizer_ns)}")
     return "\n".join(lines)
 
 
@@ -81,9 +81,9 @@ def _unit_table(report: Report) -> str:
     rows = [head]
     for unit in [*(unit for unit, _ in folded), report.total]:
         sent = [unit.gathered_bytes, unit.scattered_bytes, *([unit.all_reduced_bytes] if has_replicas else [])]
-        times = [unit.compute_ns, unit.communication_ns, unit.exposed_ns]
+        times = map(milliseconds, [unit.compute_ns, unit.communication_ns, unit.exposed_ns])
         counts = [f"{unit.kernels}", f"{unit.collectives:g}"]
-        rows.append([unit.name, _count(unit.parameters), *map(size, [unit.shard_bytes, *sent]), *map(_ms, times), *counts])
+        rows.append([unit.name, _count(unit.parameters), *map(size, [unit.shard_bytes, *sent]), *times, *counts])
     note = "A line of several units is their sum. Bytes of communication are what is sent."
     return f"{_table(rows)}\n{note}" if any(count > 1 for _, count in folded) else _table(rows)
 
@@ -92,7 +92,7 @@ def _call_table(report: Report) -> str:
     rows = [["graph", "begins", "takes", "exposed", "TFLOP", "collectives", "peak memory"]]
     for index, call in enumerate(report.calls):
         times = [call.begins_ns, call.total_ns, call.exposed_ns]
-        row = [f"{index} {call.stage}", *map(_ms, times), f"{call.flops / 1e12:.4g}", f"{call.collectives}"]
+        row = [f"{index} {call.stage}", *map(milliseconds, times), f"{call.flops / 1e12:.4g}", f"{call.collectives}"]
         rows.append([*row, size(call.peak_bytes)])
     return _table(rows)
 
@@ -120,7 +120,7 @@ def _verdict(report: Report) -> str:
     lines += [_sentence(group) for group in worst[:_NAMED]]
     if len(worst) > _NAMED:
         rest = sum(map(_sum_ns, worst[_NAMED:]))
-        lines.append(f"- {_ms(rest)}: others")
+        lines.append(f"- {milliseconds(rest)}: others")
     if report.suggestions:
         lines += ["", "Tried with the same models:"]
         lines += [_suggestion(one) for one in report.suggestions]
@@ -130,7 +130,7 @@ def _verdict(report: Report) -> str:
 def _exposed_share(report: Report) -> str:
     if not report.exposed_ns:
         return "Compute hides all communication."
-    return f"Of {_ms(report.time_ns)}, {_ms(report.exposed_ns)} are exposed:"
+    return f"Of {milliseconds(report.time_ns)}, {milliseconds(report.exposed_ns)} are exposed:"
 
 
 def _joined(exposures: Sequence[Exposure]) -> list[list[Exposure]]:
@@ -148,7 +148,7 @@ def _sum_ns(group: Sequence[Exposure]) -> int:
 
 def _sentence(group: Sequence[Exposure]) -> str:
     longest = max(group, key=lambda one: one.exposed_ns)
-    line = f"- {_ms(_sum_ns(group))}: the {longest}"
+    line = f"- {milliseconds(_sum_ns(group))}: the {longest}"
     if len(group) > 1:
         line += f", and {len(group) - 1} like it"
     return f"{line}, because {longest.reason}"
@@ -157,11 +157,11 @@ def _sentence(group: Sequence[Exposure]) -> str:
 def _suggestion(one: Suggestion) -> str:
     if not one.time_ns:
         return f"- {one.what}: {one.note}"
-    faster = f"{_ms(one.saved_ns)} faster" if one.saved_ns >= 0 else f"{_ms(-one.saved_ns)} slower"
+    faster = f"{milliseconds(one.saved_ns)} faster" if one.saved_ns >= 0 else f"{milliseconds(-one.saved_ns)} slower"
     if abs(one.saved_ns) < 1000:
         faster = "no faster"
     more = f"{size(one.added_bytes)} more" if one.added_bytes >= 0 else f"{size(-one.added_bytes)} less"
-    line = f"- {one.what}: {_ms(one.time_ns)}, {faster}; memory {size(one.peak_bytes)}, {more}"
+    line = f"- {one.what}: {milliseconds(one.time_ns)}, {faster}; memory {size(one.peak_bytes)}, {more}"
     return f"{line} ({one.note})" if one.note else line
 
 
@@ -173,11 +173,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def _ms(ns: float) -> str:
-    """A time: three digits, in milliseconds."""
-    return f"{ns / 1e6:,.0f} ms" if ns >= 1e8 else f"{ns / 1e6:.3g} ms"
 
 
 def _count(number: int) -> str:

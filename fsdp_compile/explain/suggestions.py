@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch.fx import Graph
-
 from passes.auto.placement import Placement
+from passes.fx.graph import copy_of
 from passes.fx.sizes import num_bytes
 from passes.ir.work import Role, role
 from passes.models.timeline import Costs, simulate
@@ -40,7 +39,7 @@ def _placed(report: Report) -> Suggestion:
     for call, figures in zip(source.calls, source.figures, strict=True):
         graph = call.graph.graph_module.graph
         if id(graph) not in placed:
-            placement = Placement(_copy(graph), report.hardware)
+            placement = Placement(copy_of(graph), report.hardware)
             before = placement.live_bytes().peak
             result = placement.place(None)
             placed[id(graph)] = figures.timeline.total - result.total_ns, result.peak_bytes - before
@@ -70,9 +69,3 @@ def _without_second_gathers(report: Report) -> Suggestion:
     added = sum(gathered.values())
     time_ns, peak = report.time_ns - saved, report.memory.peak_bytes + added
     return Suggestion("reshard_after_forward=False", time_ns, peak, saved, added, "memory at most")
-
-
-def _copy(graph: Graph) -> Graph:
-    copy = Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from torch.fx import Graph
 
 from ..fx.emit import replaying_traces
+from ..fx.graph import copy_of
 from ..ir.plan import Plan
 from ..ir.work import BucketName
 from ..models.hardware import Hardware
@@ -70,8 +71,8 @@ def find_grouping(
     fitting: list[tuple[tuple[int, int, int], Grouping]] = []
     too_large: list[tuple[int, BucketName | None]] = []
     with replaying_traces(fresh=False):
-        for grouping in groupings(_copy(graph), plan, default, auto.hardware, smallest=limit is not None):
-            trial = _copy(graph)
+        for grouping in groupings(copy_of(graph), plan, default, auto.hardware, smallest=limit is not None):
+            trial = copy_of(graph)
             insert(trial, grouping)
             placement = Placement(trial, auto.hardware)
             # Nothing is in flight yet: no schedule needs less memory.
@@ -110,9 +111,3 @@ def _too_low(limit: int, needed: int, bucket: BucketName | None) -> str:
         f"model still needs {needed} bytes at once, {what}. Raise the limit to that at least, or have less live at once: "
         "smaller parameters in that unit, a smaller batch, activation checkpointing."
     )
-
-
-def _copy(graph: Graph) -> Graph:
-    copy = Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy

@@ -84,6 +84,13 @@ def argument_text(value: Any, name_of: Callable[[Node], str]) -> str:
     return repr(map_arg(value, lambda node: _Name(name_of(node))))
 
 
+def copy_of(graph: Graph) -> Graph:
+    """A copy of a graph that later changes to it do not reach."""
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
 def placeholder_index(graph: Graph) -> dict[Node, int]:
     """The inputs of a graph, each with its place among them."""
     return {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fsdp_compile import explain
+from fsdp_compile.explain.exposure import milliseconds
 from fsdp_compile.explain.parts import UnitReport
 from fsdp_compile.explain.render import fold
 from tests.common.models import Transformer
@@ -98,3 +99,10 @@ def test_page_shows_what_its_code_prints(
     exec(code, {})
     assert capsys.readouterr().out.strip() == shown.strip()
     assert (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("ns", "text"), [(0, "0 ms"), (37_600, "0.0376 ms"), (52_840_000, "52.8 ms"), (1_234_000_000, "1,234 ms")]
+)
+def test_times_are_readable(ns: int, text: str) -> None:
+    assert milliseconds(ns) == text

@@ -1,18 +1,34 @@
-"""Sizes of fake values as plain numbers, also where shapes are dynamic.
+"""Sizes of fake values as numbers or expressions, also where shapes are dynamic.
 
-A size that is a symbol counts with the value that it had when the graph was traced. Asking for it adds no guard.
+A size that is a symbol counts with the value that it had when the graph was traced. Asking for it adds no guard. Inside of
+:func:`symbolic_sizes` it counts as the expression that it is, so that what is computed of sizes is a formula.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
+import sympy
 import torch
 from torch import SymInt, Tensor
 
 # As Inductor does for a size that depends on data.
 _UNKNOWN_SIZE = 8192
+
+_is_symbolic: ContextVar[bool] = ContextVar("_is_symbolic", default=False)
+
+
+@contextlib.contextmanager
+def symbolic_sizes() -> Iterator[None]:
+    """Have sizes be expressions of sympy, where they are no numbers, inside of the ``with`` block."""
+    token = _is_symbolic.set(True)
+    try:
+        yield
+    finally:
+        _is_symbolic.reset(token)
 
 
 def size_hint(size: int | SymInt) -> int:
@@ -23,18 +39,33 @@ def size_hint(size: int | SymInt) -> int:
     return int(size)
 
 
-def shape_hint(value: Tensor) -> tuple[int, ...]:
-    """The shape of a fake tensor in numbers."""
-    return tuple(map(size_hint, value.shape))
+def size_value(size: int | SymInt) -> Any:
+    """A size as a number, or inside of :func:`symbolic_sizes` as an expression."""
+    if isinstance(size, SymInt) and _is_symbolic.get():
+        expression = size.node.expr
+        return int(expression) if expression.is_number else expression
+    return size_hint(size)
 
 
-def num_bytes(value: Any) -> int:
+def shape_value(value: Tensor) -> tuple[Any, ...]:
+    """The shape of a fake tensor in numbers, or expressions."""
+    return tuple(map(size_value, value.shape))
+
+
+def num_bytes(value: Any) -> Any:
     """Bytes of a fake tensor, or of all in a tuple or list; of anything else none."""
     if isinstance(value, Tensor):
         numel = 1
         for size in value.shape:
-            numel *= size_hint(size)
+            numel *= size_value(size)
         return numel * value.dtype.itemsize
     if isinstance(value, Sequence) and not isinstance(value, (str, torch.Size)):
         return sum(map(num_bytes, value))
     return 0
+
+
+def smaller(first: Any, second: Any) -> Any:
+    """The smaller of two numbers or expressions."""
+    if isinstance(first, sympy.Expr) or isinstance(second, sympy.Expr):
+        return sympy.Min(first, second)
+    return min(first, second)

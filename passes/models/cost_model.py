@@ -13,7 +13,8 @@ Times are whole nanoseconds, whose sums do not depend on the order, so that equa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..collectives.functional import group_size, resolve_group
 from ..fx.graph import group_of, is_view, starts_collective
-from ..fx.sizes import num_bytes, shape_hint
+from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
 from .hardware import Hardware, Link, dtype_name
@@ -58,20 +59,55 @@ _MOVES_NOTHING = {
 }
 
 
-def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
-    """The time of each node of a graph on the computing side."""
-    costs: dict[Node, int] = {}
-    kernel_ns = _ns(hardware.kernel_s)
+@dataclass(frozen=True)
+class Demand:
+    """What a node asks of the computing side.
+
+    Attributes:
+        launches: kernels and collectives that it starts.
+        moved_bytes: what it reads and writes.
+        flops: of a product; else 0.
+        dtype: that the product computes in; empty: it is none.
+    """
+
+    launches: int = 0
+    moved_bytes: Any = 0
+    flops: Any = 0
+    dtype: str = ""
+
+    def ns(self, hardware: Hardware) -> int:
+        """How long that takes."""
+        computing = 0.0
+        if self.dtype:
+            computing = self.flops / hardware.flops_per_s.get(self.dtype, hardware.flops_per_s["float32"])
+        return self.launches * _ns(hardware.kernel_s) + _ns(max(computing, self.moved_bytes / hardware.bytes_per_s))
+
+
+_NOTHING = Demand()
+
+
+def demands(graph: Graph) -> dict[Node, Demand]:
+    """What each node of a graph asks of the computing side: of nodes that fuse, what the kernel moves where it first does."""
+    found: dict[Node, Demand] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or is_free(node):
-            costs[node] = 0
+            found[node] = _NOTHING
         elif starts_collective(node):
-            costs[node] = kernel_ns + _taken_ns(node, hardware)
+            found[node] = Demand(launches=1)
         elif not is_fusible(node):
-            costs[node] = kernel_ns + _kernel_ns(node, hardware)
+            found[node] = _kernel_demand(node)
     for kernel in kernels(graph):
         if is_fusible(kernel[0]):
-            _add_stretch(kernel, costs, hardware)
+            found.update(_stretch_demands(kernel))
+    return found
+
+
+def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
+    """The time of each node of a graph on the computing side."""
+    costs = {node: demand.ns(hardware) for node, demand in demands(graph).items()}
+    for node in graph.nodes:
+        if starts_collective(node):
+            costs[node] += _taken_ns(node, hardware)
     return costs
 
 
@@ -153,18 +189,14 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _kernel_ns(node: Node, hardware: Hardware) -> int:
+def _kernel_demand(node: Node) -> Demand:
     """A kernel of its own."""
     moved = num_bytes(node.meta.get("val")) + sum(num_bytes(source.meta.get("val")) for source in node.all_input_nodes)
-    computing = 0.0
-    flops = node_flops(node)
-    if flops is not None:
-        rates = hardware.flops_per_s
-        computing = flops[1] / rates.get(flops[0], rates["float32"])
-    return _ns(max(computing, moved / hardware.bytes_per_s))
+    dtype, flops = node_flops(node) or ("", 0)
+    return Demand(1, moved, flops, dtype)
 
 
-def node_flops(node: Node) -> tuple[str, int] | None:
+def node_flops(node: Node) -> tuple[str, Any] | None:
     """The dtype that a product computes in, as :class:`Hardware` spells it, and its flops; None: it is no product."""
     formula = _flop_formula(node)
     if formula is None:
@@ -183,7 +215,7 @@ def _flop_formula(node: Node) -> Callable[..., int] | None:
 
 def _shapes(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return shape_hint(value)
+        return shape_value(value)
     return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else value
 
 
@@ -205,8 +237,8 @@ def _is_read_outside(node: Node, members: set[Node]) -> bool:
     return any(user not in members and (not is_free(user) or _is_read_outside(user, members)) for user in node.users)
 
 
-def _add_stretch(stretch: list[Node], costs: dict[Node, int], hardware: Hardware) -> None:
-    """Enter the costs of nodes that fuse: the traffic with what lies outside, where it first happens."""
+def _stretch_demands(stretch: list[Node]) -> Iterator[tuple[Node, Demand]]:
+    """What nodes that fuse move to and from outside, each where it first happens."""
     members = set(stretch)
     seen: set[Node] = set()
     for index, node in enumerate(stretch):
@@ -214,15 +246,15 @@ def _add_stretch(stretch: list[Node], costs: dict[Node, int], hardware: Hardware
         for source in _reads(node):
             if source not in members and source not in seen:
                 seen.add(source)
-                moved += min(num_bytes(source.meta.get("val")), _read_bytes(node, source))
-        costs[node] = _ns(moved / hardware.bytes_per_s) + (0 if index else _ns(hardware.kernel_s))
+                moved += smaller(num_bytes(source.meta.get("val")), _read_bytes(node, source))
+        yield node, Demand(0 if index else 1, moved)
 
 
-def _read_bytes(node: Node, source: Node) -> int:
+def _read_bytes(node: Node, source: Node) -> Any:
     """How much of a value a node reads: the elements that its views of it show, an output's worth for a lookup."""
     views = [argument for argument in node.all_input_nodes if _memory(argument) is source]
     shown = sum(num_bytes(view.meta.get("val")) for view in views)
     packet = node.target.overloadpacket  # type: ignore[union-attr]
     if packet in (_aten.embedding, _aten.index):
-        return min(shown, num_bytes(node.meta.get("val")))
+        return smaller(shown, num_bytes(node.meta.get("val")))
     return shown

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from passes.collectives.layout import padded_shard_numel
+from passes.ir.symbolic_shards import Piece
+
 from ..runtime.call import Call
+from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, Unit
 
 if TYPE_CHECKING:
@@ -25,6 +31,7 @@ class UnitFacts:
         parameters: the names of its parameters, each with the number of elements of the full one.
         shard_bytes: this rank's flat storage, padding included.
         trainable, trainable_bytes: the elements of this rank's shards that an optimizer steps, and their bytes.
+        layout: its parameters in the order of its storage, and whether an optimizer steps them.
     """
 
     name: str
@@ -32,6 +39,7 @@ class UnitFacts:
     shard_bytes: int
     trainable: int
     trainable_bytes: int
+    layout: Sequence[tuple[Piece, bool]]
 
     @staticmethod
     def of(unit: Unit, name: str) -> UnitFacts:
@@ -43,6 +51,26 @@ class UnitFacts:
             sum(storage.nbytes for storage in unit.storages.values()),
             sum(local.numel() for local in stepped),
             sum(local.nbytes for local in stepped),
+            [(_piece(param), param.param.requires_grad) for param in unit.params],
+        )
+
+
+@dataclass(frozen=True)
+class Held:
+    """What units hold, apart from shards, between calls.
+
+    Attributes:
+        whole_bytes: of what is there as a whole.
+        shards: how many shards there are, by full shape, dimension of the cut and bytes of an element.
+    """
+
+    whole_bytes: int
+    shards: Mapping[tuple[tuple[int, ...], int, int], int]
+
+    def num_bytes(self, ranks: int) -> int:
+        """The bytes of that on one of so many ranks."""
+        return self.whole_bytes + sum(
+            count * padded_shard_numel(shape, dim, ranks) * itemsize for (shape, dim, itemsize), count in self.shards.items()
         )
 
 
@@ -56,6 +84,7 @@ class GraphCall:
         compilation: equal for a forward graph and its backward.
         units: the names of units in the graph, each with that of the unit that the call was for: equal blocks share graphs.
         gradient_bytes: gradients that were there when it began: reduced ones, and those that wait for communication.
+        gradients: the same, for any number of ranks.
         parameter_bytes: gathered parameters that were there when it began.
     """
 
@@ -64,6 +93,7 @@ class GraphCall:
     compilation: object
     units: Mapping[str, str]
     gradient_bytes: int
+    gradients: Held
     parameter_bytes: int
 
 
@@ -102,6 +132,17 @@ class Census:
         """The bytes of gradients of all models as they are."""
         return sum(_gradient_bytes(unit) for unit in self._units())
 
+    def gradients(self) -> Held:
+        """Gradients of all models as they are."""
+        whole, shards = 0, Counter[tuple[tuple[int, ...], int, int]]()
+        for unit in self._units():
+            for param in unit.params:
+                local, unsharded, partial = _gradients(param)
+                whole += 0 if unsharded is None else unsharded.nbytes
+                for itemsize in (value.dtype.itemsize for value in (local, partial) if value is not None):
+                    shards[tuple(param.shape), param.dim, itemsize] += 1
+        return Held(whole, shards)
+
     def parameter_bytes(self) -> int:
         """The bytes of parameters that are gathered already."""
         fulls = [param.state.full(param.param) for unit in self._units() for param in unit.params]
@@ -111,17 +152,21 @@ class Census:
         return (unit for scope in self._scopes for unit in scope.units)
 
 
+def _piece(param: ShardedParam) -> Piece:
+    return Piece(tuple(param.shape), param.dim, param.local.dtype, param.offset)
+
+
 def _other_bytes(root: Unit) -> int:
     values = {id(value): value for module in root.modules for value in (*module.buffers(), *module.parameters())}
     return sum(value.nbytes for value in values.values() if not isinstance(value, DTensor))
 
 
 def _gradient_bytes(unit: Unit) -> int:
-    total = 0
-    for param in unit.params:
-        local = getattr(param.param.grad, "_local_tensor", None)
-        total += 0 if local is None else local.nbytes
-        total += 0 if param.state.unsharded_grad is None else param.state.unsharded_grad.nbytes
-        partial = param.state.partial_grad
-        total += 0 if partial is None else partial.numel * partial.flat.itemsize
-    return total
+    return sum(value.nbytes for param in unit.params for value in _gradients(param) if value is not None)
+
+
+def _gradients(param: ShardedParam) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The reduced gradient of a parameter, what waits for the reduction, and what waits for the all-reduce."""
+    partial = param.state.partial_grad
+    local = getattr(param.param.grad, "_local_tensor", None)
+    return local, param.state.unsharded_grad, None if partial is None else partial.tensor()

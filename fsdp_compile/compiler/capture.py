@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from passes.fx.graph import copy_of
 from passes.fx.torch_internals.core import _make_graph_module, _use_lazy_graph_module
@@ -34,11 +34,13 @@ class CapturedGraph:
         graph_module: the graph after all passes, as it was handed to the lowering.
         code: the source that Inductor generated; None for the ``aot_eager`` lowering.
         group_names: names of process groups to the names that they have in the mesh.
+        schedule_again: run the passes over a copy of the graph that they had, which is handed to a function first.
     """
 
     graph_module: GraphModule
     code: str | None
     group_names: dict[str, str]
+    schedule_again: Callable[[Callable[[Graph], None]], GraphModule] = field(repr=False)
 
     def readable(self) -> str:
         """The graph as text: deterministic, and equal on all ranks; process groups read as ``shard`` and ``replicate``."""
@@ -107,7 +109,7 @@ class Capture:
             self.unknown_calls += 1
             return
         units = {name or "root": self.census.name_of(unit) for name, unit in call.units.items()}
-        held = self.census.gradient_bytes(), self.census.parameter_bytes()
+        held = self.census.gradient_bytes(), self.census.gradients(), self.census.parameter_bytes()
         self.calls.append(GraphCall(graph, planned.is_backward, planned.owners, units, *held))
 
     def _observe_eager(self, what: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,22 +69,33 @@ class PreparedGraph:
         """A function of the graph for a plan, what it takes and gives besides, and what the ranks know it as."""
         # Fake tensors of a mode around the call are not those of the graph.
         with unset_fake_temporarily():
-            gm = snapshot(self._gm)
-            with self._compiling():
-                interface = run_passes(
-                    gm,
-                    plan,
-                    is_backward=self.is_backward,
-                    final_passes=self._lowering.final_passes,
-                    observer=observer(),
-                    auto=self._auto,
-                )
+            gm, interface = self._schedule(plan)
             group_names = self._group_names | _reduce_scatter_groups(plan)
             stage = "backward" if self.is_backward else "forward"
             # Another thread may compile meanwhile: on other ranks it may be that one's turn.
             run = agree_on_graph(stage, collective_sequence(gm.graph, group_names), group_names)
             with self._compiling():
-                return self._lower(gm, group_names), interface, run
+                return self._lower(gm, plan, group_names), interface, run
+
+    def _schedule(self, plan: Plan, prepare: Callable[[Graph], None] = lambda _: None) -> tuple[GraphModule, Interface]:
+        """A copy of the graph after the passes for a plan.
+
+        Args:
+            plan: what it does.
+            prepare: is given the copy ahead of them.
+        """
+        gm = snapshot(self._gm)
+        prepare(gm.graph)
+        with self._compiling():
+            interface = run_passes(
+                gm,
+                plan,
+                is_backward=self.is_backward,
+                final_passes=self._lowering.final_passes,
+                observer=observer(),
+                auto=self._auto,
+            )
+        return gm, interface
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -100,13 +112,15 @@ class PreparedGraph:
                 stack.enter_context(V.set_fake_mode(self._tracing_context.fake_mode))
             yield
 
-    def _lower(self, gm: GraphModule, group_names: dict[str, str]) -> BoxedFunction:
+    def _lower(self, gm: GraphModule, plan: Plan, group_names: dict[str, str]) -> BoxedFunction:
         lowered = self._lowering.lower(gm, is_backward=self.is_backward, inductor_kwargs=self._inductor_kwargs)
         function = lowered.function
         if self._recorders is not None:
             function = boxed(self._recorders.recorded(function, gm.graph, is_backward=self.is_backward, groups=group_names))
         if is_capturing():
-            record(CapturedGraph(snapshot(gm), lowered.code, group_names), self.is_backward, function)
+            again = functools.partial(self._schedule, plan)
+            captured = CapturedGraph(snapshot(gm), lowered.code, group_names, lambda prepare: again(prepare)[0])
+            record(captured, self.is_backward, function)
         return function
 
 

@@ -100,8 +100,6 @@ _INDUCTOR_CONFIG = {
     "fx_graph_cache": False,
     # Processes that compile ahead pretend nothing.
     "compile_threads": 1,
-    # Whether to pad the operands of a product is measured.
-    "shape_padding": False,
 }
 
 

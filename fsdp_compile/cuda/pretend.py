@@ -26,7 +26,7 @@ import torch
 from passes.fx.torch_internals.aot import UniformValueConstantFolder
 from passes.fx.torch_internals.core import FakeTensorMode, TorchDispatchMode, fake_tensor, pytree
 from passes.fx.torch_internals.dynamo import device_interface
-from passes.fx.torch_internals.inductor import GraphLowering
+from passes.fx.torch_internals.inductor import GraphLowering, inductor_config
 
 from .autograd import run_backward
 
@@ -292,6 +292,8 @@ def pretend_cuda(device: CudaDevice, *, triton: bool = True) -> Iterator[None]:
         stack.callback(_pretending.release)
         stack.callback(_forget_devices)
         stack.enter_context(_python_functions(device, has_device))
+        # Whether to pad the operands of a product is measured.
+        stack.enter_context(inductor_config.patch(shape_padding=False))
         if triton:
             stack.enter_context(_triton_driver(device))
         if not has_device:

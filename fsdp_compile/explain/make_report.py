@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from passes.collectives.functional import group_size
 from passes.models.cost_model import node_flops
 from passes.models.hardware import Hardware, known_hardware
 
-from ..compiler.calls import Census, GraphCall
+from ..compiler.calls import Census, GraphCall, UnitFacts
 from ..compiler.capture import Capture
 from .exposure import exposures
 from .figures import GraphFigures
@@ -102,8 +102,14 @@ def make_report(
     *,
     tokens: int | None = None,
     optimizer: str | float | None = "adamw",
+    figures_of: Callable[[GraphCall, Sequence[UnitFacts], Hardware], GraphFigures] = GraphFigures.of,
 ) -> Report:
     """A report on the step that was captured; see :func:`fsdp_compile.explain`. Its process groups have to exist.
+
+    Args:
+        captured: the step.
+        hardware, tokens, optimizer: as for :func:`fsdp_compile.explain`.
+        figures_of: of the graph of a call.
 
     Raises:
         ValueError: a graph ran that was compiled ahead of the capture, or none ran; the hardware is not known, or lacks a rate
@@ -116,7 +122,7 @@ def make_report(
     for call in calls:
         if id(call.graph) not in made:
             _check_rates(call, machine)
-            made[id(call.graph)] = GraphFigures.of(call, census.units, machine)
+            made[id(call.graph)] = figures_of(call, census.units, machine)
     figures = [made[id(call.graph)] for call in calls]
     memory = StepMemory(calls, figures, census, keeper.state_bytes(census))
     optimizer_ns = keeper.time_ns(census, machine)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..fx.symbolic_ranks import supposed_ranks, supposed_size
 from ..fx.torch_internals.distributed import resolve_process_group
 from . import gloo
 from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
@@ -27,8 +28,19 @@ def resolve_group(group: str) -> dist.ProcessGroup:
 
 
 def group_size(group: str) -> int:
-    """Number of ranks of the process group of that name; 1 for the empty name (no group)."""
+    """Number of ranks of the process group of that name; 1 for the empty name (no group).
+
+    Inside of :func:`passes.fx.symbolic_ranks.symbolic_ranks` it may be a symbol.
+    """
+    supposed = supposed_size(group)
+    if supposed is not None:
+        return supposed
     return resolve_group(group).size() if group else 1
+
+
+def group_ranks(group: str) -> Sequence[int]:
+    """The ranks of the process group of that name, or those that :func:`passes.fx.symbolic_ranks.ranks_at` says."""
+    return supposed_ranks(group) or dist.get_process_group_ranks(resolve_group(group))
 
 
 def supports_averaging(group: str, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 REPLICATED = -1
 
@@ -44,8 +44,13 @@ def assemble(pieces: Tensor, shape: Sequence[int], dim: int) -> Tensor:
     piece = padded_shard_shape(shape, dim, world_size)
     if dim == 0:
         rows = pieces.reshape([world_size * piece[0], *piece[1:]]).contiguous()
-        return rows if rows.size(0) == shape[0] else rows.narrow(0, 0, shape[0])
+        return rows.narrow(0, 0, shape[0]) if _is_padded(world_size * piece[0] - shape[0]) else rows
     return pieces.view([world_size, *piece]).movedim(0, dim).reshape(list(shape)).contiguous()
+
+
+def _is_padded(padding: int | SymInt) -> bool:
+    """Whether there is padding; if that depends on a symbolic number of ranks: yes, perhaps of no rows."""
+    return isinstance(padding, SymInt) or padding > 0
 
 
 def disassemble(full: Tensor, dim: int, world_size: int) -> Tensor:
@@ -56,7 +61,7 @@ def disassemble(full: Tensor, dim: int, world_size: int) -> Tensor:
     piece = padded_shard_shape(full.shape, dim, world_size)
     if dim == 0:
         padding = piece[0] * world_size - full.size(0)
-        if padding:
+        if _is_padded(padding):
             full = torch.constant_pad_nd(full, [0, 0] * (full.dim() - 1) + [0, padding])
         return full.reshape(world_size, -1)
     return full.unflatten(dim, (world_size, piece[dim])).movedim(dim, 0).reshape(world_size, -1)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import SymInt
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .fake_values import FakeCopies
+from .symbolic_ranks import MEANT, symbolic_numbers
 from .torch_internals.core import get_decompositions, pytree
 
 #: The key in ``node.meta`` of what a node is there for (:mod:`passes.ir.work`).
@@ -70,18 +72,24 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, work: Hashable 
         if is_new:
             traces.graphs[key] = _trace(function, spec, values, constants)
         traced = traces.graphs[key]
-    environment: dict[Node, Node] = {}
+    is_symbolic = bool(symbolic_numbers())
+    environment: dict[Node, Any] = {}
     values_of_copies = FakeCopies()
-    arguments = iter(flat_args)
+    arguments = iter([*flat_args, *symbolic_numbers(constants)])
     output: Any = None
     for node in traced.nodes:
         if node.op == "placeholder":
             environment[node] = next(arguments)
-            values_of_copies.bind(node.meta["val"], environment[node].meta["val"])
+            if isinstance(environment[node], Node):
+                values_of_copies.bind(node.meta["val"], environment[node].meta["val"])
+        elif is_symbolic and isinstance(node.meta.get("val"), SymInt):
+            # Arithmetic with the number of ranks: graphs that run have its result.
+            environment[node] = node.meta["val"]
         elif node.op == "output":
             output = torch.fx.map_arg(node.args[0], environment.__getitem__)
         elif node.op == "call_function":
             copy = graph.node_copy(node, environment.__getitem__)
+            copy.target = MEANT.get(copy.target, copy.target)
             if work is not None:
                 copy.meta[WORK] = work
             if traces is not None and traces.is_fresh and not is_new:
@@ -94,12 +102,12 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, work: Hashable 
 
 def _trace(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], constants: dict[str, Any]) -> Graph:
     def flat_function(*tensors: Any) -> Any:
-        return function(*pytree.tree_unflatten(tensors, spec), **constants)
+        return function(*pytree.tree_unflatten(tensors[: len(values)], spec), **constants)
 
     with torch.no_grad():
         # Two nodes may hold the same fake tensor, which tracing would take for one input.
         inputs = [value.detach() for value in values]
-        return make_fx(flat_function, decomposition_table=_DECOMPOSITIONS)(*inputs).graph
+        return make_fx(flat_function, decomposition_table=_DECOMPOSITIONS)(*inputs, *symbolic_numbers(constants)).graph
 
 
 def _key(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], constants: dict[str, Any]) -> Hashable:

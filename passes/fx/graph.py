@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import SymInt
 from torch.fx import Graph, Node, map_arg
 
+from .sizes import size_value
 from .torch_internals.core import OpOverload
 
 _aten = torch.ops.aten
@@ -44,7 +46,15 @@ _MOVES_AND_CASTS = VIEWS | {
 
 def is_view(node: Node) -> bool:
     """Whether a node's result is its input's memory, or an element of what its input gives."""
-    return node.target is operator.getitem or node.target in VIEWS or node.target in _SPLITS
+    return node.target is operator.getitem or node.target in VIEWS or node.target in _SPLITS or _pads_nothing(node)
+
+
+def _pads_nothing(node: Node) -> bool:
+    """Whether a node pads by a number of rows that depends on how many ranks there are, and is none."""
+    if node.target != _aten.constant_pad_nd.default or not isinstance(node.args[1], SymInt):
+        return False
+    rows = size_value(node.args[1])
+    return isinstance(rows, int) and rows == 0
 
 
 def viewed(node: Node) -> Node | None:

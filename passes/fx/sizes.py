@@ -1,13 +1,15 @@
 """Sizes of fake values as numbers or expressions, also where shapes are dynamic.
 
 A size that is a symbol counts with the value that it had when the graph was traced. Asking for it adds no guard. Inside of
-:func:`symbolic_sizes` it counts as the expression that it is, so that what is computed of sizes is a formula.
+:func:`symbolic_sizes` it counts as the expression that it is, so that what is computed of sizes is a formula, and inside of
+:func:`sizes_at` with other values of its symbols.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,17 +20,31 @@ from torch import SymInt, Tensor
 # As Inductor does for a size that depends on data.
 _UNKNOWN_SIZE = 8192
 
-_is_symbolic: ContextVar[bool] = ContextVar("_is_symbolic", default=False)
+_evaluate: ContextVar[Callable[[sympy.Expr], Any] | None] = ContextVar("_evaluate", default=None)
 
 
 @contextlib.contextmanager
-def symbolic_sizes() -> Iterator[None]:
-    """Have sizes be expressions of sympy, where they are no numbers, inside of the ``with`` block."""
-    token = _is_symbolic.set(True)
+def _evaluating(evaluate: Callable[[sympy.Expr], Any]) -> Iterator[None]:
+    token = _evaluate.set(evaluate)
     try:
         yield
     finally:
-        _is_symbolic.reset(token)
+        _evaluate.reset(token)
+
+
+def symbolic_sizes(names: Mapping[sympy.Symbol, sympy.Symbol]) -> contextlib.AbstractContextManager[None]:
+    """Have sizes be expressions of sympy, where they are no numbers, inside of the ``with`` block.
+
+    Args:
+        names: what to call the symbols of the graph.
+    """
+    return _evaluating(functools.cache(lambda expression: expression.xreplace(names)))
+
+
+def sizes_at(values: Mapping[sympy.Symbol, int]) -> contextlib.AbstractContextManager[None]:
+    """Have sizes be what they are for other values of their symbols, inside of the ``with`` block."""
+    numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+    return _evaluating(functools.cache(lambda expression: expression.xreplace(numbers)))
 
 
 def size_hint(size: int | SymInt) -> int:
@@ -41,9 +57,10 @@ def size_hint(size: int | SymInt) -> int:
 
 def size_value(size: int | SymInt) -> Any:
     """A size as a number, or inside of :func:`symbolic_sizes` as an expression."""
-    if isinstance(size, SymInt) and _is_symbolic.get():
-        expression = size.node.expr
-        return int(expression) if expression.is_number else expression
+    evaluate = _evaluate.get()
+    if isinstance(size, SymInt) and evaluate is not None:
+        value = evaluate(size.node.expr)
+        return int(value) if value.is_number else value
     return size_hint(size)
 
 

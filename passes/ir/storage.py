@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..fx.graph import shard_input
+from ..fx.sizes import size_hint
 from .ops import Unshard
 
 # A gap costs its share of the wire, a copy one of the memory; an eighth is little even where the wire is ten times slower.
@@ -31,7 +32,9 @@ class Location:
         """The elements from here to another place; negative if that is no place behind this one."""
         if other is None or (self.unit, self.dtype) != (other.unit, other.dtype):
             return -1
-        return other.offset - self.offset
+        distance = other.offset - self.offset
+        # That is a number also where both are symbols: neighbours are zero apart.
+        return distance if size_hint(distance) > 0 else size_hint(distance)
 
 
 def locate(spec: Unshard) -> Location | None:
@@ -58,7 +61,7 @@ def gaps_to_gather(specs: Sequence[Unshard]) -> list[int]:
         numel = math.prod(spec.shard.meta["val"].shape)
         location = locate(spec)
         gap = -1 if end is None else end.distance(location)
-        if gap >= 0 and (num_gaps + gap) * _MIN_READ_PER_GAP <= num_read + num_gaps + numel:
+        if size_hint(gap) >= 0 and size_hint((num_gaps + gap) * _MIN_READ_PER_GAP - num_read - num_gaps - numel) <= 0:
             gaps[index - 1] = gap
         else:
             gap = num_read = num_gaps = 0

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from ..collectives.functional import group_size, resolve_group
+from ..collectives.functional import group_ranks, group_size
 from ..fx.graph import group_of, is_view, starts_collective
 from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
@@ -168,13 +167,13 @@ def traffic_bytes(node: Node) -> float:
 
 def _link_and_traffic(node: Node, hardware: Hardware) -> tuple[Link, float]:
     """The link that carries a collective, and the bytes that each rank sends over it."""
-    links = hardware.links(dist.get_process_group_ranks(resolve_group(group_of(node))))
+    links = hardware.links(group_ranks(group_of(node)))
     return getattr(links, collective_kind(node)), traffic_bytes(node)
 
 
 def is_free(node: Node) -> bool:
-    """Whether a node is no work: a view, a wait."""
-    return is_view(node) or node.target in _MOVES_NOTHING
+    """Whether a node is no work: a view, a wait, arithmetic with sizes."""
+    return is_view(node) or node.target in _MOVES_NOTHING or isinstance(node.meta.get("val"), (int, float, SymInt, SymFloat))
 
 
 def is_fusible(node: Node) -> bool:

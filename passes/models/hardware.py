@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class Hardware:
         """The flops a second of matrix products at best; where the data sheet is not known, those that it sustains."""
         return self.peak_flops_per_s.get(dtype, self.flops_per_s[dtype])
 
-    def links(self, ranks: list[int]) -> Links:
+    def links(self, ranks: Sequence[int]) -> Links:
         """The links of a group. The span decides, which is the same for all groups of a mesh dimension."""
         return self.between_nodes if max(ranks) - min(ranks) >= self.ranks_per_node else self.within_node
 

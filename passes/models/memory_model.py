@@ -158,7 +158,7 @@ class MemoryModel:
             lives = node not in self._unwritten
             made += [_Storage(num_bytes(one) * lives, _is_parameter(node), bucket(node), node) for one in values]
             self._held[node] = tuple(made)
-            if node.target == _all_gather and backend_of(group_of(node), value.device) == "gloo":
+            if node.target == _all_gather and value.device.type == "cpu" and backend_of(group_of(node), value.device) == "gloo":
                 made.append(_Storage(num_bytes(value), _is_parameter(node), bucket(node), node))
         self._touched[node] = {storage for source in node.all_input_nodes for storage in self._held[source]} | set(made)
 
@@ -275,7 +275,7 @@ def mark_freed_inputs(graph: Graph, kept: Sequence[Node]) -> None:
 
 def _gives_back(node: Node) -> bool:
     """Whether a node's result is its first argument's memory."""
-    if node.target in _GIVES_BACK:
+    if node.target in _GIVES_BACK or is_view(node):
         return True
     if not isinstance(node.target, OpOverload):
         return False

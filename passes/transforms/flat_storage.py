@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..fx.graph import placeholder_index, shard_input
+from ..fx.sizes import size_hint
 from ..ir.interface import Interface, StorageRun
 from ..ir.ops import Unshard, unshards
 from ..ir.storage import Location, locate
@@ -76,7 +77,7 @@ def _split_into_runs(pieces: list[Node], locations: dict[Node, Location]) -> lis
         numel = math.prod(piece.meta["val"].shape)
         is_gap = piece.target == _aten.new_zeros.default
         location = end if is_gap else locations.get(shard)
-        if is_gap or (end is not None and location == end):
+        if is_gap or (end is not None and size_hint(end.distance(location)) == 0):
             runs[-1].pieces.append(piece)
             runs[-1].numel += numel
         else:

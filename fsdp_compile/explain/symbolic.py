@@ -1,0 +1,294 @@
+"""A step whose sizes are expressions: in the ranks that share a model, the replicas, the batch and the sequence.
+
+The step is traced with batch and sequence as symbols, as torch.compile does for shapes that change; then the passes run anew
+over copies of its graphs with the number of ranks as a symbol (:mod:`passes.fx.symbolic_ranks`). So each size in a graph is an
+expression, made by the arithmetic that sizes of graphs which run are made by. Nothing of it is known to this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+from torch import SymInt, Tensor
+from torch.fx import Graph
+
+from passes.collectives.functional import group_ranks
+from passes.collectives.gloo import pretending_gloo
+from passes.collectives.layout import padded_shard_numel
+from passes.fx.sizes import sizes_at, symbolic_sizes
+from passes.fx.symbolic_ranks import ranks_at, symbolic_ranks
+from passes.fx.torch_internals.core import FakeTensor, pytree
+from passes.fx.torch_internals.dynamo import maybe_mark_dynamic
+from passes.ir.symbolic_shards import make_shards_symbolic
+from passes.models.hardware import Hardware
+
+from ..compiler.calls import Census, GraphCall, UnitFacts
+from ..compiler.capture import Capture, CapturedGraph
+from .figures import GraphFigures
+from .make_report import make_report
+from .report import Report
+
+#: What the symbols of formulae mean.
+MEANINGS = {
+    "S": "ranks that a parameter is sharded over",
+    "R": "replicas",
+    "B": "batch of a rank",
+    "T": "sequence",
+    "M": "microbatches",
+}
+#: The symbols.
+SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in MEANINGS}
+_ROLES = {"shard": "S", "reduce": "S", "replicate": "R"}
+
+
+@dataclass
+class SymbolicGraph(CapturedGraph):
+    """A graph whose sizes are expressions.
+
+    Attributes:
+        names: the symbols of the graph, each with its name in :data:`SYMBOLS`.
+    """
+
+    names: Mapping[sympy.Symbol, str]
+
+    def at(self, values: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
+        """Have the graph's sizes be numbers inside of the ``with`` block."""
+        return sizes_at({symbol: values[name] for symbol, name in self.names.items()})
+
+    def symbolically(self) -> contextlib.AbstractContextManager[None]:
+        """Have the graph's sizes be expressions in :data:`SYMBOLS` inside of the ``with`` block."""
+        return symbolic_sizes({symbol: SYMBOLS[name] for symbol, name in self.names.items()})
+
+
+def symbolic_inputs(inputs: Any) -> tuple[Any, dict[str, int]]:
+    """Inputs to trace with, and the sizes of theirs that become symbols.
+
+    The batch is the first size of all tensors that have the one of the first, and the sequence the second size of all that have
+    the one of the first that holds integers and has two dimensions. Sizes of which torch.compile makes no symbols, one for
+    example, or that equal each other, are others in what is returned.
+
+    Args:
+        inputs: as for :func:`fsdp_compile.explain`.
+    """
+    tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.dim()]
+    if not tensors:
+        return inputs, {}
+    tokens = next((value for value in tensors if value.dim() == 2 and not value.dtype.is_floating_point), None)
+    batch = (tensors[0] if tokens is None else tokens).size(0)
+    sequence = 0 if tokens is None else tokens.size(1)
+    traced = batch if batch > 1 and batch != sequence else 2 if sequence != 2 else 3
+
+    def resized(value: Tensor) -> Tensor:
+        if value.dim() == 0 or value.size(0) != batch or batch == traced:
+            return value
+        return value.new_empty([traced, *value.shape[1:]], device="meta", requires_grad=value.requires_grad)
+
+    sizes = {"B": traced} | ({"T": sequence} if sequence > 1 else {})
+    return pytree.tree_map_only(Tensor, resized, inputs), sizes
+
+
+def marking(step: Callable[..., Any], sizes: Mapping[str, int]) -> Callable[..., Any]:
+    """A step that has torch.compile trace those sizes of its inputs as symbols."""
+
+    def marked(compiled: Any, *args: Any, **kwargs: Any) -> None:
+        for value in pytree.tree_leaves((args, kwargs)):
+            for dim, name in enumerate(("B", "T")):
+                if isinstance(value, Tensor) and value.dim() > dim and value.size(dim) == sizes.get(name):
+                    maybe_mark_dynamic(value, dim)
+        step(compiled, *args, **kwargs)
+
+    return marked
+
+
+class SymbolicStep:
+    """A captured step, with sizes that are expressions. Its process groups have to exist while it is made, and no longer.
+
+    Args:
+        captured: traced with :func:`marking`.
+        sizes: those that are symbols, as they were in the trace.
+        hardware, optimizer: as for :func:`fsdp_compile.explain`.
+
+    Attributes:
+        calls: the calls of graphs.
+        values: what the symbols were in the trace. Symbols that nothing depends on are left out.
+
+    Raises:
+        ValueError: units are sharded over different numbers of ranks, or a size depends on something else.
+    """
+
+    def __init__(self, captured: Capture, sizes: Mapping[str, int], hardware: Hardware, optimizer: str | float | None):
+        self._captured, self._hardware, self._optimizer = captured, hardware, optimizer
+        self._facts = {unit.name: unit for unit in captured.census.units}
+        self._groups = _groups(captured.calls)
+        ranks = {_ROLES[role]: size for role, (size, _) in self._groups.items() if role in _ROLES}
+        self.values: dict[str, int] = {**ranks, **sizes}
+        self._guards: list[tuple[SymbolicGraph, sympy.Basic]] = []
+        graphs: dict[int, SymbolicGraph] = {}
+        for call in captured.calls:
+            if id(call.graph) not in graphs:
+                graphs[id(call.graph)] = self._symbolic(call)
+        self.calls = [replace(call, graph=graphs[id(call.graph)]) for call in captured.calls]
+        found = {name for graph in graphs.values() for name in graph.names.values()}
+        self.values = {name: value for name, value in self.values.items() if name in found or name in ranks}
+        self._middle = _repeated(self.calls)
+        if self._middle is not None:
+            self.values["M"] = _microbatches(self.calls)
+
+    def _symbolic(self, call: GraphCall) -> SymbolicGraph:
+        graph, layouts = call.graph, {}
+        for name, unit in call.units.items():
+            layouts["" if name == "root" else name] = [piece for piece, _ in self._facts[unit].layout]
+        env = _shape_env(graph.graph_module.graph)
+        guards = [guard.expr for guard in env.guards]
+        groups = {name: (_ROLES[role], self.values[_ROLES[role]]) for name, role in graph.group_names.items() if role in _ROLES}
+        with symbolic_ranks(env, groups) as symbols:
+            gm = graph.schedule_again(lambda copied: make_shards_symbolic(copied, layouts))
+        names = {symbol.node.expr: name for name, symbol in symbols.items()}
+        for symbol, value in _symbols(gm.graph).items():
+            if symbol not in names:
+                names[symbol] = self._name_of(symbol, value)
+        made = SymbolicGraph(gm, None, graph.group_names, graph.schedule_again, names)
+        self._guards += [(made, guard) for guard in guards if guard.free_symbols and guard.free_symbols <= set(names)]
+        return made
+
+    def _name_of(self, symbol: sympy.Symbol, value: int | None) -> str:
+        for name in ("B", "T"):
+            if value is not None and self.values.get(name) == value:
+                return name
+        raise ValueError(
+            f"A size of the step ({symbol}, {value} when it was traced) depends on something other than the first two sizes of "
+            "its inputs, so that there are no formulae for it."
+        )
+
+    def at(self, tokens: int | None, values: Mapping[str, int]) -> Report:
+        """The report on the step at other values of all of its symbols, and of ``tokens`` then."""
+        self._check(values)
+        census = Census()
+        census.units = [unit_at(unit, values["S"]) for unit in self._captured.census.units]
+        census.other_bytes = self._captured.census.other_bytes
+        calls = [replace(call, gradient_bytes=call.gradients.num_bytes(values["S"])) for call in self.calls_at(values)]
+        step = Capture(calls=calls, outside=self._captured.outside, census=census)
+
+        def figures_of(call: GraphCall, facts: Sequence[UnitFacts], hardware: Hardware) -> GraphFigures:
+            assert isinstance(call.graph, SymbolicGraph)
+            with call.graph.at(values):
+                return GraphFigures.of(call, facts, hardware)
+
+        with self.groups_at(values):
+            return make_report(step, self._hardware, tokens=tokens, optimizer=self._optimizer, figures_of=figures_of)
+
+    def calls_at(self, values: Mapping[str, int]) -> list[GraphCall]:
+        """The calls of the step with another number of microbatches."""
+        if self._middle is None:
+            return self.calls
+        first, length, times = self._middle
+        wanted = times + values["M"] - self.values["M"]
+        if wanted < 1:
+            raise ValueError(
+                f"M={values['M']} is too few: the step was traced with {self.values['M']} microbatches, of which "
+                f"{times} do the same. Give at least {self.values['M'] - times + 1}."
+            )
+        return [*self.calls[:first], *self.calls[first : first + length] * wanted, *self.calls[first + length * times :]]
+
+    @contextlib.contextmanager
+    def groups_at(self, values: Mapping[str, int]) -> Iterator[None]:
+        """Have the process groups of the step be those of other numbers of ranks inside of the ``with`` block."""
+        strides = {"S": 1, "R": values["S"]}
+        ranks = {
+            role: range(0, values[_ROLES[role]] * strides[_ROLES[role]], strides[_ROLES[role]]) if role in _ROLES else given
+            for role, (_, given) in self._groups.items()
+        }
+        names = {name: role for call in self.calls for name, role in call.graph.group_names.items()}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ranks_at({name: ranks[role] for name, role in names.items()}))
+            if self._hardware.name == "cpu":
+                stack.enter_context(pretending_gloo())
+            yield
+
+    def _check(self, values: Mapping[str, int]) -> None:
+        for unit in self._captured.census.units:
+            for piece, _ in unit.layout:
+                if piece.dim > 0 and piece.shape[piece.dim] % values["S"]:
+                    raise ValueError(
+                        f"{unit.name} has a parameter of shape {piece.shape} that is cut along dimension {piece.dim}, which "
+                        f"{values['S']} ranks do not divide."
+                    )
+        for graph, guard in self._guards:
+            numbers = {symbol: sympy.Integer(values[name]) for symbol, name in graph.names.items()}
+            if guard.xreplace(numbers) == sympy.false:
+                given = ", ".join(f"{name}={values[name]}" for name in ("B", "T") if name in values)
+                raise ValueError(
+                    f"At {given} the model does something else than it did when it was traced ({guard}): explain it with "
+                    "such inputs."
+                )
+
+
+def unit_at(unit: UnitFacts, ranks: int) -> UnitFacts:
+    """The facts of a unit that is sharded over so many ranks; with an expression for these, expressions."""
+    sizes = [
+        (padded_shard_numel(piece.shape, piece.dim, ranks), piece.dtype.itemsize, stepped) for piece, stepped in unit.layout
+    ]
+    return replace(
+        unit,
+        shard_bytes=sum(numel * itemsize for numel, itemsize, _ in sizes),
+        trainable=sum(numel for numel, _, stepped in sizes if stepped),
+        trainable_bytes=sum(numel * itemsize for numel, itemsize, stepped in sizes if stepped),
+    )
+
+
+def _groups(calls: Sequence[GraphCall]) -> dict[str, tuple[int, range]]:
+    """The size of the groups of each role, and their ranks; of groups in which rank 0 is not, others like them."""
+    groups: dict[str, tuple[int, range]] = {}
+    for call in calls:
+        for name, role in call.graph.group_names.items():
+            ranks = list(group_ranks(name))
+            stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+            found = len(ranks), range(ranks[0], ranks[-1] + 1, stride)
+            if groups.setdefault(role, found)[0] != found[0]:
+                raise ValueError(
+                    f"Parameters are sharded over groups of different sizes ({groups[role][0]} and {found[0]} ranks, for "
+                    f"{role!r}): there are formulae for one size only."
+                )
+    return groups
+
+
+def _shape_env(graph: Graph) -> Any:
+    values = (node.meta.get("val") for node in graph.nodes)
+    return next(value.fake_mode.shape_env for value in values if isinstance(value, FakeTensor))
+
+
+def _symbols(graph: Graph) -> dict[sympy.Symbol, int | None]:
+    """The symbols in the sizes of a graph, with what they were in the trace."""
+    found: dict[sympy.Symbol, int | None] = {}
+    for node in graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            for size in value.shape if isinstance(value, Tensor) else (value,):
+                if isinstance(size, SymInt):
+                    found.update((symbol, found.get(symbol)) for symbol in size.node.expr.free_symbols)
+                    if size.node.expr.is_Symbol:
+                        found[size.node.expr] = size.node.hint
+    return found
+
+
+def _repeated(calls: Sequence[GraphCall]) -> tuple[int, int, int] | None:
+    """Where calls repeat: the first, how many there are in each round, and the rounds; None: no round is like the next."""
+    kinds = [(id(call.graph), tuple(call.units.items()), call.gradients, call.parameter_bytes) for call in calls]
+    for length in range(2, len(calls) // 2 + 1):
+        for first in range(len(calls) - 2 * length + 1):
+            rounds = 1
+            block = kinds[first : first + length]
+            while kinds[first + rounds * length : first + (rounds + 1) * length] == block:
+                rounds += 1
+            stages = [call.is_backward for call in calls[first : first + length]]
+            if rounds > 1 and any(stages) and not all(stages):
+                return first, length, rounds
+    return None
+
+
+def _microbatches(calls: Sequence[GraphCall]) -> int:
+    first = next(call.compilation for call in calls if not call.is_backward)
+    return sum(call.compilation is first for call in calls if not call.is_backward)

@@ -39,7 +39,7 @@ from .fx.torch_internals.core import trace_log, trace_structured
 from .ir.interface import Interface
 from .ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from .ir.plan import Plan
-from .models.memory_model import mark_freed_inputs, mark_parameters
+from .models.memory_model import mark_freed_inputs, mark_memory
 from .transforms.bucket import bucket_gathers
 from .transforms.deduplicate import deduplicate
 from .transforms.flat_storage import flat_storage, locate_shards
@@ -129,7 +129,7 @@ def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
     stable_topological_sort(graph)
     with _observed(graph, "joint", "unfold_layers", observer, if_changed=True):
         unfold_layers(graph)
-    mark_parameters(graph)
+    mark_memory(graph)
     with _observed(graph, "joint", "reshard_after_forward", observer):
         reshard_after_forward(graph)
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from passes.fx.sizes import num_bytes
 from passes.ir.work import bucket
 from passes.models.cost_model import collective_kind, kernels, node_flops, traffic_bytes, unwritten
 from passes.models.hardware import Hardware
-from passes.models.memory_model import IS_PARAMETER, Breakdown, MemoryModel
+from passes.models.memory_model import Breakdown, MemoryModel
 from passes.models.timeline import Costs, Timeline, simulate
 
 from ..compiler.calls import GraphCall, UnitFacts
@@ -44,7 +43,6 @@ class GraphFigures:
         flops: of its products, by dtype.
         units: by the names of units in the graph.
         unit_of: the unit of each node, by the same names.
-        saved_activations, saved_parameters: what a backward graph frees of what forward saved.
     """
 
     order: Sequence[Node]
@@ -56,8 +54,6 @@ class GraphFigures:
     flops: Mapping[str, int]
     units: Mapping[str, UnitFigures]
     unit_of: Mapping[Node, str]
-    saved_activations: int
-    saved_parameters: int
 
     @staticmethod
     def of(call: GraphCall, facts: Sequence[UnitFacts], hardware: Hardware) -> GraphFigures:
@@ -70,19 +66,12 @@ class GraphFigures:
         for product in map(node_flops, order):
             if product is not None:
                 flops[product[0]] += product[1]
-        memory = MemoryModel(graph, unwritten(graph)).breakdown(order)
-        freed = [node for node in order if node.meta.get("freed") and not node.name.startswith("tangents")]
-        saved = {is_parameter: _num_bytes(freed, is_parameter=is_parameter) for is_parameter in (True, False)}
+        memory = MemoryModel(graph, unwritten(graph), kernels(graph)).breakdown(order)
         unit_of = units_of_nodes(graph, call.units, facts, is_backward=call.is_backward)
         found = kernels(graph)
         sent = {collective: traffic_bytes(collective) for collective in costs.transfer}
         units = _by_unit(costs, timeline, sent, found, unit_of, call.units, {unit.name: unit.shard_bytes for unit in facts})
-        return GraphFigures(order, costs, timeline, sent, found, memory, flops, units, unit_of, saved[False], saved[True])
-
-
-def _num_bytes(freed: Collection[Node], *, is_parameter: bool) -> int:
-    values = [node.meta["val"] for node in freed if bool(node.meta.get(IS_PARAMETER)) == is_parameter]
-    return sum(num_bytes(value) for value in values)
+        return GraphFigures(order, costs, timeline, sent, found, memory, flops, units, unit_of)
 
 
 def _by_unit(

@@ -77,13 +77,14 @@ class StepMemory:
             own = mine.pop() if call.is_backward and mine else _Saved()
             others = [saved for stack in waiting.values() for saved in stack]
             # The graph counts what it frees. What else its forward gave out is the caller's until then.
-            activations = sum(saved.activations for saved in others) + max(0, own.activations - figures.saved_activations)
+            taken = figures.memory.taken
+            activations = sum(saved.activations for saved in others) + max(0, own.activations - taken[Category.ACTIVATIONS])
             parameters = call.parameter_bytes + sum(saved.parameters for saved in others)
             held.append(
                 {
                     Category.ACTIVATIONS.value: activations,
-                    Category.PARAMETERS.value: parameters - min(own.kept, figures.saved_parameters),
-                    Category.GRADIENTS.value: call.gradient_bytes,
+                    Category.PARAMETERS.value: parameters - min(own.kept, taken[Category.PARAMETERS]),
+                    Category.GRADIENTS.value: call.gradient_bytes - taken[Category.GRADIENTS],
                 }
             )
             if not call.is_backward:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..fx.symbolic_ranks import supposed_ranks
 from ..fx.torch_internals.core import RecordFunctionFast
 from ..fx.torch_internals.distributed import register_work, resolve_process_group
 from ..fx.torch_internals.patches import all_gather, all_to_all, install_kernel
@@ -65,11 +66,20 @@ def backend_of(group_name: str, device: torch.device) -> str:
     """The name of the backend that serves a device in a process group."""
     if _pretending[0] and device.type == "cpu":
         return "gloo"
+    if supposed_ranks(group_name) is not None:
+        return "fake"
     process_group = _resolve(group_name)
     try:
         return process_group._get_backend(device).name()
     except RuntimeError:
         return dist.get_backend(process_group)
+
+
+def copies_what_it_gathers(group_name: str, device: torch.device) -> bool:
+    """Whether a gather holds a copy of each rank's shard, once for each rank, until it is waited for."""
+    if backend_of(group_name, device) != "gloo":
+        return False
+    return device.type != "cpu" or not (_pretending[0] or _resolve(group_name) in _opposites)
 
 
 def open_opposite(group_name: str) -> None:

@@ -27,6 +27,7 @@ from ..fx.graph import group_of, is_view, starts_collective
 from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
+from ..ir.work import kernel_boundaries
 from .hardware import Hardware, Link, dtype_name
 
 _aten = torch.ops.aten
@@ -114,7 +115,11 @@ def kernels(graph: Graph) -> list[list[Node]]:
     """The kernels of a graph, each by its nodes: a stretch of those that fuse, or one that is a kernel of its own."""
     found: list[list[Node]] = []
     stretch: list[Node] = []
+    boundaries = kernel_boundaries(graph)
     for node in graph.nodes:
+        if node in boundaries and stretch:
+            found.append(stretch)
+            stretch = []
         if node.op in ("placeholder", "get_attr", "output") or is_free(node):
             continue
         if is_fusible(node):

@@ -7,9 +7,12 @@ Writing in place (``copy_``) makes no storage.
 Inputs are the caller's and not counted, but for those that a backward graph is handed to free (activations that forward saved,
 and gradients of its outputs: ``meta["freed"]``), which live until their last reader.
 
-Every node counts as a kernel of its own, except that the casts in a reduction's copy-in are part of it. Other values that
-Inductor fuses away are counted all the same, so activations are an upper bound. Gathered parameters, which no fusion removes,
-are counted apart.
+Inputs that are views of one value are one storage, as the joint graph had them.
+
+Unless kernels are given, every node counts as a kernel of its own, except that the casts in a reduction's copy-in are part of
+it. Other values that Inductor fuses away are counted all the same, so activations are an upper bound. Gathered parameters,
+which no fusion removes, are counted apart. A kernel of several nodes holds all that it reads and writes while it runs, but
+writes over a value of the same layout that it is the last to read, if its segment made that.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..collectives.gloo import backend_of
+from ..collectives.gloo import copies_what_it_gathers
 from ..fx.graph import derived, group_of, is_collective, is_view, readers, starts_collective
-from ..fx.sizes import num_bytes
+from ..fx.sizes import num_bytes, size_value
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
 from ..ir.ops import unshards
-from ..ir.work import BucketName, Role, bucket, role
+from ..ir.work import BucketName, Role, bucket, kernel_boundaries, role
 
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 _cast = torch.ops.prims.convert_element_type.default
@@ -47,6 +50,10 @@ _GIVES_BACK = {
 #: In ``node.meta`` of a joint graph, and of what the partitioner makes of it: the value is a gathered parameter, or made of one
 #: by views and casts.
 IS_PARAMETER = "fsdp_is_parameter"
+# There, too: the name and the fake value of the node in whose memory a view lies.
+_MEMORY = "fsdp_memory"
+# Of inputs that are freed: a gradient that waited for this graph.
+_IS_GRADIENT = "fsdp_is_gradient"
 
 
 @dataclass(frozen=True)
@@ -98,11 +105,13 @@ class Breakdown:
         timeline: for each category, its live bytes while each node runs.
         buckets: by bucket, as far as memory belongs to one.
         given_out: by category, what the graph's outputs hold.
+        taken: by category, what others leave to the graph to free, but for gradients of its outputs.
     """
 
     timeline: Mapping[Category, Sequence[int]]
     buckets: Mapping[BucketName, Sequence[int]]
     given_out: Mapping[Category, int]
+    taken: Mapping[Category, int]
 
 
 @dataclass(eq=False)
@@ -119,11 +128,15 @@ class MemoryModel:
     Args:
         graph: the graph.
         unwritten: nodes whose values never live (see :func:`passes.models.cost_model.unwritten`).
+        kernels: the nodes of each kernel (see :func:`passes.models.cost_model.kernels`); by default each is one.
     """
 
-    def __init__(self, graph: Graph, unwritten: Collection[Node] = ()):
+    def __init__(self, graph: Graph, unwritten: Collection[Node] = (), kernels: Sequence[Sequence[Node]] = ()):
         self._unwritten = unwritten
+        self._kernels = [kernel for kernel in kernels if len(kernel) > 1]
+        self._segments = _segments(graph) if self._kernels else {}
         self._output = graph.output_node()
+        self._inputs: dict[str, _Storage] = {}
         self._made: dict[Node, list[_Storage]] = {}
         self._held: dict[Node, tuple[_Storage, ...]] = {}
         self._touched: dict[Node, set[_Storage]] = {}
@@ -141,8 +154,7 @@ class MemoryModel:
         made = self._made[node] = []
         if node.op == "placeholder":
             if node.meta.get("freed"):
-                self._freed.append(_Storage(num_bytes(node.meta["val"]), False, None, node))
-                self._held[node] = (self._freed[-1],)
+                self._held[node] = (self._input(node),)
             else:
                 self._held[node] = ()
         elif node.op in ("get_attr", "output"):
@@ -158,18 +170,58 @@ class MemoryModel:
             lives = node not in self._unwritten
             made += [_Storage(num_bytes(one) * lives, _is_parameter(node), bucket(node), node) for one in values]
             self._held[node] = tuple(made)
-            if node.target == _all_gather and value.device.type == "cpu" and backend_of(group_of(node), value.device) == "gloo":
+            if node.target == _all_gather and copies_what_it_gathers(group_of(node), value.device):
                 made.append(_Storage(num_bytes(value), _is_parameter(node), bucket(node), node))
         self._touched[node] = {storage for source in node.all_input_nodes for storage in self._held[source]} | set(made)
 
+    def _input(self, node: Node) -> _Storage:
+        """The storage of an input that is freed; that of an earlier one, if both are views of it."""
+        name, value = node.meta.get(_MEMORY, (node.name, node.meta["val"]))
+        if name not in self._inputs:
+            self._inputs[name] = _Storage(num_bytes(value), False, None, node)
+            self._freed.append(self._inputs[name])
+        return self._inputs[name]
+
     def _lifetimes(self, order: Sequence[Node]) -> tuple[dict[_Storage, int], dict[_Storage, int]]:
         first, last = dict.fromkeys(self._freed, 0), dict.fromkeys(self._freed, 0)
-        for index, node in enumerate(order):
+        begins = {node: index for index, node in enumerate(order)}
+        ends = dict(begins)
+        for kernel in self._kernels:
+            begin, end = min(map(begins.__getitem__, kernel)), max(map(begins.__getitem__, kernel))
+            begins.update(dict.fromkeys(kernel, begin))
+            ends.update(dict.fromkeys(kernel, end))
+        for node in order:
             for storage in self._made[node]:
-                first[storage] = index
+                first[storage] = begins[node]
             for storage in self._touched[node]:
-                last[storage] = index
+                last[storage] = max(last.get(storage, 0), ends[node])
+        for kernel in self._kernels:
+            self._write_in_place(kernel, begins[kernel[0]], ends[kernel[0]], first, last)
         return first, last
+
+    def _write_in_place(
+        self, kernel: Sequence[Node], begin: int, end: int, first: Mapping[_Storage, int], last: dict[_Storage, int]
+    ) -> None:
+        """End the lives of values that a kernel writes others over."""
+        members = set(kernel)
+        free = [
+            storage
+            for storage in dict.fromkeys(storage for node in kernel for storage in self._touched[node])
+            if last[storage] == end and self._may_be_overwritten(storage, members)
+        ]
+        for node in kernel:
+            for made in self._made[node]:
+                old = next((storage for storage in free if made.num_bytes and _is_like(storage.maker, node)), None)
+                if old is not None:
+                    free.remove(old)
+                    last[old] = begin - 1
+
+    def _may_be_overwritten(self, storage: _Storage, kernel: Collection[Node]) -> bool:
+        """Whether a kernel may write over what it reads: its segment has made it, in another kernel."""
+        maker, segment = storage.maker, self._segments.get(next(iter(kernel)))
+        if maker is None or maker in kernel or self._segments.get(maker) != segment:
+            return False
+        return maker.op == "call_function" and not is_collective(maker)
 
     def live_bytes(self, order: Sequence[Node]) -> LiveBytes:
         """The live bytes when the nodes run in this order, which holds all of them."""
@@ -208,7 +260,14 @@ class MemoryModel:
                 given_out[category] += storage.num_bytes
         for row in (*timeline.values(), *buckets.values()):
             row[:] = itertools.accumulate(row)
-        return Breakdown(timeline, buckets, given_out)
+        return Breakdown(timeline, buckets, given_out, self._taken(categories))
+
+    def _taken(self, categories: Mapping[_Storage, Category]) -> dict[Category, int]:
+        taken = dict.fromkeys(Category, 0)
+        for storage in self._freed:
+            if not storage.maker.name.startswith("tangents"):  # type: ignore[union-attr]
+                taken[categories[storage]] += storage.num_bytes
+        return taken
 
     def _categories(self) -> dict[_Storage, Category]:
         kept = self._touched[self._output]
@@ -241,7 +300,7 @@ def _category(storage: _Storage, *, is_kept: bool, is_reduced: bool) -> Category
         return Category.PARAMETERS
     done = role(maker)
     if maker.op == "placeholder":
-        return Category.ACTIVATIONS
+        return Category.GRADIENTS if maker.meta.get(_IS_GRADIENT) else Category.ACTIVATIONS
     if is_reduced or done in (Role.ACCUMULATE, Role.FINISH_REDUCE) or (is_kept and done is not None):
         return Category.GRADIENTS
     if done is not None or is_collective(maker):
@@ -254,10 +313,20 @@ def live_bytes(graph: Graph) -> LiveBytes:
     return MemoryModel(graph).live_bytes(list(graph.nodes))
 
 
-def mark_parameters(graph: Graph) -> None:
-    """Mark what is a gathered parameter in a joint graph, as backward graphs do not tell what forward saved."""
+def mark_memory(graph: Graph) -> None:
+    """Mark in a joint graph what backward graphs do not tell of what forward saved: what is a gathered parameter, and whose
+    memory a view shows."""
     for node in derived(graph, unshards(graph.nodes)):
         node.meta[IS_PARAMETER] = True
+    for node in graph.nodes:
+        source: Any = node.args[0] if node.args else None
+        if isinstance(source, Node) and (_gives_back(node) or (node.target is operator.getitem and _gives_back(source))):
+            node.meta[_MEMORY] = source.meta.get(_MEMORY, (source.name, source.meta.get("val")))
+
+
+def mark_taken_gradient(node: Node) -> None:
+    """Mark an input of a graph as a gradient that waited for it, and that it frees."""
+    node.meta |= {"freed": True, _IS_GRADIENT: True}
 
 
 def mark_freed_inputs(graph: Graph, kept: Sequence[Node]) -> None:
@@ -294,3 +363,18 @@ def _is_communicated(node: Node) -> bool:
 
 def _is_parameter(node: Node) -> bool:
     return role(node) is Role.FINISH_GATHER or (role(node) is Role.START_GATHER and node.target == _all_gather)
+
+
+def _segments(graph: Graph) -> dict[Node, int]:
+    """For each node the number of its stretch between boundaries that no kernel reaches across."""
+    boundaries = kernel_boundaries(graph)
+    return dict(zip(graph.nodes, itertools.accumulate(node in boundaries for node in graph.nodes), strict=True))
+
+
+def _is_like(one: Node | None, other: Node) -> bool:
+    """Whether two values have the same layout and dtype."""
+    values = [None if node is None else node.meta.get("val") for node in (one, other)]
+    if not all(isinstance(value, Tensor) for value in values):
+        return False
+    first, second = ((num_bytes(value), value.dtype, tuple(map(size_value, value.stride()))) for value in values)  # type: ignore[union-attr]
+    return first == second

@@ -34,6 +34,7 @@ from ..ir.interface import DivideFactor, InputSlot, Interface, OutputSlot, Parti
 from ..ir.ops import ReduceGrad, reduce_grads
 from ..ir.reduction import Kept, Operand, Reduction, Stage, Sync, stages
 from ..ir.work import Role, Work, mark, nodes_of
+from ..models.memory_model import mark_taken_gradient
 from .bucket import Bucket, Group, reduction_buckets, regroup, whole_buckets
 
 _cast = torch.ops.prims.convert_element_type.default
@@ -153,10 +154,16 @@ class _ReductionWriter:
     def _take(self, operand: Operand) -> list[Node]:
         """An operand of a stage, as inputs of the graph."""
         if operand is Kept.UNSHARDED:
-            return self._unsharded()
+            unsharded = self._unsharded()
+            for node in unsharded:
+                mark_taken_gradient(node)
+            return unsharded
         if operand is Kept.PARTIAL:
             numel = sum(math.prod(spec.shard.meta["val"].shape) for spec in self.specs)
-            return [self._input("partial", self.like.new_empty(numel), PartialGradient(self.index))]
+            partial = self._input("partial", self.like.new_empty(numel), PartialGradient(self.index))
+            if self.reduction.sync is Sync.ALL:
+                mark_taken_gradient(partial)
+            return [partial]
         factor = self.like.new_empty((), dtype=factor_dtype(self.like.dtype))
         return [self._input("factor", factor, DivideFactor(self.index, operand.number))]
 

@@ -165,6 +165,17 @@ _scaled_dot_product_flash_attention_for_cpu 5096
         assert [[node.name for node in kernel] for kernel in kernels(graph)] == [["relu", "exp"], ["mm"], ["sin", "cos"]]
         assert {node.name for node in unwritten(graph)} == {"relu", "sin"}
 
+    def test_no_kernel_reaches_across_a_wait(self) -> None:
+        def function(x):
+            started = _c10d.all_reduce(x, "sum", self.shard)
+            return x.sin().cos() * _c10d.wait_tensor(started)
+
+        graph = self.trace(function, torch.zeros(10)).graph
+        placed = {node.name: node for node in graph.nodes}
+        placed["mul"].prepend(placed["wait_tensor"])
+        assert [[node.name for node in kernel] for kernel in kernels(graph)] == [["sin", "cos"], ["mul"]]
+        assert {node.name for node in unwritten(graph)} == {"sin"}
+
     def test_traffic_by_kind(self) -> None:
         def communicate(x):
             gathered = _c10d.all_gather_into_tensor(x, 8, self.shard)

@@ -1,11 +1,12 @@
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
+from passes.collectives.gloo import pretending_gloo
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.reduction import Reduction
-from passes.models.cost_model import unwritten
-from passes.models.memory_model import IS_PARAMETER, Category, MemoryModel, live_bytes, mark_freed_inputs
+from passes.ir.reduction import Reduction, Sync
+from passes.models.cost_model import kernels, unwritten
+from passes.models.memory_model import IS_PARAMETER, Category, MemoryModel, live_bytes, mark_freed_inputs, mark_memory
 from passes.transforms.bucket import bucket_gathers
 from passes.transforms.gradient_sync import synchronize_gradients
 from passes.transforms.mixed_precision import mixed_precision
@@ -211,3 +212,79 @@ output: 4 (0)
         assert list(memory.timeline[Category.PARAMETERS]) == [40, 40, 0, 0]
         assert list(memory.timeline[Category.WORKING]) == [0, 0, 0, 0]
         assert list(memory.timeline[Category.ACTIVATIONS]) == [0, 0, 40, 40]
+
+    def of_kernels(self, gm: GraphModule) -> list[int]:
+        """All bytes at each node, where nodes that fuse are one kernel."""
+        memory = MemoryModel(gm.graph, unwritten(gm.graph), kernels(gm.graph)).breakdown(list(gm.graph.nodes))
+        return [sum(held) for held in zip(*memory.timeline.values(), strict=True)]
+
+    def test_a_kernel_holds_what_it_reads_beside_what_it_writes(self) -> None:
+        """The saved value has its last reader ahead of the node whose value is written, but in the same kernel."""
+        gm = self.trace(
+            lambda saved, tangents: (saved.sin() * tangents + tangents.exp(),),
+            *(torch.zeros(10) for _ in range(2)),
+            names="saved tangents",
+        )
+        mark_freed_inputs(gm.graph, [])
+        assert max(self.of_kernels(gm)) == 3 * 40
+
+    def test_a_kernel_writes_over_what_its_segment_has_made(self) -> None:
+        def function(x):
+            product = x @ x
+            return (product.relu() * 2,)
+
+        gm = self.trace(function, torch.zeros(4, 4), names="x")
+        # x is the caller's.
+        assert max(self.of_kernels(gm)) == 64
+
+        gm = self.trace(lambda x: ((x @ x).relu().to(torch.int32),), torch.zeros(4, 4), names="x")
+        assert max(self.of_kernels(gm)) == 2 * 64
+
+    def test_a_kernel_does_not_write_over_what_another_segment_has_made(self) -> None:
+        def function(x, y):
+            started = _c10d.all_reduce(y, "sum", self.shard)
+            product = x @ x
+            return (product.relu() * _c10d.wait_tensor(started),)
+
+        gm = self.trace(function, torch.zeros(4, 4), torch.zeros(4, 4), names="x y")
+        # The product, the result and what was reduced.
+        assert max(self.of_kernels(gm)) == 3 * 64
+
+    def test_saved_views_of_a_value_are_one_storage(self) -> None:
+        def joint(x):
+            product = x @ x
+            left, right = product.split(2, dim=1)
+            return (left, right.t(), product)
+
+        gm = self.trace(joint, torch.zeros(4, 4), names="x")
+        mark_memory(gm.graph)
+        left, right, product = gm.graph.output_node().args[0]
+        backward = Graph()
+        saved = [backward.placeholder(node.name) for node in (left, right)]
+        for node, of_forward in zip(saved, (left, right), strict=True):
+            node.meta = dict(of_forward.meta)
+        backward.output(())
+        mark_freed_inputs(backward, [])
+        model = MemoryModel(backward)
+        # The whole product lives, to which both point.
+        assert live_bytes(backward).peak == 64 and product.meta["val"].nbytes == 64
+        assert model.breakdown(list(backward.nodes)).taken[Category.ACTIVATIONS] == 64
+
+    def test_gradients_that_waited_are_freed_where_they_are_reduced(self) -> None:
+        def backward(tangents, shard):
+            return (reduce_grad(tangents.exp(), shard, "w", [8, 8], self.shard, unit="up"),)
+
+        for reduction, taken in ((Reduction(has_unsharded=True), 256), (Reduction(Sync.NONE, has_unsharded=True), 0)):
+            gm = self.trace(backward, torch.zeros(8, 8), torch.zeros(1, 8), names="tangents shard")
+            interface = Interface(gm.graph)
+            synchronize_gradients(gm.graph, [reduction], interface)
+            interface.finish()
+            assert MemoryModel(gm.graph).breakdown(list(gm.graph.nodes)).taken[Category.GRADIENTS] == taken
+
+    def test_gloo_copies_no_gather_on_the_cpu(self) -> None:
+        gm = self.trace(
+            lambda x, a: (x @ unshard(a, "a", [8, 8], self.shard, offset=0),), torch.zeros(1, 8), torch.zeros(1, 8), names="x a"
+        )
+        bucket_gathers(gm.graph)
+        with pretending_gloo():
+            assert live_bytes(gm.graph).peak_parameters == 4 * 64

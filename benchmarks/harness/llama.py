@@ -140,7 +140,9 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
+        length = tokens.size(1)
+        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
         for block in self.blocks:
-            x = block(x, self.cos.to(x.dtype), self.sin.to(x.dtype))
+            x = block(x, cos, sin)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -98,6 +98,27 @@ class Category(Enum):
 
 
 @dataclass(frozen=True)
+class Lifetime:
+    """How long a storage of a graph lives.
+
+    Attributes:
+        num_bytes: what it holds.
+        category: what for.
+        bucket: that it works for; None: none.
+        first, last: the positions of the nodes, in an order, while which it lives.
+        is_given_out, is_taken: whether the graph gives it out, or was given it to free, other than as gradients of its outputs.
+    """
+
+    num_bytes: Any
+    category: Category
+    bucket: BucketName | None
+    first: int
+    last: int
+    is_given_out: bool
+    is_taken: bool
+
+
+@dataclass(frozen=True)
 class Breakdown:
     """The live bytes of a graph by category.
 
@@ -239,35 +260,42 @@ class MemoryModel:
             timeline.append((total, parameter))
         return LiveBytes(tuple(timeline), tuple(node.name for node in order))
 
-    def breakdown(self, order: Sequence[Node]) -> Breakdown:
-        """What :meth:`live_bytes` counts, by category and bucket."""
+    def lifetimes(self, order: Sequence[Node]) -> list[Lifetime]:
+        """The storages when the nodes run in this order, which holds all of them."""
         first, last = self._lifetimes(order)
         categories = self._categories()
+        kept, freed = self._touched[self._output], set(self._freed)
+        return [
+            Lifetime(
+                storage.num_bytes,
+                categories[storage],
+                storage.bucket,
+                start,
+                last[storage],
+                is_given_out=storage in kept and storage not in freed,
+                is_taken=storage in freed and not storage.maker.name.startswith("tangents"),  # type: ignore[union-attr]
+            )
+            for storage, start in first.items()
+        ]
+
+    def breakdown(self, order: Sequence[Node]) -> Breakdown:
+        """What :meth:`live_bytes` counts, by category and bucket."""
         timeline = {category: [0] * len(order) for category in Category}
         buckets: dict[BucketName, list[int]] = {}
-        given_out = dict.fromkeys(Category, 0)
-        kept = set(self._touched[self._output])
-        for storage, start in first.items():
-            category = categories[storage]
-            rows = [timeline[category]]
+        given_out, taken = dict.fromkeys(Category, 0), dict.fromkeys(Category, 0)
+        for storage in self.lifetimes(order):
+            rows = [timeline[storage.category]]
             if storage.bucket is not None:
                 rows.append(buckets.setdefault(storage.bucket, [0] * len(order)))
             for row in rows:
-                row[start] += storage.num_bytes
-                if last[storage] + 1 < len(order):
-                    row[last[storage] + 1] -= storage.num_bytes
-            if storage in kept and storage not in self._freed:
-                given_out[category] += storage.num_bytes
+                row[storage.first] += storage.num_bytes
+                if storage.last + 1 < len(order):
+                    row[storage.last + 1] -= storage.num_bytes
+            given_out[storage.category] += storage.num_bytes * storage.is_given_out
+            taken[storage.category] += storage.num_bytes * storage.is_taken
         for row in (*timeline.values(), *buckets.values()):
             row[:] = itertools.accumulate(row)
-        return Breakdown(timeline, buckets, given_out, self._taken(categories))
-
-    def _taken(self, categories: Mapping[_Storage, Category]) -> dict[Category, int]:
-        taken = dict.fromkeys(Category, 0)
-        for storage in self._freed:
-            if not storage.maker.name.startswith("tangents"):  # type: ignore[union-attr]
-                taken[categories[storage]] += storage.num_bytes
-        return taken
+        return Breakdown(timeline, buckets, given_out, taken)
 
     def _categories(self) -> dict[_Storage, Category]:
         kept = self._touched[self._output]

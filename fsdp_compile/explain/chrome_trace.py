@@ -89,8 +89,8 @@ def _name(collective: Node, call: GraphCall) -> str:
 
 
 def _collective(node: Node, call: GraphCall, figures: GraphFigures, begin: int, track: int) -> Event:
-    begins, duration = figures.timeline.begins[node], figures.costs.transfer[node]
-    return _event(_name(node, call), track, begin + begins, duration, sent_bytes=round(figures.sent[node]))
+    begins, ends = figures.timeline.begins[node], figures.timeline.ends[node]
+    return _event(_name(node, call), track, begin + begins, ends - begins, sent_bytes=round(figures.sent[node]))
 
 
 def _memory(source: Source, index: int, begin: int) -> Iterator[Event]:

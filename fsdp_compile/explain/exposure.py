@@ -33,7 +33,7 @@ class Exposure:
         call: which graph call of the step, from 0.
         exposed_ns: how long it is waited for.
         transfer_ns: how long it takes.
-        cause: "nothing beside it", "link busy" or "compute too short".
+        cause: "nothing beside it", "link busy", "wire shared" or "compute too short".
         reason: the same in words.
     """
 
@@ -59,16 +59,20 @@ def exposures(figures: GraphFigures, call: GraphCall, index: int) -> list[Exposu
     for wait, (waited, collective) in timeline.waits.items():
         queued = timeline.begins[collective] - timeline.arrives[collective]
         ahead = ended.get((group_of(collective), timeline.begins[collective]))
+        took, alone = timeline.ends[collective] - timeline.begins[collective], milliseconds(transfers[collective])
         beside = max(0, timeline.arrives[wait] - timeline.begins[collective])
         if ahead is not None and 2 * queued > waited:
             name = f"{WORDS[collective_kind(ahead)]} of {unit_of_collective(ahead, call.units)}"
             cause, reason = "link busy", f"its link is busy with the {name} until then"
+        elif 2 * (took - transfers[collective]) > waited:
+            cause = "wire shared"
+            reason = f"collectives of other groups on the same wires make it take {milliseconds(took)} instead of {alone}"
         elif _NEXT_TO_NOTHING * beside < transfers[collective]:
             cause = "nothing beside it"
             reason = f"nothing {'precedes' if collective_kind(collective) == 'all_gather' else 'follows'} it"
         else:
             cause = "compute too short"
-            reason = f"what runs beside it hides {milliseconds(beside)} of its {milliseconds(transfers[collective])}"
+            reason = f"what runs beside it hides {milliseconds(beside)} of its {alone}"
         kind, unit = collective_kind(collective), unit_of_collective(collective, call.units)
         found.append(Exposure(unit, kind, stage, index, waited, transfers[collective], cause, reason))
     return found

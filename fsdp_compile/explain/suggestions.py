@@ -64,7 +64,8 @@ def _without_second_gathers(report: Report) -> Suggestion:
             continue
         compute = {node: 0 if node in gathers else cost for node, cost in figures.costs.compute.items()}
         transfer = {node: cost for node, cost in figures.costs.transfer.items() if node not in gathers}
-        saved += figures.timeline.total - simulate(figures.order, Costs(compute, transfer)).total
+        costs = Costs(compute, transfer, figures.costs.wire)
+        saved += figures.timeline.total - simulate(figures.order, costs).total
     # All that forward gathers, and nothing of it freed meanwhile.
     added = sum(gathered.values())
     time_ns, peak = report.time_ns - saved, report.memory.peak_bytes + added

@@ -13,18 +13,18 @@ reductions of the same plan with equal divide factors. Communication hooks are c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch.fx import Graph
 
-from ..collectives.functional import group_size, resolve_group
+from ..collectives.functional import group_size
 from ..fx.sizes import num_bytes
 from ..ir.ops import ReduceGrad, Unshard
 from ..ir.plan import Plan
 from ..ir.reduction import Reduction
-from ..models.hardware import Hardware, Link
+from ..models.cost_model import layout_of
+from ..models.hardware import Hardware
 from ..transforms.bucket import Group, gather_buckets, reduction_buckets, regroup, sink_derived
 
 # Of the size at which latency is half of the time: it then is a hundredth, a twentieth, a fifth, a half.
@@ -48,7 +48,7 @@ class _Item:
         key: equal for buckets that may merge; None: it stays as it is.
         place: where the graph needs it first, or has all of it.
         sizes: bytes of its parameters, unsharded.
-        knee: bytes that travel in the time of the latency.
+        knee: bytes that travel in the time that a collective takes to start.
     """
 
     members: Group
@@ -86,7 +86,7 @@ def _gather_items(graph: Graph, groups: Sequence[Group], plan: Plan, hardware: H
         sizes = [num_bytes(shard.meta["val"]) * group_size(spec.group) for shard in bucket.shards]
         key = (plan.gathers[index], spec.group, spec.shard.meta["val"].dtype)
         first = min(place[reader] for node in bucket.nodes for reader in node.users)
-        items.append(_Item(group, key, first, tuple(sizes), _knee(hardware, spec.group, lambda links: links.all_gather)))
+        items.append(_Item(group, key, first, tuple(sizes), hardware.knee_bytes("all_gather", layout_of(spec.group))))
     return items
 
 
@@ -98,8 +98,7 @@ def _reduction_items(graph: Graph, groups: Sequence[Group], plan: Plan, hardware
         specs = [ReduceGrad.of(node) for node in bucket.nodes]
         sizes = [num_bytes(spec.grad.meta["val"]) for spec in specs]
         last = max(place[spec.grad] for spec in specs)
-        knee = _knee(hardware, specs[0].group, lambda links: links.reduce_scatter)
-        items.append(_Item(group, _reduction_key(specs[0], plan, index), last, tuple(sizes), knee))
+        items.append(_Item(group, _reduction_key(specs[0], plan, index), last, tuple(sizes), _knee(specs[0], hardware)))
     return items
 
 
@@ -111,9 +110,12 @@ def _reduction_key(spec: ReduceGrad, plan: Plan, index: int) -> Hashable:
     return reduction, plan.factor_classes[index], dtypes, spec.group, spec.replicate_group
 
 
-def _knee(hardware: Hardware, group: str, kind: Callable[..., Link]) -> float:
-    link = kind(hardware.links(dist.get_process_group_ranks(resolve_group(group))))
-    return link.latency_s * link.bytes_per_s
+def _knee(spec: ReduceGrad, hardware: Hardware) -> float:
+    """Of a reduction: that of its reduce-scatter or, if that is larger, of the all-reduce of what this leaves."""
+    knee = hardware.knee_bytes("reduce_scatter", layout_of(spec.group))
+    if not spec.replicate_group:
+        return knee
+    return max(knee, group_size(spec.group) * hardware.knee_bytes("all_reduce", layout_of(spec.replicate_group)))
 
 
 def _group_by_size(items: Sequence[_Item], multiple: int) -> tuple[Group, ...]:

@@ -28,7 +28,8 @@ from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
 from ..ir.work import kernel_boundaries
-from .hardware import Hardware, Link, dtype_name
+from .group_layout import GroupLayout
+from .hardware import Hardware, dtype_name, sent_bytes
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -142,14 +143,12 @@ def unwritten(graph: Graph) -> set[Node]:
 
 def transfer_ns(node: Node, hardware: Hardware) -> int:
     """How long a collective is in flight when its link is free."""
-    link, traffic = _link_and_traffic(node, hardware)
-    return _ns(link.latency_s + traffic / link.bytes_per_s)
+    return _ns(hardware.transfer_s(collective_kind(node), traffic_bytes(node), layout_of(group_of(node))))
 
 
 def _taken_ns(node: Node, hardware: Hardware) -> int:
     """The time that a collective takes from the computing side while it is in flight."""
-    link, traffic = _link_and_traffic(node, hardware)
-    return _ns(link.taken_s + traffic * link.taken_s_per_byte)
+    return _ns(hardware.taken_s(collective_kind(node), traffic_bytes(node), layout_of(group_of(node))))
 
 
 def collective_kind(node: Node) -> str:
@@ -164,16 +163,13 @@ def collective_kind(node: Node) -> str:
 
 def traffic_bytes(node: Node) -> float:
     """The bytes that each rank sends for a collective."""
-    world_size = group_size(group_of(node))
     unsharded = max(num_bytes(node.meta["val"]), sum(num_bytes(source.meta["val"]) for source in node.all_input_nodes))
-    traffic = unsharded * (world_size - 1) / world_size
-    return 2 * traffic if collective_kind(node) == "all_reduce" else traffic
+    return sent_bytes(collective_kind(node), unsharded, group_size(group_of(node)))
 
 
-def _link_and_traffic(node: Node, hardware: Hardware) -> tuple[Link, float]:
-    """The link that carries a collective, and the bytes that each rank sends over it."""
-    links = hardware.links(group_ranks(group_of(node)))
-    return getattr(links, collective_kind(node)), traffic_bytes(node)
+def layout_of(group: str) -> GroupLayout:
+    """How the ranks of a group lie on nodes, by the group's name."""
+    return GroupLayout.of(group_ranks(group))
 
 
 def is_free(node: Node) -> bool:

@@ -1,7 +1,8 @@
 """Timeline: when the nodes of a schedule run, and what is waited for.
 
-Compute runs nodes in their order. Beside it, each process group is a link, which carries one collective after the other. A wait
-stops compute until its collective is over; that time is *exposed* communication.
+Compute runs nodes in their order. Beside it, each process group is a link, which carries one collective after the other; groups
+that use the same wires slow each other down (``in_flight.py``). A wait stops compute until its collective is over; that time is
+*exposed* communication.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from torch.fx import Graph, Node
 
 from ..fx.graph import group_of, starts_collective
-from .cost_model import node_ns, transfer_ns
+from .cost_model import layout_of, node_ns, transfer_ns
 from .hardware import Hardware
+from .in_flight import InFlight
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
@@ -26,17 +28,20 @@ class Costs:
 
     Attributes:
         compute: for each node, the time that it takes from compute.
-        transfer: for each collective, on its link.
+        transfer: for each collective, on its link, with nothing else on its wire.
+        wire: for each collective, what it shares with those of other groups.
     """
 
     compute: Mapping[Node, int]
     transfer: Mapping[Node, int]
+    wire: Mapping[Node, str]
 
     @staticmethod
     def of(graph: Graph, hardware: Hardware) -> Costs:
         """The costs of a graph."""
         transfers = {node: transfer_ns(node, hardware) for node in graph.nodes if starts_collective(node)}
-        return Costs(node_ns(graph, hardware), transfers)
+        wires = {node: hardware.wire(layout_of(group_of(node))) for node in transfers}
+        return Costs(node_ns(graph, hardware), transfers, wires)
 
 
 @dataclass(frozen=True)
@@ -65,23 +70,21 @@ def _awaited(wait: Node) -> Node:
 
 
 def simulate(order: Sequence[Node], costs: Costs) -> Timeline:
-    """Run nodes in an order."""
+    """Run nodes in an order. What is waited for ahead of its start, as while a schedule is made, holds nothing up."""
     clock = exposed = 0
-    free: dict[str, int] = {}
+    in_flight: InFlight[Node] = InFlight()
     arrives: dict[Node, int] = {}
-    begins: dict[Node, int] = {}
-    ends: dict[Node, int] = {}
     waits: dict[Node, tuple[int, Node]] = {}
     for node in order:
         arrives[node] = clock
         if node in costs.transfer:
-            begins[node] = max(clock, free.get(group_of(node), 0))
-            ends[node] = free[group_of(node)] = begins[node] + costs.transfer[node]
-        elif node.target == _wait:
-            over = ends.get(_awaited(node), clock)
+            in_flight.start(node, clock, costs.transfer[node], group_of(node), costs.wire[node])
+        elif node.target == _wait and _awaited(node) in in_flight:
+            over = in_flight.end(_awaited(node))
             if over > clock:
                 waits[node] = over - clock, _awaited(node)
                 exposed += over - clock
                 clock = over
         clock += costs.compute[node]
-    return Timeline(arrives, begins, ends, clock, exposed, waits)
+    in_flight.finish()
+    return Timeline(arrives, in_flight.begins, in_flight.ends, clock, exposed, waits)

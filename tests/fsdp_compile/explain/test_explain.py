@@ -182,7 +182,7 @@ def test_state_of_the_optimizer() -> None:
         report = explain(build(), x, (RANKS,), "h100", optimizer=optimizer, suggest=False)
         assert report.memory.categories["optimizer state"] == state * elements
         moved = 0 if optimizer is None else (3 * 4 + 2 * state) * elements
-        assert report.optimizer_ns == round(moved / 2.7e12 * 1e9)
+        assert report.optimizer_ns == round(moved / known_hardware("cuda", "H100").bytes_per_s * 1e9)
 
 
 def test_state_of_the_optimizer_has_the_dtype_of_shards() -> None:

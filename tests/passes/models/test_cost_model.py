@@ -156,6 +156,26 @@ _scaled_dot_product_flash_attention_for_cpu 5096
         assert timeline.waits[first] == (102_240 - 2000, first.all_input_nodes[0])
         assert timeline.waits[second] == (102_240, second.all_input_nodes[0])
 
+    def test_groups_that_share_wires_slow_each_other_down(self) -> None:
+        def overlap(x):
+            gathered = _c10d.all_gather_into_tensor(x, 8, self.shard)
+            reduced = _c10d.all_reduce(x, "sum", self.across)
+            return _c10d.wait_tensor(gathered), _c10d.wait_tensor(reduced)
+
+        self.across, self.near = (torch.distributed.new_group(ranks).group_name for ranks in ([0, 4], [0, 1]))
+        graph = self.trace(overlap, torch.zeros(8000)).graph
+        costs = Costs.of(graph, HARDWARE)
+        timeline = simulate(list(graph.nodes), costs)
+        # Both cross the network of the nodes, and take as long as one after the other would.
+        alone = sum(costs.transfer.values())
+        assert 0 <= max(timeline.ends.values()) - alone <= 2
+        # Inside of a node, the other group has wires of its own.
+        self.across = self.near
+        graph = self.trace(overlap, torch.zeros(8000)).graph
+        costs = Costs.of(graph, HARDWARE)
+        timeline = simulate(list(graph.nodes), costs)
+        assert all(timeline.ends[node] - timeline.begins[node] == transfer for node, transfer in costs.transfer.items())
+
     def test_kernels_and_what_they_write(self) -> None:
         def function(x):
             y = x.relu().exp()

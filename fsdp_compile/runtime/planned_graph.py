@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from passes.fx.torch_internals.core import AutoDispatchBelowAutograd
+from passes.fx.torch_internals.core import AutoDispatchBelowAutograd, RecordFunctionFast
 from passes.ir.interface import InputSlot, Interface, OutputSlot
 from passes.ir.ops import Unshard
 from passes.ir.plan import Gather, Plan
@@ -55,6 +55,9 @@ class Variant:
     run: Run
     reductions: Sequence[Group] | None = None
 
+
+#: The range in profiles around each call of a lowered graph, by whether it is a backward graph.
+RANGES = {False: "FSDP::forward graph", True: "FSDP::backward graph"}
 
 #: Told of each call of a graph, ahead of it: the graph, the variant that is to run, and the call.
 call_observers: list[Callable[[PlannedGraph, Variant, Call], None]] = []
@@ -124,7 +127,7 @@ class PlannedGraph:
                 call.param(index).end_forward()
         call.release(is_backward=self.is_backward)
         # Autograd has nothing to record here, but each functional collective would pass through its formula, in Python.
-        with variant.run, AutoDispatchBelowAutograd():
+        with variant.run, AutoDispatchBelowAutograd(), RecordFunctionFast(RANGES[self.is_backward]):
             outputs = list(variant.function(args))
         call.land(variant.outputs, outputs[self._num_outputs :], gradients=is_wanted)
         return outputs[: self._num_outputs]

@@ -548,6 +548,7 @@ def test_profile_names_buckets(compiled: bool, fake_ranks: None) -> None:
         assert any("reduc" in name and "blocks.0" in name for name in names), names
         return
     gathered = [name for name in names if name.startswith("FSDP::all_gather_into_tensor (")]
+    assert [name for name in names if name.endswith(" graph")] == ["FSDP::forward graph", "FSDP::backward graph"]
     # Forward gathers all units, and backward the blocks.
     assert gathered == [
         f"FSDP::all_gather_into_tensor ({name})" for name in ("blocks.0", "blocks.1", "root", "blocks.1", "blocks.0")

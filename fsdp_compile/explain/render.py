@@ -2,30 +2,84 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .exposure import Exposure, milliseconds
 from .parts import Suggestion, UnitReport
 
 if TYPE_CHECKING:
+    from .measured import Measured
     from .report import Report
 
 # Exposures that are named one by one.
 _NAMED = 3
+_BYTES = (" B", " KiB", " MiB", " GiB")
 _NUMBER = re.compile(r"\d+")
 _SUMMED = tuple(name for name in UnitReport.__dataclass_fields__ if name != "name")
 
 
 def render(report: Report) -> str:
     """The report as text: deterministic."""
-    parts = [_headline(report), _unit_table(report), _call_table(report), _memory_table(report), _verdict(report)]
+    parts = [headline(report), *(_text(table) for table in tables(report)), verdict(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _headline(report: Report) -> str:
+def render_measured(measured: Measured) -> str:
+    """A measured step beside the predicted one, as text."""
+    return _text(measured_table(measured)) + "\n"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text, the first of them the head; the first column is to the left, the others to the right.
+
+    Attributes:
+        rows: of equal length.
+        note: a sentence below them; empty: none.
+    """
+
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def tables(report: Report) -> list[Table]:
+    """The tables of a report."""
+    return [_unit_table(report), _call_table(report), _memory_table(report)]
+
+
+def measured_table(measured: Measured) -> Table:
+    """Predicted and measured times: those of each graph, and of the step."""
+    told = measured.report
+    head = ["", "predicted", "measured", "longer by", "exposed", "measured", "in flight", "measured"]
+    rows = [head]
+    flights = [sum(figures.costs.transfer.values()) for figures in told._source.figures] if told._source else []
+    for index, (call, ran, flight) in enumerate(zip(told.calls, measured.calls, flights, strict=True)):
+        times = _beside(call.total_ns, ran.total_ns)
+        pairs = [call.exposed_ns, ran.exposed_ns, flight, ran.in_flight_ns]
+        rows.append([f"{index} {call.stage}", *times, *map(milliseconds, pairs)])
+    rows.append(["optimizer", *_beside(told.optimizer_ns, measured.optimizer_ns), *[""] * 4])
+    rows.append(["between them", "", milliseconds(measured.outside_ns), *[""] * 5])
+    pairs = [told.exposed_ns, measured.exposed_ns, sum(flights), sum(call.in_flight_ns for call in measured.calls)]
+    rows.append(["step", *_beside(told.time_ns, measured.time_ns), *map(milliseconds, pairs)])
+    steps = f"the step of median time of {measured.steps}" if measured.steps > 1 else "one step"
+    return Table(rows, f"Predicted for {told.hardware.name}; measured: {steps}, on this rank, with what profiling it costs.")
+
+
+def _beside(told: int, ran: int) -> list[str]:
+    """A predicted and a measured time, and by how much the measured one is longer."""
+    return [milliseconds(told), milliseconds(ran), f"{ran / told - 1:+.0%}" if told else ""]
+
+
+def _text(table: Table) -> str:
+    return f"{_table(table.rows)}\n{table.note}" if table.note else _table(table.rows)
+
+
+def headline(report: Report) -> str:
+    """The step in a few lines."""
     ranks = " x ".join(f"{size} ({role})" for role, size in report.mesh.items()) or "one"
     lines = [f"A step on {report.hardware.name}, ranks: {ranks}. Everything is what one rank does.", ""]
     step = f"step {milliseconds(report.time_ns)}"
@@ -73,7 +127,7 @@ def _sum(group: Sequence[UnitReport]) -> UnitReport:
     return replace(group[0], name=f"{group[0].name} ... {group[-1].name} ({len(group)})", **sums)
 
 
-def _unit_table(report: Report) -> str:
+def _unit_table(report: Report) -> Table:
     has_replicas = any(unit.all_reduced_bytes for unit in report.units)
     head = ["unit", "parameters", "shards", "gathers", "reduces", *(["all-reduces"] if has_replicas else [])]
     head += ["compute", "in flight", "exposed", "kernels", "collectives"]
@@ -85,29 +139,30 @@ def _unit_table(report: Report) -> str:
         counts = [f"{unit.kernels}", f"{unit.collectives:g}"]
         rows.append([unit.name, _count(unit.parameters), *map(size, [unit.shard_bytes, *sent]), *times, *counts])
     note = "A line of several units is their sum. Bytes of communication are what is sent."
-    return f"{_table(rows)}\n{note}" if any(count > 1 for _, count in folded) else _table(rows)
+    return Table(rows, note if any(count > 1 for _, count in folded) else "")
 
 
-def _call_table(report: Report) -> str:
+def _call_table(report: Report) -> Table:
     rows = [["graph", "begins", "takes", "exposed", "TFLOP", "collectives", "peak memory"]]
     for index, call in enumerate(report.calls):
         times = [call.begins_ns, call.total_ns, call.exposed_ns]
         row = [f"{index} {call.stage}", *map(milliseconds, times), f"{call.flops / 1e12:.4g}", f"{call.collectives}"]
         rows.append([*row, size(call.peak_bytes)])
-    return _table(rows)
+    return Table(rows)
 
 
-def _memory_table(report: Report) -> str:
+def _memory_table(report: Report) -> Table:
     memory = report.memory
     rows = [["memory", "at the peak", "at most"]]
     rows += [[name, size(held), size(memory.most[name])] for name, held in memory.categories.items()]
     rows.append(["total", size(memory.peak_bytes), ""])
     bucket = memory.largest_bucket
     most = f" Of the buckets, {bucket[0]} holds most then: {size(bucket[1])}." if bucket else ""
-    return f"{_table(rows)}\nThe peak is {memory.when}.{most}"
+    return Table(rows, f"The peak is {memory.when}.{most}")
 
 
-def _verdict(report: Report) -> str:
+def verdict(report: Report) -> str:
+    """What is exposed and why, and what was tried, in lines of which those of a list begin with a dash."""
     lines = []
     if report.outside:
         lines += [
@@ -181,7 +236,13 @@ def _count(number: int) -> str:
 
 def size(num_bytes: float) -> str:
     """A number of bytes, to be read."""
-    return _scaled(num_bytes, 1024, (" B", " KiB", " MiB", " GiB"))
+    return _scaled(num_bytes, 1024, _BYTES)
+
+
+def scale_of(num_bytes: float) -> tuple[float, str]:
+    """The unit that a number of bytes is printed in: its bytes, and its name."""
+    power = min(3, int(math.log2(max(num_bytes, 1)) // 10))
+    return 1024.0**power, _BYTES[power]
 
 
 def _scaled(number: float, base: int, units: Sequence[str]) -> str:

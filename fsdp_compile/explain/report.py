@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from passes.models.hardware import Hardware
 
 from .chrome_trace import write_trace
 from .exposure import Exposure
+from .html import page
+from .measured import Measured, read_profile
 from .parts import CallReport, MemoryReport, Source, Suggestion, UnitReport
+from .plot import draw
 from .render import render
+from .tracks import Picture, predicted
 
 
 @dataclass(frozen=True)
@@ -78,14 +84,57 @@ class Report:
         """Tokens a second of a rank; None: the number of tokens is not known."""
         return None if self.tokens is None else self.tokens / (self.time_ns / 1e9)
 
-    def timeline(self, path: str | os.PathLike[str]) -> None:
+    def timeline(self, path: str | os.PathLike[str], *, measured: Measured | None = None) -> None:
         """Write the step as Chrome trace events: what computes, each process group, and memory over time.
 
         Args:
             path: a JSON file, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
+            measured: what really ran, as a process of its own.
+        """
+        write_trace(path, self._pictures(measured))
+
+    def plot(self, path: str | os.PathLike[str], *, measured: Measured | None = None) -> None:
+        """Draw the step by matplotlib: its timeline over its memory, with what is exposed marked.
+
+        Args:
+            path: the file to write: ``.png``, ``.svg``, ``.pdf``, or what else matplotlib writes.
+            measured: what really ran, as a second timeline.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: matplotlib does not know the suffix of ``path``.
+        """
+        draw(path, self, self._pictures(measured))
+
+    def html(self, path: str | os.PathLike[str], *, measured: Measured | None = None) -> None:
+        """Write the report as one page of HTML that needs nothing else: timeline and memory, which zoom, and what is printed.
+
+        Args:
+            path: the file to write.
+            measured: what really ran, as a second timeline and a table.
+        """
+        Path(path).write_text(page(self, self._pictures(measured), measured), encoding="utf-8")
+
+    def beside(self, profile: Any) -> Measured:
+        """What really ran, beside what this report predicts.
+
+        Args:
+            profile: a ``torch.profiler.profile`` of one or more whole steps, with ``ProfilerActivity.CPU`` and, on a GPU,
+                ``ProfilerActivity.CUDA``, that has stopped; or the path of the trace that it exported (``.json``,
+                ``.json.gz``). A profiler exports its trace once, which this then does.
+
+        Returns:
+            Times of the graphs, to be printed, and for :meth:`timeline`, :meth:`plot` and :meth:`html`.
+
+        Raises:
+            ValueError: the profile is none, or not one of steps with the graphs that the report has.
         """
         assert self._source is not None
-        write_trace(path, self, self._source)
+        return read_profile(profile, self, self._source)
+
+    def _pictures(self, measured: Measured | None) -> list[Picture]:
+        assert self._source is not None
+        return [predicted(self, self._source), *([] if measured is None else [measured.picture])]
 
     def __str__(self) -> str:
         return render(self)

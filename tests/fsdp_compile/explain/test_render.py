@@ -98,7 +98,7 @@ def test_page_shows_what_its_code_prints(
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     assert capsys.readouterr().out.strip() == shown.strip()
-    assert (tmp_path / "trace.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "step.png", "step.html"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,431 @@
+"""What really ran beside what was predicted: a profile of ``torch.profiler``, read against the graphs of a report.
+
+A call of a graph is a range of its own in profiles, and functional collectives and their waits are operators in it. These have
+to be the ones that the graphs of the report have, in their order, or the profile is one of another step. Between two of them,
+what runs is named after the unit for which the graph computes most there.
+
+On the CPU, the computing side is the thread that calls the graphs, and waits where it runs a wait. A collective is in flight
+until the last operation of its process group ends that it started.
+
+On a GPU, times are those of the device: what a graph launched, from the first to the last. A collective's kernels are those
+that its operator launched. Compute waits where one of them runs and no other kernel of the graph does.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Node
+
+from passes.fx.graph import group_of, is_collective, starts_collective
+from passes.models.cost_model import collective_kind
+
+from ..compiler.calls import GraphCall
+from ..runtime.planned_graph import RANGES
+from .attribution import NO_UNIT
+from .figures import GraphFigures
+from .parts import Source
+from .render import render_measured
+from .tracks import COMPUTE, Kind, Picture, Span, group_track, in_units, name_of_collective, unit_of
+
+if TYPE_CHECKING:
+    from .report import Report
+
+# The namespaces of functional collectives begin with this.
+_OPERATORS = "_c10d_functional"
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_STAGES = {name: "backward" if is_backward else "forward" for is_backward, name in RANGES.items()}
+# Names of process group operations in profiles, of Gloo and of others on the CPU.
+_IN_FLIGHT = ("gloo:", "mpi:")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took time, by the clock of the profile, in nanoseconds."""
+
+    name: str
+    category: str
+    begin_ns: int
+    end_ns: int
+    correlation: int | None = None
+
+    def __contains__(self, other: Event) -> bool:
+        return self.begin_ns <= other.begin_ns < self.end_ns
+
+
+@dataclass(frozen=True)
+class MeasuredCall:
+    """What a call of a graph took.
+
+    Attributes:
+        stage: "forward" or "backward".
+        begins_ns: when it began, from the beginning of the first call.
+        total_ns: how long it took.
+        exposed_ns: how much of that was waiting for collectives.
+        in_flight_ns: how long a process group had collectives in flight, those that wait for other ranks included; summed over
+            the groups.
+    """
+
+    stage: str
+    begins_ns: int
+    total_ns: int
+    exposed_ns: int
+    in_flight_ns: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured step, beside the one that a report predicts. ``print`` it.
+
+    Attributes:
+        report: what was predicted.
+        steps: how many steps the profile has; the others are of the one among them whose time is the median.
+        calls: its calls of graphs.
+        optimizer_ns: of the ranges that ``torch.optim.Optimizer`` s leave.
+        time_ns: from the beginning of the first call to the end of the last, or of the optimizer.
+        picture: what ran.
+    """
+
+    report: Report
+    steps: int
+    calls: Sequence[MeasuredCall]
+    optimizer_ns: int
+    time_ns: int
+    picture: Picture
+
+    @property
+    def exposed_ns(self) -> int:
+        """How long compute waited for communication."""
+        return sum(call.exposed_ns for call in self.calls)
+
+    @property
+    def outside_ns(self) -> int:
+        """What the step took besides graphs and optimizer."""
+        return max(0, self.time_ns - self.optimizer_ns - sum(call.total_ns for call in self.calls))
+
+    def __str__(self) -> str:
+        return render_measured(self)
+
+
+def read_profile(profile: Any, report: Report, source: Source) -> Measured:
+    """Read a profile; see :meth:`~fsdp_compile.Report.beside`."""
+    events = sorted(read_events(profile), key=lambda event: (event.begin_ns, -event.end_ns))
+    steps = [_Step(events, ranges, report, source) for ranges in _steps(events, report)]
+    chosen = sorted(steps, key=lambda step: step.time_ns)[(len(steps) - 1) // 2]
+    return chosen.measured(len(steps))
+
+
+def read_events(profile: Any) -> Iterator[Event]:
+    """The events of a profile that take time.
+
+    Args:
+        profile: a profiler of torch that has stopped, or the path of the trace that one exported.
+    """
+    for event in _trace(profile)["traceEvents"]:
+        if event.get("ph") == "X" and "dur" in event:
+            begin, args = round(event["ts"] * 1e3), event.get("args", {})
+            end = begin + round(event["dur"] * 1e3)
+            yield Event(event["name"], event.get("cat", ""), begin, end, args.get("correlation"))
+
+
+def _trace(profile: Any) -> dict[str, Any]:
+    if isinstance(profile, (str, os.PathLike)):
+        path = Path(profile)
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        try:
+            # Names of kernels may hold what is no UTF-8.
+            trace = json.loads(data.decode(errors="replace"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no trace that torch.profiler exported: {error}") from error
+        if not isinstance(trace, dict) or "traceEvents" not in trace:
+            raise ValueError(f"{path} is no trace that torch.profiler exported: it has no 'traceEvents'.")
+        return trace
+    if not hasattr(profile, "export_chrome_trace"):
+        raise TypeError(f"A profile is a torch.profiler.profile, or the path of a trace that it exported, not {type(profile)}.")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        try:
+            profile.export_chrome_trace(str(path))
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(
+                f"The profiler gives no trace ({error}). It has to have stopped, and exports its trace once: if you did that, "
+                "give the path of the file."
+            ) from error
+        return _trace(path)
+
+
+def _steps(events: Sequence[Event], report: Report) -> list[Sequence[Event]]:
+    """The ranges of calls of graphs, step by step."""
+    ranges = [event for event in events if event.name in _STAGES and event.category not in ("gpu_user_annotation",)]
+    wanted, found = [call.stage for call in report.calls], [_STAGES[event.name] for event in ranges]
+    if not found:
+        raise ValueError(
+            "The profile has no graph in it. Run whole steps of the compiled model inside of the profiler, with "
+            "ProfilerActivity.CPU among its activities. Recordings of options={'cudagraphs': True} cannot be read."
+        )
+    if len(found) % len(wanted) or found != wanted * (len(found) // len(wanted)):
+        raise ValueError(
+            f"The profile has not the steps of the report, whose graphs are {', '.join(wanted)}, but {', '.join(found)}. "
+            "Profile whole steps, with the calls that the report's step has."
+        )
+    return [ranges[start : start + len(wanted)] for start in range(0, len(ranges), len(wanted))]
+
+
+class _Step:
+    """One step of a profile.
+
+    Attributes:
+        time_ns: how long it took.
+    """
+
+    def __init__(self, events: Sequence[Event], ranges: Sequence[Event], report: Report, source: Source) -> None:
+        self._report, self._source, self._ranges = report, source, ranges
+        launches = {event.correlation: event for event in events if event.category in _LAUNCHES}
+        on_device = [
+            (launches[event.correlation], event)
+            for event in events
+            if event.category in _ON_DEVICE and event.correlation in launches
+        ]
+        readers: list[_OnDevice | _OnHost] = []
+        for index, (each, call) in enumerate(zip(ranges, source.calls, strict=True)):
+            inside = [event for event in events if event in each]
+            operators = _match(_outermost(inside), call, index)
+            launched = [(launch, event) for launch, event in on_device if launch in each]
+            # What a graph launches may begin while the one before it ends.
+            clock = readers[-1].end if readers else 0
+            readers.append(_OnDevice(operators, launched, clock) if on_device else _OnHost(each, operators, inside))
+        self._readers = readers
+        self._begin = readers[0].begin
+        self._optimizers = self._optimizer(events, on_device)
+        last = max([reader.end for reader in readers] + [end for _, end in self._optimizers])
+        self.time_ns = last - self._begin
+
+    def _optimizer(self, events: Sequence[Event], on_device: Sequence[tuple[Event, Event]]) -> list[tuple[int, int]]:
+        """When the optimizers ran that follow the last graph, and none of the next step."""
+        last = self._ranges[-1]
+        following = next((event.begin_ns for event in events if event.name in _STAGES and event.begin_ns > last.begin_ns), None)
+        ran = [
+            event
+            for event in events
+            if event.name.startswith("Optimizer.step#")
+            and event.category != "gpu_user_annotation"
+            and event.begin_ns >= last.end_ns
+            and (following is None or event.begin_ns < following)
+        ]
+        if not on_device:
+            return [(event.begin_ns, event.end_ns) for event in ran]
+        found = []
+        for event in ran:
+            mine = [kernel for launch, kernel in on_device if launch in event]
+            if mine:
+                found.append((min(kernel.begin_ns for kernel in mine), max(kernel.end_ns for kernel in mine)))
+        return found
+
+    def measured(self, steps: int) -> Measured:
+        tracks: dict[str, list[Span]] = {COMPUTE: []}
+        calls = []
+        sources = zip(self._readers, self._source.calls, self._source.figures, self._report.calls, strict=True)
+        for index, (reader, call, figures, told) in enumerate(sources):
+            begin, total = reader.begin - self._begin, reader.end - reader.begin
+            transfers = reader.transfers()
+            pieces = [(unit, self._moved(span)) for unit, span in reader.pieces(call, figures)]
+            exposed = sum(span.duration_ns for _, span in pieces if span.kind is Kind.WAIT)
+            flight = _in_flight_ns(transfers)
+            calls.append(MeasuredCall(told.stage, begin, total, exposed, flight))
+            tracks[COMPUTE].append(Span(f"{told.stage} {index}", Kind.GRAPH, begin, total, told.stage))
+            tracks[COMPUTE] += in_units(iter(pieces))
+            for collective, since, end in transfers:
+                name, kind = name_of_collective(collective, call), collective_kind(collective)
+                sent = round(figures.sent[collective])
+                span = Span(name, Kind.COLLECTIVE, since - self._begin, end - since, kind, sent)
+                tracks.setdefault(group_track(group_of(collective), call), []).append(span)
+        for since, end in self._optimizers:
+            tracks[COMPUTE].append(Span("optimizer", Kind.OPTIMIZER, since - self._begin, end - since))
+        optimizer = sum(end - since for since, end in self._optimizers)
+        picture = Picture("measured", self.time_ns, tracks)
+        return Measured(self._report, steps, calls, optimizer, self.time_ns, picture)
+
+    def _moved(self, span: Span) -> Span:
+        return Span(span.name, span.kind, span.begin_ns - self._begin, span.duration_ns, span.sort)
+
+
+def _in_flight_ns(transfers: Sequence[tuple[Node, int, int]]) -> int:
+    """How long each group had something in flight, summed over the groups."""
+    total, until = 0, dict[str, int]()
+    for node, begin, end in sorted(transfers, key=lambda transfer: transfer[1]):
+        over = until.get(group_of(node), begin)
+        total += max(0, end - max(begin, over))
+        until[group_of(node)] = max(over, end)
+    return total
+
+
+def _outermost(inside: Sequence[Event]) -> list[Event]:
+    """The operators of collectives, without those that they call."""
+    found: list[Event] = []
+    for event in inside:
+        if event.name.startswith(_OPERATORS) and not (found and event in found[-1]):
+            found.append(event)
+    return found
+
+
+def _match(events: Sequence[Event], call: GraphCall, index: int) -> list[tuple[Node, Event]]:
+    """The operators that ran, with the nodes of the graph that they are."""
+    nodes = [node for node in call.graph.graph_module.graph.nodes if is_collective(node)]
+    wanted = [_operator(node) for node in nodes]
+    found = [event.name.partition("::")[2].rstrip("_") for event in events]
+    if wanted != found:
+        position = next(
+            (place for place, (one, other) in enumerate(zip(wanted, found, strict=False)) if one != other),
+            min(len(wanted), len(found)),
+        )
+        told, ran = (names[position] if position < len(names) else "nothing" for names in (wanted, found))
+        raise ValueError(
+            f"The profile is one of another step: in call {index}, the report's graph has {len(wanted)} collectives and waits, "
+            f"the profile {len(found)}; the first that differs, number {position}, is {told} in the report, and {ran} in the "
+            "profile. Compare the report of captured.explain with a later step of the same model, with the same flags."
+        )
+    return list(zip(nodes, events, strict=True))
+
+
+def _operator(node: Node) -> str:
+    return node.target._opname.rstrip("_")  # type: ignore[union-attr]
+
+
+def _unit_of_stretch(nodes: Sequence[Node], call: GraphCall, figures: GraphFigures, otherwise: str) -> str:
+    """The unit for which most is computed in a part of a graph."""
+    costs: dict[str, int] = {}
+    for node in nodes:
+        unit = unit_of(node, call, figures)
+        costs[unit] = costs.get(unit, 0) + figures.costs.compute[node]
+    return max(costs, key=costs.__getitem__) if any(costs.values()) else otherwise
+
+
+class _Stretches:
+    """The parts of a graph between its collectives, with their units.
+
+    Attributes:
+        units: of each part: ahead of the first operator, between it and the second, and so on.
+    """
+
+    def __init__(self, operators: Sequence[Node], call: GraphCall, figures: GraphFigures) -> None:
+        order = list(figures.order)
+        places = [-1, *map({node: place for place, node in enumerate(order)}.__getitem__, operators), len(order)]
+        self.units: list[str] = []
+        previous = next((unit_of(node, call, figures) for node in order if figures.costs.compute[node]), NO_UNIT)
+        for before, after in itertools.pairwise(places):
+            previous = _unit_of_stretch(order[before + 1 : after], call, figures, previous)
+            self.units.append(previous)
+
+
+class _OnHost:
+    """A call that computed on the CPU."""
+
+    def __init__(self, call: Event, operators: Sequence[tuple[Node, Event]], inside: Sequence[Event]) -> None:
+        self.begin, self.end = call.begin_ns, call.end_ns
+        self._operators = operators
+        self._inside = inside
+
+    def transfers(self) -> list[tuple[Node, int, int]]:
+        """When each collective was in flight."""
+        ran = [event for event in self._inside if event.name.startswith(_IN_FLIGHT)]
+        waits = {_awaited(node): event for node, event in self._operators if not starts_collective(node)}
+        found = []
+        for node, event in self._operators:
+            if starts_collective(node):
+                mine = [one for one in ran if one in event]
+                # What leaves no trace of its own is over at the wait.
+                over = [one.end_ns for one in mine] or [waits[node].end_ns if node in waits else event.end_ns]
+                found.append((node, min([one.begin_ns for one in mine], default=event.begin_ns), max(over)))
+        return found
+
+    def pieces(self, call: GraphCall, figures: GraphFigures) -> Iterator[tuple[str, Span]]:
+        """What the computing side did, with the unit that it was for."""
+        units = _Stretches([node for node, _ in self._operators], call, figures).units
+        clock = self.begin
+        for (node, event), before in zip(self._operators, units, strict=False):
+            if event.begin_ns > clock:
+                yield before, Span("compute", Kind.KERNEL, clock, event.begin_ns - clock)
+            unit, duration = unit_of(node, call, figures), event.end_ns - event.begin_ns
+            if starts_collective(node):
+                yield unit, Span(f"start {name_of_collective(node, call)}", Kind.KERNEL, event.begin_ns, duration)
+            else:
+                awaited = _awaited(node)
+                name, kind = f"wait for {name_of_collective(awaited, call)}", collective_kind(awaited)
+                yield unit, Span(name, Kind.WAIT, event.begin_ns, duration, kind)
+            clock = event.end_ns
+        if self.end > clock:
+            yield units[-1], Span("compute", Kind.KERNEL, clock, self.end - clock)
+
+
+class _OnDevice:
+    """A call that computed on a GPU.
+
+    Args:
+        operators: the collectives and waits of its graph, as they ran on the host.
+        launched: what it launched, each with the call of the host that did.
+        not_before: when the call before it ended.
+    """
+
+    def __init__(
+        self, operators: Sequence[tuple[Node, Event]], launched: Sequence[tuple[Event, Event]], not_before: int
+    ) -> None:
+        if not launched:
+            raise ValueError("A graph in the profile launched nothing on the GPU, though the profile has kernels of others.")
+        self.begin = max(not_before, min(event.begin_ns for _, event in launched))
+        self.end = max(self.begin, *(event.end_ns for _, event in launched))
+        self._operators = operators
+        starts = [(node, event) for node, event in operators if starts_collective(node)]
+        self._communicates: dict[Node, list[Event]] = {}
+        self._computes: list[tuple[Event, Event]] = []
+        for launch, event in launched:
+            owner = next((node for node, operator in starts if launch in operator), None)
+            if owner is not None and event.category == "kernel" and "nccl" in event.name.lower():
+                self._communicates.setdefault(owner, []).append(event)
+            else:
+                self._computes.append((launch, event))
+
+    def transfers(self) -> list[tuple[Node, int, int]]:
+        """When each collective was in flight."""
+        return [
+            (node, min(event.begin_ns for event in events), max(event.end_ns for event in events))
+            for node, events in self._communicates.items()
+        ]
+
+    def pieces(self, call: GraphCall, figures: GraphFigures) -> Iterator[tuple[str, Span]]:
+        """What the computing side did, with the unit that it was for; where it idles without a collective, nothing."""
+        units = _Stretches([node for node, _ in self._operators], call, figures).units
+        begins = [event.begin_ns for _, event in self._operators]
+        clock, unit = self.begin, units[0]
+        for launch, event in sorted(self._computes, key=lambda pair: pair[1].begin_ns):
+            unit = units[bisect_right(begins, launch.begin_ns)]
+            yield from ((unit, span) for span in self._waits(clock, event.begin_ns, call))
+            since = max(clock, event.begin_ns)
+            if event.end_ns > since:
+                yield unit, Span(event.name, Kind.KERNEL, since, event.end_ns - since)
+            clock = max(clock, event.end_ns)
+        yield from ((unit, span) for span in self._waits(clock, self.end, call))
+
+    def _waits(self, since: int, until: int, call: GraphCall) -> Iterator[Span]:
+        """The parts of a gap in which collectives run; of several at once, the one that began first is waited for."""
+        clock = since
+        for node, begin, end in sorted(self.transfers(), key=lambda transfer: transfer[1]):
+            begin, end = max(begin, clock), min(end, until)
+            if end > begin:
+                name, kind = f"wait for {name_of_collective(node, call)}", collective_kind(node)
+                yield Span(name, Kind.WAIT, begin, end - begin, kind)
+                clock = end
+
+
+def _awaited(wait: Node) -> Node:
+    source = wait.all_input_nodes[0]
+    return source if starts_collective(source) else source.all_input_nodes[0]

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..fx.symbolic_ranks import supposed_ranks
+from ..fx.symbolic_ranks import supposed_size
 from ..fx.torch_internals.core import RecordFunctionFast
 from ..fx.torch_internals.distributed import register_work, resolve_process_group
 from ..fx.torch_internals.patches import all_gather, all_to_all, install_kernel
@@ -66,7 +66,7 @@ def backend_of(group_name: str, device: torch.device) -> str:
     """The name of the backend that serves a device in a process group."""
     if _pretending[0] and device.type == "cpu":
         return "gloo"
-    if supposed_ranks(group_name) is not None:
+    if supposed_size(group_name) is not None:
         return "fake"
     process_group = _resolve(group_name)
     try:

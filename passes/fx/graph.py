@@ -8,7 +8,7 @@ import torch
 from torch import SymInt
 from torch.fx import Graph, Node, map_arg
 
-from .sizes import size_value
+from .sizes import size_value, smaller
 from .torch_internals.core import OpOverload
 
 _aten = torch.ops.aten
@@ -46,15 +46,17 @@ _MOVES_AND_CASTS = VIEWS | {
 
 def is_view(node: Node) -> bool:
     """Whether a node's result is its input's memory, or an element of what its input gives."""
-    return node.target is operator.getitem or node.target in VIEWS or node.target in _SPLITS or _pads_nothing(node)
+    return node.target is operator.getitem or node.target in VIEWS or node.target in _SPLITS or presence(node) == 0
 
 
-def _pads_nothing(node: Node) -> bool:
-    """Whether a node pads by a number of rows that depends on how many ranks there are, and is none."""
+def presence(node: Node) -> Any:
+    """1 if a node does anything, and 0 if it pads by a number of rows that depends on how many ranks there are, and is none.
+
+    Inside of :func:`passes.fx.sizes.symbolic_sizes` the expression that says which.
+    """
     if node.target != _aten.constant_pad_nd.default or not isinstance(node.args[1], SymInt):
-        return False
-    rows = size_value(node.args[1])
-    return isinstance(rows, int) and rows == 0
+        return 1
+    return smaller(1, size_value(node.args[1]))
 
 
 def viewed(node: Node) -> Node | None:

@@ -123,6 +123,16 @@ def ranks_at(groups: Mapping[str, range]) -> Iterator[None]:
         _ranks.reset(token)
 
 
+@contextlib.contextmanager
+def sizes_of_groups(groups: Mapping[str, Any]) -> Iterator[None]:
+    """Have the sizes of process groups, which need not exist, be expressions of sympy inside of the ``with`` block."""
+    token = _sizes.set(groups)
+    try:
+        yield
+    finally:
+        _sizes.reset(token)
+
+
 def supposed_size(group: str) -> int | None:
     """The size of a group by :func:`symbolic_ranks`, or :func:`ranks_at`; None: neither says."""
     ranks = supposed_ranks(group)

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from ..collectives.functional import group_ranks, group_size
-from ..fx.graph import group_of, is_view, starts_collective
+from ..fx.graph import group_of, is_view, presence, starts_collective
 from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
@@ -71,7 +72,7 @@ class Demand:
         dtype: that the product computes in; empty: it is none.
     """
 
-    launches: int = 0
+    launches: Any = 0
     moved_bytes: Any = 0
     flops: Any = 0
     dtype: str = ""
@@ -163,8 +164,9 @@ def collective_kind(node: Node) -> str:
 
 def traffic_bytes(node: Node) -> float:
     """The bytes that each rank sends for a collective."""
-    unsharded = max(num_bytes(node.meta["val"]), sum(num_bytes(source.meta["val"]) for source in node.all_input_nodes))
-    return sent_bytes(collective_kind(node), unsharded, group_size(group_of(node)))
+    kind = collective_kind(node)
+    values = [node] if kind == "all_gather" else node.all_input_nodes
+    return sent_bytes(kind, num_bytes([value.meta["val"] for value in values]), group_size(group_of(node)))
 
 
 def layout_of(group: str) -> GroupLayout:
@@ -241,13 +243,17 @@ def _stretch_demands(stretch: list[Node]) -> Iterator[tuple[Node, Demand]]:
     """What nodes that fuse move to and from outside, each where it first happens."""
     members = set(stretch)
     seen: set[Node] = set()
+    # A kernel that does nothing but pad is there if anything has to be padded.
+    is_there = sympy.Max(*map(presence, stretch)) if all(presence(node) != 1 for node in stretch) else 1
     for index, node in enumerate(stretch):
-        moved = num_bytes(node.meta.get("val")) if _is_read_outside(node, members) or not node.users else 0
+        is_written = _is_read_outside(node, members) or not node.users
+        moved = num_bytes(node.meta.get("val")) * presence(node) if is_written else 0
         for source in _reads(node):
             if source not in members and source not in seen:
                 seen.add(source)
-                moved += smaller(num_bytes(source.meta.get("val")), _read_bytes(node, source))
-        yield node, Demand(0 if index else 1, moved)
+                read = smaller(num_bytes(source.meta.get("val")), _read_bytes(node, source))
+                moved += read if is_there == 1 else read * presence(node)
+        yield node, Demand(0 if index else is_there, moved)
 
 
 def _read_bytes(node: Node, source: Node) -> Any:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..collectives.gloo import copies_what_it_gathers
-from ..fx.graph import derived, group_of, is_collective, is_view, readers, starts_collective
+from ..fx.graph import derived, group_of, is_collective, is_view, presence, readers, starts_collective
 from ..fx.sizes import num_bytes, size_value
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
@@ -189,8 +189,14 @@ class MemoryModel:
             value: Any = node.meta.get("val")
             values = value if isinstance(value, (list, tuple)) else [value]
             lives = node not in self._unwritten
-            made += [_Storage(num_bytes(one) * lives, _is_parameter(node), bucket(node), node) for one in values]
+            made += [
+                _Storage(num_bytes(one) * presence(node) if lives else 0, _is_parameter(node), bucket(node), node)
+                for one in values
+            ]
             self._held[node] = tuple(made)
+            if presence(node) != 1:
+                # Where it does nothing, its result is its input.
+                self._held[node] += self._held[node.args[0]]  # type: ignore[index]
             if node.target == _all_gather and copies_what_it_gathers(group_of(node), value.device):
                 made.append(_Storage(num_bytes(value), _is_parameter(node), bucket(node), node))
         self._touched[node] = {storage for source in node.all_input_nodes for storage in self._held[source]} | set(made)

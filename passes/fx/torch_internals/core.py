@@ -54,6 +54,9 @@ from torch.utils import _pytree as pytree
 # are more than one input of a graph.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
+# Sizes of fake tensors that were divided.
+from torch.utils._sympy.functions import FloorDiv
+
 # Autograd's engine: which backward runs (-1: none), whether it is to run a node, and what it is to call when it ends.
 current_graph_task_id = torch._C._current_graph_task_id
 will_engine_execute_node = torch._C._will_engine_execute_node

@@ -1,0 +1,79 @@
+"""Formulae of one graph: what each of its nodes asks of a machine, and how long its memory lives, as expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from passes.fx.graph import group_of, starts_collective
+from passes.fx.symbolic_ranks import sizes_of_groups
+from passes.fx.torch_internals.core import FloorDiv
+from passes.models.cost_model import Demand, collective_kind, demands, kernels, traffic_bytes, unwritten
+from passes.models.memory_model import Lifetime, MemoryModel
+
+from ..compiler.calls import GraphCall, UnitFacts
+from .attribution import units_of_nodes
+from .symbolic import SymbolicGraph
+
+
+@dataclass(frozen=True, eq=False)
+class GraphFormulae:
+    """Sizes are expressions in the symbols of :data:`~fsdp_compile.explain.symbolic.SYMBOLS`, or numbers.
+
+    Attributes:
+        order: the nodes of the graph.
+        demands: what each asks of the computing side.
+        traffic: the bytes that the rank sends for each collective.
+        kinds: "all_gather", "reduce_scatter" or "all_reduce".
+        groups: the process group of each collective.
+        storages: its memory.
+        unit_of: the unit of each node, by its name in the graph.
+    """
+
+    order: Sequence[Node]
+    demands: Mapping[Node, Demand]
+    traffic: Mapping[Node, Any]
+    kinds: Mapping[Node, str]
+    groups: Mapping[Node, str]
+    storages: Sequence[Lifetime]
+    unit_of: Mapping[Node, str]
+
+    @staticmethod
+    def of(call: GraphCall, facts: Sequence[UnitFacts], sizes: Mapping[str, Any]) -> GraphFormulae:
+        """The formulae of the graph of a call.
+
+        Args:
+            call: a call of a symbolic graph.
+            facts: of the units of the model.
+            sizes: the number of ranks of process groups, by their names.
+        """
+        assert isinstance(call.graph, SymbolicGraph)
+        graph = call.graph.graph_module.graph
+        order = list(graph.nodes)
+        collectives = [node for node in order if starts_collective(node)]
+        with call.graph.symbolically(), sizes_of_groups(sizes):
+            asked = demands(graph)
+            traffic = {node: traffic_bytes(node) for node in collectives}
+            storages = MemoryModel(graph, unwritten(graph), kernels(graph)).lifetimes(order)
+        return GraphFormulae(
+            order=order,
+            demands={
+                node: replace(one, moved_bytes=usual(one.moved_bytes), flops=usual(one.flops)) for node, one in asked.items()
+            },
+            traffic={node: usual(sent) for node, sent in traffic.items()},
+            kinds={node: collective_kind(node) for node in collectives},
+            groups={node: group_of(node) for node in collectives},
+            storages=[replace(storage, num_bytes=usual(storage.num_bytes)) for storage in storages],
+            unit_of=units_of_nodes(graph, call.units, facts, is_backward=call.is_backward),
+        )
+
+
+def usual(expression: Any) -> Any:
+    """An expression in functions of sympy in the place of torch's own."""
+    if not isinstance(expression, sympy.Expr):
+        return expression
+    return expression.replace(FloorDiv, lambda base, divisor: sympy.floor(base / divisor))

@@ -1,7 +1,7 @@
 """Cost model: how long each node of a graph takes, from what it computes and moves.
 
 - *Products* (matrix products, convolutions, attention) take the longer of flops over the rate of their dtype and bytes over
-  that of memory.
+  that of memory. Attention has another rate, and causal attention half of the flops (``attention.py``).
 - *Fusible* nodes (pointwise, reductions over elements, and what Inductor generates with them) between two others are one
   kernel: what they read from outside is read once, what others read of them is written once, and nothing else moves.
 - *Anything else* is a kernel that reads its inputs and writes its outputs.
@@ -29,6 +29,7 @@ from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
 from ..ir.work import kernel_boundaries
+from .attention import computed_part, is_attention
 from .group_layout import GroupLayout
 from .hardware import Hardware, dtype_name, sent_bytes
 
@@ -70,18 +71,22 @@ class Demand:
         moved_bytes: what it reads and writes.
         flops: of a product; else 0.
         dtype: that the product computes in; empty: it is none.
+        is_attention: whether it is fused attention, which has a rate of its own.
+        computed_part: the part of the flops that it computes: half, if attention is causal.
     """
 
     launches: Any = 0
     moved_bytes: Any = 0
     flops: Any = 0
     dtype: str = ""
+    is_attention: bool = False
+    computed_part: float = 1.0
 
     def ns(self, hardware: Hardware) -> int:
         """How long that takes."""
         computing = 0.0
         if self.dtype:
-            computing = self.flops / hardware.flops_per_s.get(self.dtype, hardware.flops_per_s["float32"])
+            computing = self.flops * self.computed_part / hardware.rate(self.dtype, attention=self.is_attention)
         return self.launches * _ns(hardware.kernel_s) + _ns(max(computing, self.moved_bytes / hardware.bytes_per_s))
 
 
@@ -195,7 +200,7 @@ def _kernel_demand(node: Node) -> Demand:
     """A kernel of its own."""
     moved = num_bytes(node.meta.get("val")) + sum(num_bytes(source.meta.get("val")) for source in node.all_input_nodes)
     dtype, flops = node_flops(node) or ("", 0)
-    return Demand(1, moved, flops, dtype)
+    return Demand(1, moved, flops, dtype, is_attention(node), computed_part(node))
 
 
 def node_flops(node: Node) -> tuple[str, Any] | None:

@@ -87,6 +87,20 @@ _scaled_dot_product_flash_attention_for_cpu 5096
 """,
         )
 
+    def test_attention_has_a_rate_and_skips_what_a_causal_mask_hides(self) -> None:
+        def attend(q, k, v):
+            causal = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+            return causal[0], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=False)[0]
+
+        q = torch.zeros(1, 1, 64, 16)
+        graph = self.trace(attend, q, q, q).graph
+        hardware = replace(HARDWARE, attention_flops_per_s={"float32": 5e8})
+        times = [ns for node, ns in node_ns(graph, hardware).items() if ns]
+        flops = 2 * 2 * 64 * 64 * 16
+        assert times == [1000 + flops, 1000 + 2 * flops]
+        # By definition, both count whole.
+        assert [product for node in graph.nodes if (product := node_flops(node))] == [("float32", flops)] * 2
+
     def test_collectives_cost_latency_and_traffic(self) -> None:
         def communicate(x):
             gathered = _c10d.all_gather_into_tensor(x, 8, self.shard)

@@ -23,48 +23,48 @@ class TestRender(expecttest.TestCase):
     @torch_2_13
     def test_small_gpt(self) -> None:
         with torch.device("meta"):
-            model = Transformer(vocab=4096, dim=512, heads=8, hidden=2048, layers=4).bfloat16()
+            model = Transformer(vocab=4096, dim=512, heads=8, hidden=2048, layers=2).bfloat16()
         tokens = torch.empty(8, 16, dtype=torch.long, device="meta")
         self.assertExpectedInline(
             str(explain(model, tokens, (8,), "h100")),
             """\
 A step on H100, ranks: 8 (shard). Everything is what one rank does.
 
-step 0.924 ms, exposed communication 0.103 ms (11.1%), 138,583 tokens/s (128 a step)
-0.01132 TFLOP of the model (0.01133 with what is recomputed), MFU 1.2% of 989 TFLOP/s in bfloat16
-of the step, the optimizer (adamw) takes 0.00975 ms
+step 0.497 ms, exposed communication 0.08 ms (16.1%), 257,649 tokens/s (128 a step)
+0.006468 TFLOP of the model (0.006472 with what is recomputed), MFU 1.3% of 989 TFLOP/s in bfloat16
+of the step, the optimizer (adamw) takes 0.0068 ms
 
-unit                       parameters     shards    gathers    reduces    compute  in flight    exposed  kernels  collectives
-root                          4.195 M      1 MiB  7.002 MiB  7.002 MiB  0.0922 ms  0.0988 ms  0.0695 ms       10            2
-blocks.0 ... blocks.3 (4)      12.6 M  3.003 MiB  42.04 MiB  21.02 MiB   0.719 ms   0.527 ms  0.0332 ms      124           12
-total                         16.79 M  4.004 MiB  49.05 MiB  28.03 MiB   0.811 ms   0.626 ms   0.103 ms      134           14
+unit                       parameters     shards    gathers    reduces   compute  in flight    exposed  kernels  collectives
+root                          4.195 M      1 MiB  7.002 MiB  7.002 MiB  0.084 ms  0.0708 ms  0.0588 ms       10            2
+blocks.0 ... blocks.1 (2)     6.299 M  1.502 MiB  21.02 MiB  10.51 MiB  0.326 ms   0.182 ms  0.0212 ms       60            6
+total                         10.49 M  2.502 MiB  28.02 MiB  17.51 MiB   0.41 ms   0.253 ms    0.08 ms       70            8
 A line of several units is their sum. Bytes of communication are what is sent.
 
 graph         begins     takes    exposed     TFLOP  collectives  peak memory
-0 forward       0 ms  0.342 ms  0.0538 ms  0.003775            5    36.31 MiB
-1 backward  0.342 ms  0.572 ms   0.049 ms  0.007558            9    52.94 MiB
+0 forward       0 ms  0.186 ms  0.0424 ms  0.002156            3    27.79 MiB
+1 backward  0.186 ms  0.304 ms  0.0376 ms  0.004316            5    42.78 MiB
 
 memory                at the peak    at most
-shards                  4.004 MiB  4.004 MiB
-optimizer state         8.007 MiB  8.007 MiB
-buffers and the like        8 KiB      8 KiB
-gathered parameters     14.01 MiB  18.52 MiB
-activations             2.879 MiB  9.271 MiB
-gradients               11.51 MiB  15.01 MiB
+shards                  2.502 MiB  2.502 MiB
+optimizer state         5.004 MiB  5.004 MiB
+buffers and the like        4 KiB      4 KiB
+gathered parameters           0 B  18.52 MiB
+activations               1.5 MiB  5.761 MiB
+gradients               13.51 MiB  13.51 MiB
 communication           12.01 MiB  22.01 MiB
-working memory            512 KiB    8.5 MiB
-total                   52.94 MiB
-The peak is in backward, at blocks.1. Of the buckets, blocks.1 holds most then: 8.007 MiB.
+working memory           8.25 MiB   8.25 MiB
+total                   42.78 MiB
+The peak is in backward, at root. Of the buckets, blocks.1 holds most then: 6.758 MiB.
 
-Of 0.924 ms, 0.103 ms are exposed:
-- 0.0394 ms: the reduction of root in backward, because what runs beside it hides 0.00999 ms of its 0.0494 ms
-- 0.0301 ms: the gather of root in forward, because what runs beside it hides 0.0193 ms of its 0.0494 ms
-- 0.0237 ms: the gather of blocks.0 in forward, because its link is busy with the gather of root until then
-- 0.00956 ms: others
+Of 0.497 ms, 0.08 ms are exposed:
+- 0.0314 ms: the reduction of root in backward, because what runs beside it hides 0.004 ms of its 0.0354 ms
+- 0.0274 ms: the gather of root in forward, because what runs beside it hides 0.008 ms of its 0.0354 ms
+- 0.0151 ms: the gather of blocks.0 in forward, because its link is busy with the gather of root until then
+- 0.00618 ms: others
 
 Tried with the same models:
-- options={'schedule': 'auto'}: 0.864 ms, 0.0592 ms faster; memory 61.2 MiB, 8.263 MiB more
-- reshard_after_forward=False: 0.812 ms, 0.112 ms faster; memory 53.56 MiB, 636.8 KiB more
+- options={'schedule': 'auto'}: 0.501 ms, 0.00419 ms slower; memory 36.77 MiB, 6.007 MiB less
+- reshard_after_forward=False: 0.449 ms, 0.0475 ms faster; memory 42.78 MiB, 0 B more
 """,
         )
 

@@ -30,41 +30,41 @@ class TestRender(expecttest.TestCase):
             """\
 A step on H100, ranks: 8 (shard). Everything is what one rank does.
 
-step 0.497 ms, exposed communication 0.08 ms (16.1%), 257,649 tokens/s (128 a step)
-0.006468 TFLOP of the model (0.006472 with what is recomputed), MFU 1.3% of 989 TFLOP/s in bfloat16
-of the step, the optimizer (adamw) takes 0.0068 ms
+step 0.56 ms, exposed communication 0.103 ms (18.3%), 228,386 tokens/s (128 a step)
+0.006468 TFLOP of the model (0.006472 with what is recomputed), MFU 1.2% of 989 TFLOP/s in bfloat16
+of the step, the optimizer (adamw) takes 0.00609 ms
 
-unit                       parameters     shards    gathers    reduces   compute  in flight    exposed  kernels  collectives
-root                          4.195 M      1 MiB  7.002 MiB  7.002 MiB  0.084 ms  0.0708 ms  0.0588 ms       10            2
-blocks.0 ... blocks.1 (2)     6.299 M  1.502 MiB  21.02 MiB  10.51 MiB  0.326 ms   0.182 ms  0.0212 ms       60            6
-total                         10.49 M  2.502 MiB  28.02 MiB  17.51 MiB   0.41 ms   0.253 ms    0.08 ms       70            8
+unit                       parameters     shards    gathers    reduces    compute  in flight    exposed  kernels  collectives
+root                          4.195 M      1 MiB  7.002 MiB  7.002 MiB  0.0922 ms  0.0988 ms  0.0695 ms       10            2
+blocks.0 ... blocks.1 (2)     6.299 M  1.502 MiB  21.02 MiB  10.51 MiB   0.359 ms   0.263 ms  0.0332 ms       62            6
+total                         10.49 M  2.502 MiB  28.02 MiB  17.51 MiB   0.452 ms   0.362 ms   0.103 ms       72            8
 A line of several units is their sum. Bytes of communication are what is sent.
 
 graph         begins     takes    exposed     TFLOP  collectives  peak memory
-0 forward       0 ms  0.186 ms  0.0424 ms  0.002156            3    27.79 MiB
-1 backward  0.186 ms  0.304 ms  0.0376 ms  0.004316            5    42.78 MiB
+0 forward       0 ms  0.211 ms  0.0538 ms  0.002156            3    28.29 MiB
+1 backward  0.211 ms  0.343 ms   0.049 ms  0.004316            5    42.28 MiB
 
 memory                at the peak    at most
 shards                  2.502 MiB  2.502 MiB
 optimizer state         5.004 MiB  5.004 MiB
 buffers and the like        4 KiB      4 KiB
 gathered parameters           0 B  18.52 MiB
-activations               1.5 MiB  5.761 MiB
+activations              1022 KiB  5.761 MiB
 gradients               13.51 MiB  13.51 MiB
 communication           12.01 MiB  22.01 MiB
-working memory           8.25 MiB   8.25 MiB
-total                   42.78 MiB
+working memory           8.25 MiB    8.5 MiB
+total                   42.28 MiB
 The peak is in backward, at root. Of the buckets, blocks.1 holds most then: 6.758 MiB.
 
-Of 0.497 ms, 0.08 ms are exposed:
-- 0.0314 ms: the reduction of root in backward, because what runs beside it hides 0.004 ms of its 0.0354 ms
-- 0.0274 ms: the gather of root in forward, because what runs beside it hides 0.008 ms of its 0.0354 ms
-- 0.0151 ms: the gather of blocks.0 in forward, because its link is busy with the gather of root until then
-- 0.00618 ms: others
+Of 0.56 ms, 0.103 ms are exposed:
+- 0.0394 ms: the reduction of root in backward, because what runs beside it hides 0.00999 ms of its 0.0494 ms
+- 0.0301 ms: the gather of root in forward, because what runs beside it hides 0.0193 ms of its 0.0494 ms
+- 0.0237 ms: the gather of blocks.0 in forward, because its link is busy with the gather of root until then
+- 0.00956 ms: others
 
 Tried with the same models:
-- options={'schedule': 'auto'}: 0.501 ms, 0.00419 ms slower; memory 36.77 MiB, 6.007 MiB less
-- reshard_after_forward=False: 0.449 ms, 0.0475 ms faster; memory 42.78 MiB, 0 B more
+- options={'schedule': 'auto'}: 0.56 ms, no faster; memory 36.27 MiB, 6.007 MiB less
+- reshard_after_forward=False: 0.5 ms, 0.0605 ms faster; memory 42.28 MiB, 0 B more
 """,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +28,11 @@ from ..compiler.options import LOWERINGS, Options
 from ..cuda.attention import fused_attention
 from ..cuda.pretend import device_of, pretend_cuda
 from ..dry_run import check_arguments, played_step, shard_layers, train
+from .formulae import Derivation
 from .make_report import hardware_of, make_report
 from .report import Report
 from .suggestions import suggestion, with_suggestions
+from .symbolic import SymbolicStep, check_is_same, marking, symbolic_inputs
 
 set_explainer(lambda captured, hardware, **given: with_suggestions(make_report(captured, hardware, **given)))
 
@@ -103,7 +106,19 @@ def explain(
             found = _tokens(inputs, captured) if tokens is None else tokens
             return make_report(captured, machine, tokens=found, optimizer=optimizer)
 
-    report = run(schedule=given["schedule"])
+    @functools.cache
+    def derive() -> Derivation:
+        symbolic = symbolic_inputs(inputs)
+        chosen = {**given, **({"hardware": machine} if given["schedule"] == "auto" else {}), **given}
+        played = _played(
+            machine, model, symbolic.inputs, mesh_shape, shard=shard, step=marking(step, symbolic.traced), options=chosen
+        )
+        with played as captured:
+            check_is_same(report, captured)
+            derived = SymbolicStep(captured, symbolic, machine, optimizer)
+        return Derivation(derived, machine, optimizer, report.tokens)
+
+    report = replace(run(schedule=given["schedule"]), _derive=derive)
     if not suggest:
         return report
 

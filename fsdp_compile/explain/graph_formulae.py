@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from passes.fx.graph import group_of, starts_collective
 from passes.fx.symbolic_ranks import sizes_of_groups
-from passes.fx.torch_internals.core import FloorDiv
+from passes.fx.torch_internals.core import sympy_functions as functions
 from passes.models.cost_model import Demand, collective_kind, demands, kernels, traffic_bytes, unwritten
 from passes.models.memory_model import Lifetime, MemoryModel
 
@@ -72,8 +72,28 @@ class GraphFormulae:
         )
 
 
+# What torch writes sizes with, in functions of sympy.
+_USUAL: Mapping[Any, Any] = {
+    functions.FloorDiv: lambda base, divisor: sympy.floor(base / divisor),
+    functions.CleanDiv: lambda base, divisor: base / divisor,
+    functions.IntTrueDiv: lambda base, divisor: base / divisor,
+    functions.FloatTrueDiv: lambda base, divisor: base / divisor,
+    functions.CeilToInt: sympy.ceiling,
+    functions.FloorToInt: sympy.floor,
+    functions.TruncToInt: sympy.floor,
+    functions.PowByNatural: sympy.Pow,
+    functions.Mod: sympy.Mod,
+    functions.PythonMod: sympy.Mod,
+    functions.ToFloat: lambda value: value,
+    functions.Max: sympy.Max,
+    functions.Min: sympy.Min,
+}
+
+
 def usual(expression: Any) -> Any:
     """An expression in functions of sympy in the place of torch's own."""
-    if not isinstance(expression, sympy.Expr):
-        return expression
-    return expression.replace(FloorDiv, lambda base, divisor: sympy.floor(base / divisor))
+    if isinstance(expression, sympy.Expr):
+        for own, other in _USUAL.items():
+            if expression.has(own):
+                expression = expression.replace(own, other)
+    return expression

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from passes.fx.sizes import larger, smaller
 from passes.models.memory_model import Category
 
 from ..compiler.calls import Census, GraphCall
@@ -78,12 +79,12 @@ class StepMemory:
             others = [saved for stack in waiting.values() for saved in stack]
             # The graph counts what it frees. What else its forward gave out is the caller's until then.
             taken = figures.memory.taken
-            activations = sum(saved.activations for saved in others) + max(0, own.activations - taken[Category.ACTIVATIONS])
+            activations = sum(saved.activations for saved in others) + larger(0, own.activations - taken[Category.ACTIVATIONS])
             parameters = call.parameter_bytes + sum(saved.parameters for saved in others)
             held.append(
                 {
                     Category.ACTIVATIONS.value: activations,
-                    Category.PARAMETERS.value: parameters - min(own.kept, taken[Category.PARAMETERS]),
+                    Category.PARAMETERS.value: parameters - smaller(own.kept, taken[Category.PARAMETERS]),
                     Category.GRADIENTS.value: call.gradient_bytes - taken[Category.GRADIENTS],
                 }
             )
@@ -94,7 +95,7 @@ class StepMemory:
     def _saved(self, index: int) -> _Saved:
         call, given_out = self._calls[index], self._figures[index].memory.given_out
         following = self._calls[index + 1].parameter_bytes if index + 1 < len(self._calls) else call.parameter_bytes
-        kept = min(max(0, following - call.parameter_bytes), given_out[Category.PARAMETERS])
+        kept = smaller(max(0, following - call.parameter_bytes), given_out[Category.PARAMETERS])
         return _Saved(given_out[Category.ACTIVATIONS], given_out[Category.PARAMETERS] - kept, kept)
 
     def totals(self, index: int) -> list[int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from passes.models.hardware import Hardware
 
@@ -18,6 +18,9 @@ from .parts import CallReport, MemoryReport, Source, Suggestion, UnitReport
 from .plot import draw
 from .render import render
 from .tracks import Picture, predicted
+
+if TYPE_CHECKING:
+    from .formulae import Derivation, Formulae
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Report:
     suggestions: Sequence[Suggestion] = ()
     outside: Sequence[str] = ()
     _source: Source | None = field(default=None, repr=False, compare=False)
+    _derive: Callable[[], Derivation] | None = field(default=None, repr=False, compare=False)
 
     @property
     def exposed_ns(self) -> int:
@@ -83,6 +87,39 @@ class Report:
     def tokens_per_s(self) -> float | None:
         """Tokens a second of a rank; None: the number of tokens is not known."""
         return None if self.tokens is None else self.tokens / (self.time_ns / 1e9)
+
+    @property
+    def formulae(self) -> Formulae:
+        """Traffic, memory and time of the step as expressions of sympy. The first use traces the step again, with symbols.
+
+        Raises:
+            ValueError: the report is one of a capture, or of another report's numbers, or sizes of the step depend on something
+                other than ranks, batch and sequence.
+            RuntimeError: the model is not what it was, or there is a process group already.
+        """
+        return self._derivation().formulae
+
+    def at(self, **values: int) -> Report:
+        """The report on the same step at other sizes, without tracing it: to the byte and the nanosecond what a trace gives.
+
+        The schedule is that of this report, also where ``schedule="auto"`` would choose another one.
+
+        Args:
+            values: S, ranks that parameters are sharded over; R, replicas; B, batch of a rank; T, sequence; M, microbatches, if
+                at least two of them do the same. What is not given stays as it is.
+
+        Raises:
+            ValueError: as :attr:`formulae`; a name means nothing here; or the model does something else at these sizes.
+        """
+        return self._derivation().at(values)
+
+    def _derivation(self) -> Derivation:
+        if self._derive is None:
+            raise ValueError(
+                "There are formulae for what explain() reports, which traces the model with symbols; not for a capture. For "
+                "what at() evaluated, the first report has them."
+            )
+        return self._derive()
 
     def timeline(self, path: str | os.PathLike[str], *, measured: Measured | None = None) -> None:
         """Write the step as Chrome trace events: what computes, each process group, and memory over time.

@@ -24,6 +24,7 @@ from passes.fx.symbolic_ranks import ranks_at, symbolic_ranks
 from passes.fx.torch_internals.core import FakeTensor, pytree
 from passes.fx.torch_internals.dynamo import maybe_mark_dynamic
 from passes.ir.symbolic_shards import make_shards_symbolic
+from passes.models.group_layout import GroupLayout
 from passes.models.hardware import Hardware
 
 from ..compiler.calls import Census, GraphCall, UnitFacts
@@ -64,7 +65,22 @@ class SymbolicGraph(CapturedGraph):
         return symbolic_sizes({symbol: SYMBOLS[name] for symbol, name in self.names.items()})
 
 
-def symbolic_inputs(inputs: Any) -> tuple[Any, dict[str, int]]:
+@dataclass(frozen=True)
+class SymbolicInputs:
+    """Inputs of which some sizes are symbols.
+
+    Attributes:
+        inputs: to trace with.
+        traced: these sizes, as they are in :attr:`inputs`.
+        own: as they are in the inputs that were given.
+    """
+
+    inputs: Any
+    traced: Mapping[str, int]
+    own: Mapping[str, int]
+
+
+def symbolic_inputs(inputs: Any) -> SymbolicInputs:
     """Inputs to trace with, and the sizes of theirs that become symbols.
 
     The batch is the first size of all tensors that have the one of the first, and the sequence the second size of all that have
@@ -76,7 +92,7 @@ def symbolic_inputs(inputs: Any) -> tuple[Any, dict[str, int]]:
     """
     tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.dim()]
     if not tensors:
-        return inputs, {}
+        return SymbolicInputs(inputs, {}, {})
     tokens = next((value for value in tensors if value.dim() == 2 and not value.dtype.is_floating_point), None)
     batch = (tensors[0] if tokens is None else tokens).size(0)
     sequence = 0 if tokens is None else tokens.size(1)
@@ -87,8 +103,8 @@ def symbolic_inputs(inputs: Any) -> tuple[Any, dict[str, int]]:
             return value
         return value.new_empty([traced, *value.shape[1:]], device="meta", requires_grad=value.requires_grad)
 
-    sizes = {"B": traced} | ({"T": sequence} if sequence > 1 else {})
-    return pytree.tree_map_only(Tensor, resized, inputs), sizes
+    own = {"B": batch} | ({"T": sequence} if sequence > 1 else {})
+    return SymbolicInputs(pytree.tree_map_only(Tensor, resized, inputs), {**own, "B": traced}, own)
 
 
 def marking(step: Callable[..., Any], sizes: Mapping[str, int]) -> Callable[..., Any]:
@@ -109,39 +125,42 @@ class SymbolicStep:
 
     Args:
         captured: traced with :func:`marking`.
-        sizes: those that are symbols, as they were in the trace.
+        sizes: those that are symbols.
         hardware, optimizer: as for :func:`fsdp_compile.explain`.
 
     Attributes:
         calls: the calls of graphs.
-        values: what the symbols were in the trace. Symbols that nothing depends on are left out.
+        facts: of the units.
+        values: what the symbols are in the inputs that were given. Symbols that nothing depends on are left out.
 
     Raises:
         ValueError: units are sharded over different numbers of ranks, or a size depends on something else.
     """
 
-    def __init__(self, captured: Capture, sizes: Mapping[str, int], hardware: Hardware, optimizer: str | float | None):
+    def __init__(self, captured: Capture, sizes: SymbolicInputs, hardware: Hardware, optimizer: str | float | None):
         self._captured, self._hardware, self._optimizer = captured, hardware, optimizer
-        self._facts = {unit.name: unit for unit in captured.census.units}
-        self._groups = _groups(captured.calls)
+        self.facts = captured.census.units
+        by_name = {unit.name: unit for unit in captured.census.units}
+        self._roles = {name: role for call in captured.calls for name, role in call.graph.group_names.items()}
+        self._groups = _groups(self._roles)
         ranks = {_ROLES[role]: size for role, (size, _) in self._groups.items() if role in _ROLES}
-        self.values: dict[str, int] = {**ranks, **sizes}
+        self.values: dict[str, int] = {**ranks, **sizes.traced}
         self._guards: list[tuple[SymbolicGraph, sympy.Basic]] = []
         graphs: dict[int, SymbolicGraph] = {}
         for call in captured.calls:
             if id(call.graph) not in graphs:
-                graphs[id(call.graph)] = self._symbolic(call)
+                graphs[id(call.graph)] = self._symbolic(call, by_name)
         self.calls = [replace(call, graph=graphs[id(call.graph)]) for call in captured.calls]
         found = {name for graph in graphs.values() for name in graph.names.values()}
-        self.values = {name: value for name, value in self.values.items() if name in found or name in ranks}
+        self.values = {name: value for name, value in {**ranks, **sizes.own}.items() if name in found or name in ranks}
         self._middle = _repeated(self.calls)
         if self._middle is not None:
             self.values["M"] = _microbatches(self.calls)
 
-    def _symbolic(self, call: GraphCall) -> SymbolicGraph:
+    def _symbolic(self, call: GraphCall, facts: Mapping[str, UnitFacts]) -> SymbolicGraph:
         graph, layouts = call.graph, {}
         for name, unit in call.units.items():
-            layouts["" if name == "root" else name] = [piece for piece, _ in self._facts[unit].layout]
+            layouts["" if name == "root" else name] = [piece for piece, _ in facts[unit].layout]
         env = _shape_env(graph.graph_module.graph)
         guards = [guard.expr for guard in env.guards]
         groups = {name: (_ROLES[role], self.values[_ROLES[role]]) for name, role in graph.group_names.items() if role in _ROLES}
@@ -167,9 +186,7 @@ class SymbolicStep:
     def at(self, tokens: int | None, values: Mapping[str, int]) -> Report:
         """The report on the step at other values of all of its symbols, and of ``tokens`` then."""
         self._check(values)
-        census = Census()
-        census.units = [unit_at(unit, values["S"]) for unit in self._captured.census.units]
-        census.other_bytes = self._captured.census.other_bytes
+        census = self.census_of([unit_at(unit, values["S"]) for unit in self.facts])
         calls = [replace(call, gradient_bytes=call.gradients.num_bytes(values["S"])) for call in self.calls_at(values)]
         step = Capture(calls=calls, outside=self._captured.outside, census=census)
 
@@ -180,6 +197,37 @@ class SymbolicStep:
 
         with self.groups_at(values):
             return make_report(step, self._hardware, tokens=tokens, optimizer=self._optimizer, figures_of=figures_of)
+
+    def census_of(self, units: Sequence[UnitFacts]) -> Census:
+        """The census of the step, with other facts of its units."""
+        census = Census()
+        census.units, census.other_bytes = list(units), self._captured.census.other_bytes
+        return census
+
+    def role(self, group: str) -> str:
+        """The symbol of the size of a process group, or its role in the mesh if that has none."""
+        role = self._roles[group]
+        return _ROLES.get(role, role)
+
+    def group_symbols(self) -> dict[str, Any]:
+        """The sizes of the process groups: symbols, or numbers."""
+        return {name: SYMBOLS.get(self.role(name), self._groups[role][0]) for name, role in self._roles.items()}
+
+    def layout(self, group: str) -> GroupLayout:
+        """How a process group lay in the trace."""
+        return GroupLayout.of(self._groups[self._roles[group]][1])
+
+    def times(self) -> list[Any]:
+        """How often each of :attr:`calls` happens, as numbers or expressions in the number of microbatches."""
+        if self._middle is None:
+            return [1] * len(self.calls)
+        first, length, rounds = self._middle
+        # All rounds but the first are copies of that one.
+        wanted = SYMBOLS["M"] - (self.values["M"] - rounds)
+        return [
+            wanted if first <= index < first + length else 0 if first <= index < first + length * rounds else 1
+            for index in range(len(self.calls))
+        ]
 
     def calls_at(self, values: Mapping[str, int]) -> list[GraphCall]:
         """The calls of the step with another number of microbatches."""
@@ -202,15 +250,14 @@ class SymbolicStep:
             role: range(0, values[_ROLES[role]] * strides[_ROLES[role]], strides[_ROLES[role]]) if role in _ROLES else given
             for role, (_, given) in self._groups.items()
         }
-        names = {name: role for call in self.calls for name, role in call.graph.group_names.items()}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(ranks_at({name: ranks[role] for name, role in names.items()}))
+            stack.enter_context(ranks_at({name: ranks[role] for name, role in self._roles.items()}))
             if self._hardware.name == "cpu":
                 stack.enter_context(pretending_gloo())
             yield
 
     def _check(self, values: Mapping[str, int]) -> None:
-        for unit in self._captured.census.units:
+        for unit in self.facts:
             for piece, _ in unit.layout:
                 if piece.dim > 0 and piece.shape[piece.dim] % values["S"]:
                     raise ValueError(
@@ -240,19 +287,32 @@ def unit_at(unit: UnitFacts, ranks: int) -> UnitFacts:
     )
 
 
-def _groups(calls: Sequence[GraphCall]) -> dict[str, tuple[int, range]]:
+def check_is_same(report: Report, captured: Capture) -> None:
+    """Make sure that a step is that of a report.
+
+    Raises:
+        RuntimeError: its units have other parameters.
+    """
+    now = [(unit.name, sum(unit.parameters.values())) for unit in captured.census.units]
+    before = [(unit.name, unit.parameters) for unit in report.units if unit.parameters]
+    if now != before:
+        raise RuntimeError(
+            "The model, or what shard= does to it, has changed since it was explained: explain it anew and ask the new report."
+        )
+
+
+def _groups(roles: Mapping[str, str]) -> dict[str, tuple[int, range]]:
     """The size of the groups of each role, and their ranks; of groups in which rank 0 is not, others like them."""
     groups: dict[str, tuple[int, range]] = {}
-    for call in calls:
-        for name, role in call.graph.group_names.items():
-            ranks = list(group_ranks(name))
-            stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-            found = len(ranks), range(ranks[0], ranks[-1] + 1, stride)
-            if groups.setdefault(role, found)[0] != found[0]:
-                raise ValueError(
-                    f"Parameters are sharded over groups of different sizes ({groups[role][0]} and {found[0]} ranks, for "
-                    f"{role!r}): there are formulae for one size only."
-                )
+    for name, role in roles.items():
+        ranks = list(group_ranks(name))
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        found = len(ranks), range(ranks[0], ranks[-1] + 1, stride)
+        if groups.setdefault(role, found)[0] != found[0]:
+            raise ValueError(
+                f"Parameters are sharded over groups of different sizes ({groups[role][0]} and {found[0]} ranks, for "
+                f"{role!r}): there are formulae for one size only."
+            )
     return groups
 
 

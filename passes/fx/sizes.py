@@ -86,3 +86,10 @@ def smaller(first: Any, second: Any) -> Any:
     if isinstance(first, sympy.Expr) or isinstance(second, sympy.Expr):
         return sympy.Min(first, second)
     return min(first, second)
+
+
+def larger(first: Any, second: Any) -> Any:
+    """The larger of two numbers or expressions."""
+    if isinstance(first, sympy.Expr) or isinstance(second, sympy.Expr):
+        return sympy.Max(first, second)
+    return max(first, second)

@@ -134,12 +134,12 @@ def sizes_of_groups(groups: Mapping[str, Any]) -> Iterator[None]:
 
 
 def supposed_size(group: str) -> int | None:
-    """The size of a group by :func:`symbolic_ranks`, or :func:`ranks_at`; None: neither says."""
-    ranks = supposed_ranks(group)
-    if ranks is not None:
-        return len(ranks)
+    """The size of a group by :func:`symbolic_ranks`, :func:`sizes_of_groups` or :func:`ranks_at`; None: none of them says."""
     sizes = _sizes.get()
-    return sizes.get(group) if sizes else None  # type: ignore[return-value]
+    if sizes and group in sizes:
+        return sizes[group]  # type: ignore[return-value]
+    ranks = supposed_ranks(group)
+    return None if ranks is None else len(ranks)
 
 
 def supposed_ranks(group: str) -> range | None:

@@ -257,7 +257,8 @@ def _stretch_demands(stretch: list[Node]) -> Iterator[tuple[Node, Demand]]:
             if source not in members and source not in seen:
                 seen.add(source)
                 read = smaller(num_bytes(source.meta.get("val")), _read_bytes(node, source))
-                moved += read if is_there == 1 else read * presence(node)
+                # Who reads a padded value in the same kernel, reads it unpadded if there is no padding.
+                moved += read * presence(node) if is_written else read
         yield node, Demand(0 if index else is_there, moved)
 
 

@@ -105,19 +105,19 @@ class Hardware:
         """The time that a collective takes from the compute that hides it."""
         if layout.size == 1:
             return 0.0
-        link = self._link(kind, layout)
+        link = self.link(kind, layout)
         in_flight = self.transfer_s(kind, traffic, layout) if link.taken_part else 0.0
         return link.taken_s + traffic * link.taken_s_per_byte + in_flight * link.taken_part
 
     def ways(self, kind: str, layout: GroupLayout) -> list[Way]:
         """What a collective of two or more ranks takes in the ways that there are, of which the fastest runs."""
-        link, nodes = self._link(kind, layout), layout.nodes(self.ranks_per_node)
+        link, nodes = self.link(kind, layout), layout.nodes(self.ranks_per_node)
         part = layout.per_node(self.ranks_per_node) / self.ranks_per_node if nodes > 1 else 1.0
         own = Way(link.latency_s + link.hop_s * (layout.size - 2), link.bytes_per_s * part)
         if not self.library:
             return [own]
         found = nccl.ways(kind, layout.size, nodes, own.bytes_per_s)
-        return [Way(own.startup_s + way.startup_s, way.bytes_per_s) for way in found]
+        return [Way(own.startup_s + way.startup_s, way.bytes_per_s, way.name) for way in found]
 
     def knee_bytes(self, kind: str, layout: GroupLayout) -> float:
         """The traffic that takes as long as the start of a collective, in the way for large messages."""
@@ -130,7 +130,8 @@ class Hardware:
         """What the collectives of a group share with those of other groups: all that is between nodes, or inside of one."""
         return "network" if layout.nodes(self.ranks_per_node) > 1 else "node"
 
-    def _link(self, kind: str, layout: GroupLayout) -> Link:
+    def link(self, kind: str, layout: GroupLayout) -> Link:
+        """The link of a group."""
         links = self.between_nodes if layout.nodes(self.ranks_per_node) > 1 else self.within_node
         return getattr(links, kind)
 

@@ -27,6 +27,7 @@ class Way:
 
     startup_s: float
     bytes_per_s: float
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class _Protocol:
     """Seconds of an algorithm with a protocol.
 
     Attributes:
+        name: of the protocol.
         base_s: for each collective.
         near_s: for each step over NVLink.
         far_s: for each step over the network.
@@ -43,6 +45,7 @@ class _Protocol:
         far_bytes_per_s: the most beyond a node.
     """
 
+    name: str
     base_s: float
     near_s: float
     far_s: float
@@ -57,14 +60,14 @@ class _Protocol:
 # Blackwell, which is 0.37 to 0.41 of a ring's rate there; beyond, to 20.4 GB/s with Intel's CPUs. LL128 flags 120 bytes with 8.
 _LL_NEAR, _LL_FAR, _LL_MOST = 0.39, 0.5, 20.4e9
 _RINGS = (
-    _Protocol(6.6e-6, 0.6e-6, 2.7e-6, 5.0e-6, 1e-6, _LL_NEAR, _LL_FAR, _LL_MOST),
-    _Protocol(14e-6, 1.9e-6, 4.0e-6, 8.5e-6, 1e-6, 0.92, 0.92),
-    _Protocol(8.4e-6, 3.4e-6, 14e-6, 14e-6, 3e-6),
+    _Protocol("LL", 6.6e-6, 0.6e-6, 2.7e-6, 5.0e-6, 1e-6, _LL_NEAR, _LL_FAR, _LL_MOST),
+    _Protocol("LL128", 14e-6, 1.9e-6, 4.0e-6, 8.5e-6, 1e-6, 0.92, 0.92),
+    _Protocol("Simple", 8.4e-6, 3.4e-6, 14e-6, 14e-6, 3e-6),
 )
 _TREES = (
-    _Protocol(6.8e-6, 0.6e-6, 5.0e-6, near_part=0.92 / 3.8, far_part=0.92 / 3.8, far_bytes_per_s=_LL_MOST),
-    _Protocol(14e-6, 1.25e-6, 8.5e-6, near_part=0.92 * 7 / 9, far_part=0.92 * 120 / 128),
-    _Protocol(8.4e-6, 4.0e-6, 14e-6, near_part=0.92, far_part=0.92),
+    _Protocol("LL", 6.8e-6, 0.6e-6, 5.0e-6, near_part=0.92 / 3.8, far_part=0.92 / 3.8, far_bytes_per_s=_LL_MOST),
+    _Protocol("LL128", 14e-6, 1.25e-6, 8.5e-6, near_part=0.92 * 7 / 9, far_part=0.92 * 120 / 128),
+    _Protocol("Simple", 8.4e-6, 4.0e-6, 14e-6, near_part=0.92, far_part=0.92),
 )
 _PAT_BASE_S, _PAT_LEVEL_S, _PAT_RANK_S, _PAT_PART = 8e-6, 14e-6 / 3.5, 2.8e-6, 0.75
 
@@ -83,15 +86,15 @@ def ways(kind: str, size: int, nodes: int, bytes_per_s: float) -> Iterator[Way]:
         far_s = protocol.lone_s if size == nodes else protocol.far_s
         near_s = protocol.near_s if nodes == 1 else max(protocol.near_s, protocol.overhead_s)
         startup = protocol.base_s + passes * ((size - nodes) * near_s + (nodes - 1) * far_s)
-        yield Way(startup, _rate(protocol, nodes, bytes_per_s))
+        yield Way(startup, _rate(protocol, nodes, bytes_per_s), f"ring {protocol.name}")
     if kind == "all_reduce":
         for protocol in _TREES:
             startup = protocol.base_s + 2 * ((size // nodes - 1) * protocol.near_s + int(math.log2(nodes)) * protocol.far_s)
             # Its ranks send everything twice, those of a ring (n - 1) / n of that.
-            yield Way(startup, _rate(protocol, nodes, bytes_per_s) * (size - 1) / size)
+            yield Way(startup, _rate(protocol, nodes, bytes_per_s) * (size - 1) / size, f"tree {protocol.name}")
     elif size == nodes:
         startup = _PAT_BASE_S + int(math.log2(nodes)) * _PAT_LEVEL_S + size * _PAT_RANK_S
-        yield Way(startup, bytes_per_s * _PAT_PART)
+        yield Way(startup, bytes_per_s * _PAT_PART, "PAT")
 
 
 def _rate(protocol: _Protocol, nodes: int, bytes_per_s: float) -> float:

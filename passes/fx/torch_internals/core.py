@@ -54,8 +54,8 @@ from torch.utils import _pytree as pytree
 # are more than one input of a graph.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
-# Sizes of fake tensors that were divided.
-from torch.utils._sympy.functions import FloorDiv
+# What expressions of sizes are written with.
+from torch.utils._sympy import functions as sympy_functions
 
 # Autograd's engine: which backward runs (-1: none), whether it is to run a node, and what it is to call when it ends.
 current_graph_task_id = torch._C._current_graph_task_id

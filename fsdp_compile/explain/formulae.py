@@ -1,0 +1,344 @@
+"""Formulae: traffic, memory and time of a step as expressions, which its graphs are asked for.
+
+Sizes are exact: at any numbers of ranks, replicas, sequences and tokens they are those of graphs traced with these. Times are
+sums. Each kernel takes its flops over a rate, or its bytes over that of memory, whichever was longer in the trace; so a time is
+exact as long as the same binds each kernel, and else too short: :meth:`~fsdp_compile.explain.report.Report.at` takes the longer
+anew. The same holds for the whole step, whose time is the sum along its critical path in the trace: no other was longer then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from passes.fx.graph import group_of
+from passes.ir.work import bucket
+from passes.models.cost_model import Demand
+from passes.models.group_layout import GroupLayout
+from passes.models.hardware import Hardware
+from passes.models.memory_model import Breakdown, Category
+
+from .attribution import NO_UNIT, shares
+from .figures import GraphFigures
+from .graph_formulae import GraphFormulae, usual
+from .make_report import Optimizer
+from .memory import StepMemory
+from .report import Report
+from .symbolic import MEANINGS, SYMBOLS, SymbolicStep, unit_at
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_KINDS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all"}
+
+
+@dataclass(frozen=True)
+class UnitFormulae:
+    """What a step does for a unit, as expressions; see :class:`~fsdp_compile.explain.parts.UnitReport`. Times in seconds."""
+
+    name: str
+    shard_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    gathered_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    scattered_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    all_reduced_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    flops: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    compute_s: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    communication_s: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+
+
+@dataclass(frozen=True)
+class Formulae:
+    """Expressions of sympy for a step.
+
+    Attributes:
+        units: what it does for each unit.
+        memory: the bytes of each category, where most lived in the trace.
+        step_s: the time of the step, along its critical path in the trace.
+        meanings: what each symbol means, sizes first.
+        values: what each was in the trace, or is on the machine.
+    """
+
+    units: Sequence[UnitFormulae]
+    memory: Mapping[str, sympy.Expr]
+    step_s: sympy.Expr
+    meanings: Mapping[sympy.Symbol, str]
+    values: Mapping[sympy.Symbol, float]
+
+    @cached_property
+    def total(self) -> UnitFormulae:
+        """The sums over all units."""
+        names = [name for name in UnitFormulae.__dataclass_fields__ if name != "name"]
+        return UnitFormulae("total", **{name: sympy.Add(*(getattr(unit, name) for unit in self.units)) for name in names})
+
+    @cached_property
+    def peak_bytes(self) -> sympy.Expr:
+        """All that lived where most lived in the trace."""
+        return sympy.Add(*self.memory.values())
+
+    def __str__(self) -> str:
+        from .formulae_text import formulae_text
+
+        return formulae_text(self)
+
+    def latex(self) -> str:
+        """The same as a table of LaTeX, for a document with ``amsmath``."""
+        from .formulae_text import formulae_latex
+
+        return formulae_latex(self)
+
+
+class _Machine:
+    """Symbols for the rates and latencies of a machine, made as they are met."""
+
+    def __init__(self, hardware: Hardware, values: Mapping[str, int]):
+        self._hardware = hardware
+        self._sizes = {SYMBOLS[name]: value for name, value in values.items()}
+        self.meanings: dict[sympy.Symbol, str] = {SYMBOLS[name]: MEANINGS[name] for name in values}
+        self.values: dict[sympy.Symbol, float] = dict(self._sizes)
+        self._ways: dict[tuple[str, str], dict[str, int]] = {}
+
+    def number(self, expression: Any) -> float:
+        """An expression in sizes, as it was in the trace."""
+        return float(expression.xreplace(self._sizes)) if isinstance(expression, sympy.Expr) else float(expression)
+
+    def _symbol(self, name: str, meaning: str, value: float) -> sympy.Symbol:
+        symbol = sympy.Symbol(name, positive=True)
+        self.meanings[symbol], self.values[symbol] = meaning, value
+        return symbol
+
+    def memory_s(self, num_bytes: Any) -> Any:
+        """The time to read or write bytes."""
+        return num_bytes / self._symbol("W", "bytes a second of memory", self._hardware.bytes_per_s)
+
+    def compute_s(self, demand: Demand) -> Any:
+        """The time of a kernel."""
+        launch = demand.launches * self._symbol("K", "seconds to start a kernel or a collective", self._hardware.kernel_s)
+        if demand.dtype:
+            rate = self._hardware.rate(demand.dtype, attention=demand.is_attention)
+            flops = demand.flops * sympy.nsimplify(demand.computed_part)
+            if self.number(flops) / rate >= self.number(demand.moved_bytes) / self._hardware.bytes_per_s:
+                short = _SHORT.get(demand.dtype, demand.dtype)
+                what = "attention" if demand.is_attention else "products"
+                name = f"F_{short}" if not demand.is_attention else f"A_{short}"
+                return launch + flops / self._symbol(name, f"flops a second of {what} in {demand.dtype}", rate)
+        return launch + self.memory_s(demand.moved_bytes)
+
+    def communication_s(self, kind: str, traffic: Any, role: str, layout: GroupLayout) -> Any:
+        """The time of a collective, in the way that was the fastest in the trace."""
+        sent = self.number(traffic)
+        ways = self._hardware.ways(kind, layout) if layout.size > 1 else []
+        if not ways:
+            return sympy.Integer(0)
+        way = min(ways, key=lambda way: way.startup_s + sent / way.bytes_per_s)
+        number = self._ways.setdefault((kind, role), {}).setdefault(way.name, len(self._ways[kind, role]) + 1)
+        name = f"{_KINDS[kind]},{role}" + (f",{number}" if number > 1 else "")
+        what = f"{kind.replace('_', '-')}s over {role}" + (f" ({way.name})" if way.name else "")
+        startup = self._symbol(f"L_{{{name}}}", f"seconds to start {what}", way.startup_s)
+        return startup + traffic / self._symbol(f"N_{{{name}}}", f"bytes a second of {what}", way.bytes_per_s)
+
+    def taken_s(self, kind: str, traffic: Any, layout: GroupLayout, in_flight: Any) -> Any:
+        """What a collective takes from compute."""
+        link = self._hardware.link(kind, layout)
+        taken = in_flight * sympy.nsimplify(link.taken_part) if layout.size > 1 else 0
+        if layout.size > 1 and link.taken_s:
+            taken += self._symbol("X", "seconds that compute loses to a collective", link.taken_s)
+        if layout.size > 1 and link.taken_s_per_byte:
+            taken += traffic * self._symbol("Y", "seconds that compute loses for each byte", link.taken_s_per_byte)
+        return taken
+
+
+def make_formulae(step: SymbolicStep, report: Report, hardware: Hardware, optimizer: str | float | None) -> Formulae:
+    """The formulae of a step.
+
+    Args:
+        step: traced with symbols.
+        report: on it, at the values of the trace.
+        hardware, optimizer: as for :func:`fsdp_compile.explain`.
+    """
+    return _Making(step, report, hardware, Optimizer.of(optimizer)).make()
+
+
+class Derivation:
+    """What can be derived from a symbolic step.
+
+    Args:
+        step: the step.
+        hardware, optimizer: as for :func:`fsdp_compile.explain`.
+        tokens: of a rank in the step, at its own sizes.
+    """
+
+    def __init__(self, step: SymbolicStep, hardware: Hardware, optimizer: str | float | None, tokens: int | None):
+        self._step, self._hardware, self._optimizer, self._tokens = step, hardware, optimizer, tokens
+
+    def at(self, values: Mapping[str, int]) -> Report:
+        """See :meth:`~fsdp_compile.explain.report.Report.at`."""
+        own = self._step.values
+        for name, value in values.items():
+            if name not in own:
+                known = ", ".join(f"{each} ({MEANINGS[each]})" for each in own)
+                raise ValueError(f"{name}={value!r}: the step depends on {known}, and on no {name}.")
+            least = 2 if name in ("S", "R") else 1
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number, at least {least}: {MEANINGS[name]}.")
+        wanted = {**own, **values}
+        tokens = self._tokens
+        for name in {"B", "T", "M"} & set(own):
+            tokens = None if tokens is None else tokens * wanted[name] // own[name]
+        return self._step.at(tokens, wanted)
+
+    @cached_property
+    def formulae(self) -> Formulae:
+        """See :attr:`~fsdp_compile.explain.report.Report.formulae`."""
+        return make_formulae(self._step, self.at({}), self._hardware, self._optimizer)
+
+
+class _Making:
+    """The formulae of a step, while they are being made."""
+
+    def __init__(self, step: SymbolicStep, report: Report, hardware: Hardware, optimizer: Optimizer):
+        assert report._source is not None
+        self._step, self._hardware, self._optimizer = step, hardware, optimizer
+        self._machine = _Machine(hardware, step.values)
+        self._calls, self._figures, self._memory = report._source.calls, report._source.figures, report._source.memory
+        self._facts = step.facts
+        self._units = [unit_at(unit, SYMBOLS["S"]) for unit in self._facts]  # type: ignore[arg-type]
+        made: dict[int, GraphFormulae] = {}
+        with step.groups_at(step.values):
+            for call in self._calls:
+                if id(call.graph) not in made:
+                    made[id(call.graph)] = GraphFormulae.of(call, self._facts, step.group_symbols())
+            self._layouts = {name: step.layout(name) for of in made.values() for name in of.groups.values()}
+        self._formulae = [made[id(call.graph)] for call in self._calls]
+
+    def make(self) -> Formulae:
+        units = self._by_unit()
+        step_s = sympy.Add(*(times * self._path_s(index) for index, times in enumerate(self._step.times())))
+        state = self._state_bytes()
+        trainable = sum(unit.trainable_bytes for unit in self._units)
+        if self._optimizer.name != "none":
+            step_s += self._machine.memory_s(3 * trainable + 2 * state)
+        return Formulae(units, self._at_peak(state), step_s, self._machine.meanings, self._machine.values)
+
+    def _state_bytes(self) -> Any:
+        elements, num_bytes = (sum(getattr(unit, name) for unit in self._units) for name in ("trainable", "trainable_bytes"))
+        return sympy.nsimplify(self._optimizer.bytes_per_element) * elements + self._optimizer.copies * num_bytes
+
+    def _by_unit(self) -> list[UnitFormulae]:
+        sums: dict[str, defaultdict[str, Any]] = {unit.name: defaultdict(int) for unit in self._units}
+        shard_bytes = {unit.name: unit.shard_bytes for unit in self._facts}
+        for call, formulae, times in zip(self._calls, self._formulae, self._step.times(), strict=True):
+            for unit, demands in _grouped(formulae).items():
+                row = sums.setdefault(call.units.get(unit, unit), defaultdict(int))
+                row["flops"] += times * sympy.Add(*(count * one.flops for one, count in demands.items()))
+                row["compute_s"] += times * self._sum_s(demands)
+            for collective in formulae.traffic:
+                unit = formulae.unit_of[collective]
+                sums[call.units.get(unit, unit)]["compute_s"] += times * self._taken_s(formulae, collective)
+            for collective, traffic in formulae.traffic.items():
+                done = bucket(collective)
+                parts = {formulae.unit_of.get(collective, NO_UNIT): 1.0}
+                parts = parts if done is None else shares(done, call.units, shard_bytes)
+                kind, taken = formulae.kinds[collective], self._communication_s(formulae, collective)
+                for unit, share in parts.items():
+                    row = sums.setdefault(call.units.get(unit, unit), defaultdict(int))
+                    row[_BYTES[kind]] += times * sympy.nsimplify(share) * traffic
+                    row["communication_s"] += times * sympy.nsimplify(share) * taken
+        held = {unit.name: unit.shard_bytes for unit in self._units}
+        return [
+            UnitFormulae(
+                name, shard_bytes=sympy.sympify(held.get(name, 0)), **{key: sympy.sympify(value) for key, value in row.items()}
+            )
+            for name, row in sums.items()
+        ]
+
+    def _sum_s(self, demands: Mapping[Demand, int]) -> Any:
+        return sympy.Add(*(count * self._machine.compute_s(demand) for demand, count in demands.items()))
+
+    def _communication_s(self, formulae: GraphFormulae, collective: Node) -> Any:
+        group = formulae.groups[collective]
+        role = self._step.role(group)
+        return self._machine.communication_s(
+            formulae.kinds[collective], formulae.traffic[collective], role, self._layouts[group]
+        )
+
+    def _taken_s(self, formulae: GraphFormulae, collective: Node) -> Any:
+        layout = self._layouts[formulae.groups[collective]]
+        in_flight = self._communication_s(formulae, collective)
+        return self._machine.taken_s(formulae.kinds[collective], formulae.traffic[collective], layout, in_flight)
+
+    def _path_s(self, index: int) -> Any:
+        """The time of a call along its critical path."""
+        formulae, figures = self._formulae[index], self._figures[index]
+        nodes, collectives, rest_ns = critical_path(figures)
+        seconds = self._sum_s(Counter(formulae.demands[node] for node in nodes))
+        seconds += sympy.Add(*(self._taken_s(formulae, node) for node in nodes if node in formulae.traffic))
+        seconds += sympy.Add(*(self._communication_s(formulae, collective) for collective in collectives))
+        return seconds + (sympy.Float(rest_ns / 1e9) if rest_ns else 0)
+
+    def _at_peak(self, state: Any) -> dict[str, sympy.Expr]:
+        index, position = self._memory.peak()
+        figures = [replace_memory(figures, formulae) for figures, formulae in zip(self._figures, self._formulae, strict=True)]
+        calls = [replace(call, gradient_bytes=call.gradients.num_bytes(SYMBOLS["S"])) for call in self._calls]  # type: ignore[arg-type]
+        memory = StepMemory(calls, figures, self._step.census_of(self._units), state)
+        held: dict[str, Any] = dict(memory.around[index])
+        for storage in self._formulae[index].storages:
+            if storage.first <= position <= storage.last:
+                held[storage.category.value] = held.get(storage.category.value, 0) + storage.num_bytes
+        return {name: usual(sympy.sympify(value)) for name, value in held.items() if value != 0}
+
+
+_BYTES = {"all_gather": "gathered_bytes", "reduce_scatter": "scattered_bytes", "all_reduce": "all_reduced_bytes"}
+
+
+def replace_memory(figures: GraphFigures, formulae: GraphFormulae) -> GraphFigures:
+    """Figures of a graph with expressions for what it gives out and takes."""
+    given_out: dict[Category, Any] = dict.fromkeys(Category, 0)
+    taken: dict[Category, Any] = dict.fromkeys(Category, 0)
+    for storage in formulae.storages:
+        given_out[storage.category] += storage.num_bytes * int(storage.is_given_out)
+        taken[storage.category] += storage.num_bytes * int(storage.is_taken)
+    return replace(figures, memory=Breakdown({}, {}, given_out, taken))
+
+
+def _grouped(formulae: GraphFormulae) -> dict[str, Counter[Demand]]:
+    """The demands of a graph by unit, each with how often it is made."""
+    found: defaultdict[str, Counter[Demand]] = defaultdict(Counter)
+    for node, demand in formulae.demands.items():
+        if demand.launches or demand.moved_bytes:
+            found[formulae.unit_of[node]][demand] += 1
+    return found
+
+
+def critical_path(figures: GraphFigures) -> tuple[list[Node], list[Node], int]:
+    """What a graph's time is the sum of.
+
+    Returns:
+        Nodes that compute; collectives; and nanoseconds for which collectives that are waited for share a wire with others.
+    """
+    timeline, costs = figures.timeline, figures.costs
+    position = {node: index for index, node in enumerate(figures.order)}
+    ended = {(group_of(node), timeline.ends[node]): node for node in costs.transfer}
+    nodes: list[Node] = []
+    collectives: list[Node] = []
+    shared = 0
+    index = len(figures.order) - 1
+    while index >= 0:
+        node = figures.order[index]
+        nodes.append(node)
+        index -= 1
+        if node not in timeline.waits:
+            continue
+        collective: Node | None = timeline.waits[node][1]
+        while collective is not None:
+            collectives.append(collective)
+            shared += timeline.ends[collective] - timeline.begins[collective] - costs.transfer[collective]
+            first = collective
+            collective = ended.get((group_of(first), timeline.begins[first]))
+            if timeline.begins[first] <= timeline.arrives[first]:
+                collective = None
+        index = position[first] - 1
+    return nodes, collectives, shared

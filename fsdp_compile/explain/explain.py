@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from passes.collectives.gloo import pretending_gloo
+from passes.fx.torch_internals.aot import partitioners
 from passes.fx.torch_internals.core import pytree, unset_fake_temporarily
 from passes.fx.torch_internals.dynamo import TorchDynamoException
 from passes.models.hardware import Hardware
@@ -145,6 +147,7 @@ def _played(hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: Seque
         else:
             stack.enter_context(pretend_cuda(device_of(_ARCHS.get(hardware.name, _PREFERRED)), triton=False))
             stack.enter_context(fused_attention())
+            stack.enter_context(_without_generators())
         played = played_step(model, inputs, mesh_shape, "cpu" if is_cpu else "cuda", backend=_backend, **given)
         try:
             captured = stack.enter_context(played)
@@ -163,6 +166,20 @@ def _played(hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: Seque
                 "Dynamo (torch.compiler.disable), or step= does not call the compiled model that it is given."
             )
         yield captured
+
+
+@contextlib.contextmanager
+def _without_generators() -> Iterator[None]:
+    """Let checkpoints compute random operators again, of which attention is one to torch, as if they were not random.
+
+    On a GPU they would take states of its generator as inputs, some bytes each; without one, there is no generator.
+    """
+
+    def keep(joint: GraphModule, forward: GraphModule, backward: GraphModule, *_: Any) -> tuple[GraphModule, GraphModule]:
+        return forward, backward
+
+    with mock.patch.object(partitioners, "functionalize_rng_ops", keep):
+        yield
 
 
 def _backend(gm: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Callable[..., Any]:

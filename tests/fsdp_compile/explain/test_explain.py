@@ -261,6 +261,27 @@ def test_attention_is_fused_on_a_gpu() -> None:
         assert set(report.flops) == {str(dtype).removeprefix("torch.")}
 
 
+def test_checkpointed_attention_is_computed_again() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(64, 192)])
+
+        def attend(self, x: Tensor) -> Tensor:
+            q, k, v = self.layers[0](x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=False)
+
+    # To torch, attention is random, and checkpoints replay the states of a GPU's generator.
+    x = torch.empty(2, 128, 64, dtype=torch.bfloat16, device="meta")
+    report = explain(Attention().to("meta", torch.bfloat16), x, (RANKS,), "h100", suggest=False)
+    scores, linear = 2 * 2 * 2 * 2 * 128 * 128 * 32, 2 * 2 * 128 * 64 * 192
+    # Forward; in backward both once more, attention in 2.5 times the flops, and the gradient of the weight.
+    assert [call.flops for call in report.calls] == [scores + linear, 3.5 * scores + 2 * linear]
+
+
 def explain_captured(reshard: bool | None = None) -> Report:
     """What a captured step says of itself, in the world that there is."""
     torch._dynamo.reset()

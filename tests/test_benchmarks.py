@@ -9,12 +9,14 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import compile_time
 import gpu_check
 import memory
+import published
 import pytest
 import step_time
 import torch
@@ -260,3 +262,16 @@ def test_ranks_have_a_deadline() -> None:
 def test_table_aligns_its_columns() -> None:
     lines = report.table(["system", "ms"], [["a", "1.0"], ["long name", "100.0"]]).splitlines()
     assert lines == ["system        ms", "a            1.0", "long name  100.0"]
+
+
+def test_published_runs_are_predicted_with_what_is_outside_of_graphs() -> None:
+    size = replace(published.RUNS[0].size, layers=2, width=64, heads=2, kv_heads=1, hidden=128, vocabulary=1024, sequence=256)
+    run = replace(published.RUNS[0], size=size)
+    found = published.predict(run, published.MACHINES[run.machine])
+    # The eager loss makes the logits in float32, their logarithms and both gradients; three of the four live at once.
+    logits = size.batch * size.sequence * size.vocabulary
+    assert 3 * 4 * logits < found.memory_gib * published.GIB < found.reserved_gib * published.GIB
+    assert found.outside_s > 12 * logits * 4 / published.MACHINES[run.machine].bytes_per_s
+    inside = published.predict(replace(run, eager_loss=False), published.MACHINES[run.machine])
+    assert inside.outside_s == 0 and inside.memory_gib < found.memory_gib
+    assert published.table([(run, found)]).count("\n") == 2

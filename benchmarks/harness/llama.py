@@ -1,4 +1,4 @@
-"""A Llama in plain torch: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied embedding.
+"""A Llama in plain torch: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, an embedding that may be tied.
 
 The architecture is that of Llama 3 (https://arxiv.org/abs/2407.21783); the defaults of :class:`LlamaSize` are the shape of
 Llama 3.2 1B. Written here, as a benchmark on a machine without a network has torch alone. What it leaves out: frequencies of
@@ -27,6 +27,7 @@ class LlamaSize:
         attention: without it, blocks are feed-forward networks alone. Which kernel computes attention is up to the device, and
             not what sharding is about.
         dtype: of parameters and activations.
+        tied: whether the output projection is the embedding.
     """
 
     layers: int = 16
@@ -39,6 +40,7 @@ class LlamaSize:
     sequence: int = 2048
     attention: bool = True
     dtype: torch.dtype = torch.bfloat16
+    tied: bool = True
 
     def build(self, device: torch.device) -> Llama:
         """The model with the same weights in every call, of a class of its own."""
@@ -120,7 +122,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Takes tokens and targets, and gives the mean loss in float32."""
+    """Takes tokens and targets, and gives the mean loss in float32; of tokens alone, the logits."""
 
     cos: Tensor
     sin: Tensor
@@ -132,17 +134,20 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(size.width, eps=1e-5)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
-        self.head.weight = self.embed.weight
+        if size.tied:
+            self.head.weight = self.embed.weight
         half = size.width // size.heads // 2
         angles = torch.outer(torch.arange(size.sequence), _ROPE_THETA ** -(torch.arange(half) / half))
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embed(tokens)
         length = tokens.size(1)
         cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin)
         logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

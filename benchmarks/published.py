@@ -1,0 +1,304 @@
+"""Predict training speeds and memory that others have published, and print both.
+
+    python benchmarks/published.py [--only torchtitan] [--json published.json]
+
+Every row is a run of PyTorch's FSDP that somebody describes with model, batch, machine and policy: nothing here was measured,
+and no number of the models was chosen to fit one. What a machine differs in from the table of `passes.models.hardware` is
+said at :data:`MACHINES`, with its source. The predictions are those of `fsdp_compile.explain`, so of this library, and of a
+whole model that is compiled; others compile block by block. What runs outside of graphs, as the loss of torchtitan, is counted
+by what its operators read, write and hold.
+
+Memory is what lives in a step of this library. torchtitan publishes what the allocator has reserved in a run of FSDP2, which
+allocates on several streams, each with a pool of memory that others cannot use: :func:`_reserved` adds what that takes.
+Fragmentation is not predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness.llama import Llama, LlamaSize
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from fsdp_compile import explain, fully_shard
+from fsdp_compile.explain.report import Report
+from passes.models.hardware import Hardware, Link, Links, known_hardware
+
+_aten = torch.ops.aten
+GIB = 1 << 30
+
+
+def _network(hardware: Hardware, gbit_per_node: float) -> Hardware:
+    """A machine whose nodes share adapters of that many Gbit/s, of which NCCL reaches as much as of others."""
+    rate = gbit_per_node / 8 * 1e9 * 47 / 50
+    far = Links(*[Link(0.0, rate, taken_part=hardware.between_nodes.all_gather.taken_part)] * 3)
+    return replace(hardware, between_nodes=far)
+
+
+def _limited(hardware: Hardware, watts: float, of_watts: float) -> Hardware:
+    """A machine under a power limit. Products run as much slower as it has less power.
+
+    A GB300 reaches 617 TFLOP/s at 500 W, and 1600 to 2174 at 1400 W (https://github.com/facebookexperimental/triton/pull/2023).
+    A B200 reaches 1088 at 750 W (same project, pull/854), and 1610 without a limit, 1000 W (https://pyptx.dev/performance).
+    """
+    half = {dtype: rate * watts / of_watts for dtype, rate in hardware.flops_per_s.items() if dtype in ("bfloat16", "float16")}
+    return replace(hardware, flops_per_s={**hardware.flops_per_s, **half})
+
+
+_A100, _H100 = known_hardware("cuda", "A100"), known_hardware("cuda", "H100")
+#: torchtitan's is an H100 with HBM2e of 2.4 TB/s, of which nine tenths are reached as on all, and a limit of 500 W
+#: (benchmarks/llama3_h100_202412_torchtitan.md). Of the network of fms-fsdp's nodes the README says 400 and 800 Gbit/s.
+MACHINES = {
+    "H100, 500 W": _limited(replace(_H100, bytes_per_s=0.9 * 2.4e12), 500, 700),
+    "A100, 400 Gbit/s a node": _network(_A100, 400),
+    "H100, 800 Gbit/s a node": _network(_H100, 800),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as it was published.
+
+    Attributes:
+        name: source and model.
+        source: where it was published.
+        machine: a key of :data:`MACHINES`.
+        mesh_shape: as :func:`fsdp_compile.explain` takes it.
+        size: the model, and a rank's batch.
+        checkpointing: "none", "op" (every second product is computed again), or every how many blocks whole ones are.
+        reduce_dtype: of gradients on the wire; parameters compute in bfloat16, and are kept in float32.
+        eager_loss: whether the loss is outside of what is compiled.
+        tokens_per_s: published, of a rank.
+        memory_gib: published; None: it was not.
+    """
+
+    name: str
+    source: str
+    machine: str
+    mesh_shape: tuple[int, ...]
+    size: LlamaSize
+    checkpointing: str
+    reduce_dtype: torch.dtype
+    eager_loss: bool
+    tokens_per_s: float
+    memory_gib: float | None = None
+
+
+_TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+_FMS = "https://github.com/foundation-model-stack/fms-fsdp"
+_LLAMA3 = LlamaSize(32, 4096, 32, 8, 14_336, 128_256, batch=2, sequence=8192, dtype=torch.float32, tied=False)
+_LLAMA2 = replace(_LLAMA3, kv_heads=32, hidden=11_008, vocabulary=32_000, sequence=4096)
+_LLAMA2_13B = replace(_LLAMA2, layers=40, width=5120, heads=40, kv_heads=40, hidden=13_824)
+# fms-fsdp says "selective" of the 13B; its flops with recomputation are 1.13 times those of the model, which a third of the
+# blocks comes closest to.
+_HALF, _FULL = torch.bfloat16, torch.float32
+RUNS = (
+    Run("torchtitan 8B", _TITAN, "H100, 500 W", (8,), _LLAMA3, "op", _FULL, True, 6667, 77.0),
+    Run("torchtitan 8B", _TITAN, "H100, 500 W", (128,), _LLAMA3, "op", _FULL, True, 6514, 62.0),
+    Run("fms-fsdp 7B", _FMS, "A100, 400 Gbit/s a node", (16, 8), _LLAMA2, "none", _HALF, True, 4550),
+    Run("fms-fsdp 7B", _FMS, "H100, 800 Gbit/s a node", (12, 8), _LLAMA2, "none", _HALF, True, 9600),
+    Run("fms-fsdp 13B", _FMS, "A100, 400 Gbit/s a node", (128,), _LLAMA2_13B, "3", _HALF, True, 2150),
+    Run("fms-fsdp 13B", _FMS, "H100, 800 Gbit/s a node", (96,), _LLAMA2_13B, "3", _HALF, True, 4850),
+)
+
+
+@dataclass
+class Outside(TorchDispatchMode):
+    """Counts what operators outside of graphs ask of the machine, and what they hold.
+
+    Attributes:
+        moved_bytes: read and written.
+        kernels: how many.
+        peak_bytes: of what they made, the most that lived at once.
+    """
+
+    moved_bytes: int = 0
+    kernels: int = 0
+    peak_bytes: int = 0
+    _made: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        written = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, Tensor)]
+        if not func.is_view:
+            self.kernels += 1
+            self.moved_bytes += sum(value.nbytes for value in (*read, *written))
+            known = {StorageWeakRef(value.untyped_storage()).cdata for value in read}
+            storages = [StorageWeakRef(value.untyped_storage()) for value in written]
+            self._made += [(ref, value.nbytes) for ref, value in zip(storages, written, strict=True) if ref.cdata not in known]
+        self._made = [(ref, num_bytes) for ref, num_bytes in self._made if not ref.expired()]
+        self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self._made))
+        return result
+
+
+def _policy() -> Any:
+    """Every second matrix product is computed again, other products and attention are kept, as torchtitan has it."""
+    seen: dict[bool, int] = defaultdict(int)
+
+    def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator == _aten.mm.default:
+            seen[context.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if seen[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        kept = (_aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_efficient_attention.default)
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
+
+
+def build(run: Run) -> Llama:
+    """The model on the meta device, with checkpoints."""
+    model = run.size.build(torch.device("meta"))
+    for index, block in enumerate(model.blocks):
+        if run.checkpointing == "op":
+            model.blocks[index] = checkpoint_wrapper(block, context_fn=_policy, preserve_rng_state=False)
+        elif run.checkpointing != "none" and index % int(run.checkpointing) == int(run.checkpointing) // 2:
+            model.blocks[index] = checkpoint_wrapper(block, preserve_rng_state=False)
+    return model
+
+
+def _shard(run: Run) -> Callable[[Any, DeviceMesh], None]:
+    def shard(model: Any, mesh: DeviceMesh) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=run.reduce_dtype)
+        for index, block in enumerate(model.blocks):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=index < len(model.blocks) - 1)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    return shard
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the models say of a run.
+
+    Attributes:
+        seconds: of a step.
+        tokens_per_s: of a rank.
+        memory_gib: the most that lives.
+        reserved_gib: what FSDP2's streams reserve for it.
+        exposed_part: of the step, communication that is waited for.
+        mfu: of the model's flops, causal attention counted whole, at the peak of the data sheet.
+        outside_s: of the step, what runs outside of graphs.
+    """
+
+    seconds: float
+    tokens_per_s: float
+    memory_gib: float
+    reserved_gib: float
+    exposed_part: float
+    mfu: float
+    outside_s: float
+
+
+def predict(run: Run, hardware: Hardware) -> Prediction:
+    """Predict a run."""
+    outside = Outside()
+
+    def step(compiled: nn.Module, tokens: Tensor, targets: Tensor) -> None:
+        if not run.eager_loss:
+            compiled(tokens, targets).backward()
+            return
+        logits = compiled(tokens)
+        apart = logits.detach().requires_grad_()
+        with outside:
+            F.cross_entropy(apart.flatten(0, 1).float(), targets.flatten()).backward()
+        logits.backward(apart.grad)
+
+    batch = torch.empty(run.size.batch, run.size.sequence, dtype=torch.long, device="meta")
+    report = explain(build(run), (batch, batch), run.mesh_shape, hardware, shard=_shard(run), step=step, suggest=False)
+    assert report.tokens is not None
+    outside_s = outside.kernels * hardware.kernel_s + outside.moved_bytes / hardware.bytes_per_s
+    seconds = report.time_ns / 1e9 + outside_s
+    held = _at_loss(report, run) if run.eager_loss else Counter()
+    return Prediction(
+        seconds,
+        report.tokens / seconds,
+        max(report.memory.peak_bytes, sum(held.values()) + outside.peak_bytes) / GIB,
+        max(report.memory.peak_bytes, _reserved(report, run, held) + outside.peak_bytes) / GIB,
+        report.exposed_ns / 1e9 / seconds,
+        report.mfu * report.time_ns / 1e9 / seconds,
+        outside_s,
+    )
+
+
+def _at_loss(report: Report, run: Run) -> Counter[str]:
+    """What lives between the graphs, by category, without the logits, which the caller frees, and their gradient."""
+    source = report._source
+    assert source is not None
+    backward = next(index for index, call in enumerate(report.calls) if call.stage == "backward")
+    held = Counter(source.memory.moment(backward, 0).held)
+    held["activations"] -= 2 * run.size.batch * run.size.sequence * run.size.vocabulary * 2
+    return held
+
+
+def _reserved(report: Report, run: Run, held: Counter[str]) -> int:
+    """What FSDP2 reserves at the loss, whose peak is that of the computing stream.
+
+    Gathered parameters: FSDP2 keeps all of the root's, we those that backward reads, and both the last block's. It gathers into
+    buffers of another stream, of which the root's is the largest, and reduces to shards of gradients in a third one's memory:
+    these stay reserved. (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py of torch 2.6.)
+    """
+    if not held:
+        return 0
+    units = {unit.name: unit.parameters for unit in report.units}
+    root, last = units["root"], units[f"blocks.{run.size.layers - 1}"]
+    gradients = held["shards"]
+    return sum(held.values()) - held["gathered parameters"] + 2 * (root + last) + 2 * root + gradients
+
+
+_COLUMNS = ("run", "machine", "ranks", "tokens/s", "predicted", "", "GiB reserved", "predicted", "", "lives", "exposed")
+
+
+def table(results: Sequence[tuple[Run, Prediction]]) -> str:
+    """A table in Markdown: published, predicted and the difference of speed and memory; what lives, and is waited for."""
+    rows = [_COLUMNS, ("---",) * len(_COLUMNS), *(_row(run, found) for run, found in results)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(run: Run, found: Prediction) -> tuple[str, ...]:
+    speed = f"{run.tokens_per_s:,.0f}", f"{found.tokens_per_s:,.0f}", f"{found.tokens_per_s / run.tokens_per_s - 1:+.0%}"
+    memory = ("", "", "")
+    if run.memory_gib is not None:
+        memory = f"{run.memory_gib}", f"{found.reserved_gib:.1f}", f"{found.reserved_gib / run.memory_gib - 1:+.0%}"
+    ranks = " x ".join(map(str, run.mesh_shape))
+    return run.name, run.machine, ranks, *speed, *memory, f"{found.memory_gib:.1f}", f"{found.exposed_part:.1%}"
+
+
+def main() -> None:
+    """Predict, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--layers", type=int, help="as many of each model, which is then another one: to try the script out")
+    parser.add_argument("--json", type=Path, help="where to write the predictions")
+    options = parser.parse_args()
+    results = []
+    for run in RUNS:
+        if options.only in run.name:
+            size = run.size if options.layers is None else replace(run.size, layers=options.layers)
+            results.append((run, predict(replace(run, size=size), MACHINES[run.machine])))
+            print(table(results[-1:]).splitlines()[-1], flush=True)
+    print("\n" + table(results))
+    if options.json:
+        rows = [{"run": run.name, "ranks": run.mesh_shape, **asdict(found)} for run, found in results]
+        options.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -42,7 +42,6 @@ def page(report: Report, pictures: Sequence[Picture], measured: Measured | None)
     title, *lines = filter(None, headline(report).splitlines())
     shown = [*tables(report)] if measured is None else [measured_table(measured), *tables(report)]
     return PAGE.substitute(
-        exposed=EXPOSED,
         title=escape(title),
         lines="".join(f"<p>{escape(line)}</p>\n" for line in lines),
         chart=_chart(report, pictures),
@@ -102,7 +101,7 @@ def _bars(rows: Sequence[Sequence[Span]], total: int) -> Iterator[str]:
     for lane, spans in enumerate(rows):
         for span in spans:
             across = f'x="{_across(span.begin_ns, total)}" width="{_across(span.duration_ns, total)}"'
-            place = f'{across} y="{lane * height:g}" height="{height:g}" fill="{colour(span)}"'
+            place = f'{across} y="{lane * height:g}" height="{height:g}" fill="{colour(span)}" stroke="{colour(span)}"'
             about = f'data-name="{escape(span.name)}" data-ns="{span.begin_ns} {span.duration_ns}"'
             yield f'<rect class="{span.kind.value}" {place} {about}><title>{escape(_tip(span))}</title></rect>'
 

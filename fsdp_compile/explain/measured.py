@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.fx import Node
 
 from passes.fx.graph import group_of, is_collective, starts_collective
@@ -166,7 +167,7 @@ def _trace(profile: Any) -> dict[str, Any]:
 
 def _steps(events: Sequence[Event], report: Report) -> list[Sequence[Event]]:
     """The ranges of calls of graphs, step by step."""
-    ranges = [event for event in events if event.name in _STAGES and event.category not in ("gpu_user_annotation",)]
+    ranges = [event for event in events if event.name in _STAGES and event.category != "gpu_user_annotation"]
     wanted, found = [call.stage for call in report.calls], [_STAGES[event.name] for event in ranges]
     if not found:
         raise ValueError(
@@ -196,6 +197,11 @@ class _Step:
             for event in events
             if event.category in _ON_DEVICE and event.correlation in launches
         ]
+        if not on_device and any(map(_is_on_gpu, source.calls)):
+            raise ValueError(
+                "The graphs of the report compute on a GPU, of which the profile has no kernel. Profile with "
+                "ProfilerActivity.CUDA, too, and with torch.cuda.synchronize() ahead of its end."
+            )
         readers: list[_OnDevice | _OnHost] = []
         for index, (each, call) in enumerate(zip(ranges, source.calls, strict=True)):
             inside = [event for event in events if event in each]
@@ -257,6 +263,11 @@ class _Step:
 
     def _moved(self, span: Span) -> Span:
         return Span(span.name, span.kind, span.begin_ns - self._begin, span.duration_ns, span.sort)
+
+
+def _is_on_gpu(call: GraphCall) -> bool:
+    values = (node.meta.get("val") for node in call.graph.graph_module.graph.nodes)
+    return any(isinstance(value, Tensor) and value.device.type == "cuda" for value in values)
 
 
 def _in_flight_ns(transfers: Sequence[tuple[Node, int, int]]) -> int:
@@ -393,6 +404,12 @@ class _OnDevice:
                 self._communicates.setdefault(owner, []).append(event)
             else:
                 self._computes.append((launch, event))
+        unseen = [node for node, _ in starts if node not in self._communicates]
+        if unseen:
+            raise ValueError(
+                f"{len(unseen)} of {len(starts)} collectives of a graph launched no NCCL kernel, the first {unseen[0].name}, "
+                "so the profile does not say when they were in flight. Profile one of several ranks that communicate by NCCL."
+            )
 
     def transfers(self) -> list[tuple[Node, int, int]]:
         """When each collective was in flight."""

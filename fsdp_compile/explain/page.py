@@ -20,7 +20,8 @@ ul { margin: 2px 0 10px; padding-left: 20px; }
 #chart text.head { fill: var(--text); text-anchor: start; dominant-baseline: auto; }
 #chart text.row { text-anchor: end; }
 #chart .labels text { fill: #14181f; pointer-events: none; }
-#chart .wait { stroke: $exposed; stroke-width: 1px; vector-effect: non-scaling-stroke; }
+#chart rect { stroke-width: 0; vector-effect: non-scaling-stroke; }
+#chart .wait, #chart .collective { stroke-width: 1px; }
 #chart rect:hover { filter: brightness(1.12); }
 #chart .level { stroke: var(--line); stroke-dasharray: 3 4; pointer-events: none; }
 #range { fill: var(--text); opacity: 0.15; pointer-events: none; }
@@ -143,7 +144,7 @@ chart.addEventListener("pointerleave", () => { tip.style.display = "none"; });
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
-#: Takes ``exposed``, a colour, and ``title``, ``lines``, ``chart``, ``legend``, ``verdict``, ``tables`` and ``data``, escaped.
+#: Takes ``title``, ``lines``, ``chart``, ``legend``, ``verdict``, ``tables`` and ``data``, all escaped.
 PAGE = Template(
     f"""<!doctype html>
 <html lang="en">

@@ -225,3 +225,21 @@ def test_gpu_whose_link_is_slow(tmp_path: Path) -> None:
     measured = report.beside(tmp_path / "trace.json")
     assert measured.exposed_ns == report.exposed_ns + added * 1e3
     assert measured.time_ns == report.time_ns + added * 1e3
+
+
+def test_gpu_without_nccl(tmp_path: Path) -> None:
+    report = report_of("h100")
+    trace_of_gpu(report, tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    (tmp_path / "trace.json").write_text(text.replace("ncclDevKernel", "copy"))
+    with pytest.raises(ValueError, match=r"4 of 4 collectives of a graph launched no NCCL kernel, the first all_gather"):
+        report.beside(tmp_path / "trace.json")
+
+
+def test_gpu_that_was_not_profiled(tmp_path: Path) -> None:
+    report = report_of("h100")
+    trace_of_gpu(report, tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    (tmp_path / "trace.json").write_text(text.replace('"kernel"', '"other"'))
+    with pytest.raises(ValueError, match=r"compute on a GPU, of which the profile has no kernel.*ProfilerActivity\.CUDA"):
+        report.beside(tmp_path / "trace.json")

@@ -68,6 +68,7 @@ def test_random_llama_by_torchrun(tmp_path: Path, one_rank: None) -> None:
     assert f"held-out loss: {result['before']:.4f} before, {result['after']:.4f} after 4 steps" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_checkpoint_with_tied_embedding_and_tokenizer(
     tmp_path: Path, checkpoint: Path, rank_pools: RankPools, one_rank: None
 ) -> None:

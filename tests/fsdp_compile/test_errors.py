@@ -596,6 +596,12 @@ def test_piece_with_ignored_parameters_does_not_warn(one_rank: None, warn_anew: 
     assert not messages
 
 
+def test_backend_has_a_name() -> None:
+    assert "fsdp" in torch._dynamo.list_backends()
+    assert torch._dynamo.lookup_backend("fsdp") is fsdp_backend
+
+
+@pytest.mark.exhaustive
 def test_backend_by_name() -> None:
     """By entry point, in a process that has not imported the backend."""
     program = """

@@ -125,9 +125,7 @@ JOBS = {
     "gpt_fsdp": Job(GPT, ("unsharded", "keep_unsharded")),
     "small": Job(SMALL, ("unsharded", "partial", "unsharded_then_partial", "keep_unsharded", "flags_between")),
     # Of one block, as generating code takes most of the time.
-    "kernels": Job(
-        Task(partial(models.MLP, layers=1), SMALL.batch, SMALL.loss), ("partial", "unsharded_then_partial", "keep_unsharded")
-    ),
+    "kernels": Job(Task(partial(models.MLP, layers=1), SMALL.batch, SMALL.loss), ("unsharded_then_partial", "keep_unsharded")),
     "factors": Job(SMALL, tuple(_FACTORS)),
     "bf16": Job(SMALL, ("unsharded", "unsharded_then_partial", "keep_unsharded"), _BF16),
     # A mutant of the one above.

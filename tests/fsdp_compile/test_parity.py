@@ -308,6 +308,16 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
     return functools.cache(lambda name, world: rank_pools[world].run(run_case, name=name, system="fsdp2"))
 
 
+# What these make of graphs, other cases make, too, and what they compile to kernels takes long.
+_MANY_KERNELS = {
+    "graph_breaks-2-inductor",
+    "transformer_uneven-2-inductor",
+    "reshard_int-4-inductor",
+    "uneven-4-inductor",
+    "checkpoint_around_units-2-inductor",
+}
+
+
 def _parameters() -> list[Any]:
     parameters = []
     for case in _TABLE:
@@ -315,8 +325,7 @@ def _parameters() -> list[Any]:
             systems = ["fsdp2"] * case.fsdp2 + ["eager", "aot_eager"] + ["inductor"] * (world in case.inductor_worlds)
             for system in systems:
                 name = f"{case.name}-{world}-{system}"
-                # Several graphs, each with kernels of its own.
-                marks = pytest.mark.exhaustive if name == "graph_breaks-2-inductor" else ()
+                marks = pytest.mark.exhaustive if name in _MANY_KERNELS else ()
                 parameters.append(pytest.param(case, world, system, marks=marks, id=name))
     return parameters
 

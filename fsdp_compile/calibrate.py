@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -169,8 +169,32 @@ def _links(group: str, device: torch.device) -> Links:
     return Links(gather.link(device), scatter.link(device), reduce.link(device))
 
 
+def _growing(links: Links, pairs: Links, ranks: int) -> Links:
+    """Links whose latency grows evenly from that of two ranks, so that with as many ranks as were measured it is theirs."""
+
+    def grow(link: Link, pair: Link) -> Link:
+        hop_s = max(0.0, (link.latency_s - pair.latency_s) / (ranks - 2))
+        return replace(link, latency_s=link.latency_s - (ranks - 2) * hop_s, hop_s=hop_s)
+
+    return Links(
+        grow(links.all_gather, pairs.all_gather),
+        grow(links.reduce_scatter, pairs.reduce_scatter),
+        grow(links.all_reduce, pairs.all_reduce),
+    )
+
+
+def _links_of_parts(ranks: int, device: torch.device) -> Links:
+    """The collectives of groups of so many neighbours each."""
+    world = dist.get_world_size()
+    parts = [list(range(first, min(first + ranks, world))) for first in range(0, world, ranks)]
+    group, _ = dist.new_subgroups_by_enumeration(parts)
+    return _links(group.group_name, device)
+
+
 def measure(device: torch.device) -> Hardware:
     """The numbers of the machine that the default process group runs on. Every rank calls this; all get the same.
+
+    With an even number of ranks, more than two, also those of pairs, which say how startup grows with a group.
 
     Raises:
         ValueError: there is one rank only, and no communication to measure.
@@ -182,11 +206,11 @@ def measure(device: torch.device) -> Hardware:
     rates, bytes_per_s, kernel_s = _compute(device)
     assert dist.group.WORLD is not None
     between = _links(dist.group.WORLD.group_name, device)
-    within = between
-    if 1 < per_node < world:
-        nodes = [list(range(first, min(first + per_node, world))) for first in range(0, world, per_node)]
-        group, _ = dist.new_subgroups_by_enumeration(nodes)
-        within = _links(group.group_name, device)
+    within = _links_of_parts(per_node, device) if 1 < per_node < world else between
+    if world > 2 and world % 2 == 0:
+        pairs = _links_of_parts(2, device)
+        between = _growing(between, pairs, world)
+        within = _growing(within, pairs, per_node) if 2 < per_node < world else (pairs if per_node == 2 else between)
     return Hardware(device_name(device.type), rates, bytes_per_s, kernel_s, per_node, within, between)
 
 

@@ -17,7 +17,7 @@ from fsdp_compile import Capture, FSDPModule, capture, fsdp_backend, fully_shard
 from fsdp_compile.compiler.machine import HARDWARE_VARIABLE, default_path, find_hardware
 from fsdp_compile.compiler.options import Options
 from passes.ir.work import Role, bucket, role
-from passes.models.hardware import Hardware, known_hardware
+from passes.models.hardware import Hardware, Link, Links, known_hardware
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import DEFAULTS, all_reduce, divide_factor, full, sync
@@ -205,6 +205,16 @@ def operations_of_links() -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         _links(group.group_name, torch.device("cpu"))
     return {event.name for event in profile.events() if event.name.startswith("gloo:")}
+
+
+def test_startup_of_a_calibration_grows_from_pairs_to_what_was_measured() -> None:
+    from fsdp_compile.calibrate import _growing
+
+    links, pairs = (Links(*[Link(latency, 1e9)] * 3) for latency in (5e-4, 2e-4))
+    grown = _growing(links, pairs, 8).reduce_scatter
+    assert (grown.latency_s, grown.hop_s, grown.bytes_per_s) == pytest.approx((2e-4, 5e-5, 1e9))
+    # Noise may say that more ranks start faster: then nothing grows.
+    assert _growing(pairs, links, 8) == pairs
 
 
 def test_a_calibration_measures_the_messages_that_training_sends(rank_pools: RankPools) -> None:

@@ -80,7 +80,7 @@ class Run:
         machine: a key of :data:`MACHINES`.
         mesh_shape: as :func:`fsdp_compile.explain` takes it.
         size: the model, and a rank's batch.
-        checkpointing: "none", "op" (every second product is computed again), or every how many blocks whole ones are.
+        checkpointing: "none"; "op": of each block, every second product is computed again; "3": all of every third block is.
         reduce_dtype: of gradients on the wire; parameters compute in bfloat16, and are kept in float32.
         eager_loss: whether the loss is outside of what is compiled.
         microbatches: that a step accumulates, each of which reduces.

@@ -262,6 +262,7 @@ _GPUS = {
     "H200": _gpu("H200", _Sheet(989, 67, 34, 794.5, 51.9, 322, 4800, 361, 50, 132)),
     "B200": _gpu("B200", _Sheet(2250, 75, 37, 1745, 58.1, 695, 8000, 682, 50, 148)),
 }
+# No particular machine: a core or two for each rank, loopback between them. Assumed; what matters is measured by a calibration.
 _GLOO_LINK = Link(300e-6, 0.7e9, taken_s=300e-6, taken_s_per_byte=1.2e-9)
 _GLOO = Links(_GLOO_LINK, _GLOO_LINK, _GLOO_LINK)
 _CPU = Hardware("cpu", {"float32": 50e9, "float64": 25e9}, 10e9, 5e-6, 8, _GLOO, _GLOO)

@@ -49,18 +49,19 @@ def check_arguments(caller: str, model: nn.Module, mesh_shape: Sequence[int]) ->
         raise ValueError(f"{caller} takes a model that is not sharded yet, and shards a copy of it: see its argument shard.")
 
 
+def outermost_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of the outermost module lists of a model."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from outermost_layers(child)
+
+
 def shard_layers(model: nn.Module, device_mesh: DeviceMesh) -> None:
     """A unit for each module of the outermost module lists, and one for the rest."""
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                for layer in child:
-                    fully_shard(layer, mesh=device_mesh)
-            else:
-                visit(child)
-
-    visit(model)
+    for layer in list(outermost_layers(model)):
+        fully_shard(layer, mesh=device_mesh)
     fully_shard(model, mesh=device_mesh)
 
 

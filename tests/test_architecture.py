@@ -28,6 +28,7 @@ ORDER = {
         "dry_run",
         "cuda",
         "explain",
+        "plan",
     ],
 }
 MODULES = {

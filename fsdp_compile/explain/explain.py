@@ -110,15 +110,9 @@ def explain(
 
     @functools.cache
     def derive() -> Derivation:
-        symbolic = symbolic_inputs(inputs)
-        chosen = {**given, **({"hardware": machine} if given["schedule"] == "auto" else {}), **given}
-        played = _played(
-            machine, model, symbolic.inputs, mesh_shape, shard=shard, step=marking(step, symbolic.traced), options=chosen
-        )
-        with played as captured:
-            check_is_same(report, captured)
-            derived = SymbolicStep(captured, symbolic, machine, optimizer)
-        return Derivation(derived, machine, optimizer, report.tokens)
+        traced = symbolic_step(model, inputs, mesh_shape, machine, shard=shard, step=step, options=given, optimizer=optimizer)
+        check_is_same(report, traced)
+        return Derivation(traced, machine, optimizer, report.tokens, traced.values)
 
     report = replace(run(schedule=given["schedule"]), _derive=derive)
     if not suggest:
@@ -135,6 +129,32 @@ def explain(
         tried.append(suggestion("options={'schedule': 'auto'}", report, lambda: run(schedule="auto")))
     tried.append(suggestion("reshard_after_forward=False", report, lambda: run(schedule=given["schedule"], shard=keeping)))
     return replace(report, suggestions=tried)
+
+
+def symbolic_step(
+    model: nn.Module,
+    inputs: Any,
+    mesh_shape: Sequence[int],
+    hardware: Hardware,
+    *,
+    shard: Callable[[Any, DeviceMesh], Any] = shard_layers,
+    step: Callable[..., Any] = train,
+    options: dict[str, Any] | None = None,
+    optimizer: str | float | None = "adamw",
+) -> SymbolicStep:
+    """A training step whose sizes are expressions. Arguments and errors are those of :func:`explain`, and:
+
+    Raises:
+        ValueError: there are no formulae for it; see :class:`~fsdp_compile.explain.symbolic.SymbolicStep`.
+    """
+    check_arguments("explain", model, mesh_shape)
+    symbolic = symbolic_inputs(inputs)
+    chosen = dict(options or {})
+    if chosen.get("schedule") == "auto":
+        chosen.setdefault("hardware", hardware)
+    marked = marking(step, symbolic.traced)
+    with _played(hardware, model, symbolic.inputs, mesh_shape, shard=shard, step=marked, options=chosen) as captured:
+        return SymbolicStep(captured, symbolic, hardware, optimizer)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """Formulae: traffic, memory and time of a step as expressions, which its graphs are asked for.
 
 Sizes are exact: at any numbers of ranks, replicas, sequences and tokens they are those of graphs traced with these. Times are
-sums. Each kernel takes its flops over a rate, or its bytes over that of memory, whichever was longer in the trace; so a time is
-exact as long as the same binds each kernel, and else too short: :meth:`~fsdp_compile.explain.report.Report.at` takes the longer
-anew. The same holds for the whole step, whose time is the sum along its critical path in the trace: no other was longer then.
+sums. Each kernel takes its flops over a rate, or its bytes over that of memory, whichever is longer at the report's sizes; so a
+time is exact as long as the same binds each kernel, and else too short: ``Report.at`` takes the longer anew. The same holds for
+the whole step, whose time is the sum along its critical path there, and for its peak of memory.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Formulae:
 
     Attributes:
         units: what it does for each unit.
-        memory: the bytes of each category, where most lived in the trace.
-        step_s: the time of the step, along its critical path in the trace.
+        memory: the bytes of each category, where most lives at the report's sizes.
+        step_s: the time of the step, along its critical path at these sizes.
         meanings: what each symbol means, sizes first.
-        values: what each was in the trace, or is on the machine.
+        values: what each is in the report, or on its machine.
     """
 
     units: Sequence[UnitFormulae]
@@ -76,7 +76,7 @@ class Formulae:
 
     @cached_property
     def peak_bytes(self) -> sympy.Expr:
-        """All that lived where most lived in the trace."""
+        """All that lives where most lives at the report's sizes."""
         return sympy.Add(*self.memory.values())
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class _Machine:
         self._ways: dict[tuple[str, str], dict[str, int]] = {}
 
     def number(self, expression: Any) -> float:
-        """An expression in sizes, as it was in the trace."""
+        """An expression in sizes, as it is in the report."""
         return float(expression.xreplace(self._sizes)) if isinstance(expression, sympy.Expr) else float(expression)
 
     def _symbol(self, name: str, meaning: str, value: float) -> sympy.Symbol:
@@ -128,7 +128,7 @@ class _Machine:
         return launch + self.memory_s(demand.moved_bytes)
 
     def communication_s(self, kind: str, traffic: Any, role: str, layout: GroupLayout) -> Any:
-        """The time of a collective, in the way that was the fastest in the trace."""
+        """The time of a collective, in the way that is the fastest at the report's sizes."""
         sent = self.number(traffic)
         ways = self._hardware.ways(kind, layout) if layout.size > 1 else []
         if not ways:
@@ -151,15 +151,16 @@ class _Machine:
         return taken
 
 
-def make_formulae(step: SymbolicStep, report: Report, hardware: Hardware, optimizer: str | float | None) -> Formulae:
+def make_formulae(step: SymbolicStep, values: Mapping[str, int], report: Report, optimizer: str | float | None) -> Formulae:
     """The formulae of a step.
 
     Args:
         step: traced with symbols.
-        report: on it, at the values of the trace.
-        hardware, optimizer: as for :func:`fsdp_compile.explain`.
+        values: the sizes at which it is said what binds each kernel, and what is waited for.
+        report: on it, at these sizes.
+        optimizer: as for :func:`fsdp_compile.explain`.
     """
-    return _Making(step, report, hardware, Optimizer.of(optimizer)).make()
+    return _Making(step, values, report, Optimizer.of(optimizer)).make()
 
 
 class Derivation:
@@ -168,15 +169,24 @@ class Derivation:
     Args:
         step: the step.
         hardware, optimizer: as for :func:`fsdp_compile.explain`.
-        tokens: of a rank in the step, at its own sizes.
+        tokens: of a rank in the step, at these sizes.
+        values: the sizes.
     """
 
-    def __init__(self, step: SymbolicStep, hardware: Hardware, optimizer: str | float | None, tokens: int | None):
+    def __init__(
+        self,
+        step: SymbolicStep,
+        hardware: Hardware,
+        optimizer: str | float | None,
+        tokens: int | None,
+        values: Mapping[str, int],
+    ):
         self._step, self._hardware, self._optimizer, self._tokens = step, hardware, optimizer, tokens
+        self._values = values
 
     def at(self, values: Mapping[str, int]) -> Report:
         """See :meth:`~fsdp_compile.explain.report.Report.at`."""
-        own = self._step.values
+        own = self._values
         for name, value in values.items():
             if name not in own:
                 known = ", ".join(f"{each} ({MEANINGS[each]})" for each in own)
@@ -188,35 +198,36 @@ class Derivation:
         tokens = self._tokens
         for name in {"B", "T", "M"} & set(own):
             tokens = None if tokens is None else tokens * wanted[name] // own[name]
-        return self._step.at(tokens, wanted)
+        there = Derivation(self._step, self._hardware, self._optimizer, tokens, wanted)
+        return replace(self._step.at(tokens, wanted), _derive=lambda: there)
 
     @cached_property
     def formulae(self) -> Formulae:
         """See :attr:`~fsdp_compile.explain.report.Report.formulae`."""
-        return make_formulae(self._step, self.at({}), self._hardware, self._optimizer)
+        return make_formulae(self._step, self._values, self.at({}), self._optimizer)
 
 
 class _Making:
     """The formulae of a step, while they are being made."""
 
-    def __init__(self, step: SymbolicStep, report: Report, hardware: Hardware, optimizer: Optimizer):
+    def __init__(self, step: SymbolicStep, values: Mapping[str, int], report: Report, optimizer: Optimizer):
         assert report._source is not None
-        self._step, self._hardware, self._optimizer = step, hardware, optimizer
-        self._machine = _Machine(hardware, step.values)
+        self._step, self._optimizer = step, optimizer
+        self._machine = _Machine(report.hardware, values)
         self._calls, self._figures, self._memory = report._source.calls, report._source.figures, report._source.memory
         self._facts = step.facts
         self._units = [unit_at(unit, SYMBOLS["S"]) for unit in self._facts]  # type: ignore[arg-type]
         made: dict[int, GraphFormulae] = {}
-        with step.groups_at(step.values):
+        with step.groups_at(values):
             for call in self._calls:
                 if id(call.graph) not in made:
                     made[id(call.graph)] = GraphFormulae.of(call, self._facts, step.group_symbols())
-            self._layouts = {name: step.layout(name) for of in made.values() for name in of.groups.values()}
+        self._layouts, self._times = step.layouts_at(values), step.times_at(values)
         self._formulae = [made[id(call.graph)] for call in self._calls]
 
     def make(self) -> Formulae:
         units = self._by_unit()
-        step_s = sympy.Add(*(times * self._path_s(index) for index, times in enumerate(self._step.times())))
+        step_s = sympy.Add(*(times * self._path_s(index) for index, times in enumerate(self._times)))
         state = self._state_bytes()
         trainable = sum(unit.trainable_bytes for unit in self._units)
         if self._optimizer.name != "none":
@@ -230,7 +241,7 @@ class _Making:
     def _by_unit(self) -> list[UnitFormulae]:
         sums: dict[str, defaultdict[str, Any]] = {unit.name: defaultdict(int) for unit in self._units}
         shard_bytes = {unit.name: unit.shard_bytes for unit in self._facts}
-        for call, formulae, times in zip(self._calls, self._formulae, self._step.times(), strict=True):
+        for call, formulae, times in zip(self._calls, self._formulae, self._times, strict=True):
             for unit, demands in _grouped(formulae).items():
                 row = sums.setdefault(call.units.get(unit, unit), defaultdict(int))
                 row["flops"] += times * sympy.Add(*(count * one.flops for one, count in demands.items()))

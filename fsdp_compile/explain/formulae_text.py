@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
 
+from .exposure import milliseconds
 from .render import size
 from .symbolic import SYMBOLS
 
@@ -24,6 +25,8 @@ _FIELDS = {
 }
 
 
+# Wider cells do not move what stands behind them.
+_LONG = 60
 # What a rank sends of what is gathered or reduced.
 _OTHERS = {SYMBOLS[name]: sympy.Symbol(f"({name}-1)/{name}", positive=True) for name in ("S", "R")}
 
@@ -46,45 +49,57 @@ def even(expression: Any) -> Any:
 
 def formulae_text(formulae: Formulae) -> str:
     """Formulae as lines of text."""
-    lines = ["Of a step, on each rank, where S divides the rows of each parameter:", ""]
-    lines += [f"{what}{' ' * (22 - len(what))} {text}" for what, text in _lines(formulae, _text)]
+    lines = ["Of a step, on each rank, where S divides the rows of each parameter. Bytes, flops and seconds.", "", "step"]
+    lines += _columns(_step_terms(formulae))
+    for name, rows in _sections(formulae):
+        lines += [name, *_columns([(what, _text(value, kind)) for what, value, kind in rows])]
     lines += ["", "with"]
-    for symbol, meaning in formulae.meanings.items():
-        value = formulae.values[symbol]
-        lines.append(f"{_name(symbol)}{' ' * max(1, 14 - len(_name(symbol)))}{meaning}: {value:,.6g}")
+    lines += _columns([(_name(symbol), f"{formulae.values[symbol]:,.6g}", what) for symbol, what in formulae.meanings.items()])
     return "\n".join(lines)
 
 
 def formulae_latex(formulae: Formulae) -> str:
     """Formulae as an ``align*`` of LaTeX."""
-    rows = [rf"  \text{{{what}}} &= {text} \\" for what, text in _lines(formulae, _latex)]
+    sections = [("step", [("time", formulae.step_s, "s")]), *_sections(formulae)]
+    rows = [rf"  \text{{{name}, {what}}} &= {_latex(value)} \\" for name, rows in sections for what, value, _ in rows]
     return "\n".join([r"\begin{align*}", *rows, r"\end{align*}"])
 
 
-def _lines(formulae: Formulae, write: Callable[[Any, str], str]) -> Iterator[tuple[str, str]]:
-    yield "step", write(formulae.step_s, "s")
-    yield from _unit_lines("total", formulae.total, write)
-    for name, value in formulae.memory.items():
-        yield f"memory: {name}", write(value, "bytes")
-    for names, unit in _alike(formulae):
-        yield from _unit_lines(names, unit, write)
+def _step_terms(formulae: Formulae) -> list[tuple[str, str]]:
+    """The terms of the step's time, the longest first."""
+    values = {**formulae.values, **{part: 1 - 1 / formulae.values[symbol] for symbol, part in _parts(formulae)}}
+    terms = [(number * symbols, _text(number * symbols, "s")) for symbols, number in _terms(formulae.step_s)]
+    timed = sorted(((float(term.subs(values)), text) for term, text in terms), reverse=True)
+    return [(text, milliseconds(seconds * 1e9)) for seconds, text in timed]
 
 
-def _unit_lines(name: str, unit: UnitFormulae, write: Callable[[Any, str], str]) -> Iterator[tuple[str, str]]:
-    for attribute, (what, kind) in _FIELDS.items():
-        value = getattr(unit, attribute)
-        if value != 0:
-            yield f"{name}: {what}", write(value, kind)
+def _parts(formulae: Formulae) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
+    return ((symbol, part) for symbol, part in _OTHERS.items() if symbol in formulae.values)
 
 
-def _alike(formulae: Formulae) -> Iterator[tuple[str, UnitFormulae]]:
-    """Units, those with the same formulae as one."""
+def _sections(formulae: Formulae) -> Iterator[tuple[str, list[tuple[str, Any, str]]]]:
+    """What there is to be said of the memory, of all units and of each."""
+    yield "memory", [(name, value, "bytes") for name, value in formulae.memory.items()]
+    yield "total", _rows(formulae.total)
     groups: dict[Any, list[UnitFormulae]] = {}
     for unit in formulae.units:
         groups.setdefault(tuple(getattr(unit, attribute) for attribute in _FIELDS), []).append(unit)
     for units in groups.values():
-        names = units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name} (each of {len(units)})"
-        yield names, units[0]
+        names = units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}, each of {len(units)}"
+        yield names, _rows(units[0])
+
+
+def _rows(unit: UnitFormulae) -> list[tuple[str, Any, str]]:
+    found = [(what, getattr(unit, attribute), kind) for attribute, (what, kind) in _FIELDS.items()]
+    return [row for row in found if row[1] != 0]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of two or more columns, each as wide as it has to be, but for what is long."""
+    widths = [
+        max((len(row[column]) for row in rows if len(row[column]) <= _LONG), default=0) for column in range(len(rows[0]) - 1)
+    ]
+    return ["  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows]  # noqa: B905
 
 
 def _text(expression: Any, kind: str) -> str:
@@ -102,7 +117,7 @@ def _text(expression: Any, kind: str) -> str:
     return " + ".join(terms).replace("+ -", "- ") or "0"
 
 
-def _latex(expression: Any, kind: str) -> str:
+def _latex(expression: Any) -> str:
     parts = [sympy.Mul(sympy.Float(float(number), 4), symbols, evaluate=False) for symbols, number in _terms(expression)]
     return sympy.latex(sympy.Add(*parts, evaluate=False)) if parts else "0"
 

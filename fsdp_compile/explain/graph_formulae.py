@@ -62,7 +62,8 @@ class GraphFormulae:
         return GraphFormulae(
             order=order,
             demands={
-                node: replace(one, moved_bytes=usual(one.moved_bytes), flops=usual(one.flops)) for node, one in asked.items()
+                node: replace(one, launches=usual(one.launches), moved_bytes=usual(one.moved_bytes), flops=usual(one.flops))
+                for node, one in asked.items()
             },
             traffic={node: usual(sent) for node, sent in traffic.items()},
             kinds={node: collective_kind(node) for node in collectives},

@@ -75,7 +75,7 @@ def _beside(told: int, ran: int) -> list[str]:
 
 
 def _text(table: Table) -> str:
-    return f"{_table(table.rows)}\n{table.note}" if table.note else _table(table.rows)
+    return f"{columns(table.rows)}\n{table.note}" if table.note else columns(table.rows)
 
 
 def headline(report: Report) -> str:
@@ -220,7 +220,7 @@ def _suggestion(one: Suggestion) -> str:
     return f"{line} ({one.note})" if one.note else line
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def columns(rows: Sequence[Sequence[str]]) -> str:
     """Columns, the first to the left and the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

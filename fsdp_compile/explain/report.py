@@ -93,8 +93,8 @@ class Report:
         """Traffic, memory and time of the step as expressions of sympy. The first use traces the step again, with symbols.
 
         Raises:
-            ValueError: the report is one of a capture, or of another report's numbers, or sizes of the step depend on something
-                other than ranks, batch and sequence.
+            ValueError: the report is one of a capture, or sizes of the step depend on something other than ranks, batch and
+                sequence.
             RuntimeError: the model is not what it was, or there is a process group already.
         """
         return self._derivation().formulae
@@ -116,8 +116,7 @@ class Report:
     def _derivation(self) -> Derivation:
         if self._derive is None:
             raise ValueError(
-                "There are formulae for what explain() reports, which traces the model with symbols; not for a capture. For "
-                "what at() evaluated, the first report has them."
+                "There are formulae for what explain() reports, which traces the model with symbols, and not for a capture."
             )
         return self._derive()
 

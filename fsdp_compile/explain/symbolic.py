@@ -131,6 +131,7 @@ class SymbolicStep:
     Attributes:
         calls: the calls of graphs.
         facts: of the units.
+        batch: of the inputs, whether anything depends on it or not.
         values: what the symbols are in the inputs that were given. Symbols that nothing depends on are left out.
 
     Raises:
@@ -139,7 +140,7 @@ class SymbolicStep:
 
     def __init__(self, captured: Capture, sizes: SymbolicInputs, hardware: Hardware, optimizer: str | float | None):
         self._captured, self._hardware, self._optimizer = captured, hardware, optimizer
-        self.facts = captured.census.units
+        self.facts, self.batch = captured.census.units, sizes.own.get("B", 0)
         by_name = {unit.name: unit for unit in captured.census.units}
         self._roles = {name: role for call in captured.calls for name, role in call.graph.group_names.items()}
         self._groups = _groups(self._roles)
@@ -185,7 +186,7 @@ class SymbolicStep:
 
     def at(self, tokens: int | None, values: Mapping[str, int]) -> Report:
         """The report on the step at other values of all of its symbols, and of ``tokens`` then."""
-        self._check(values)
+        self.check(values)
         census = self.census_of([unit_at(unit, values["S"]) for unit in self.facts])
         calls = [replace(call, gradient_bytes=call.gradients.num_bytes(values["S"])) for call in self.calls_at(values)]
         step = Capture(calls=calls, outside=self._captured.outside, census=census)
@@ -213,20 +214,22 @@ class SymbolicStep:
         """The sizes of the process groups: symbols, or numbers."""
         return {name: SYMBOLS.get(self.role(name), self._groups[role][0]) for name, role in self._roles.items()}
 
-    def layout(self, group: str) -> GroupLayout:
-        """How a process group lay in the trace."""
-        return GroupLayout.of(self._groups[self._roles[group]][1])
-
-    def times(self) -> list[Any]:
-        """How often each of :attr:`calls` happens, as numbers or expressions in the number of microbatches."""
+    def times_at(self, values: Mapping[str, int]) -> list[Any]:
+        """How often each of :meth:`calls_at` happens, as numbers or expressions in the number of microbatches."""
+        number = len(self.calls_at(values))
         if self._middle is None:
-            return [1] * len(self.calls)
-        first, length, rounds = self._middle
+            return [1] * number
+        first, length, traced = self._middle
+        rounds = traced + values["M"] - self.values["M"]
         # All rounds but the first are copies of that one.
-        wanted = SYMBOLS["M"] - (self.values["M"] - rounds)
+        wanted = SYMBOLS["M"] - (self.values["M"] - traced)
         return [
-            wanted if first <= index < first + length else 0 if first <= index < first + length * rounds else 1
-            for index in range(len(self.calls))
+            wanted
+            if first <= index < first + min(length, length * rounds)
+            else 0
+            if first <= index < first + length * rounds
+            else 1
+            for index in range(number)
         ]
 
     def calls_at(self, values: Mapping[str, int]) -> list[GraphCall]:
@@ -235,28 +238,40 @@ class SymbolicStep:
             return self.calls
         first, length, times = self._middle
         wanted = times + values["M"] - self.values["M"]
-        if wanted < 1:
+        if wanted < 0:
             raise ValueError(
                 f"M={values['M']} is too few: the step was traced with {self.values['M']} microbatches, of which "
-                f"{times} do the same. Give at least {self.values['M'] - times + 1}."
+                f"{times} do the same. Give at least {self.values['M'] - times}."
             )
         return [*self.calls[:first], *self.calls[first : first + length] * wanted, *self.calls[first + length * times :]]
 
     @contextlib.contextmanager
     def groups_at(self, values: Mapping[str, int]) -> Iterator[None]:
         """Have the process groups of the step be those of other numbers of ranks inside of the ``with`` block."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ranks_at(self._ranks_at(values)))
+            if self._hardware.name == "cpu":
+                stack.enter_context(pretending_gloo())
+            yield
+
+    def layouts_at(self, values: Mapping[str, int]) -> dict[str, GroupLayout]:
+        """How the process groups lie at other numbers of ranks, by their names."""
+        return {name: GroupLayout.of(ranks) for name, ranks in self._ranks_at(values).items()}
+
+    def _ranks_at(self, values: Mapping[str, int]) -> dict[str, range]:
         strides = {"S": 1, "R": values["S"]}
         ranks = {
             role: range(0, values[_ROLES[role]] * strides[_ROLES[role]], strides[_ROLES[role]]) if role in _ROLES else given
             for role, (_, given) in self._groups.items()
         }
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(ranks_at({name: ranks[role] for name, role in self._roles.items()}))
-            if self._hardware.name == "cpu":
-                stack.enter_context(pretending_gloo())
-            yield
+        return {name: ranks[role] for name, role in self._roles.items()}
 
-    def _check(self, values: Mapping[str, int]) -> None:
+    def check(self, values: Mapping[str, int]) -> None:
+        """Make sure that the step is the same at other values.
+
+        Raises:
+            ValueError: it is not.
+        """
         for unit in self.facts:
             for piece, _ in unit.layout:
                 if piece.dim > 0 and piece.shape[piece.dim] % values["S"]:
@@ -287,13 +302,13 @@ def unit_at(unit: UnitFacts, ranks: int) -> UnitFacts:
     )
 
 
-def check_is_same(report: Report, captured: Capture) -> None:
+def check_is_same(report: Report, step: SymbolicStep) -> None:
     """Make sure that a step is that of a report.
 
     Raises:
         RuntimeError: its units have other parameters.
     """
-    now = [(unit.name, sum(unit.parameters.values())) for unit in captured.census.units]
+    now = [(unit.name, sum(unit.parameters.values())) for unit in step.facts]
     before = [(unit.name, unit.parameters) for unit in report.units if unit.parameters]
     if now != before:
         raise RuntimeError(

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.collectives.functional import resolve_group
 from passes.collectives.gloo import backend_of, install, open_opposite
 from passes.collectives.layout import REPLICATED
+from passes.fx.torch_internals.core import unset_fake_temporarily
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,15 @@ class ShardingMesh:
             )
         if size in (1, self.shard_size):
             return ""
-        ranks = self.mesh.mesh.view(-1, size)
         # Making process groups is a collective of its own, and every unit asks for the same ones.
         made = _groups_of_neighbours.setdefault(dist.group.WORLD, {})
-        key = self.mesh.device_type, size, tuple(ranks.flatten().tolist())
-        if key not in made:
-            mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=("replicate", "post_forward"))
-            made[key] = mesh.get_group(1).group_name
+        # Ranks are numbers, also where the parameters are fake.
+        with unset_fake_temporarily():
+            ranks = self.mesh.mesh.view(-1, size)
+            key = self.mesh.device_type, size, tuple(ranks.flatten().tolist())
+            if key not in made:
+                mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=("replicate", "post_forward"))
+                made[key] = mesh.get_group(1).group_name
         connect(made[key], self.device)
         return made[key]
 

@@ -82,11 +82,19 @@ class Demand:
     is_attention: bool = False
     computed_part: float = 1.0
 
+    def computing_s(self, hardware: Hardware) -> float:
+        """How long the flops take."""
+        if not self.dtype:
+            return 0.0
+        return self.flops * self.computed_part / hardware.rate(self.dtype, attention=self.is_attention)
+
+    def is_bound_by_flops(self, hardware: Hardware) -> bool:
+        """Whether the flops take longer than reading and writing."""
+        return bool(self.dtype) and self.computing_s(hardware) >= self.moved_bytes / hardware.bytes_per_s
+
     def ns(self, hardware: Hardware) -> int:
         """How long that takes."""
-        computing = 0.0
-        if self.dtype:
-            computing = self.flops * self.computed_part / hardware.rate(self.dtype, attention=self.is_attention)
+        computing = self.computing_s(hardware)
         return self.launches * _ns(hardware.kernel_s) + _ns(max(computing, self.moved_bytes / hardware.bytes_per_s))
 
 

@@ -141,6 +141,8 @@ class _Storage:
     is_parameter: bool
     bucket: BucketName | None
     maker: Node | None = None
+    # Of another one, after the kernel that may have taken its place.
+    is_rest: bool = False
 
 
 class MemoryModel:
@@ -195,8 +197,11 @@ class MemoryModel:
             ]
             self._held[node] = tuple(made)
             if presence(node) != 1:
-                # Where it does nothing, its result is its input.
-                self._held[node] += self._held[node.args[0]]  # type: ignore[index]
+                # Where it does nothing, its result is its input, which lives on.
+                for storage in self._held[node.args[0]]:  # type: ignore[index]
+                    rest = storage.num_bytes * (1 - presence(node))
+                    made.append(_Storage(rest, storage.is_parameter, storage.bucket, storage.maker, is_rest=True))
+                self._held[node] = tuple(made)
             if node.target == _all_gather and copies_what_it_gathers(group_of(node), value.device):
                 made.append(_Storage(num_bytes(value), _is_parameter(node), bucket(node), node))
         self._touched[node] = {storage for source in node.all_input_nodes for storage in self._held[source]} | set(made)
@@ -219,7 +224,7 @@ class MemoryModel:
             ends.update(dict.fromkeys(kernel, end))
         for node in order:
             for storage in self._made[node]:
-                first[storage] = begins[node]
+                first[storage] = ends[node] + 1 if storage.is_rest else begins[node]
             for storage in self._touched[node]:
                 last[storage] = max(last.get(storage, 0), ends[node])
         for kernel in self._kernels:

@@ -64,7 +64,13 @@ class Timeline:
     waits: Mapping[Node, tuple[int, Node]]
 
 
-def _awaited(wait: Node) -> Node:
+def is_wait(node: Node) -> bool:
+    """Whether a node waits for a collective."""
+    return node.target == _wait
+
+
+def awaited(wait: Node) -> Node:
+    """What a wait is for."""
     source = wait.all_input_nodes[0]
     return source.all_input_nodes[0] if source.target is operator.getitem else source
 
@@ -79,10 +85,10 @@ def simulate(order: Sequence[Node], costs: Costs) -> Timeline:
         arrives[node] = clock
         if node in costs.transfer:
             in_flight.start(node, clock, costs.transfer[node], group_of(node), costs.wire[node])
-        elif node.target == _wait and _awaited(node) in in_flight:
-            over = in_flight.end(_awaited(node))
+        elif is_wait(node) and awaited(node) in in_flight:
+            over = in_flight.end(awaited(node))
             if over > clock:
-                waits[node] = over - clock, _awaited(node)
+                waits[node] = over - clock, awaited(node)
                 exposed += over - clock
                 clock = over
         clock += costs.compute[node]

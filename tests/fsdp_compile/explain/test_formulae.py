@@ -100,6 +100,16 @@ def test_says_the_same_of_its_own_sizes(explained: Report) -> None:
     assert memory == {name: held for name, held in explained.memory.categories.items() if held}
 
 
+def test_says_what_dominates_at_other_sizes(explained: Report) -> None:
+    there = explained.at(S=512)
+    formulae = there.formulae
+    assert float(formulae.step_s.subs(formulae.values)) * 1e9 == pytest.approx(there.time_ns, rel=1e-3)
+    # Steps from rank to rank: the time to start gathers and reductions is most of it.
+    terms = [line for line in str(formulae).splitlines() if line.strip().endswith("ms")]
+    assert "L_(gather,S)" in terms[0]
+    assert there.at(S=8).time_ns == explained.time_ns
+
+
 @pytest.mark.exhaustive
 def test_replicas_and_microbatches() -> None:
     explained = report((2, 4), step=accumulate)
@@ -113,8 +123,8 @@ def test_replicas_and_microbatches() -> None:
     traced = report((3, 8), step=accumulate_six)
     assert str(explained.at(**sizes)) == str(traced)
     check_formulae(explained, traced, sizes)
-    with pytest.raises(ValueError, match=r"M=2 is too few: .* with 4 microbatches, of which 2 do the same. Give at least 3"):
-        explained.at(M=2)
+    with pytest.raises(ValueError, match=r"M=1 is too few: .* with 4 microbatches, of which 2 do the same. Give at least 2"):
+        explained.at(M=1)
 
 
 @pytest.mark.exhaustive
@@ -159,9 +169,11 @@ def test_graphs_depend_on_ranks_through_numbers_alone() -> None:
 
 def test_is_readable(explained: Report) -> None:
     text = str(explained.formulae)
-    assert re.search(r"^total: gathers send +[0-9.]+ KiB\*\(S-1\)/S$", text, re.MULTILINE)
-    assert re.search(r"^total: shards +[0-9.]+ KiB/S$", text, re.MULTILINE)
-    assert re.search(r"^total: flops +\d+\*B\*T\^2 \+ \d+\*B\*T$", text, re.MULTILINE)
+    assert re.search(r"^total\n  shards +[0-9.]+ KiB/S\n  gathers send +[0-9.]+ KiB\*\(S-1\)/S$", text, re.MULTILINE)
+    assert re.search(r"^  flops +504\*B\*T\^2 \+ 1.325e\+04\*B\*T$", text, re.MULTILINE)
+    # Where S divides all rows, nothing is padded.
+    assert "//" not in text
+    assert "Max" not in text
     assert re.search(r"^S +ranks that a parameter is sharded over: 8$", text, re.MULTILINE)
     latex = explained.formulae.latex()
     assert latex.startswith(r"\begin{align*}")
@@ -176,8 +188,6 @@ def test_refuses_what_it_does_not_depend_on(explained: Report) -> None:
     # The table of positions is too short for it.
     with pytest.raises(ValueError, match=r"At B=3, T=65 the model does something else than it did when it was traced"):
         explained.at(T=65)
-    with pytest.raises(ValueError, match="the first report has them"):
-        explained.at(S=4).formulae  # noqa: B018
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,235 @@
+"""Estimates of a step at many sizes: its formulae as tables of numbers, which take milliseconds instead of a trace.
+
+Graphs have few different expressions: equal layers share theirs. So a table holds each expression once, and for each graph how
+often it counts: in which stretch of compute between two collectives, and at which moment of its memory. A point is then a call
+of one compiled function for all expressions, a product with these counts, and the timeline of the collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from passes.models.cost_model import Demand
+from passes.models.group_layout import GroupLayout
+from passes.models.hardware import Hardware
+from passes.models.in_flight import InFlight
+from passes.models.memory_model import Breakdown, Category
+from passes.models.timeline import awaited, is_wait
+
+from ..compiler.calls import GraphCall
+from ..explain.formulae import Optimizer
+from ..explain.graph_formulae import GraphFormulae
+from ..explain.memory import StepMemory
+from ..explain.symbolic import SYMBOLS, SymbolicStep, unit_at
+
+_SIZES = ("S", "R", "B", "T")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step at one point.
+
+    Attributes:
+        time_s: of the step.
+        exposed_s: how long compute waits for communication, by what carries it: "network" or "node".
+        products_s: how long kernels take that are bound by their flops.
+        peak_bytes: the most that lives at once.
+    """
+
+    time_s: float
+    exposed_s: Mapping[str, float]
+    products_s: float
+    peak_bytes: int
+
+    @property
+    def exposed_share(self) -> float:
+        """The part of the step that compute waits."""
+        return sum(self.exposed_s.values()) / self.time_s
+
+    @property
+    def bound(self) -> str:
+        """What most of the step goes to: "compute", "memory", "network" or "node" (the links inside of one)."""
+        exposed = sum(self.exposed_s.values())
+        parts = {**self.exposed_s, "compute": self.products_s, "memory": self.time_s - exposed - self.products_s}
+        return max(parts, key=lambda name: parts[name])
+
+
+class _Expressions:
+    """Expressions, each once, and one function for all of them."""
+
+    def __init__(self) -> None:
+        self._index: dict[Any, int] = {}
+
+    def add(self, expression: Any) -> int:
+        """The number of an expression."""
+        return self._index.setdefault(sympy.sympify(expression), len(self._index))
+
+    def compiled(self) -> Callable[[Mapping[str, int]], Sequence[float]]:
+        """A function of sizes that gives the values of all expressions, in the order of their numbers."""
+        function = sympy.lambdify([SYMBOLS[name] for name in _SIZES], list(self._index), modules="math", cse=True)
+        return lambda sizes: function(*(sizes.get(name, 1) for name in _SIZES))
+
+
+@dataclass(frozen=True)
+class _Collective:
+    kind: str
+    group: str
+    traffic: int
+    launch: int
+
+
+class _GraphTable:
+    """A graph as a program of stretches of compute, starts and waits, and as counts of what lives when."""
+
+    def __init__(self, formulae: GraphFormulae, expressions: _Expressions):
+        self.demands: dict[Demand, int] = {}
+        self.program: list[tuple[str, Any]] = []
+        stretch: dict[int, int] = {}
+        collectives: dict[Any, _Collective] = {}
+        for node in formulae.order:
+            demand = formulae.demands[node]
+            if is_wait(node) and awaited(node) in collectives:
+                self.program += [("compute", stretch), ("wait", collectives[awaited(node)])]
+                stretch = {}
+            if node in formulae.traffic:
+                traffic = expressions.add(formulae.traffic[node])
+                collectives[node] = _Collective(formulae.kinds[node], formulae.groups[node], traffic, len(collectives))
+                self.program += [("compute", stretch), ("start", collectives[node])]
+                stretch = {}
+            if demand.launches or demand.moved_bytes or demand.flops:
+                number = self.demands.setdefault(demand, len(self.demands))
+                stretch[number] = stretch.get(number, 0) + 1
+        self.program.append(("compute", stretch))
+        self.asked = [
+            (demand, expressions.add(demand.launches), expressions.add(demand.moved_bytes), expressions.add(demand.flops))
+            for demand in self.demands
+        ]
+        self._add_memory(formulae, expressions)
+
+    def _add_memory(self, formulae: GraphFormulae, expressions: _Expressions) -> None:
+        numbers = [expressions.add(storage.num_bytes) for storage in formulae.storages]
+        self.columns = sorted(set(numbers))
+        place = {number: index for index, number in enumerate(self.columns)}
+        changes = torch.zeros(len(formulae.order) + 1, len(self.columns), dtype=torch.float64)
+        self.given_out: dict[Category, dict[int, int]] = {category: {} for category in Category}
+        self.taken: dict[Category, dict[int, int]] = {category: {} for category in Category}
+        for storage, number in zip(formulae.storages, numbers, strict=True):
+            changes[storage.first, place[number]] += 1
+            changes[storage.last + 1, place[number]] -= 1
+            for counts, is_in in ((self.given_out, storage.is_given_out), (self.taken, storage.is_taken)):
+                if is_in:
+                    counts[storage.category][number] = counts[storage.category].get(number, 0) + 1
+        self.live = torch.unique(changes.cumsum(0), dim=0)
+
+    def peak_bytes(self, values: Tensor) -> float:
+        """The most that lives inside of the graph."""
+        return float((self.live @ values[self.columns]).max())
+
+
+class StepTable:
+    """The estimates of a step.
+
+    Args:
+        step: traced with symbols.
+        hardware, optimizer: as for :func:`fsdp_compile.explain`.
+
+    Attributes:
+        own: the sizes that the step depends on, as they were.
+        batch: the batch that it was traced for.
+    """
+
+    def __init__(self, step: SymbolicStep, hardware: Hardware, optimizer: str | float | None):
+        self._step, self._hardware, self._optimizer = step, hardware, Optimizer.of(optimizer)
+        self.own, self.batch = step.values, step.batch
+        expressions = _Expressions()
+        self._tables: dict[int, _GraphTable] = {}
+        with step.groups_at(step.values):
+            for call in step.calls:
+                if id(call.graph) not in self._tables:
+                    formulae = GraphFormulae.of(call, step.facts, step.group_symbols())
+                    self._tables[id(call.graph)] = _GraphTable(formulae, expressions)
+        self._evaluate = expressions.compiled()
+
+    def at(self, sizes: Mapping[str, int]) -> Estimate:
+        """The step at other sizes, of which those left out stay as they are; see :meth:`SymbolicStep.check`.
+
+        Raises:
+            ValueError: the model does something else there.
+        """
+        sizes = {**self._step.values, **sizes}
+        self._step.check(sizes)
+        values = torch.tensor(self._evaluate(sizes), dtype=torch.float64)
+        layouts = self._step.layouts_at(sizes)
+        done = {key: self._run(table, values, layouts) for key, table in self._tables.items()}
+        calls = self._step.calls_at(sizes)
+        units = [unit_at(unit, sizes["S"]) for unit in self._step.facts]
+        census = self._step.census_of(units)
+        exposed: dict[str, float] = {}
+        for call in calls:
+            for wire, waited in done[id(call.graph)][1].items():
+                exposed[wire] = exposed.get(wire, 0.0) + waited / 1e9
+        time_ns = sum(done[id(call.graph)][0] for call in calls) + self._optimizer.time_ns(census, self._hardware)
+        products = sum(done[id(call.graph)][2] for call in calls)
+        return Estimate(time_ns / 1e9, exposed, products / 1e9, self._peak(calls, values, sizes))
+
+    def _run(
+        self, table: _GraphTable, values: Tensor, layouts: Mapping[str, GroupLayout]
+    ) -> tuple[float, dict[str, float], float]:
+        """Nanoseconds of a graph, of its waits by wire, and of kernels that are bound by their flops."""
+        numbers = values.tolist()
+        hardware = self._hardware
+        times: list[int] = []
+        are_products: list[bool] = []
+        for demand, launches, moved, flops in table.asked:
+            asked = replace(demand, launches=numbers[launches], moved_bytes=numbers[moved], flops=numbers[flops])
+            times.append(asked.ns(hardware))
+            are_products.append(asked.is_bound_by_flops(hardware))
+        clock, products = 0, 0
+        exposed: dict[str, float] = {}
+        in_flight: InFlight[_Collective] = InFlight()
+        for what, given in table.program:
+            if what == "compute":
+                clock += sum(count * times[number] for number, count in given.items())
+                products += sum(count * times[number] for number, count in given.items() if are_products[number])
+                continue
+            wire = hardware.wire(layouts[given.group])
+            if what == "start":
+                traffic = numbers[given.traffic]
+                duration = round(hardware.transfer_s(given.kind, traffic, layouts[given.group]) * 1e9)
+                in_flight.start(given, clock, duration, given.group, wire)
+                clock += round(hardware.taken_s(given.kind, traffic, layouts[given.group]) * 1e9)
+            else:
+                over = in_flight.end(given)
+                exposed[wire] = exposed.get(wire, 0.0) + max(0, over - clock)
+                clock = max(clock, over)
+        return clock, exposed, products
+
+    def _peak(self, calls: Sequence[GraphCall], values: Tensor, sizes: Mapping[str, int]) -> int:
+        numbers = values.tolist()
+
+        def held(counts: Mapping[Category, Mapping[int, int]]) -> dict[Category, int]:
+            return {
+                category: round(sum(count * numbers[number] for number, count in of.items())) for category, of in counts.items()
+            }
+
+        inside = {key: table.peak_bytes(values) for key, table in self._tables.items()}
+        figures: Any = {
+            key: _Figures(Breakdown({}, {}, held(table.given_out), held(table.taken))) for key, table in self._tables.items()
+        }
+        census = self._step.census_of([unit_at(unit, sizes["S"]) for unit in self._step.facts])
+        placed = [replace(call, gradient_bytes=call.gradients.num_bytes(sizes["S"])) for call in calls]
+        memory = StepMemory(placed, [figures[id(call.graph)] for call in calls], census, self._optimizer.state_bytes(census))
+        return round(
+            max(sum(around.values()) + inside[id(call.graph)] for around, call in zip(memory.around, calls, strict=True))
+        )
+
+
+@dataclass(frozen=True)
+class _Figures:
+    memory: Breakdown

@@ -1,0 +1,204 @@
+"""Search: the points of a plan, and how good each is by the formulae of its policy.
+
+For each number of GPUs, all splits into shards and replicas and all microbatches are tried, with a few policies first. Then one
+choice after the other of the best is changed, as long as that makes anything better. Each policy has graphs of its own, which
+are traced when it is first needed; splits, batches and microbatches are symbols in its formulae.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from passes.models.hardware import Hardware
+
+from ..explain.explain import symbolic_step
+from ..explain.symbolic import symbolic_inputs
+from .estimate import Estimate, StepTable
+from .policies import ACCUMULATIONS, Policy
+
+
+@dataclass(frozen=True)
+class Point:
+    """A way to train on a number of GPUs.
+
+    Attributes:
+        policy: the policies.
+        shards, replicas: the mesh.
+        batch, microbatches: of each rank.
+        estimate: by the formulae.
+    """
+
+    policy: Policy
+    shards: int
+    replicas: int
+    batch: int
+    microbatches: int
+    estimate: Estimate
+
+    @property
+    def gpus(self) -> int:
+        """The number of ranks."""
+        return self.shards * self.replicas
+
+    def sequences_per_s(self) -> float:
+        """What a rank gets done."""
+        return self.batch * self.microbatches / self.estimate.time_s
+
+
+@dataclass
+class Search:
+    """A search for the fastest points.
+
+    Args:
+        model, inputs: as for :func:`fsdp_compile.explain`.
+        hardware: the machine.
+        global_batch: sequences of a step, of all ranks.
+        memory_bytes: the most that a rank may hold.
+        base: of which the policies are variants.
+        optimizer: as for :func:`fsdp_compile.explain`.
+        tell: is told what is being traced.
+
+    Attributes:
+        points: how many were evaluated.
+        evaluating_s, tracing_s: how long that took, and the traces for it.
+        refused: why points were not, each reason once.
+    """
+
+    model: nn.Module
+    inputs: Any
+    hardware: Hardware
+    global_batch: int
+    memory_bytes: float
+    base: Policy
+    optimizer: str | float | None = "adamw"
+    tell: Callable[[str], None] = lambda _: None
+    points: int = 0
+    evaluating_s: float = 0.0
+    tracing_s: float = 0.0
+    refused: dict[str, None] = field(default_factory=dict)
+    _tables: dict[Policy, StepTable | None] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, of all ranks; sequences, if the inputs do not say how long these are."""
+        return self.global_batch * symbolic_inputs(self.inputs).own.get("T", 1)
+
+    @property
+    def unit(self) -> str:
+        """What :attr:`tokens` counts."""
+        return "tokens" if "T" in symbolic_inputs(self.inputs).own else "sequences"
+
+    def best(self, gpus: int, count: int = 3) -> list[Point]:
+        """The fastest points that fit, the best first.
+
+        Args:
+            gpus: the number of ranks.
+            count: how many.
+        """
+        found: dict[tuple[Any, ...], Point] = {}
+        tried: set[Policy] = set()
+        wanted = [policy for policy in self._first() if self._is_possible(policy, gpus)]
+        while wanted:
+            for policy in wanted:
+                tried.add(policy)
+                found.update({(policy, point.shards, point.batch): point for point in self._points(policy, gpus)})
+            ranked = _ranked(self._fitting(found))
+            near = [neighbour for point in ranked[:1] for neighbour in self._neighbours(point.policy)]
+            wanted = [policy for policy in near if policy not in tried and self._is_possible(policy, gpus)]
+        return _ranked(self._fitting(found))[:count]
+
+    def least_memory(self, gpus: int) -> Point | None:
+        """The point that holds least, whether it fits or not; None: there is none."""
+        points = [point for policy in self._first() if self._is_possible(policy, gpus) for point in self._points(policy, gpus)]
+        return min(points, key=lambda point: point.estimate.peak_bytes, default=None)
+
+    def _fitting(self, found: Mapping[tuple[Any, ...], Point]) -> Iterator[Point]:
+        return (point for point in found.values() if point.estimate.peak_bytes <= self.memory_bytes)
+
+    def _first(self) -> Iterator[Policy]:
+        for has_replicas in (False, True):
+            for checkpoints in (False, True):
+                for accumulation in ("none", "last"):
+                    yield replace(self.base, has_replicas=has_replicas, checkpoints=checkpoints, accumulation=accumulation)
+
+    def _neighbours(self, policy: Policy) -> Iterator[Policy]:
+        for reshard in (True, False, self.hardware.ranks_per_node):
+            yield replace(policy, reshard_after_forward=reshard)
+        if policy.accumulation != "none":
+            for accumulation in ACCUMULATIONS:
+                yield replace(policy, accumulation=accumulation)
+        yield replace(policy, checkpoints=not policy.checkpoints)
+
+    def _is_possible(self, policy: Policy, gpus: int) -> bool:
+        return any(True for _ in self._sizes(policy, gpus))
+
+    def _sizes(self, policy: Policy, gpus: int) -> Iterator[dict[str, int]]:
+        """The sizes of all points of a policy."""
+        if self.global_batch % gpus:
+            self.refused[f"{gpus} GPUs do not divide a global batch of {self.global_batch}"] = None
+            return
+        each = self.global_batch // gpus
+        node = policy.reshard_after_forward
+        for shards in range(2, gpus + 1):
+            if gpus % shards or (shards == gpus) == policy.has_replicas:
+                continue
+            if not isinstance(node, bool) and (shards % node or shards == node):
+                continue
+            for batch in range(1, each + 1):
+                if each % batch == 0 and (batch == each) == (policy.accumulation == "none"):
+                    yield {"S": shards, "R": gpus // shards, "B": batch, "M": each // batch}
+
+    def _points(self, policy: Policy, gpus: int) -> Iterator[Point]:
+        table = self._table(policy)
+        for sizes in self._sizes(policy, gpus) if table is not None else ():
+            assert table is not None
+            asked = {name: size for name, size in sizes.items() if name in table.own}
+            if any(size != 1 for name, size in sizes.items() if name not in table.own and name != "B"):
+                continue
+            if "B" not in table.own and sizes["B"] != table.batch:
+                self.refused[f"the model takes batches of {table.batch} alone"] = None
+                continue
+            begin = time.perf_counter()
+            try:
+                estimate = table.at(asked)
+            except ValueError as error:
+                self.refused[str(error)] = None
+                continue
+            self.points += 1
+            self.evaluating_s += time.perf_counter() - begin
+            yield Point(policy, sizes["S"], sizes["R"], sizes["B"], sizes["M"], estimate)
+
+    def _table(self, policy: Policy) -> StepTable | None:
+        if policy not in self._tables:
+            self.tell(f"tracing: {'replicas, ' if policy.has_replicas else ''}{policy}")
+            # More ranks than a node has, so that parameters can be resharded to one.
+            shards = 2 * self.hardware.ranks_per_node
+            mesh_shape = (2, shards) if policy.has_replicas else (shards,)
+            options = {"schedule": policy.schedule}
+            begin = time.perf_counter()
+            try:
+                step = symbolic_step(
+                    self.model,
+                    self.inputs,
+                    mesh_shape,
+                    self.hardware,
+                    shard=policy.shard,
+                    step=policy.step,
+                    options=options,
+                    optimizer=self.optimizer,
+                )
+                self._tables[policy] = StepTable(step, self.hardware, self.optimizer)
+            except ValueError as error:
+                self.refused[f"{policy}: {error}"] = None
+                self._tables[policy] = None
+            self.tracing_s += time.perf_counter() - begin
+        return self._tables[policy]
+
+
+def _ranked(points: Iterator[Point]) -> list[Point]:
+    return sorted(points, key=lambda point: (-point.sequences_per_s(), point.estimate.peak_bytes, point.shards))

@@ -32,6 +32,7 @@ from passes.collectives.functional import (
 )
 from passes.models.hardware import Hardware, Link, Links, dtype_name
 
+from .calibrate_cpu import measure_cpu
 from .compiler.machine import default_path, device_name
 from .units.mesh import connect
 
@@ -211,7 +212,10 @@ def measure(device: torch.device) -> Hardware:
         pairs = _links_of_parts(2, device)
         between = _growing(between, pairs, world)
         within = _growing(within, pairs, per_node) if 2 < per_node < world else (pairs if per_node == 2 else between)
-    return Hardware(device_name(device.type), rates, bytes_per_s, kernel_s, per_node, within, between)
+    hardware = Hardware(device_name(device.type), rates, bytes_per_s, kernel_s, per_node, within, between)
+    if device.type == "cuda":
+        return hardware
+    return replace(hardware, **measure_cpu(lambda run: _seconds(run, device), lambda times: _slowest(times, device)))
 
 
 def main() -> None:

@@ -117,15 +117,31 @@ class _Machine:
     def compute_s(self, demand: Demand) -> Any:
         """The time of a kernel."""
         launch = demand.launches * self._symbol("K", "seconds to start a kernel or a collective", self._hardware.kernel_s)
-        if demand.dtype:
-            rate = self._hardware.rate(demand.dtype, attention=demand.is_attention)
-            flops = demand.flops * sympy.nsimplify(demand.computed_part)
-            if self.number(flops) / rate >= self.number(demand.moved_bytes) / self._hardware.bytes_per_s:
-                short = _SHORT.get(demand.dtype, demand.dtype)
-                what = "attention" if demand.is_attention else "products"
-                name = f"F_{short}" if not demand.is_attention else f"A_{short}"
-                return launch + flops / self._symbol(name, f"flops a second of {what} in {demand.dtype}", rate)
-        return launch + self.memory_s(demand.moved_bytes)
+        if demand.segments and self._hardware.segment_s:
+            launch += self._symbol("P", "seconds of the host for a segment", self._hardware.segment_s)
+        if demand.graphs and self._hardware.graph_s:
+            launch += self._symbol("G", "seconds of the host for a graph", self._hardware.graph_s)
+        flops, scores, operations = map(self.number, (demand.flops, demand.scores, demand.operations))
+        traced = replace(demand, flops=flops, scores=scores, operations=operations)
+        computing = traced.computing_s(self._hardware)
+        if not computing or computing < self.number(demand.moved_bytes) / self._hardware.bytes_per_s:
+            return launch + self.memory_s(demand.moved_bytes)
+        return launch + (self._product_s(demand) if demand.dtype else self._operations_s(demand))
+
+    def _product_s(self, demand: Demand) -> Any:
+        dtype, part, hardware = demand.dtype, sympy.nsimplify(demand.computed_part), self._hardware
+        short, rate = _SHORT.get(dtype, dtype), hardware.rate(dtype, attention=demand.is_attention)
+        if not demand.is_attention:
+            return demand.flops * part / self._symbol(f"F_{short}", f"flops a second of products in {dtype}", rate)
+        found = demand.flops * part / self._symbol(f"A_{short}", f"flops a second of attention in {dtype}", rate)
+        if hardware.score_s.get(dtype):
+            each = self._symbol(f"E_{short}", f"seconds for each score of attention in {dtype}", hardware.score_s[dtype])
+            found += demand.scores * part * each
+        return found
+
+    def _operations_s(self, demand: Demand) -> Any:
+        each = self._symbol("O", "seconds for a pointwise operation on an element", self._hardware.operation_s)
+        return demand.operations * each
 
     def communication_s(self, kind: str, traffic: Any, role: str, layout: GroupLayout) -> Any:
         """The time of a collective, in the way that is the fastest at the report's sizes."""

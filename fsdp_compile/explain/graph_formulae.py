@@ -12,7 +12,7 @@ from torch.fx import Node
 from passes.fx.graph import group_of, starts_collective
 from passes.fx.symbolic_ranks import sizes_of_groups
 from passes.fx.torch_internals.core import sympy_functions as functions
-from passes.models.cost_model import Demand, collective_kind, demands, kernels, traffic_bytes, unwritten
+from passes.models.cost_model import DEMANDED, Demand, collective_kind, demands, kernels, traffic_bytes, unwritten
 from passes.models.memory_model import Lifetime, MemoryModel
 
 from ..compiler.calls import GraphCall, UnitFacts
@@ -62,8 +62,7 @@ class GraphFormulae:
         return GraphFormulae(
             order=order,
             demands={
-                node: replace(one, launches=usual(one.launches), moved_bytes=usual(one.moved_bytes), flops=usual(one.flops))
-                for node, one in asked.items()
+                node: replace(one, **{name: usual(getattr(one, name)) for name in DEMANDED}) for node, one in asked.items()
             },
             traffic={node: usual(sent) for node, sent in traffic.items()},
             kinds={node: collective_kind(node) for node in collectives},

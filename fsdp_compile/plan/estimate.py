@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from passes.models.cost_model import Demand
+from passes.models.cost_model import DEMANDED, Demand
 from passes.models.group_layout import GroupLayout
 from passes.models.hardware import Hardware
 from passes.models.in_flight import InFlight
@@ -102,13 +102,12 @@ class _GraphTable:
                 collectives[node] = _Collective(formulae.kinds[node], formulae.groups[node], traffic, len(collectives))
                 self.program += [("compute", stretch), ("start", collectives[node])]
                 stretch = {}
-            if demand.launches or demand.moved_bytes or demand.flops:
+            if demand != Demand():
                 number = self.demands.setdefault(demand, len(self.demands))
                 stretch[number] = stretch.get(number, 0) + 1
         self.program.append(("compute", stretch))
-        self.asked = [
-            (demand, expressions.add(demand.launches), expressions.add(demand.moved_bytes), expressions.add(demand.flops))
-            for demand in self.demands
+        self.asked: list[tuple[Demand, dict[str, int]]] = [
+            (demand, {name: expressions.add(getattr(demand, name)) for name in DEMANDED}) for demand in self.demands
         ]
         self._add_memory(formulae, expressions)
 
@@ -186,8 +185,8 @@ class StepTable:
         hardware = self._hardware
         times: list[int] = []
         are_products: list[bool] = []
-        for demand, launches, moved, flops in table.asked:
-            asked = replace(demand, launches=numbers[launches], moved_bytes=numbers[moved], flops=numbers[flops])
+        for demand, sizes in table.asked:
+            asked: Any = replace(demand, **{name: numbers[number] for name, number in sizes.items()})
             times.append(asked.ns(hardware))
             are_products.append(asked.is_bound_by_flops(hardware))
         clock, products = 0, 0

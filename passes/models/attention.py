@@ -7,9 +7,12 @@ so the utilisation that is made of them, count all.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
+from ..fx.sizes import shape_value
 from ..fx.torch_internals.core import OpOverload
 
 _aten = torch.ops.aten
@@ -33,6 +36,17 @@ def is_attention(node: Node) -> bool:
 def computed_part(node: Node) -> float:
     """The part of the flops by the formula that a node's kernel computes."""
     return 0.5 if is_attention(node) and _is_causal(node) else 1.0
+
+
+def scores(node: Node) -> Any:
+    """The scores of attention, one for each pair of a query and a key, of each head, those that are masked included; else 0."""
+    if not is_attention(node):
+        return 0
+    # Backward takes the gradient of the result first.
+    is_backward = str(node.target).endswith("_backward.default")
+    query, key = node.args[1:3] if is_backward else node.args[:2]
+    queries, keys = (shape_value(value.meta["val"]) for value in (query, key))  # type: ignore[union-attr]
+    return queries[0] * queries[1] * queries[2] * keys[2]
 
 
 def _is_causal(node: Node) -> bool:

@@ -1,20 +1,23 @@
 """Cost model: how long each node of a graph takes, from what it computes and moves.
 
 - *Products* (matrix products, convolutions, attention) take the longer of flops over the rate of their dtype and bytes over
-  that of memory. Attention has another rate, and causal attention half of the flops (``attention.py``).
+  that of memory. Attention has another rate, takes some time for each score, and if causal half of both (``attention.py``).
 - *Fusible* nodes (pointwise, reductions over elements, and what Inductor generates with them) between two others are one
-  kernel: what they read from outside is read once, what others read of them is written once, and nothing else moves.
+  kernel: what they read from outside is read once, what others read of them is written once, and nothing else moves. Where
+  the machine says what operations take, they take that if it is longer.
 - *Anything else* is a kernel that reads its inputs and writes its outputs.
 - Views, waits and inputs take no time. A collective costs compute its launch, and the time by which it slows compute down while
   it is in flight, for the duration of :func:`transfer_ns`.
+- Where the host's time is not hidden, each segment and each call of a graph that communicates costs some of it.
 
 Times are whole nanoseconds, whose sums do not depend on the order, so that equal schedules have equal times.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -29,7 +32,7 @@ from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
 from ..ir.work import kernel_boundaries
-from .attention import computed_part, is_attention
+from .attention import computed_part, is_attention, scores
 from .group_layout import GroupLayout
 from .hardware import Hardware, dtype_name, sent_bytes
 
@@ -73,6 +76,10 @@ class Demand:
         dtype: that the product computes in; empty: it is none.
         is_attention: whether it is fused attention, which has a rate of its own.
         computed_part: the part of the flops that it computes: half, if attention is causal.
+        scores: of attention, masked ones included; else 0.
+        operations: pointwise ones on elements.
+        segments: that begin with it, which the host calls.
+        graphs: that end with it, and communicate.
     """
 
     launches: Any = 0
@@ -81,24 +88,32 @@ class Demand:
     dtype: str = ""
     is_attention: bool = False
     computed_part: float = 1.0
+    scores: Any = 0
+    operations: Any = 0
+    segments: int = 0
+    graphs: int = 0
 
     def computing_s(self, hardware: Hardware) -> float:
-        """How long the flops take."""
+        """How long it computes."""
         if not self.dtype:
-            return 0.0
-        return self.flops * self.computed_part / hardware.rate(self.dtype, attention=self.is_attention)
+            return float(self.operations * hardware.operation_s)
+        products = self.flops / hardware.rate(self.dtype, attention=self.is_attention)
+        return float((products + self.scores * hardware.score_s.get(self.dtype, 0.0)) * self.computed_part)
 
     def is_bound_by_flops(self, hardware: Hardware) -> bool:
-        """Whether the flops take longer than reading and writing."""
+        """Whether a product takes longer than reading and writing."""
         return bool(self.dtype) and self.computing_s(hardware) >= self.moved_bytes / hardware.bytes_per_s
 
     def ns(self, hardware: Hardware) -> int:
         """How long that takes."""
-        computing = self.computing_s(hardware)
-        return self.launches * _ns(hardware.kernel_s) + _ns(max(computing, self.moved_bytes / hardware.bytes_per_s))
+        moving = self.moved_bytes / hardware.bytes_per_s
+        host = self.segments * _ns(hardware.segment_s) + self.graphs * _ns(hardware.graph_s)
+        return host + self.launches * _ns(hardware.kernel_s) + _ns(max(self.computing_s(hardware), moving))
 
 
 _NOTHING = Demand()
+#: The fields of a demand that may be expressions.
+DEMANDED = ("launches", "moved_bytes", "flops", "scores", "operations")
 
 
 def demands(graph: Graph) -> dict[Node, Demand]:
@@ -114,6 +129,10 @@ def demands(graph: Graph) -> dict[Node, Demand]:
     for kernel in kernels(graph):
         if is_fusible(kernel[0]):
             found.update(_stretch_demands(kernel))
+    for node in _segment_begins(graph):
+        found[node] = replace(found[node], segments=1)
+    if any(map(starts_collective, graph.nodes)):
+        found[graph.output_node()] = Demand(graphs=1)
     return found
 
 
@@ -124,6 +143,19 @@ def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
         if starts_collective(node):
             costs[node] += _taken_ns(node, hardware)
     return costs
+
+
+def _segment_begins(graph: Graph) -> list[Node]:
+    """The first work of each stretch of compute that no kernel reaches across."""
+    found: list[Node] = []
+    begins = True
+    boundaries = kernel_boundaries(graph)
+    for node in graph.nodes:
+        begins = begins or node in boundaries
+        if begins and node.op == "call_function" and not is_free(node) and not starts_collective(node):
+            found.append(node)
+            begins = False
+    return found
 
 
 def kernels(graph: Graph) -> list[list[Node]]:
@@ -208,7 +240,7 @@ def _kernel_demand(node: Node) -> Demand:
     """A kernel of its own."""
     moved = num_bytes(node.meta.get("val")) + sum(num_bytes(source.meta.get("val")) for source in node.all_input_nodes)
     dtype, flops = node_flops(node) or ("", 0)
-    return Demand(1, moved, flops, dtype, is_attention(node), computed_part(node))
+    return Demand(1, moved, flops, dtype, is_attention(node), computed_part(node), scores(node))
 
 
 def node_flops(node: Node) -> tuple[str, Any] | None:
@@ -267,7 +299,19 @@ def _stretch_demands(stretch: list[Node]) -> Iterator[tuple[Node, Demand]]:
                 read = smaller(num_bytes(source.meta.get("val")), _read_bytes(node, source))
                 # Who reads a padded value in the same kernel, reads it unpadded if there is no padding.
                 moved += read * presence(node) if is_written else read
-        yield node, Demand(0 if index else is_there, moved)
+        yield node, Demand(0 if index else is_there, moved, operations=_operations(node) * presence(node))
+
+
+def _operations(node: Node) -> Any:
+    """The elements that a pointwise operation or a reduction works on."""
+    sizes = [_numel(value.meta.get("val")) for value in (node, *node.all_input_nodes)]
+    # Sizes may be expressions, of which none is the largest; a reduction reads more than it writes.
+    tags = node.target.tags  # type: ignore[union-attr]
+    return sizes[1] if torch.Tag.reduction in tags and len(sizes) > 1 else sizes[0]
+
+
+def _numel(value: Any) -> Any:
+    return math.prod(shape_value(value)) if isinstance(value, Tensor) else 0
 
 
 def _read_bytes(node: Node, source: Node) -> Any:

@@ -66,6 +66,10 @@ class Hardware:
             the rate, as other groups use the network of the node at the same time.
         peak_flops_per_s: of matrix products without sparsity, by data sheet, as :attr:`flops_per_s`; empty: not known.
         attention_flops_per_s: of fused attention, as :attr:`flops_per_s`; other dtypes, and all if empty: as products.
+        score_s: what attention takes for each score besides its products, by dtype; of others nothing.
+        operation_s: what a pointwise operation takes for an element that is in a cache. It counts where it is more than memory.
+        segment_s: what the host takes for each segment of a graph, where nothing hides that.
+        graph_s: what it takes for each call of a graph that communicates.
         library: "nccl" if its algorithms' time to start adds to the links', which grows with the group; else empty.
     """
 
@@ -79,6 +83,10 @@ class Hardware:
     peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     library: str = ""
+    score_s: Mapping[str, float] = field(default_factory=dict)
+    operation_s: float = 0.0
+    segment_s: float = 0.0
+    graph_s: float = 0.0
 
     def rate(self, dtype: str, *, attention: bool = False) -> float:
         """The flops a second of matrix products, or of fused attention."""

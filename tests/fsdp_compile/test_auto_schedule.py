@@ -193,6 +193,8 @@ def test_a_calibration_gives_all_ranks_the_same_numbers(rank_pools: RankPools) -
     links = [first.within_node.all_gather, first.within_node.reduce_scatter, first.within_node.all_reduce]
     rates = [*first.flops_per_s.values(), first.bytes_per_s, *(link.bytes_per_s for link in links)]
     assert all(rate > 0 for rate in rates) and all(0 < link.latency_s < 1 for link in links)
+    assert all(first.attention_flops_per_s[name] > 0 <= first.score_s[name] < 1e-6 for name in ("float32", "bfloat16"))
+    assert all(0 <= seconds < 0.1 for seconds in (first.operation_s, first.segment_s, first.graph_s))
     assert all(0 <= link.taken_s < 1 and 0 <= link.taken_s_per_byte < 1 for link in links)
 
 

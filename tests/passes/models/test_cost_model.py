@@ -190,6 +190,49 @@ _scaled_dot_product_flash_attention_for_cpu 5096
         timeline = simulate(list(graph.nodes), costs)
         assert all(timeline.ends[node] - timeline.begins[node] == transfer for node, transfer in costs.transfer.items())
 
+    def test_attention_takes_time_for_each_score(self) -> None:
+        def attend(q, k, v):
+            result, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+            back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            return back(result, q, k, v, result, sums, 0.0, True)
+
+        # Four heads, 64 queries, 64 keys.
+        q = torch.zeros(2, 2, 64, 16)
+        graph = self.trace(attend, q, q, q).graph
+        plain, with_scores = (node_ns(graph, replace(HARDWARE, score_s=score_s)) for score_s in ({}, {"float32": 1e-9}))
+        # All of them in forward, half in the backward that is causal.
+        assert [with_scores[node] - plain[node] for node in graph.nodes if plain[node]] == [4 * 64 * 64, 2 * 64 * 64]
+
+    def test_operations_count_where_they_take_longer_than_memory(self) -> None:
+        def function(x):
+            return x.exp().sin().sum(1)
+
+        graph = self.trace(function, torch.zeros(10, 100)).graph
+        hardware = replace(HARDWARE, operation_s=1e-9)
+        # Each works on 1000 elements; exp also reads 4000 bytes, in less than that time.
+        assert {node.name: ns for node, ns in node_ns(graph, hardware).items() if ns} == {
+            "exp": 2000,
+            "sin": 1000,
+            "sum_1": 1000,
+        }
+
+    def test_time_of_the_host(self) -> None:
+        def function(x):
+            started = _c10d.all_reduce(x.exp(), "sum", self.shard)
+            y = x @ x
+            return y * _c10d.wait_tensor(started)
+
+        graph = self.trace(function, torch.zeros(8, 8)).graph
+        plain, host = (node_ns(graph, hardware) for hardware in (HARDWARE, replace(HARDWARE, segment_s=1e-3, graph_s=1e-1)))
+        more = {node.name: host[node] - plain[node] for node in graph.nodes if host[node] != plain[node]}
+        # One segment ahead of the collective, one beside it, one behind the wait.
+        placed = {node.name: node for node in graph.nodes}
+        assert list(placed).index("all_reduce") < list(placed).index("mm") < list(placed).index("wait_tensor")
+        assert more == {"exp": 10**6, "mm": 10**6, "mul": 10**6, "output": 10**8}
+        # A graph that does not communicate is none of the library's.
+        alone = self.trace(lambda x: x @ x, torch.zeros(8, 8)).graph
+        assert node_ns(alone, replace(HARDWARE, graph_s=1e-1)) == node_ns(alone, HARDWARE)
+
     def test_kernels_and_what_they_write(self) -> None:
         def function(x):
             y = x.relu().exp()

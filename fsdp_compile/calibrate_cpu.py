@@ -1,0 +1,90 @@
+"""What a calibration measures on a CPU besides: attention, pointwise operations, and the time of the host.
+
+On a GPU the host runs ahead, and kernels are as fast as memory. A CPU computes and calls kernels with the same core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.models.hardware import dtype_name
+
+_aten = torch.ops.aten
+_attention: Any = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_attention_backward: Any = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_DTYPES = (torch.float32, torch.bfloat16)
+# Batch, heads and sequence, and two lengths of a head: the products of attention grow with it, the rest does not.
+_BATCH, _SEQUENCE = (1, 2), 256
+_HEADS = (32, 128)
+# For each score and element of a head: forward has two products, backward five; of causal attention half count.
+_FLOPS = (2 + 5) * 2 / 2
+_MANY = 100
+# What the library's Python code takes for a segment and for a call of a graph, in launches of kernels, which are Python code as
+# well. Of models so small that nothing else takes time, 2 to 16 layers, on an AMD EPYC.
+_SEGMENT_LAUNCHES = 2.5
+_GRAPH_LAUNCHES = 250
+# In a cache of the core that is not the smallest: what a kernel reads, others have written.
+_IN_CACHE = 1 << 17
+
+
+def measure_cpu(
+    seconds: Callable[[Callable[[], object]], float], agree: Callable[[Sequence[float]], list[float]]
+) -> dict[str, Any]:
+    """Numbers of a CPU, by the names of the fields of :class:`~passes.models.hardware.Hardware`.
+
+    Args:
+        seconds: times a call.
+        agree: makes times equal on all ranks.
+    """
+    times = [seconds(_train_attention(dtype, head)) for dtype in _DTYPES for head in _HEADS]
+    *attention, launch, small, large = agree([*times, seconds(_launch), seconds(_pointwise(8)), seconds(_pointwise(_IN_CACHE))])
+    rates, scores = {}, {}
+    pairs = torch.Size(_BATCH).numel() * _SEQUENCE**2
+    for index, dtype in enumerate(_DTYPES):
+        short, long = attention[2 * index : 2 * index + 2]
+        of_products = max(long - short, 1e-9) / (_HEADS[1] - _HEADS[0])
+        rates[dtype_name(dtype)] = _FLOPS * pairs / of_products
+        scores[dtype_name(dtype)] = max(short - of_products * _HEADS[0], 0.0) / pairs
+    return {
+        "attention_flops_per_s": rates,
+        "score_s": scores,
+        "kernel_s": launch / _MANY,
+        "segment_s": _SEGMENT_LAUNCHES * launch / _MANY,
+        "graph_s": _GRAPH_LAUNCHES * launch / _MANY,
+        "operation_s": max(large - small, 0.0) / _MANY / (_IN_CACHE - 8),
+    }
+
+
+def _train_attention(dtype: torch.dtype, head: int) -> Callable[[], object]:
+    """Forward and backward."""
+    query, key, value, grad = torch.randn(4, *_BATCH, _SEQUENCE, head, dtype=dtype)
+
+    def train() -> Tensor:
+        result, sums = _attention(query, key, value, 0.0, True)
+        return _attention_backward(grad, query, key, value, result, sums, 0.0, True)[0]  # type: ignore[no-any-return]
+
+    return train
+
+
+def _launch() -> None:
+    """What generated code does around a kernel, often, and a kernel that has next to nothing to do."""
+    source = torch.ones(8, 8)
+    for _ in range(_MANY):
+        buffer = torch.empty(8, 8)
+        torch.mm(source.t(), source, out=buffer)
+        buffer.view(64)
+
+
+def _pointwise(numel: int) -> Callable[[], None]:
+    """Pointwise operations in place, often."""
+    values = torch.ones(numel)
+
+    def run() -> None:
+        for _ in range(_MANY):
+            values.mul_(1.0)
+
+    return run

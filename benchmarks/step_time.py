@@ -18,7 +18,6 @@ as the median of the ratios of each round, which noise that lasts longer than a 
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import statistics
 import sys
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 from harness import ranks, report
 from harness.gpt import Size, build_gpt, make_batches
+from harness.rounds import ROUND_SECONDS, agreed_steps, slowest, time_rounds, time_steps
 from harness.systems import (
     AUTO,
     BASE,
@@ -44,13 +44,11 @@ from harness.systems import (
     default_systems,
     parse_systems,
 )
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.calibrate import measure as calibrate
 
 _WARM_UP_STEPS = 3
-_ROUND_SECONDS = 1.5
 # About one unit of the default model, and more.
 _GATHERED_MEGABYTES = (8, 32)
 # Of a loss: systems sum in different orders.
@@ -64,7 +62,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--systems", type=parse_systems, metavar="A,B", help="see below; default all")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default 10")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help=f"of a system in a round; default as many as take about {_ROUND_SECONDS} s"
+        "--steps", type=int, metavar="N", help=f"of a system in a round; default as many as take about {ROUND_SECONDS} s"
     )
     parser.add_argument(
         "--lowering", default="inductor", choices=LOWERINGS, help="of all systems that compile; default inductor"
@@ -129,54 +127,7 @@ def reference_losses(size: Size, accumulation: Accumulation, device: torch.devic
     return [system.step(together).item() for _ in range(_WARM_UP_STEPS)]
 
 
-def agreed_steps(seconds: float, device: torch.device) -> int:
-    """How many steps a round has, the same on all ranks."""
-    steps = torch.tensor(max(1, round(_ROUND_SECONDS / seconds)), device=device)
-    dist.broadcast(steps, 0)
-    return int(steps)
-
-
-def time_rounds(
-    systems: dict[str, System],
-    batches: Sequence[tuple[Tensor, Tensor]],
-    steps: dict[str, int],
-    rounds: int,
-    device: torch.device,
-) -> dict[str, list[float]]:
-    """Seconds of a step of each system, in each round."""
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
-    with ranks.collector_off():
-        for _ in range(rounds):
-            for name, system in systems.items():
-                gc.collect()
-                seconds[name].append(time_steps(system, batches, steps[name], device))
-    return seconds
-
-
-def time_steps(system: System, batches: Sequence[tuple[Tensor, Tensor]], steps: int, device: torch.device) -> float:
-    """Mean seconds of steps that follow each other."""
-    dist.barrier()
-    if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(steps):
-            system.step(batches)
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1000 / steps
-    began = time.perf_counter()
-    for _ in range(steps):
-        system.step(batches)
-    return (time.perf_counter() - began) / steps
-
-
 # ------------------------------------------------------------------------------------------ what it means
-
-
-def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    """A round is over when its slowest rank is done."""
-    return [max(seconds) for seconds in zip(*of_ranks, strict=True)]
 
 
 def overhead_ratio(seconds: Sequence[float], base: Sequence[float], yardstick: Sequence[float]) -> float | None:

@@ -16,11 +16,12 @@ from typing import Any
 import compile_time
 import gpu_check
 import memory
+import prediction
 import published
 import pytest
 import step_time
 import torch
-from harness import allocations, device_profile, link, parity, phases, ranks, report
+from harness import allocations, device_profile, link, parity, phases, ranks, report, rounds
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--lowering", "aot_eager"]
@@ -54,6 +55,15 @@ def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
     # Without activations to speak of, a forward holds parameters: of two blocks of width 256, one of which is being copied out.
     forward = found["ours", "forward"]
     assert forward.parameters == pytest.approx(forward.accounted, rel=0.01)
+
+
+@pytest.mark.exhaustive
+def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> None:
+    results = run("prediction.py", tmp_path / "out.json", "--quick", "--rounds", "1")
+    row = results["rows"]["quick"]
+    # Counted, and so exact up to what is not a tensor: the model is tiny. Times are of a machine that others use.
+    assert row["memory"]["predicted"] == pytest.approx(row["memory"]["measured"], rel=0.1)
+    assert all(0 < row[what]["predicted"] < 1 and row[what]["measured"] > 0 for what in ("step", "unsharded"))
 
 
 @pytest.mark.exhaustive
@@ -98,7 +108,7 @@ def test_ratio_is_undefined_when_the_yardstick_costs_nothing() -> None:
 
 
 def test_a_round_takes_as_long_as_its_slowest_rank() -> None:
-    assert step_time.slowest([[1.0, 4.0], [2.0, 3.0]]) == [2.0, 4.0]
+    assert rounds.slowest([[1.0, 4.0], [2.0, 3.0]]) == [2.0, 4.0]
 
 
 def test_losses_are_compared_with_the_model_in_one_piece() -> None:
@@ -186,6 +196,33 @@ print(*allocations.peaks([keep, use, lambda: in_thread(keep), lambda: in_thread(
     command = [sys.executable, "-c", program, str(BENCHMARKS)]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     assert [int(peak) / 1e6 for peak in printed.split()] == pytest.approx([3, 5, 6, 6], rel=0.01)
+
+
+def test_predictions_are_compared_with_the_slower_rank() -> None:
+    said = {"step": 2.2, "unsharded": 1.0, "memory": 90}
+    ranks = [
+        {"configurations": {"a": {"predicted": said, "memory": memory, "seconds": {"ours": ours, "unsharded": alone}}}}
+        for memory, ours, alone in ((100, [2.0, 2.0, 9.0], [1.0, 1.0, 1.0]), (80, [1.0, 2.1, 1.0], [0.5, 1.5, 0.5]))
+    ]
+    row = prediction.comparisons(ranks)["a"]
+    assert row["step"] == prediction.Comparison(2.1, 2.2) and row["unsharded"] == prediction.Comparison(1.0, 1.0)
+    # Of each round: 1, 0.6, 8.
+    assert row["added"].measured == pytest.approx(1.0) and row["added"].error == pytest.approx(0.2)
+    assert row["memory"].error == pytest.approx(-0.1)
+
+
+def test_goals_count_configurations() -> None:
+    rows = {str(index): {"step": prediction.Comparison(1.0, 1.05 if index < 5 else 1.15)} for index in range(6)}
+    assert prediction.Goal("step", 0.1, 10).met(rows) == (5, True)
+    assert prediction.Goal("step", 0.1, 11).met(rows) == (5, False)
+    assert prediction.Goal("step", 0.2, 12).met(rows) == (6, True)
+
+
+def test_configurations_are_selected() -> None:
+    assert len(prediction.parse_args([]).configurations) >= 12
+    assert list(prediction.parse_args(["--only", "thin,1gbit"]).configurations) == ["thin", "1gbit"]
+    assert {one.link for one in prediction.parse_args(["--link", "4gbit"]).configurations.values()} == {"4gbit"}
+    assert list(prediction.parse_args(["--quick"]).configurations) == ["quick"]
 
 
 def device_event(category: str, correlation: int, begin: float, end: float) -> dict[str, Any]:

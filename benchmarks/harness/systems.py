@@ -105,6 +105,8 @@ class Setting:
         lowering: the backend or lowering of systems that compile.
         policy: mixed precision, of the systems that shard.
         hardware: the machine that ``ours-auto`` schedules for; None: the default.
+        reshard_after_forward: of ours; None: of all units but the root.
+        memory_limit: of ``ours-auto``, in bytes; None: none.
     """
 
     size: Recipe
@@ -114,6 +116,8 @@ class Setting:
     lowering: str = "inductor"
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     hardware: Hardware | None = None
+    reshard_after_forward: bool | None = None
+    memory_limit: int | None = None
 
 
 def _unsharded(setting: Setting) -> System:
@@ -157,7 +161,8 @@ def _ours(setting: Setting, **options: Any) -> System:
     from fsdp_compile import fsdp_backend, fully_shard
 
     model: Any = setting.size.build(setting.device)
-    shard_blocks(model, fully_shard, mesh=setting.mesh, mp_policy=setting.policy)
+    sharding = {"mesh": setting.mesh, "mp_policy": setting.policy, "reshard_after_forward": setting.reshard_after_forward}
+    shard_blocks(model, fully_shard, **sharding)
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": setting.lowering, **options})
     return System(model, compiled, _sync_flags(model, setting.accumulation))
 
@@ -181,7 +186,7 @@ _BUILDERS: dict[str, Callable[[Setting], System]] = {
     YARDSTICK: lambda setting: _fsdp2(setting, compiled=True),
     "fsdp2-async": lambda setting: _fsdp2(setting, compiled=True, async_op=True),
     "ours": _ours,
-    AUTO: lambda setting: _ours(setting, schedule="auto", hardware=setting.hardware),
+    AUTO: lambda setting: _ours(setting, schedule="auto", hardware=setting.hardware, memory_limit=setting.memory_limit),
     RECORDED: lambda setting: _ours(setting, cudagraphs=True),
 }
 

@@ -1,0 +1,291 @@
+"""Compare what the library predicts of a step with what the step takes: one table, all of it measured in one run.
+
+    python benchmarks/prediction.py                              # needs root, for links of a given rate
+    python benchmarks/prediction.py --link loopback              # configurations over loopback alone
+    python benchmarks/prediction.py --only thin,bf16 --rounds 2
+    python benchmarks/prediction.py --quick                      # one small configuration, to see that it runs
+
+Two ranks, Gloo, one thread each, each pinned to a core. Ahead of each configuration the machine is measured, with the functions
+of ``python -m fsdp_compile.calibrate``, which see no model. The step is predicted from its graphs and these numbers; then it is
+run, in turns with the model that is not sharded. Its peak of memory is counted by a library that is preloaded. The columns:
+
+    step        a step: forward, backward, SGD, zero_grad; the median over the rounds, of which the slower rank counts
+    added       what sharding adds to the step of the model that is not sharded, of which the prediction is the same models'
+    memory      the most bytes that live during a step, beyond what lives between steps
+
+Each with what was measured, what was predicted, and the error of the prediction relative to the measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import allocations, ranks, report
+from harness.flags import names_of
+from harness.gpt import Size, make_batches
+from harness.link import LOOPBACK
+from harness.rounds import agreed_steps, slowest, time_rounds, time_steps
+from harness.systems import AUTO, BASE, Accumulation, Setting, System, build
+from harness.unsharded import build_recorded
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_compile
+from fsdp_compile.calibrate import measure as calibrate
+from fsdp_compile.explain.make_report import make_report
+from passes.models.hardware import Hardware
+
+_OURS = "ours"
+_WARM_UP_STEPS = 2
+_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What is trained, and how.
+
+    Attributes:
+        size: the model and the batch.
+        link: how the ranks reach each other.
+        system: "ours" or "ours-auto".
+        bf16: compute in bfloat16, reduce in float32. The model in one piece is then all bfloat16.
+        reshard_after_forward: of all units; None: of all but the root.
+        accumulation: the microbatches.
+        memory_limit: of "ours-auto", in MB.
+    """
+
+    size: Size
+    link: str = LOOPBACK
+    system: str = _OURS
+    bf16: bool = False
+    reshard_after_forward: bool | None = None
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    memory_limit: int | None = None
+
+    def describe(self) -> str:
+        size, accumulation = self.size, self.accumulation
+        words = [f"{size.layers} x {size.width}", f"{size.batch} x {size.sequence}", self.link]
+        words += ["bf16"] if self.bf16 else []
+        words += ["auto"] if self.system == AUTO else []
+        words += [f"{self.memory_limit} MB"] if self.memory_limit else []
+        words += ["no reshard"] if self.reshard_after_forward is False else []
+        if accumulation.microbatches > 1:
+            words.append(f"{accumulation.microbatches} microbatches{', kept' if accumulation.keep_unsharded else ''}")
+        return ", ".join(words)
+
+
+def _size(layers: int, width: int, batch: int, sequence: int) -> Size:
+    return Size(layers, width, 4, batch, sequence)
+
+
+_KEPT = Accumulation(microbatches=3, unsharded=True, keep_unsharded=True)
+CONFIGURATIONS = {
+    "wide": Configuration(_size(2, 1024, 2, 128)),
+    "plain": Configuration(_size(8, 512, 4, 128)),
+    "thin": Configuration(_size(32, 128, 4, 128)),
+    "bf16": Configuration(_size(4, 768, 4, 256), bf16=True),
+    "saved": Configuration(_size(12, 256, 8, 64), reshard_after_forward=False),
+    "kept": Configuration(_size(4, 768, 2, 128), accumulation=_KEPT),
+    "auto": Configuration(_size(16, 256, 2, 256), system=AUTO),
+    "4gbit": Configuration(_size(6, 512, 4, 128), link="4gbit"),
+    "4gbit-limit": Configuration(_size(4, 512, 4, 256), link="4gbit", system=AUTO, memory_limit=170),
+    "4gbit-bf16": Configuration(_size(4, 1024, 2, 256), link="4gbit", bf16=True),
+    "4gbit-micro": Configuration(_size(6, 384, 4, 128), link="4gbit", accumulation=Accumulation(microbatches=2)),
+    "1gbit": Configuration(_size(8, 384, 4, 256), link="1gbit"),
+    "1gbit-auto": Configuration(_size(8, 512, 4, 128), link="1gbit", system=AUTO),
+    "1gbit-saved": Configuration(_size(4, 640, 8, 128), link="1gbit", reshard_after_forward=False),
+}
+QUICK = {"quick": Configuration(_size(2, 64, 2, 32))}
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=names_of("configuration", CONFIGURATIONS), metavar="A,B", help=", ".join(CONFIGURATIONS))
+    parser.add_argument("--link", metavar="RATE", help="only configurations over this link")
+    parser.add_argument("--quick", action="store_true", help="one small configuration instead")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default 5")
+    report.add_flags(parser)
+    args = parser.parse_args(argv)
+    args.device, args.group = "cpu", "gloo"
+    args.configurations = dict(QUICK if args.quick else CONFIGURATIONS)
+    for name, configuration in list(args.configurations.items()):
+        if (args.only and name not in args.only) or (args.link and configuration.link != args.link):
+            del args.configurations[name]
+    if not args.configurations:
+        parser.error("no configuration is left")
+    return args
+
+
+# --------------------------------------------------------------------------------------------- in a rank
+
+
+def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    """The numbers of the machine, and of each configuration, predicted and measured."""
+    ranks.pin_to_core()
+    found: dict[str, Any] = {}
+    for name, configuration in args.configurations.items():
+        torch._dynamo.reset()
+        # Anew each time: a shared machine is not as fast as it was some minutes ago.
+        hardware = calibrate(torch.device("cpu"))
+        found[name] = {"hardware": asdict(hardware), **measure_one(configuration, args.rounds, mesh, hardware)}
+        ranks.progress(f"{name}: measured")
+    return {"configurations": found}
+
+
+def measure_one(configuration: Configuration, rounds: int, mesh: DeviceMesh, hardware: Hardware) -> dict[str, Any]:
+    """One configuration."""
+    device = torch.device("cpu")
+    setting = Setting(
+        configuration.size,
+        mesh,
+        device,
+        configuration.accumulation,
+        policy=_BF16 if configuration.bf16 else MixedPrecisionPolicy(),
+        hardware=hardware,
+        reshard_after_forward=configuration.reshard_after_forward,
+        memory_limit=configuration.memory_limit and configuration.memory_limit * 10**6,
+    )
+    microbatches = configuration.accumulation.microbatches
+    batches = make_batches(configuration.size, dist.get_rank(), microbatches, device)
+    with fsdp_compile.capture(passes=False) as captured:
+        ours = build(configuration.system, setting)
+        ours.step(batches)
+        said = make_report(captured, hardware, optimizer="sgd")
+    alone, graphs = build_recorded(setting, torch.bfloat16 if configuration.bf16 else torch.float32)
+    systems = {_OURS: ours, BASE: alone}
+    for system in systems.values():
+        for _ in range(_WARM_UP_STEPS):
+            system.step(batches)
+    between = sum(unit.shard_bytes for unit in captured.census.units) + captured.census.other_bytes
+    return {
+        "predicted": {
+            "step": said.time_ns / 1e9,
+            "exposed": sum(call.exposed_ns for call in said.calls) / 1e9,
+            BASE: graphs.step_seconds(microbatches, alone.model, hardware),
+            "memory": said.memory.peak_bytes - between,
+        },
+        "memory": allocations.peaks([lambda: ours.step(batches)], device)[0],
+        "seconds": time_systems(systems, batches, rounds, device),
+    }
+
+
+def time_systems(systems: dict[str, System], batches: Any, rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of a step of each system in each round."""
+    steps = {}
+    for name, system in systems.items():
+        system.step(batches)
+        steps[name] = agreed_steps(time_steps(system, batches, 1, device), device)
+    return time_rounds(systems, batches, steps, rounds, device)
+
+
+# ------------------------------------------------------------------------------------------ what it means
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A number that was measured, and its prediction."""
+
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was measured; positive if it is too high."""
+        return (self.predicted - self.measured) / self.measured
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How many configurations have to be predicted how well.
+
+    Attributes:
+        what: a column.
+        within: the largest error.
+        of_twelve: of how many in twelve.
+    """
+
+    what: str
+    within: float
+    of_twelve: int
+
+    def met(self, rows: Mapping[str, Mapping[str, Comparison]]) -> tuple[int, bool]:
+        """In how many rows the error is small enough, and whether those are enough."""
+        good = sum(abs(row[self.what].error) <= self.within for row in rows.values())
+        return good, 12 * good >= self.of_twelve * len(rows)
+
+
+GOALS = (Goal("step", 0.1, 10), Goal("step", 0.2, 12), Goal("added", 0.2, 10), Goal("memory", 0.05, 12))
+
+
+def comparisons(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Comparison]]:
+    """For each configuration each column, of what the ranks measured. Any rank's prediction is that of all."""
+    found = {}
+    for name, one in results[0]["configurations"].items():
+        said = one["predicted"]
+        of_ranks = [result["configurations"][name] for result in results]
+        ours, alone = (slowest([of_rank["seconds"][system] for of_rank in of_ranks]) for system in (_OURS, BASE))
+        added = statistics.median(mine - base for mine, base in zip(ours, alone, strict=True))
+        found[name] = {
+            "step": Comparison(statistics.median(ours), said["step"]),
+            BASE: Comparison(statistics.median(alone), said[BASE]),
+            "added": Comparison(added, said["step"] - said[BASE]),
+            "memory": Comparison(max(of_rank["memory"] for of_rank in of_ranks), said["memory"]),
+        }
+    return found
+
+
+_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step": ("step ms", lambda seconds: f"{seconds * 1e3:.1f}"),
+    BASE: ("unsharded ms", lambda seconds: f"{seconds * 1e3:.1f}"),
+    "added": ("added ms", lambda seconds: f"{seconds * 1e3:.1f}"),
+    "memory": ("memory MB", lambda count: f"{count / 1e6:.1f}"),
+}
+
+
+def print_table(rows: Mapping[str, Mapping[str, Comparison]], configurations: Mapping[str, Configuration]) -> None:
+    header = ["configuration"]
+    for title, _ in _COLUMNS.values():
+        header += [title, "predicted", "error"]
+    lines = []
+    for name, row in rows.items():
+        line = [configurations[name].describe()]
+        for what, (_, text) in _COLUMNS.items():
+            line += [text(row[what].measured), text(row[what].predicted), f"{row[what].error:+.1%}"]
+        lines.append(line)
+    print(report.table(header, lines) + "\n")
+    for goal in GOALS:
+        good, met = goal.met(rows)
+        verdict = "met" if met else "missed"
+        print(f"{goal.what} within {goal.within:.0%}: {good} of {len(rows)} (to be {goal.of_twelve} in 12): {verdict}")
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_args(argv)
+    if ranks.served(args, measure):
+        return
+    rows: dict[str, dict[str, Comparison]] = {}
+    raw = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = allocations.preload(Path(scratch))
+        for link in dict.fromkeys(configuration.link for configuration in args.configurations.values()):
+            args.link = link
+            raw[link] = ranks.run_ranks([__file__, *argv, "--link", link], args, environment)
+            rows |= comparisons(raw[link])
+    print(f"\n{report.headline()}\nworld size 2, cpu, gloo; {args.rounds} rounds\n")
+    print_table(rows, args.configurations)
+    report.write_json(
+        args.json, rows={name: {what: asdict(one) for what, one in row.items()} for name, row in rows.items()}, ranks=raw
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -8,8 +8,9 @@ the whole step, whose time is the sum along its critical path there, and for its
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,8 +25,10 @@ from passes.models.group_layout import GroupLayout
 from passes.models.hardware import Hardware
 from passes.models.memory_model import Breakdown, Category
 
+from ..compiler.calls import GraphCall
 from .attribution import NO_UNIT, shares
 from .figures import GraphFigures
+from .formulae_text import formulae_latex, formulae_text
 from .graph_formulae import GraphFormulae, usual
 from .make_report import Optimizer
 from .memory import StepMemory
@@ -80,14 +83,10 @@ class Formulae:
         return sympy.Add(*self.memory.values())
 
     def __str__(self) -> str:
-        from .formulae_text import formulae_text
-
         return formulae_text(self)
 
     def latex(self) -> str:
         """The same as a table of LaTeX, for a document with ``amsmath``."""
-        from .formulae_text import formulae_latex
-
         return formulae_latex(self)
 
 
@@ -122,8 +121,7 @@ class _Machine:
         if demand.graphs and self._hardware.graph_s:
             launch += self._symbol("G", "seconds of the host for a graph", self._hardware.graph_s)
         flops, scores, operations = map(self.number, (demand.flops, demand.scores, demand.operations))
-        traced = replace(demand, flops=flops, scores=scores, operations=operations)
-        computing = traced.computing_s(self._hardware)
+        computing = replace(demand, flops=flops, scores=scores, operations=operations).computing_s(self._hardware)
         if not computing or computing < self.number(demand.moved_bytes) / self._hardware.bytes_per_s:
             return launch + self.memory_s(demand.moved_bytes)
         return launch + (self._product_s(demand) if demand.dtype else self._operations_s(demand))
@@ -256,24 +254,9 @@ class _Making:
 
     def _by_unit(self) -> list[UnitFormulae]:
         sums: dict[str, defaultdict[str, Any]] = {unit.name: defaultdict(int) for unit in self._units}
-        shard_bytes = {unit.name: unit.shard_bytes for unit in self._facts}
         for call, formulae, times in zip(self._calls, self._formulae, self._times, strict=True):
-            for unit, demands in _grouped(formulae).items():
-                row = sums.setdefault(call.units.get(unit, unit), defaultdict(int))
-                row["flops"] += times * sympy.Add(*(count * one.flops for one, count in demands.items()))
-                row["compute_s"] += times * self._sum_s(demands)
-            for collective in formulae.traffic:
-                unit = formulae.unit_of[collective]
-                sums[call.units.get(unit, unit)]["compute_s"] += times * self._taken_s(formulae, collective)
-            for collective, traffic in formulae.traffic.items():
-                done = bucket(collective)
-                parts = {formulae.unit_of.get(collective, NO_UNIT): 1.0}
-                parts = parts if done is None else shares(done, call.units, shard_bytes)
-                kind, taken = formulae.kinds[collective], self._communication_s(formulae, collective)
-                for unit, share in parts.items():
-                    row = sums.setdefault(call.units.get(unit, unit), defaultdict(int))
-                    row[_BYTES[kind]] += times * sympy.nsimplify(share) * traffic
-                    row["communication_s"] += times * sympy.nsimplify(share) * taken
+            for unit, name, value in itertools.chain(self._computed(formulae), self._communicated(call, formulae)):
+                sums.setdefault(call.units.get(unit, unit), defaultdict(int))[name] += times * value
         held = {unit.name: unit.shard_bytes for unit in self._units}
         return [
             UnitFormulae(
@@ -281,6 +264,25 @@ class _Making:
             )
             for name, row in sums.items()
         ]
+
+    def _computed(self, formulae: GraphFormulae) -> Iterator[tuple[str, str, Any]]:
+        """What a graph computes: the unit, the attribute of its formulae, and a part of the sum."""
+        for unit, demands in _grouped(formulae).items():
+            yield unit, "flops", sympy.Add(*(count * one.flops for one, count in demands.items()))
+            yield unit, "compute_s", self._sum_s(demands)
+        for collective in formulae.traffic:
+            yield formulae.unit_of[collective], "compute_s", self._taken_s(formulae, collective)
+
+    def _communicated(self, call: GraphCall, formulae: GraphFormulae) -> Iterator[tuple[str, str, Any]]:
+        """What a graph communicates, likewise."""
+        shard_bytes = {unit.name: unit.shard_bytes for unit in self._facts}
+        for collective, traffic in formulae.traffic.items():
+            done = bucket(collective)
+            own = {formulae.unit_of.get(collective, NO_UNIT): 1.0}
+            for unit, share in (own if done is None else shares(done, call.units, shard_bytes)).items():
+                part = sympy.nsimplify(share)
+                yield unit, _BYTES[formulae.kinds[collective]], part * traffic
+                yield unit, "communication_s", part * self._communication_s(formulae, collective)
 
     def _sum_s(self, demands: Mapping[Demand, int]) -> Any:
         return sympy.Add(*(count * self._machine.compute_s(demand) for demand, count in demands.items()))
@@ -335,7 +337,7 @@ def _grouped(formulae: GraphFormulae) -> dict[str, Counter[Demand]]:
     """The demands of a graph by unit, each with how often it is made."""
     found: defaultdict[str, Counter[Demand]] = defaultdict(Counter)
     for node, demand in formulae.demands.items():
-        if demand.launches or demand.moved_bytes:
+        if demand != Demand():
             found[formulae.unit_of[node]][demand] += 1
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,9 @@ _FIELDS = {
 }
 
 
-# Wider cells do not move what stands behind them.
-_LONG = 60
+_WIDTH = 124
+# Of a step, what need not be said.
+_LITTLE = 1e-3
 # What a rank sends of what is gathered or reduced.
 _OTHERS = {SYMBOLS[name]: sympy.Symbol(f"({name}-1)/{name}", positive=True) for name in ("S", "R")}
 
@@ -51,10 +53,10 @@ def formulae_text(formulae: Formulae) -> str:
     """Formulae as lines of text."""
     lines = ["Of a step, on each rank, where S divides the rows of each parameter. Bytes, flops and seconds.", "", "step"]
     lines += _columns(_step_terms(formulae))
+    lines.append("with")
+    lines += _columns([(_name(symbol), f"{formulae.values[symbol]:,.6g}", what) for symbol, what in formulae.meanings.items()])
     for name, rows in _sections(formulae):
         lines += [name, *_columns([(what, _text(value, kind)) for what, value, kind in rows])]
-    lines += ["", "with"]
-    lines += _columns([(_name(symbol), f"{formulae.values[symbol]:,.6g}", what) for symbol, what in formulae.meanings.items()])
     return "\n".join(lines)
 
 
@@ -70,6 +72,9 @@ def _step_terms(formulae: Formulae) -> list[tuple[str, str]]:
     values = {**formulae.values, **{part: 1 - 1 / formulae.values[symbol] for symbol, part in _parts(formulae)}}
     terms = [(number * symbols, _text(number * symbols, "s")) for symbols, number in _terms(formulae.step_s)]
     timed = sorted(((float(term.subs(values)), text) for term, text in terms), reverse=True)
+    padding = float(formulae.step_s.subs(formulae.values)) - sum(seconds for seconds, _ in timed)
+    if abs(padding) > _LITTLE * sum(seconds for seconds, _ in timed):
+        timed.append((padding, "as S divides not all rows"))
     return [(text, milliseconds(seconds * 1e9)) for seconds, text in timed]
 
 
@@ -95,11 +100,13 @@ def _rows(unit: UnitFormulae) -> list[tuple[str, Any, str]]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of two or more columns, each as wide as it has to be, but for what is long."""
-    widths = [
-        max((len(row[column]) for row in rows if len(row[column]) <= _LONG), default=0) for column in range(len(rows[0]) - 1)
-    ]
-    return ["  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows]  # noqa: B905
+    """Lines of columns, of which the last is wrapped."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        before = "  " + "".join(f"{cell.ljust(width)}  " for cell, width in zip(row[:-1], widths, strict=True))
+        lines += textwrap.wrap(before + row[-1], _WIDTH, subsequent_indent=" " * len(before), break_long_words=False)
+    return lines
 
 
 def _text(expression: Any, kind: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import expecttest
 import pytest
@@ -94,10 +95,14 @@ def test_page_shows_what_its_code_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (Path(__file__).parents[3] / "docs" / "explain.md").read_text()
-    (code, shown), *_ = re.findall(r"```python\n(.*?)```\n\n[^`]*`[^`]*`[^`]*\n\n```\n(.*?)```", page, flags=re.DOTALL)
+    blocks = re.findall(r"^```(\w*)\n(.*?)\n^```$", page, flags=re.DOTALL | re.MULTILINE)
+    code, shown, formulae, largest = (text for _, text in blocks[:4])
     monkeypatch.chdir(tmp_path)
-    exec(code, {})
-    assert capsys.readouterr().out.strip() == shown.strip()
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    assert capsys.readouterr().out.strip() == shown
+    assert str(scope["report"].formulae).startswith(formulae)
+    assert str(scope["report"].at(S=16384).formulae).startswith(largest)
     assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "step.png", "step.html"}
 
 

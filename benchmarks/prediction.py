@@ -5,9 +5,10 @@
     python benchmarks/prediction.py --only thin,bf16 --rounds 2
     python benchmarks/prediction.py --quick                      # one small configuration, to see that it runs
 
-Two ranks, Gloo, one thread each, each pinned to a core. Ahead of each configuration the machine is measured, with the functions
-of ``python -m fsdp_compile.calibrate``, which see no model. The step is predicted from its graphs and these numbers; then it is
-run, in turns with the model that is not sharded. Its peak of memory is counted by a library that is preloaded. The columns:
+Two ranks, Gloo, one thread each, each pinned to a core. Each step takes turns with that of the model that is not sharded. Ahead
+of these rounds and after them, the machine is measured with the functions of ``python -m fsdp_compile.calibrate``, which see no
+model; the prediction is the mean of those for either. What memory a step takes is counted by a library that is preloaded. The
+columns:
 
     step        a step: forward, backward, SGD, zero_grad; the median over the rounds, of which the slower rank counts
     added       what sharding adds to the step of the model that is not sharded, of which the prediction is the same models'
@@ -46,6 +47,8 @@ from passes.models.hardware import Hardware
 
 _OURS = "ours"
 _WARM_UP_STEPS = 2
+# Have glibc keep freed memory. Otherwise some steps ask the system for it anew, which then zeroes pages, and others do not.
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -112,7 +115,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", type=names_of("configuration", CONFIGURATIONS), metavar="A,B", help=", ".join(CONFIGURATIONS))
     parser.add_argument("--link", metavar="RATE", help="only configurations over this link")
     parser.add_argument("--quick", action="store_true", help="one small configuration instead")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default 5")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="default 4")
     report.add_flags(parser)
     args = parser.parse_args(argv)
     args.device, args.group = "cpu", "gloo"
@@ -131,17 +134,16 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """The numbers of the machine, and of each configuration, predicted and measured."""
     ranks.pin_to_core()
+    scheduled_for = calibrate(torch.device("cpu"))
     found: dict[str, Any] = {}
     for name, configuration in args.configurations.items():
         torch._dynamo.reset()
-        # Anew each time: a shared machine is not as fast as it was some minutes ago.
-        hardware = calibrate(torch.device("cpu"))
-        found[name] = {"hardware": asdict(hardware), **measure_one(configuration, args.rounds, mesh, hardware)}
+        found[name] = measure_one(configuration, args.rounds, mesh, scheduled_for)
         ranks.progress(f"{name}: measured")
     return {"configurations": found}
 
 
-def measure_one(configuration: Configuration, rounds: int, mesh: DeviceMesh, hardware: Hardware) -> dict[str, Any]:
+def measure_one(configuration: Configuration, rounds: int, mesh: DeviceMesh, scheduled_for: Hardware) -> dict[str, Any]:
     """One configuration."""
     device = torch.device("cpu")
     setting = Setting(
@@ -150,7 +152,7 @@ def measure_one(configuration: Configuration, rounds: int, mesh: DeviceMesh, har
         device,
         configuration.accumulation,
         policy=_BF16 if configuration.bf16 else MixedPrecisionPolicy(),
-        hardware=hardware,
+        hardware=scheduled_for,
         reshard_after_forward=configuration.reshard_after_forward,
         memory_limit=configuration.memory_limit and configuration.memory_limit * 10**6,
     )
@@ -159,22 +161,34 @@ def measure_one(configuration: Configuration, rounds: int, mesh: DeviceMesh, har
     with fsdp_compile.capture(passes=False) as captured:
         ours = build(configuration.system, setting)
         ours.step(batches)
-        said = make_report(captured, hardware, optimizer="sgd")
     alone, graphs = build_recorded(setting, torch.bfloat16 if configuration.bf16 else torch.float32)
     systems = {_OURS: ours, BASE: alone}
     for system in systems.values():
         for _ in range(_WARM_UP_STEPS):
             system.step(batches)
+    memory = allocations.peaks([lambda: ours.step(batches)], device)[0]
+    # A shared machine is faster or slower some minutes later.
+    before = calibrate(device)
+    seconds = time_systems(systems, batches, rounds, device)
+    after = calibrate(device)
     between = sum(unit.shard_bytes for unit in captured.census.units) + captured.census.other_bytes
+    predictions = []
+    for hardware in (before, after):
+        said = make_report(captured, hardware, optimizer="sgd")
+        predictions.append(
+            {
+                "step": said.time_ns / 1e9,
+                "exposed": sum(call.exposed_ns for call in said.calls) / 1e9,
+                BASE: graphs.step_seconds(microbatches, alone.model, hardware),
+                "memory": said.memory.peak_bytes - between,
+            }
+        )
     return {
-        "predicted": {
-            "step": said.time_ns / 1e9,
-            "exposed": sum(call.exposed_ns for call in said.calls) / 1e9,
-            BASE: graphs.step_seconds(microbatches, alone.model, hardware),
-            "memory": said.memory.peak_bytes - between,
-        },
-        "memory": allocations.peaks([lambda: ours.step(batches)], device)[0],
-        "seconds": time_systems(systems, batches, rounds, device),
+        "hardware": [asdict(before), asdict(after)],
+        "predicted": {name: statistics.mean(one[name] for one in predictions) for name in predictions[0]},
+        "predictions": predictions,
+        "memory": memory,
+        "seconds": seconds,
     }
 
 
@@ -275,7 +289,7 @@ def main(argv: Sequence[str]) -> None:
     rows: dict[str, dict[str, Comparison]] = {}
     raw = {}
     with tempfile.TemporaryDirectory() as scratch:
-        environment = allocations.preload(Path(scratch))
+        environment = {**allocations.preload(Path(scratch)), **_KEEP_MEMORY}
         for link in dict.fromkeys(configuration.link for configuration in args.configurations.values()):
             args.link = link
             raw[link] = ranks.run_ranks([__file__, *argv, "--link", link], args, environment)

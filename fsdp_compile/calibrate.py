@@ -32,11 +32,13 @@ from passes.collectives.functional import (
 )
 from passes.models.hardware import Hardware, Link, Links, dtype_name
 
-from .calibrate_cpu import measure_cpu
+from .calibrate_cpu import cold_product, measure_cpu
 from .compiler.machine import default_path, device_name
 from .units.mesh import connect
 
 _REPEATS = 7
+# Of two times whose difference counts.
+_PAIRS = 15
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -69,8 +71,10 @@ def _square(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def _product(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """Flops of a product, and its time."""
-    a = _square(dtype, device)
-    return 2.0 * len(a) ** 3, _seconds(lambda: a @ a, device)
+    if device.type == "cuda":
+        a = _square(dtype, device)
+        return 2.0 * len(a) ** 3, _seconds(lambda: a @ a, device)
+    return cold_product(dtype, lambda run: _seconds(run, device))
 
 
 def _compute(device: torch.device) -> tuple[dict[str, float], float, float]:
@@ -137,7 +141,7 @@ class _Collective:
             self.finish(in_flight)
 
         taken = []
-        for _ in range(_REPEATS):
+        for _ in range(_PAIRS):
             # In turns, so that both see the same noise; after a barrier, so that no rank waits for another one.
             computing = _once(compute, device)
             dist.barrier()

@@ -5,6 +5,7 @@ On a GPU the host runs ahead, and kernels are as fast as memory. A CPU computes 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ _HEADS = (32, 128)
 # For each score and element of a head: forward has two products, backward five; of causal attention half count.
 _FLOPS = (2 + 5) * 2 / 2
 _MANY = 100
+# As many weights of this size as no cache holds.
+_ROWS, _WEIGHTS = 512, 32
 # What the library's Python code takes for a segment and for a call of a graph, in launches of kernels, which are Python code as
 # well. Of models so small that nothing else takes time, 2 to 16 layers, on an AMD EPYC.
 _SEGMENT_LAUNCHES = 2.5
@@ -57,6 +60,13 @@ def measure_cpu(
         "graph_s": _GRAPH_LAUNCHES * launch / _MANY,
         "operation_s": max(large - small, 0.0) / _MANY / (_IN_CACHE - 8),
     }
+
+
+def cold_product(dtype: torch.dtype, seconds: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
+    """Flops of a product of a matrix that is in a cache with one that is not, as weights are, and its time."""
+    source = torch.ones(_ROWS, _ROWS, dtype=dtype)
+    weights = itertools.cycle([torch.ones(_ROWS, 2 * _ROWS, dtype=dtype) for _ in range(_WEIGHTS)])
+    return 4.0 * _ROWS**3, seconds(lambda: source @ next(weights))
 
 
 def _train_attention(dtype: torch.dtype, head: int) -> Callable[[], object]:

@@ -23,6 +23,7 @@ ORDER = {
         "runtime",
         "compiler",
         "comm_hooks",
+        "calibrate_cpu",
         "calibrate",
         "api",
         "dry_run",

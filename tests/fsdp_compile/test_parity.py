@@ -310,10 +310,11 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
 
 # What these make of graphs, other cases make, too, and what they compile to kernels takes long.
 _MANY_KERNELS = {
-    "graph_breaks-2-inductor",
-    "transformer_uneven-2-inductor",
     "reshard_int-4-inductor",
     "uneven-4-inductor",
+    "bf16_mlp-2-inductor",
+    "graph_breaks-2-inductor",
+    "transformer_uneven-2-inductor",
     "checkpoint_around_units-2-inductor",
 }
 

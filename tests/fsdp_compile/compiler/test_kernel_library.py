@@ -104,7 +104,7 @@ def _no_two_functions(template: str) -> str:
     ("change", "reason", "files"),
     [
         (_unknown_form, "bindings has an unknown form", [1, 1, 1]),
-        (_no_two_functions, "CppCompileError.*only_once", [1, 1, 1, 1, 2]),
+        pytest.param(_no_two_functions, "CppCompileError.*only_once", [1, 1, 1, 1, 2], marks=pytest.mark.exhaustive),
     ],
     ids=["unknown", "no_library"],
 )

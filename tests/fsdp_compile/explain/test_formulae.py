@@ -174,7 +174,7 @@ def test_is_readable(explained: Report) -> None:
     # Where S divides all rows, nothing is padded.
     assert "//" not in text
     assert "Max" not in text
-    assert re.search(r"^S +ranks that a parameter is sharded over: 8$", text, re.MULTILINE)
+    assert re.search(r"^  S +8 +ranks that a parameter is sharded over$", text, re.MULTILINE)
     latex = explained.formulae.latex()
     assert latex.startswith(r"\begin{align*}")
     assert r"\frac" in latex

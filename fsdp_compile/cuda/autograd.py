@@ -137,10 +137,20 @@ class _Backward:
             results = node(*gradients)
             return (results if isinstance(results, tuple) else (results,)) if node.next_functions else nothing
         # A function in Python: it is applied, not called, and returns something for arguments that are no tensors, too.
-        results = node.apply(*gradients)
+        results = node.apply(*self._materialized(node, gradients))
         results = results if isinstance(results, tuple) else (results,)
         needed = iter([result for result, is_needed in zip(results, node.needs_input_grad, strict=False) if is_needed])
         return [None if following is None else next(needed) for following, _ in node.next_functions]
+
+    def _materialized(self, node: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """What a function in Python is given: zeros where an output has no gradient.
+
+        Also if it asked for None instead (``set_materialize_grads``), which it does not tell; zeros have the same result.
+        """
+        return [
+            torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device) if gradient is None else gradient
+            for gradient, expected in zip(gradients, node._input_metadata, strict=True)
+        ]
 
     def _add(self, node: Any, index: int, gradient: Tensor | None) -> None:
         buffer = self._buffers.setdefault(node, [None] * len(node._input_metadata))

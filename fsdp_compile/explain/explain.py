@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,8 +31,10 @@ from ..compiler.options import LOWERINGS, Options
 from ..cuda.attention import fused_attention
 from ..cuda.pretend import device_of, pretend_cuda
 from ..dry_run import check_arguments, played_step, shard_layers, train
+from .exposure import milliseconds
 from .formulae import Derivation
 from .make_report import hardware_of, make_report
+from .render import size
 from .report import Report
 from .suggestions import suggestion, with_suggestions
 from .symbolic import SymbolicStep, check_is_same, marking, symbolic_inputs
@@ -112,6 +115,14 @@ def explain(
     def derive() -> Derivation:
         traced = symbolic_step(model, inputs, mesh_shape, machine, shard=shard, step=step, options=given, optimizer=optimizer)
         check_is_same(report, traced)
+        told = traced.at(report.tokens, traced.values)
+        if (told.time_ns, told.memory.peak_bytes) != (report.time_ns, report.memory.peak_bytes):
+            warnings.warn(
+                f"Traced with symbols, the step takes {milliseconds(told.time_ns)} and holds {size(told.memory.peak_bytes)}, "
+                f"not {milliseconds(report.time_ns)} and {size(report.memory.peak_bytes)}: torch.compile makes other graphs of "
+                "it. Formulae, and what at() says, are of those.",
+                stacklevel=3,
+            )
         return Derivation(traced, machine, optimizer, report.tokens, traced.values)
 
     report = replace(run(schedule=given["schedule"]), _derive=derive)

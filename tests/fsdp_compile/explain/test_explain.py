@@ -175,6 +175,25 @@ def test_compute_is_of_the_unit_whose_parameters_it_reads() -> None:
     assert sum(unit.kernels for unit in report.units) == report.total.kernels
 
 
+def test_outputs_without_a_gradient() -> None:
+    class TwoOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.layer(x)
+            return logits.square().sum(), logits
+
+    def step(compiled: Any, x: Tensor) -> None:
+        # As of models that return the loss and the logits.
+        compiled(x)[0].backward()
+
+    with torch.device("meta"):
+        report = explain(TwoOutputs(), torch.empty(4, 8), (8,), "h100", step=step, suggest=False)
+    assert [call.stage for call in report.calls] == ["forward", "backward"]
+
+
 def test_state_of_the_optimizer() -> None:
     elements = bytes_of(build()) // 4 // RANKS
     x = torch.empty(BATCH, DIM, device="meta")

@@ -224,6 +224,23 @@ def test_refuses_shard_groups_of_different_sizes() -> None:
         explained.formulae  # noqa: B018
 
 
+def test_warns_where_symbols_change_the_graph() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = self.layer(x)
+            return wide.sum() if x.size(0) == 1 else self.layer(wide).sum()
+
+    with torch.device("meta"):
+        # A batch of one is traced with two, as torch.compile takes one for a number.
+        explained = explain(Branches(), torch.empty(1, 8), (8,), "h100", suggest=False)
+    with pytest.warns(UserWarning, match="torch.compile makes other graphs of it"):
+        explained.at()
+
+
 def test_captures_have_none(one_rank: None) -> None:
     torch.compiler.reset()
     model = nn.Linear(4, 4)

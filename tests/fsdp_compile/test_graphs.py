@@ -146,6 +146,7 @@ def test_groups_are_named_after_the_mesh(policy: bool | int) -> None:
     assert groups == {"shard", "replicate"} | ({"post_forward"} if policy == 2 else set())
 
 
+@pytest.mark.exhaustive
 def test_graphs_are_the_same_every_time() -> None:
     texts = []
     for _ in range(2):

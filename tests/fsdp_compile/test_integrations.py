@@ -158,7 +158,8 @@ def accelerate(ours: bool, path: str, tied: bool) -> list[float]:
 
 
 @_needs("accelerate")
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["plain", "tied-checkpointed"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied-checkpointed"])
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11"),
     reason="torch.compile of 2.11 does not train a checkpointed model with a cache, sharded or not",
@@ -257,5 +258,6 @@ def run_fabric(path: str) -> None:
 
 
 @_needs("lightning_fabric")
+@pytest.mark.exhaustive
 def test_fabric(rank_pools: RankPools, tmp_path: Path) -> None:
     rank_pools[_WORLD].run(run_fabric, path=str(tmp_path))

@@ -65,7 +65,7 @@ def script(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     "policy",
     [
-        Policy(False, True, False),
+        pytest.param(Policy(False, True, False), marks=pytest.mark.exhaustive),
         pytest.param(Policy(True, 8, True, "kept", param_dtype=torch.bfloat16), marks=pytest.mark.exhaustive),
         pytest.param(Policy(True, False, False, "each"), marks=pytest.mark.exhaustive),
         pytest.param(Policy(False, True, True, "last"), marks=pytest.mark.exhaustive),

@@ -452,7 +452,11 @@ def capture_graphs(shape: tuple[int, ...], lowering: str) -> tuple[list[str], li
     return texts[0], [isinstance(graph.code, str) for graph in graphs]
 
 
-@pytest.mark.parametrize(("shape", "lowering"), [((2,), "aot_eager"), ((2,), "inductor"), ((2, 2), "aot_eager")], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "lowering"),
+    [((2,), "aot_eager"), pytest.param((2,), "inductor", marks=pytest.mark.exhaustive), ((2, 2), "aot_eager")],
+    ids=str,
+)
 def test_capture(shape: tuple[int, ...], lowering: str, rank_pools: RankPools) -> None:
     results = rank_pools[shape[0] * (shape[1] if len(shape) == 2 else 1)].run(capture_graphs, shape=shape, lowering=lowering)
     (forward, backward), has_code = results[0]

@@ -175,6 +175,14 @@ def test_compute_is_of_the_unit_whose_parameters_it_reads() -> None:
     assert sum(unit.kernels for unit in report.units) == report.total.kernels
 
 
+def test_products_that_inductor_would_pad() -> None:
+    """Whether padding is worth it is measured on a GPU, which is not there."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1030, 1030), nn.ReLU(), nn.Linear(1030, 50257)).to(torch.bfloat16)
+        report = explain(model, torch.empty(512, 1030, dtype=torch.bfloat16), (8,), "h100", suggest=False)
+    assert report.flops["bfloat16"] > 0
+
+
 def test_outputs_without_a_gradient() -> None:
     class TwoOutputs(nn.Module):
         def __init__(self) -> None:
@@ -227,6 +235,7 @@ def test_tokens_of_integer_inputs() -> None:
     assert explain(Model(), tokens, (2,), "a100", step=two_microbatches, tokens=128, suggest=False).tokens == 128
 
 
+@pytest.mark.exhaustive
 def test_suggestions_are_what_the_changed_step_gives() -> None:
     x = torch.empty(BATCH, DIM, device="meta")
     plain = explain(build(), x, (RANKS,), "h100")
@@ -322,6 +331,7 @@ def explain_captured_as_text() -> str:
     return str(replace(explain_captured(), suggestions=()))
 
 
+@pytest.mark.exhaustive
 def test_says_of_a_model_what_its_run_says(rank_pools: RankPools) -> None:
     """Two real ranks over Gloo, and the same step without any."""
     options = {"lowering": "aot_eager"}

@@ -100,7 +100,10 @@ class Report:
         return self._derivation().formulae
 
     def at(self, **values: int) -> Report:
-        """The report on the same step at other sizes, without tracing it: to the byte and the nanosecond what a trace gives.
+        """The report on the same step at other sizes, without tracing it.
+
+        Bytes of communication and flops are those of a trace there. Memory and time are those of the graphs that this step has;
+        of another batch or sequence torch.compile may save something else, and padding may make a kernel.
 
         The schedule is that of this report, also where ``schedule="auto"`` would choose another one.
 

@@ -96,7 +96,7 @@ def test_page_shows_what_its_code_prints(
 ) -> None:
     page = (Path(__file__).parents[3] / "docs" / "explain.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)\n^```$", page, flags=re.DOTALL | re.MULTILINE)
-    code, shown, formulae, largest = (text for _, text in blocks[:4])
+    code, shown, _, formulae, largest = (text for _, text in blocks[:5])
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
     exec(code, scope)

@@ -22,7 +22,7 @@ from passes.models.in_flight import InFlight
 from passes.models.memory_model import Breakdown, Category
 from passes.models.timeline import awaited, is_wait
 
-from ..compiler.calls import GraphCall
+from ..compiler.calls import Census, GraphCall
 from ..explain.formulae import Optimizer
 from ..explain.graph_formulae import GraphFormulae
 from ..explain.memory import StepMemory
@@ -167,15 +167,14 @@ class StepTable:
         layouts = self._step.layouts_at(sizes)
         done = {key: self._run(table, values, layouts) for key, table in self._tables.items()}
         calls = self._step.calls_at(sizes)
-        units = [unit_at(unit, sizes["S"]) for unit in self._step.facts]
-        census = self._step.census_of(units)
+        census = self._step.census_of([unit_at(unit, sizes["S"]) for unit in self._step.facts])
         exposed: dict[str, float] = {}
         for call in calls:
             for wire, waited in done[id(call.graph)][1].items():
                 exposed[wire] = exposed.get(wire, 0.0) + waited / 1e9
         time_ns = sum(done[id(call.graph)][0] for call in calls) + self._optimizer.time_ns(census, self._hardware)
         products = sum(done[id(call.graph)][2] for call in calls)
-        return Estimate(time_ns / 1e9, exposed, products / 1e9, self._peak(calls, values, sizes))
+        return Estimate(time_ns / 1e9, exposed, products / 1e9, self._peak(calls, census, values, sizes))
 
     def _run(
         self, table: _GraphTable, values: Tensor, layouts: Mapping[str, GroupLayout]
@@ -209,7 +208,7 @@ class StepTable:
                 clock = max(clock, over)
         return clock, exposed, products
 
-    def _peak(self, calls: Sequence[GraphCall], values: Tensor, sizes: Mapping[str, int]) -> int:
+    def _peak(self, calls: Sequence[GraphCall], census: Census, values: Tensor, sizes: Mapping[str, int]) -> int:
         numbers = values.tolist()
 
         def held(counts: Mapping[Category, Mapping[int, int]]) -> dict[Category, int]:
@@ -221,7 +220,6 @@ class StepTable:
         figures: Any = {
             key: _Figures(Breakdown({}, {}, held(table.given_out), held(table.taken))) for key, table in self._tables.items()
         }
-        census = self._step.census_of([unit_at(unit, sizes["S"]) for unit in self._step.facts])
         placed = [replace(call, gradient_bytes=call.gradients.num_bytes(sizes["S"])) for call in calls]
         memory = StepMemory(placed, [figures[id(call.graph)] for call in calls], census, self._optimizer.state_bytes(census))
         return round(

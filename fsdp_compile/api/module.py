@@ -25,7 +25,7 @@ from passes.fx.torch_internals.dynamo import OptimizedModule
 from passes.ir.ops import unshard
 
 from ..runtime.uncompiled import Forward, read
-from ..units.sharded_param import ShardedParam, shard_attribute
+from ..units.sharded_param import ShardedParam, model_parallel_attribute, shard_attribute
 from ..units.unit import Scope, Unit
 from .casts import cast_inputs, cast_output
 from .composable import UnitState, state_of
@@ -184,6 +184,20 @@ def _sharded_property(name: str) -> property:
     return property(read)
 
 
+def _model_parallel_property(name: str) -> property:
+    """The property of a parameter that another parallelism has laid out, which reads as its DTensor."""
+    piece_of: Any = _sharded_property(name).fget
+    attribute = model_parallel_attribute(name)
+
+    def read(self: Any) -> Any:
+        piece = piece_of(self)
+        if not is_compiling() or not self._fsdp_scope.active:
+            return piece
+        return getattr(self, attribute).wrap(piece)
+
+    return property(read)
+
+
 @disable_dynamo
 def _read_eagerly(module: Any, name: str) -> Any:
     sharded: ShardedParam = module._fsdp_sharded[name]
@@ -195,14 +209,14 @@ def _read_eagerly(module: Any, name: str) -> Any:
         return sharded.compute_with(registered) if module._fsdp_scope.active else registered
     if not module._fsdp_scope.active:
         shown = sharded.state.shown(sharded.param)
-        return registered if shown is None else shown
+        return registered if shown is None else sharded.as_read(shown)
     if sharded.shard.is_meta:
         raise RuntimeError(sharded.meta_message())
     full = read(sharded)
     if full is None:
         sharded.sync_requires_grad()
         full = unshard(sharded.shard, *sharded.args, **sharded.kwargs)
-    return full
+    return sharded.as_read(full)
 
 
 @torch.compiler.assume_constant_result
@@ -262,9 +276,12 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
 
 
 @functools.cache
-def _make_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
+def _make_class(
+    original: type[nn.Module], names: tuple[str, ...], model_parallel: tuple[str, ...], is_unit: bool
+) -> type[nn.Module]:
     base, prefix = (FSDPModule, "FSDP") if is_unit else (_Sharded, "Sharded")
     namespace: dict[str, Any] = {name: _sharded_property(name) for name in names}
+    namespace |= {name: _model_parallel_property(name) for name in model_parallel}
     if not issubclass(original, OptimizedModule):
         # The forward of a wrapper runs that of its module.
         namespace["forward"] = _in_unit(original.forward, casts=is_unit)
@@ -285,7 +302,9 @@ def swap_class(module: nn.Module, unit: Unit, is_unit: bool) -> None:
     module._fsdp_unit = unit  # type: ignore[assignment]
     module._fsdp_scope = unit.scope  # type: ignore[assignment]
     original: Any = type(module)
-    module.__class__ = _make_class(original, tuple(sharded_params_of(module)), is_unit)
+    params = sharded_params_of(module)
+    model_parallel = tuple(name for name, sharded in params.items() if sharded.model_parallel is not None)
+    module.__class__ = _make_class(original, tuple(params), model_parallel, is_unit)
     if "forward" in module.__dict__:
         # A forward patched onto the instance hides the class's.
         _wrap_on_instance(module, "forward", casts=is_unit)
@@ -298,7 +317,7 @@ def swap_class_of_wrapper(wrapper: OptimizedModule) -> None:
     It has the attributes of the module inside, and so its unit.
     """
     original: Any = type(wrapper)
-    wrapper.__class__ = cast("type[OptimizedModule]", _make_class(original, (), True))
+    wrapper.__class__ = cast("type[OptimizedModule]", _make_class(original, (), (), True))
 
 
 def _wrap_on_instance(module: nn.Module, name: str, casts: bool) -> None:

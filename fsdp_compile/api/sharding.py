@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from passes.collectives.layout import REPLICATED
 from passes.fx.torch_internals.core import FakeTensor
@@ -20,6 +20,7 @@ from passes.fx.torch_internals.dynamo import OptimizedModule
 from ..runtime.owner import attach
 from ..torch_versions import check_policy
 from ..units.mesh import ShardingMesh
+from ..units.model_parallel import ModelParallel
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .composable import is_fsdp2s, register, state_of
@@ -77,8 +78,10 @@ def fully_shard(
 
     Args:
         module: the module, or a list of modules to make one unit of; also wrappers that ``torch.compile`` returned.
-        mesh: 1-D for FSDP; 2-D (replicate, shard) for HSDP. None: all ranks. The first use of a mesh is a collective call of
-            its ranks, which sets up how they communicate: NCCL's communicators, over Gloo a second group for each.
+        mesh: 1-D for FSDP; 2-D (replicate, shard) for HSDP. None: all ranks. Of a mesh with more dimensions, a slice, perhaps
+            flattened. A parameter may be a DTensor already, on another slice of the same mesh: tensor or expert parallel. The
+            first use of a mesh is a collective call of its ranks, which sets up how they communicate: NCCL's communicators,
+            over Gloo a second group for each.
         reshard_after_forward: True: backward gathers the unit again. False: the gathered parameters live until backward.
             None: True for all units but the root. An int: keep shards of a group of so many ranks, and gather over that.
         shard_placement_fn: gives ``Shard(dim)``, or None for ``Shard(0)``, for a parameter, or torch's ``ShardPlacementResult``
@@ -111,6 +114,7 @@ def fully_shard(
     found = _collect_parameters(modules, ignored)
     sharding_mesh = ShardingMesh.of(mesh)
     dims = {param: _shard_dim(param, owners, sharding_mesh, shard_placement_fn) for param, owners in found.items()}
+    _check_meshes(found, dims, sharding_mesh)
     _check_dtypes(found)
     _check_devices(found)
 
@@ -237,20 +241,16 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
                     f"Parameter {prefix}{name} is sharded already, by an earlier call on a module around it. Call fully_shard "
                     "on inner modules first."
                 )
-            if isinstance(param, DTensor):
+            piece = _piece(param)
+            if _has_ways_of_its_own(piece):
                 raise NotImplementedError(
-                    f"Parameter {prefix}{name} is a DTensor already. Sharding on top of tensor parallelism is not supported "
-                    "yet: leave parallelize_module out, or add the parameter to ignored_params, which leaves it as it is."
-                )
-            if _has_ways_of_its_own(param):
-                raise NotImplementedError(
-                    f"Parameter {prefix}{name} is a {type(param).__name__}, a tensor subclass with operators or gathers of its "
+                    f"Parameter {prefix}{name} is a {type(piece).__name__}, a tensor subclass with operators or gathers of its "
                     "own, which a shard would lose. Add it to ignored_params, which leaves it whole on every rank, or convert "
                     "the model after sharding."
                 )
-            if not param.is_contiguous():
+            if not piece.is_contiguous():
                 raise NotImplementedError(
-                    f"Parameter {prefix}{name} is not contiguous (stride {param.stride()}). Make it so before sharding."
+                    f"Parameter {prefix}{name} is not contiguous (stride {piece.stride()}). Make it so before sharding."
                 )
             found.setdefault(param, []).append((module, name, prefix + name))
         for name, child in module.named_children():
@@ -261,7 +261,12 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
     return found
 
 
-def _has_ways_of_its_own(param: nn.Parameter) -> bool:
+def _piece(param: Tensor) -> Tensor:
+    """What is sharded of a parameter: itself, or what another parallelism has left this rank of it."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def _has_ways_of_its_own(param: Tensor) -> bool:
     """Whether a parameter is more than a plain tensor. A subclass of ``nn.Parameter`` that only adds attributes is not."""
     kind = type(param)
     if issubclass(kind, FakeTensor):
@@ -291,12 +296,35 @@ def _shard_dim(param: nn.Parameter, owners: _Owners, mesh: ShardingMesh, shard_p
     if not -param.dim() <= placement.dim < param.dim():
         raise ValueError(f"shard_placement_fn returned {placement} for parameter {name} of shape {tuple(param.shape)}.")
     dim = placement.dim % param.dim()
-    if dim > 0 and param.size(dim) % mesh.shard_size:
+    shape = tuple(_piece(param).shape)
+    if dim > 0 and shape[dim] % mesh.shard_size:
         raise NotImplementedError(
-            f"Parameter {name} of shape {tuple(param.shape)} cannot be sharded evenly as {placement} over {mesh.shard_size} "
+            f"Parameter {name} of shape {shape} cannot be sharded evenly as {placement} over {mesh.shard_size} "
             "ranks. Only Shard(0) may be uneven: return Shard(0), or a dimension that divides."
         )
     return dim
+
+
+def _check_meshes(found: dict[nn.Parameter, _Owners], dims: dict[nn.Parameter, int], mesh: ShardingMesh) -> None:
+    for param, owners in found.items():
+        layout = ModelParallel.of(param)
+        if layout is None:
+            continue
+        if any(isinstance(placement, Partial) for placement in layout.placements):
+            raise ValueError(
+                f"Parameter {owners[0][2]} is a DTensor whose ranks hold parts of a sum ({layout.placements}). Redistribute "
+                "it: Shard or Replicate."
+            )
+        try:
+            layout.sharded_spec(mesh, dims[param], cast(DTensor, param))
+        # The last where a mesh has no names of dimensions.
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise ValueError(
+                f"Parameter {owners[0][2]} is a DTensor on {layout.mesh}, which has to be another slice of the mesh that mesh= "
+                f"is a slice of, {mesh.mesh}. Make one mesh of all ranks, such as init_device_mesh(device, (2, 4), "
+                "mesh_dim_names=('dp', 'tp')), parallelize over mesh['tp'], and shard over mesh['dp']. Or add the parameter to "
+                f"ignored_params, which leaves it as it is. ({error})"
+            ) from error
 
 
 def _check_devices(found: dict[nn.Parameter, _Owners]) -> None:

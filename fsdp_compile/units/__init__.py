@@ -19,6 +19,9 @@ On modules that ``fully_shard`` sharded, and on those inside that register shard
 ``_fsdp_shard_<name>``
     The arguments of ``unshard`` for one parameter, its shard first: one attribute to read for Dynamo.
     Set, and named: ``fsdp_compile/units/sharded_param.py``. Read by that name.
+``_fsdp_model_parallel_<name>``
+    How another parallelism has laid out one parameter, a :class:`~.model_parallel.ModelParallel`, for Dynamo as well.
+    Set, and named: ``fsdp_compile/units/sharded_param.py``. Read by that name.
 ``_fsdp_original_class``
     On a generated class: the class that it was made of, of which slices of a container are.
     Set and read: ``fsdp_compile/api/module.py``.

@@ -24,6 +24,7 @@ from passes.collectives.layout import REPLICATED, padded_shard_numel, padded_sha
 from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
 
 from ..torch_versions import reduce_dtype
+from .model_parallel import ModelParallel
 from .own_storage import has_memory, with_own_storage
 from .param_state import ParamState, set_local
 
@@ -37,6 +38,11 @@ def shard_attribute(name: str) -> str:
     return f"_fsdp_shard_{name}"
 
 
+def model_parallel_attribute(name: str) -> str:
+    """The name of a module's attribute for one parameter that another parallelism has laid out: how it did."""
+    return f"_fsdp_model_parallel_{name}"
+
+
 class ShardedParam:
     """One parameter of a unit.
 
@@ -45,7 +51,8 @@ class ShardedParam:
         owners: every module that registers it, with the name that it has there; several for a tied parameter.
         name: qualified name, from the outermost sharded module.
         local_name: name within the unit; equal for the same parameter of equal blocks.
-        shape: full shape.
+        shape: what is gathered: the full shape, or that of this rank's piece of what another parallelism has laid out.
+        model_parallel: how another parallelism has laid out the parameter; None: none has.
         dim: the dimension that is cut, or ``REPLICATED`` for a scalar.
         padded_shape, padded_numel: of every rank's padded shard.
         rows: first index and number of indices along ``dim`` of this rank's shard, without padding.
@@ -60,26 +67,31 @@ class ShardedParam:
         self.unit = unit
         self.owners = owners
         self.name = self.local_name = local_name
-        self.shape = param.shape
+        self.model_parallel = ModelParallel.of(param)
+        piece = param._local_tensor if isinstance(param, DTensor) else param
+        self.shape = piece.shape
         self.dim = dim
         self.padded_shape = padded_shard_shape(self.shape, dim, unit.mesh.shard_size)
         self.padded_numel = padded_shard_numel(self.shape, dim, unit.mesh.shard_size)
         self.rows = (0, 0) if dim == REPLICATED else self._rows_of_rank(unit.mesh.shard_rank)
         self.offset = 0
-        self.param = self._make_param(param)
+        self.param = self._make_param(param, piece)
         self.shard: nn.Parameter
         self._own_storage: torch.UntypedStorage
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.state = ParamState()
 
-    def _make_param(self, full: nn.Parameter) -> nn.Parameter:
+    def _make_param(self, full: nn.Parameter, piece: Tensor) -> nn.Parameter:
         mesh = self.unit.mesh
-        local = full.detach()
+        local = piece.detach()
         if self.dim != REPLICATED:
             local = local.narrow(self.dim, *self.rows).contiguous()
-        meta = TensorMeta(full.shape, full.stride(), full.dtype)
-        spec = DTensorSpec(mesh.mesh, mesh.placements(self.dim), tensor_meta=meta)
+        if self.model_parallel is None:
+            meta = TensorMeta(full.shape, full.stride(), full.dtype)
+            spec = DTensorSpec(mesh.mesh, mesh.placements(self.dim), tensor_meta=meta)
+        else:
+            spec = self.model_parallel.sharded_spec(mesh, self.dim, full)  # type: ignore[arg-type]
         return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=full.requires_grad)
 
     def _rows_of_rank(self, rank: int) -> tuple[int, int]:
@@ -158,13 +170,8 @@ class ShardedParam:
 
     def check_replacement(self, param: Any) -> None:
         """Raise for a parameter that cannot replace this one."""
-        spec = getattr(param, "_spec", None)
-        if (
-            spec is None
-            or spec.mesh != self.unit.mesh.mesh
-            or spec.placements != self.unit.mesh.placements(self.dim)
-            or spec.shape != self.shape
-        ):
+        spec, own = getattr(param, "_spec", None), self.param._spec  # type: ignore[attr-defined]
+        if spec is None or spec.mesh != own.mesh or spec.placements != own.placements or spec.shape != own.shape:
             raise ValueError(
                 f"Parameter {self.name} is sharded and cannot be replaced by a {type(param).__name__} that is not sharded "
                 "alike. Load a sharded state dict (DTensors), or a full one with "
@@ -203,13 +210,22 @@ class ShardedParam:
         self.kwargs = {key: value for key, value in kwargs.items() if value != defaults.get(key)}
         for module, name in self.owners:
             module.__dict__[shard_attribute(name)] = None if self.shard.is_meta else (self.shard, self.args, self.kwargs)
+            if self.model_parallel is not None:
+                module.__dict__[model_parallel_attribute(name)] = self.model_parallel
 
     def compute_with(self, given: Tensor | None) -> Tensor | None:
-        """The full tensor, in the compute dtype, of a tensor that is registered in the parameter's place."""
+        """What a forward reads of a tensor that is registered in the parameter's place, in the compute dtype."""
         if given is None:
             return None
-        full = given.full_tensor() if isinstance(given, DTensor) else given
-        return full.to(self.compute_dtype) if full.is_floating_point() else full
+        if self.model_parallel is not None:
+            full = self.model_parallel.piece_of(given)
+        else:
+            full = given.full_tensor() if isinstance(given, DTensor) else given
+        return self.as_read(full.to(self.compute_dtype) if full.is_floating_point() else full)
+
+    def as_read(self, full: Tensor) -> Tensor:
+        """A gathered parameter as a forward reads it. Differentiable."""
+        return full if self.model_parallel is None else self.model_parallel.wrap(full)
 
     def check_gather(self) -> None:
         """Check that the local tensor has no gather of its own, which FSDP2 supports.

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.common.distributed import device_mesh
 
@@ -39,6 +39,7 @@ Compile: TypeAlias = dict[str, Any]
 FLOOR = 1e-8
 # Evaluations come after these steps: before the second training step, and once in between later ones.
 _EVALUATE_AFTER = (0, 2)
+_HSDP = ("replicate", "shard")
 
 
 def regression_batch(step: int, rank: int, world: int, sizes: Sequence[int] = (3,), dim: int = 8, out: int = 4) -> Batch:
@@ -105,6 +106,9 @@ class Case:
     worlds: tuple[int, ...] = (2, 4)
     # HSDP: the number of replicas.
     replicas: int = 1
+    # Tensor parallelism: how many ranks share each batch, and what lays the model out over them, ahead of sharding.
+    tensor_parallel: int = 1
+    parallelize: Callable[[nn.Module, DeviceMesh], None] | None = None
     # Whether torch's own FSDP2 supports the case.
     fsdp2: bool = True
     # Relative error against the float64 reference and against FSDP2. None: not comparable.
@@ -142,6 +146,8 @@ def _full(history: Sequence[Tensor]) -> list[Tensor]:
     first = history[0]
     if not isinstance(first, DTensor):
         return list(history)
+    if not all(type(placement) in (Shard, Replicate) for placement in first.placements):
+        return [tensor.full_tensor() for tensor in history if isinstance(tensor, DTensor)]
     local = [tensor.to_local() for tensor in history if isinstance(tensor, DTensor)]
     shape = (len(history), *first.shape)
     stacked = DTensor.from_local(
@@ -256,12 +262,15 @@ def train_sharded(case: Case, fully_shard: FullyShard, compile_options: Compile 
     ``compile_options`` are the arguments of ``torch.compile``; without them, the model runs eagerly. Every
     rank returns its final parameters, which have to be the same; the other full tensors are rank 0's only.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = device_mesh((world,) if case.replicas == 1 else (case.replicas, world // case.replicas))
+    mesh, tensor_parallel = _meshes(case)
+    world = mesh.size()
+    rank = dist.get_rank() // case.tensor_parallel
 
     torch.manual_seed(0)
     with torch.device("meta" if case.meta else "cpu"):
         model = case.build()
+    if case.parallelize is not None:
+        case.parallelize(model, tensor_parallel)
     case.shard(model, mesh, fully_shard)
     if case.meta:
         model.to_empty(device="cpu")
@@ -288,9 +297,20 @@ def train_sharded(case: Case, fully_shard: FullyShard, compile_options: Compile 
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             run = _train(case, model, case.compile(model, compile_options), batch_at, reduce)
         run.graphs = counters["unique_graphs"] - before
-    if rank != 0:
+    if dist.get_rank() != 0:
         run.gradients, run.buffers = {}, {}
     return run
+
+
+def _meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh]:
+    """The mesh that the case is sharded on, and that of tensor parallelism."""
+    world = dist.get_world_size() // case.tensor_parallel
+    shape, names = ((world,), ("shard",)) if case.replicas == 1 else ((case.replicas, world // case.replicas), _HSDP)
+    if case.tensor_parallel == 1:
+        mesh = device_mesh(shape, names)
+        return mesh, mesh
+    mesh = device_mesh((*shape, case.tensor_parallel), (*names, "tp"))
+    return mesh[names], mesh["tp"]
 
 
 def _mean(runs: Sequence[Run], quantity: str) -> list[float]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_compile import FSDPModule, OffloadPolicy, capture, fsdp_backend, fully_shard
 from fsdp_compile.compiler.backend import _warn_once_that_nothing_is_sharded
@@ -274,17 +274,34 @@ def test_dtype_of_single_parameters(fake_ranks: None) -> None:
     fully_shard(nn.Linear(8, 8), mesh=_mesh(), mp_policy=NewerPolicy())
 
 
-def test_tensor_parallel_parameter(fake_ranks: None) -> None:
+@pytest.mark.parametrize("mesh_of_param", ["the same mesh", "another mesh"])
+def test_dtensor_on_a_mesh_that_is_no_other_slice(mesh_of_param: str, fake_ranks: None) -> None:
     model = _model()
-    plain = model.head.weight
-    model.head.weight = nn.Parameter(distribute_tensor(plain.detach(), _mesh(), [Shard(0)]))
+    both = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    layout = {"the same mesh": both["dp"], "another mesh": init_device_mesh("cpu", (8,))}[mesh_of_param]
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), layout, [Shard(0)]))
     before = _state(model)
-    with pytest.raises(NotImplementedError, match=r"head\.weight is a DTensor already.*ignored_params"):
-        fully_shard(model, mesh=_mesh())
+    with pytest.raises(ValueError, match=r"head\.weight is a DTensor on .* another slice of the mesh.*ignored_params"):
+        fully_shard(model, mesh=both["dp"])
     assert _same(before, _state(model))
-    # The message's remedy.
-    fully_shard(model, mesh=_mesh(), ignored_params={model.head.weight})
+    # The message's remedies.
+    fully_shard(model, mesh=both["dp"], ignored_params={model.head.weight})
     assert isinstance(model.head.bias, DTensor) and type(model.head).__name__ == "ShardedLinear"
+    model = _model()
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), both["tp"], [Shard(0)]))
+    fully_shard(model, mesh=both["dp"])
+    assert model.head.weight.device_mesh.mesh_dim_names == ("dp", "tp")
+
+
+def test_dtensor_of_parts_of_a_sum(fake_ranks: None) -> None:
+    model = _model()
+    both = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    plain = model.head.weight.detach()
+    model.head.weight = nn.Parameter(DTensor.from_local(plain, both["tp"], [Partial()], run_check=False))
+    before = _state(model)
+    with pytest.raises(ValueError, match=r"head\.weight is a DTensor whose ranks hold parts of a sum"):
+        fully_shard(model, mesh=both["dp"])
+    assert _same(before, _state(model))
 
 
 def test_parameter_that_is_not_contiguous(fake_ranks: None) -> None:

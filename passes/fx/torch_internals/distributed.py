@@ -16,6 +16,9 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState,
 # Sharded parameters are DTensors that are made of a shard and a spec, as FSDP2's are, without autograd or communication.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+# How FSDP2 says that a dimension was cut by another parallelism first. Alike in torch 2.11 to 2.15.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
 # Ranks that ``cuda_code`` pretends: importing it registers the backend ``fake``. From 2.14 on the class is written in C++.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -36,3 +39,7 @@ register_work = torch._C._distributed_c10d._register_work
 
 # A result that is waited for: of a collective that a traced hook calls.
 create_work_from_future = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+
+# The mesh with the dimensions of several slices of one mesh, as FSDP2 makes it. Takes a list of them, and raises a RuntimeError
+# if they are no slices of one mesh, or share a dimension. Alike in torch 2.11 to 2.15.
+concatenate_meshes = torch.distributed.device_mesh.DeviceMesh._concatenate

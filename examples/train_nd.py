@@ -1,0 +1,311 @@
+"""Train one model with its parameters sharded, beside tensor, context, expert and pipeline parallelism.
+
+    torchrun --nproc-per-node 4 examples/train_nd.py                        # --dp 4: sharded over all ranks
+    torchrun --nproc-per-node 4 examples/train_nd.py --dp 2 --tp 2
+    torchrun --nproc-per-node 4 examples/train_nd.py --dp 2 --cp 2
+    torchrun --nproc-per-node 4 examples/train_nd.py --dp 2 --pp 2
+    torchrun --nproc-per-node 4 examples/train_nd.py --dp 4 --ep 2          # --ep splits --dp
+    torchrun --nproc-per-node 8 examples/train_nd.py --dp 2 --tp 2 --pp 2
+
+Every way to split the ranks gives the same losses, up to rounding: weights depend on their names, batches on the step. The
+model has a mixture of experts in every second block. Who does what:
+
+- this library shards parameters, over the ranks that see different tokens: those of --dp and --cp;
+- torch's ``parallelize_module`` cuts products over --tp, ahead of that;
+- the model itself exchanges keys and values over --cp, and tokens over --ep, with functional collectives;
+- torch's pipelining runs the microbatches over --pp; each stage is sharded and compiled on its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS, EXPERTS = 64, 32, 4, 16, 4, 4
+BATCH, MICROBATCHES = 8, 4
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dp", type=int, help="ranks that share no sequence; default: what the others leave")
+    for name, what in (("tp", "cut a product"), ("cp", "cut a sequence"), ("pp", "follow each other"), ("ep", "split experts")):
+        parser.add_argument(f"--{name}", type=int, default=1, help=f"ranks that {what}; default 1")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--system", choices=("fsdp-compile", "fsdp2"), default="fsdp-compile")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--lowering", choices=("inductor", "aot_eager"), default="inductor")
+    args = parser.parse_args(argv)
+    others = args.tp * args.cp * args.pp
+    args.dp = args.dp or int(os.environ["WORLD_SIZE"]) // others
+    if args.dp * others != int(os.environ["WORLD_SIZE"]):
+        parser.error(f"--dp {args.dp} times the others, {others}, must be the number of ranks, {os.environ['WORLD_SIZE']}")
+    if args.dp % args.ep or EXPERTS % args.ep or HEADS % args.tp or LAYERS % args.pp or LENGTH % args.cp or BATCH % args.dp:
+        parser.error("--ep must divide --dp, and each what it cuts")
+    return args
+
+
+# ------------------------------------------------------------------------------------------------- model
+
+
+class Attention(nn.Module):
+    """Causal attention. Of a sequence that is cut over ``cp``, each rank has the queries of its part, and gathers the rest."""
+
+    def __init__(self, cp: DeviceMesh | None) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.cp = cp
+
+    def forward(self, x: Tensor) -> Tensor:
+        # With tensor parallelism, a rank has some of the heads.
+        q, k, v = (
+            product(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for product in (self.query, self.key, self.value)
+        )
+        first = 0
+        if self.cp is not None:
+            first = self.cp.get_local_rank() * x.shape[1]
+            k, v = (wait_tensor(all_gather_tensor_autograd(part.contiguous(), 2, self.cp.get_group())) for part in (k, v))
+        own, all_ = torch.arange(first, first + x.shape[1], device=x.device), torch.arange(k.shape[2], device=x.device)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=own[:, None] >= all_[None, :])
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """Every expert's weights. With expert parallelism they are DTensors, of which a rank has some experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, 2 * WIDTH))
+        self.down = nn.Parameter(torch.empty(EXPERTS, 2 * WIDTH, WIDTH))
+
+    def forward(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """Tokens ``[n, WIDTH]`` that lie expert by expert, so many of each."""
+        up, down = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.up, self.down))
+        pieces = [F.gelu(piece @ up[e]) @ down[e] for e, piece in enumerate(tokens.split(list(counts)))]
+        return torch.cat(pieces)
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes to the expert that its router prefers, however many others do, and comes back."""
+
+    def __init__(self, ep: DeviceMesh | None) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = Experts()
+        self.ep = ep
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weight, expert = self.router(tokens).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        counts = expert.bincount(minlength=EXPERTS)
+        results = torch.empty_like(tokens).index_copy(0, order, self._dispatch(tokens[order], counts))
+        return (results * weight[:, None]).view_as(x)
+
+    def _dispatch(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Run the experts on tokens that lie expert by expert."""
+        if self.ep is None:
+            return self.experts(tokens, counts.tolist())
+        group, ranks = self.ep.get_group(), self.ep.size()
+        even = [len(counts) // ranks] * ranks
+        # By rank that sends them, then by expert.
+        arriving = wait_tensor(all_to_all_single_autograd(counts.float(), even, even, group)).long().view(ranks, -1)
+        sent, received = counts.view(ranks, -1).sum(1).tolist(), arriving.sum(1).tolist()
+        here = wait_tensor(all_to_all_single_autograd(tokens, received, sent, group))
+        expert_of = torch.arange(arriving.shape[1], device=tokens.device).repeat(ranks).repeat_interleave(arriving.flatten())
+        order = expert_of.argsort(stable=True)
+        done = torch.empty_like(here).index_copy(0, order, self.experts(here[order], arriving.sum(0).tolist()))
+        return wait_tensor(all_to_all_single_autograd(done, sent, received, group))
+
+
+class Block(nn.Module):
+    def __init__(self, mixes: bool, cp: DeviceMesh | None, ep: DeviceMesh | None) -> None:
+        super().__init__()
+        self.attention_norm, self.norm = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False)
+        self.attention = Attention(cp)
+        self.mlp: nn.Module = MixtureOfExperts(ep) if mixes else MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.norm(x))
+
+
+class Stage(nn.Module):
+    """Some of the blocks of a decoder, with what comes ahead of the first and behind the last."""
+
+    def __init__(self, number: int, stages: int, cp: DeviceMesh | None, ep: DeviceMesh | None) -> None:
+        super().__init__()
+        own = range(number * LAYERS // stages, (number + 1) * LAYERS // stages)
+        self.blocks = nn.ModuleDict({str(index): Block(index % 2 == 1, cp, ep) for index in own})
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH) if number == 0 else None
+        self.norm = nn.LayerNorm(WIDTH, bias=False) if number == stages - 1 else None
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if number == stages - 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tokens is not None:
+            x = self.tokens(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+# ------------------------------------------------------------------------------------------- parallelism
+
+
+def build(args: argparse.Namespace, mesh: DeviceMesh) -> Stage:
+    """This rank's part of the model, laid out over all dimensions of the mesh."""
+    if args.system == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+    else:
+        from fsdp_compile import fully_shard
+    cp, ep = (mesh[name] if mesh[name].size() > 1 else None for name in ("cp", "ep"))
+    model = Stage(mesh["pp"].get_local_rank(), args.pp, cp, ep)
+    init_weights(model)
+    if args.tp > 1:
+        cut_products(model, mesh["tp"])
+    # Ranks that see different tokens: a dense parameter is sharded over all of them, an expert over those that have it.
+    dense, sparse = mesh["edp", "cp", "ep"]._flatten("dense"), mesh["edp", "cp"]._flatten("sparse")
+    for block in model.blocks.values():
+        if isinstance(block.mlp, MixtureOfExperts):
+            if ep is not None:
+                split_experts(block.mlp.experts, ep)
+            fully_shard(block.mlp.experts, mesh=sparse)
+            # An expert has seen the tokens of the other ranks of ep, too: its gradient is a sum over all, as that of a dense
+            # parameter, and has to be divided alike.
+            block.mlp.experts.set_gradient_divide_factor(float(dense.size()))
+            if args.system == "fsdp2":
+                # Gloo has no reduction that scales.
+                block.mlp.experts.set_force_sum_reduction_for_comms(True)
+        fully_shard(block, mesh=dense)
+    fully_shard(model, mesh=dense)
+    return model
+
+
+def init_weights(model: nn.Module) -> None:
+    """Values that depend on nothing but a parameter's name."""
+    for name, param in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        with torch.no_grad():
+            if param.ndim == 1:
+                param.fill_(1.0)
+            else:
+                param.normal_(0.0, 1 / math.sqrt(WIDTH), generator=generator)
+
+
+def cut_products(model: Stage, tp: DeviceMesh) -> None:
+    """Tensor parallelism: a rank has some heads and some of the width of the feed-forward layers."""
+    for block in model.blocks.values():
+        plan: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+        plan["attention.out"] = RowwiseParallel()
+        if isinstance(block.mlp, MLP):
+            plan |= {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+        parallelize_module(block, tp, plan)
+    if model.head is not None:
+        parallelize_module(model.head, tp, ColwiseParallel(output_layouts=Replicate()))
+
+
+def split_experts(experts: Experts, ep: DeviceMesh) -> None:
+    """Expert parallelism: a rank has some experts whole."""
+    for name, param in list(experts.named_parameters()):
+        experts.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), ep, [Shard(0)])))
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+def batch_of(step: int, args: argparse.Namespace, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """This rank's part of the step's batch: tokens and targets."""
+    tokens = torch.randint(VOCABULARY, (BATCH, 1), generator=torch.Generator().manual_seed(step))
+    for _ in range(LENGTH):
+        # Each token follows from the one before it: that can be learned.
+        tokens = torch.cat([tokens, (5 * tokens[:, -1:] + 3) % VOCABULARY], 1)
+    rank = mesh["edp"].get_local_rank() * args.ep + mesh["ep"].get_local_rank()
+    tokens = tokens.chunk(args.dp)[rank]
+    pieces = [part.chunk(args.cp, dim=1)[mesh["cp"].get_local_rank()] for part in (tokens[:, :-1], tokens[:, 1:])]
+    return pieces[0].contiguous(), pieces[1].contiguous()
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def stepper(args: argparse.Namespace, model: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor, Tensor], Tensor]:
+    """Forward and backward of a batch; returns the loss where there is one, else zero."""
+    if args.pp == 1:
+
+        def step(tokens: Tensor, targets: Tensor) -> Tensor:
+            loss = loss_of(model(tokens), targets)
+            loss.backward()
+            return loss.detach()
+
+        return step
+    pp = mesh["pp"]
+    stage = PipelineStage(model, pp.get_local_rank(), args.pp, torch.device("cpu"), group=pp.get_group())
+    schedule = Schedule1F1B(stage, min(MICROBATCHES, BATCH // args.dp), loss_fn=loss_of)
+
+    def step_pipeline(tokens: Tensor, targets: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        if stage.is_first:
+            schedule.step(tokens)
+        elif stage.is_last:
+            schedule.step(target=targets, losses=losses)
+        else:
+            schedule.step()
+        return torch.stack(losses).mean().detach() if losses else torch.zeros(())
+
+    return step_pipeline
+
+
+def train(args: argparse.Namespace) -> list[float]:
+    """The loss of each step, over the whole batch, the same on all ranks."""
+    shape = (args.pp, args.dp // args.ep, args.cp, args.ep, args.tp)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "edp", "cp", "ep", "tp"))
+    model = build(args, mesh)
+    if args.compile and args.system == "fsdp-compile":
+        model.compile(backend="fsdp", options={"lowering": args.lowering})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    step, losses = stepper(args, model, mesh), []
+    for number in range(args.steps):
+        loss = step(*batch_of(number, args, mesh))
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss)
+        # Ranks of tp have the same loss, and of pp only the last has one.
+        losses.append(loss.item() / (args.dp * args.cp * args.tp))
+    return losses
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    dist.init_process_group("gloo")
+    losses = train(args)
+    if dist.get_rank() == 0:
+        split = " ".join(f"{name} {getattr(args, name)}" for name in ("dp", "tp", "cp", "pp", "ep"))
+        print(f"{split}: " + " ".join(f"{loss:.6f}" for loss in losses))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

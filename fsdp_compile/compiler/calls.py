@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,6 +86,7 @@ class GraphCall:
         gradient_bytes: gradients that were there when it began: reduced ones, and those that wait for communication.
         gradients: the same, for any number of ranks.
         parameter_bytes: gathered parameters that were there when it began.
+        released: those of them that it frees as it goes: inputs of the graph by name, with their bytes.
     """
 
     graph: CapturedGraph
@@ -95,6 +96,12 @@ class GraphCall:
     gradient_bytes: int
     gradients: Held
     parameter_bytes: int
+    released: Mapping[str, int]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls of one graph that free the same."""
+        return id(self.graph), tuple(self.released)
 
 
 class Census:

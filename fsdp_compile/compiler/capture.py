@@ -110,7 +110,11 @@ class Capture:
             return
         units = {name or "root": self.census.name_of(unit) for name, unit in call.units.items()}
         held = self.census.gradient_bytes(), self.census.gradients(), self.census.parameter_bytes()
-        self.calls.append(GraphCall(graph, planned.is_backward, planned.owners, units, *held))
+        inputs = graph.graph_module.graph.find_nodes(op="placeholder")
+        extra = inputs[len(inputs) - len(variant.inputs) :]
+        freed = call.released(variant.inputs, is_backward=planned.is_backward)
+        released = {extra[index].name: nbytes for index, nbytes in freed.items()}
+        self.calls.append(GraphCall(graph, planned.is_backward, planned.owners, units, *held, released))
 
     def _observe_eager(self, what: str) -> None:
         self.outside.append(what)

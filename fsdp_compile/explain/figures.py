@@ -66,7 +66,7 @@ class GraphFigures:
         for product in map(node_flops, order):
             if product is not None:
                 flops[product[0]] += product[1]
-        memory = MemoryModel(graph, unwritten(graph), kernels(graph)).breakdown(order)
+        memory = MemoryModel(graph, unwritten(graph), kernels(graph), call.released).breakdown(order)
         unit_of = units_of_nodes(graph, call.units, facts, is_backward=call.is_backward)
         found = kernels(graph)
         sent = {collective: traffic_bytes(collective) for collective in costs.transfer}

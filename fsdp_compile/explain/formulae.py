@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -231,13 +231,13 @@ class _Making:
         self._calls, self._figures, self._memory = report._source.calls, report._source.figures, report._source.memory
         self._facts = step.facts
         self._units = [unit_at(unit, SYMBOLS["S"]) for unit in self._facts]  # type: ignore[arg-type]
-        made: dict[int, GraphFormulae] = {}
+        made: dict[Hashable, GraphFormulae] = {}
         with step.groups_at(values):
             for call in self._calls:
-                if id(call.graph) not in made:
-                    made[id(call.graph)] = GraphFormulae.of(call, self._facts, step.group_symbols())
+                if call.key not in made:
+                    made[call.key] = GraphFormulae.of(call, self._facts, step.group_symbols())
         self._layouts, self._times = step.layouts_at(values), step.times_at(values)
-        self._formulae = [made[id(call.graph)] for call in self._calls]
+        self._formulae = [made[call.key] for call in self._calls]
 
     def make(self) -> Formulae:
         units = self._by_unit()

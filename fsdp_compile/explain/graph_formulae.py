@@ -58,7 +58,7 @@ class GraphFormulae:
         with call.graph.symbolically(), sizes_of_groups(sizes):
             asked = demands(graph)
             traffic = {node: traffic_bytes(node) for node in collectives}
-            storages = MemoryModel(graph, unwritten(graph), kernels(graph)).lifetimes(order)
+            storages = MemoryModel(graph, unwritten(graph), kernels(graph), call.released).lifetimes(order)
         return GraphFormulae(
             order=order,
             demands={

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,12 +118,12 @@ def make_report(
     machine, keeper = hardware_of(hardware), Optimizer.of(optimizer)
     _check_calls(captured)
     calls, census = captured.calls, captured.census
-    made: dict[int, GraphFigures] = {}
+    made: dict[Hashable, GraphFigures] = {}
     for call in calls:
-        if id(call.graph) not in made:
+        if call.key not in made:
             _check_rates(call, machine)
-            made[id(call.graph)] = figures_of(call, census.units, machine)
-    figures = [made[id(call.graph)] for call in calls]
+            made[call.key] = figures_of(call, census.units, machine)
+    figures = [made[call.key] for call in calls]
     memory = StepMemory(calls, figures, census, keeper.state_bytes(census))
     optimizer_ns = keeper.time_ns(census, machine)
     time_ns = sum(of_call.timeline.total for of_call in figures) + optimizer_ns

@@ -84,7 +84,8 @@ class StepMemory:
             held.append(
                 {
                     Category.ACTIVATIONS.value: activations,
-                    Category.PARAMETERS.value: parameters - smaller(own.kept, taken[Category.PARAMETERS]),
+                    Category.PARAMETERS.value: parameters
+                    - smaller(own.kept + sum(call.released.values()), taken[Category.PARAMETERS]),
                     Category.GRADIENTS.value: call.gradient_bytes - taken[Category.GRADIENTS],
                 }
             )

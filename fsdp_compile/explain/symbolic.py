@@ -351,7 +351,7 @@ def _symbols(graph: Graph) -> dict[sympy.Symbol, int | None]:
 
 def _repeated(calls: Sequence[GraphCall]) -> tuple[int, int, int] | None:
     """Where calls repeat: the first, how many there are in each round, and the rounds; None: no round is like the next."""
-    kinds = [(id(call.graph), tuple(call.units.items()), call.gradients, call.parameter_bytes) for call in calls]
+    kinds = [(call.key, tuple(call.units.items()), call.gradients, call.parameter_bytes) for call in calls]
     for length in range(2, len(calls) // 2 + 1):
         for first in range(len(calls) - 2 * length + 1):
             rounds = 1

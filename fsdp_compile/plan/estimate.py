@@ -7,7 +7,7 @@ of one compiled function for all expressions, a product with these counts, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,12 +147,12 @@ class StepTable:
         self._step, self._hardware, self._optimizer = step, hardware, Optimizer.of(optimizer)
         self.own, self.batch = step.values, step.batch
         expressions = _Expressions()
-        self._tables: dict[int, _GraphTable] = {}
+        self._tables: dict[Hashable, _GraphTable] = {}
         with step.groups_at(step.values):
             for call in step.calls:
-                if id(call.graph) not in self._tables:
+                if call.key not in self._tables:
                     formulae = GraphFormulae.of(call, step.facts, step.group_symbols())
-                    self._tables[id(call.graph)] = _GraphTable(formulae, expressions)
+                    self._tables[call.key] = _GraphTable(formulae, expressions)
         self._evaluate = expressions.compiled()
 
     def at(self, sizes: Mapping[str, int]) -> Estimate:
@@ -170,10 +170,10 @@ class StepTable:
         census = self._step.census_of([unit_at(unit, sizes["S"]) for unit in self._step.facts])
         exposed: dict[str, float] = {}
         for call in calls:
-            for wire, waited in done[id(call.graph)][1].items():
+            for wire, waited in done[call.key][1].items():
                 exposed[wire] = exposed.get(wire, 0.0) + waited / 1e9
-        time_ns = sum(done[id(call.graph)][0] for call in calls) + self._optimizer.time_ns(census, self._hardware)
-        products = sum(done[id(call.graph)][2] for call in calls)
+        time_ns = sum(done[call.key][0] for call in calls) + self._optimizer.time_ns(census, self._hardware)
+        products = sum(done[call.key][2] for call in calls)
         return Estimate(time_ns / 1e9, exposed, products / 1e9, self._peak(calls, census, values, sizes))
 
     def _run(
@@ -221,10 +221,8 @@ class StepTable:
             key: _Figures(Breakdown({}, {}, held(table.given_out), held(table.taken))) for key, table in self._tables.items()
         }
         placed = [replace(call, gradient_bytes=call.gradients.num_bytes(sizes["S"])) for call in calls]
-        memory = StepMemory(placed, [figures[id(call.graph)] for call in calls], census, self._optimizer.state_bytes(census))
-        return round(
-            max(sum(around.values()) + inside[id(call.graph)] for around, call in zip(memory.around, calls, strict=True))
-        )
+        memory = StepMemory(placed, [figures[call.key] for call in calls], census, self._optimizer.state_bytes(census))
+        return round(max(sum(around.values()) + inside[call.key] for around, call in zip(memory.around, calls, strict=True)))
 
 
 @dataclass(frozen=True)

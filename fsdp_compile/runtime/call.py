@@ -132,6 +132,18 @@ class Call:
                     if param.unit.flags.reshard_after_backward:
                         param.state.drop_full()
 
+    def released(self, slots: Sequence[InputSlot], *, is_backward: bool) -> dict[int, int]:
+        """Of the extra inputs those that :meth:`release` leaves to the graph alone as gathered parameters: by their places, the
+        bytes of each."""
+        found = {}
+        for index, slot in enumerate(slots):
+            if is_backward and isinstance(slot, FullParameter):
+                param = _of_gather(self, slot)
+                full = param.state.full(param.param)
+                if full is not None and param.unit.flags.reshard_after_backward:
+                    found[index] = full.nbytes
+        return found
+
     def bind(self, slots: Iterable[InputSlot]) -> None:
         """Append the extra inputs to the arguments."""
         self._args.extend([_BIND[type(slot)](self, slot) for slot in slots])

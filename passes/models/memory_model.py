@@ -5,7 +5,8 @@ reads it or a view of it. The input and output of a collective live at least unt
 Writing in place (``copy_``) makes no storage.
 
 Inputs are the caller's and not counted, but for those that a backward graph is handed to free (activations that forward saved,
-and gradients of its outputs: ``meta["freed"]``), which live until their last reader.
+and gradients of its outputs: ``meta["freed"]``; gathered parameters that a call leaves to it), which live until their last
+reader.
 
 Inputs that are views of one value are one storage, as the joint graph had them.
 
@@ -152,10 +153,18 @@ class MemoryModel:
         graph: the graph.
         unwritten: nodes whose values never live (see :func:`passes.models.cost_model.unwritten`).
         kernels: the nodes of each kernel (see :func:`passes.models.cost_model.kernels`); by default each is one.
+        released: inputs, by name, that are gathered parameters which nobody else holds.
     """
 
-    def __init__(self, graph: Graph, unwritten: Collection[Node] = (), kernels: Sequence[Sequence[Node]] = ()):
+    def __init__(
+        self,
+        graph: Graph,
+        unwritten: Collection[Node] = (),
+        kernels: Sequence[Sequence[Node]] = (),
+        released: Collection[str] = (),
+    ):
         self._unwritten = unwritten
+        self._released = released
         self._kernels = [kernel for kernel in kernels if len(kernel) > 1]
         self._segments = _segments(graph) if self._kernels else {}
         self._output = graph.output_node()
@@ -176,7 +185,7 @@ class MemoryModel:
     def _enter(self, node: Node) -> None:
         made = self._made[node] = []
         if node.op == "placeholder":
-            if node.meta.get("freed"):
+            if node.meta.get("freed") or node.name in self._released:
                 self._held[node] = (self._input(node),)
             else:
                 self._held[node] = ()
@@ -210,7 +219,7 @@ class MemoryModel:
         """The storage of an input that is freed; that of an earlier one, if both are views of it."""
         name, value = node.meta.get(_MEMORY, (node.name, node.meta["val"]))
         if name not in self._inputs:
-            self._inputs[name] = _Storage(num_bytes(value), False, None, node)
+            self._inputs[name] = _Storage(num_bytes(value), node.name in self._released, None, node)
             self._freed.append(self._inputs[name])
         return self._inputs[name]
 

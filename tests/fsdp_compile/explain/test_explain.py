@@ -55,7 +55,8 @@ def report_of(case: str) -> Report:
         "cpu": {"hardware": "cpu"},
         "hsdp": {"mesh_shape": (2, 8)},
         "microbatches": {"step": two_microbatches},
-        "kept": {"step": two_microbatches, "shard": keep_until_the_last},
+        "kept": {"step": two_microbatches, "shard": keep},
+        "kept until the last": {"step": two_microbatches_of_which_the_last_frees},
         "reshard": {"shard": functools.partial(shard_all, reshard=True)},
         "stays": {"shard": functools.partial(shard_all, reshard=False)},
         "auto": {"options": {"schedule": "auto"}},
@@ -64,9 +65,16 @@ def report_of(case: str) -> Report:
     return explain(build(), torch.empty(BATCH, DIM, device="meta"), **given)
 
 
-def keep_until_the_last(model: Any, mesh: Any) -> None:
+def keep(model: Any, mesh: Any) -> None:
     shard_all(model, mesh)
     model.set_reshard_after_backward(False)
+
+
+def two_microbatches_of_which_the_last_frees(model: Any, x: Tensor) -> None:
+    for is_last in (False, True):
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
+        model(x).sum().backward()
 
 
 def test_parameters_and_traffic_are_those_of_fsdp2() -> None:
@@ -127,6 +135,23 @@ def test_kept_parameters_are_gathered_once() -> None:
     assert report.total.gathered_bytes == bytes_of(build()) * 7 // 8
     # All of them live at once, and once only.
     assert bytes_of(build()) <= report.memory.most[GATHERED] < 2 * bytes_of(build())
+
+
+def test_a_backward_that_frees_kept_parameters_holds_ever_less_of_them() -> None:
+    """One that keeps them holds all to its end."""
+
+    def gathered_in_last_backward(case: str) -> list[int]:
+        source = report_of(case)._source
+        assert source is not None
+        last = len(source.calls) - 1
+        return [source.memory.moment(last, each).held[GATHERED] for each in range(len(source.figures[last].order))]
+
+    freed, kept = map(gathered_in_last_backward, ("kept until the last", "kept"))
+    assert (min(kept), freed[0]) == (bytes_of(build()), kept[0])
+    assert freed == sorted(freed, reverse=True) and freed[-1] < bytes_of(build().blocks[0])
+    # Formulae count alike.
+    report = report_of("kept until the last")
+    assert report.at().memory == report.memory
 
 
 def test_parameters_that_stay_live_until_backward() -> None:

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
 
 from ..fx.fake_values import FakeCopies
@@ -60,6 +61,7 @@ _HARMLESS = {log_api_usage_once}
 _library = torch.library.Library("fsdp_compile", "FRAGMENT")
 _library.define("layer(Tensor[] inputs, int call) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+_wait = torch.ops._c10d_functional.wait_tensor.default
 _layer = torch.ops.fsdp_compile.layer.default
 _layer_backward = torch.ops.fsdp_compile.layer_backward.default
 
@@ -140,8 +142,17 @@ class _Layer:
     @property
     def inputs(self) -> list[Node]:
         """Values from outside that its operations read."""
+        return [source for source in self._outside if _mesh(source) is None]
+
+    @property
+    def meshes(self) -> list[Node]:
+        """Device meshes that its operations read, as those of tensor parallelism do."""
+        return [source for source in self._outside if _mesh(source) is not None]
+
+    @property
+    def _outside(self) -> dict[Node, None]:
         sources = (source for node in self.nodes for source in node.all_input_nodes)
-        return list(dict.fromkeys(source for source in sources if source not in self._inside))
+        return dict.fromkeys(source for source in sources if source not in self._inside)
 
     @property
     def outputs(self) -> list[Node]:
@@ -178,6 +189,7 @@ class _Layer:
         """Equal for layers that do the same with equal tensors."""
         names = {node: f"input {index}" for index, node in enumerate(self.inputs)}
         names |= {node: f"node {index}" for index, node in enumerate(self.nodes)}
+        names |= {node: _mesh_name(node) for node in self.meshes}
         units = {unit: f"unit {index}" for index, unit in enumerate(dict.fromkeys(param.unit for param in self.params))}
 
         def arguments(node: Node) -> Any:
@@ -225,6 +237,21 @@ def _is_plain(value: Any) -> bool:
         and value.layout == torch.strided
         and all(type(number) is int for number in (*value.shape, *value.stride()))
     )
+
+
+def _mesh(node: Node) -> DeviceMesh | None:
+    """The device mesh that a value is; None: it is something else."""
+    value = node.meta.get("example_value")
+    # Dynamo traces with a stand-in.
+    real = getattr(value, "real_obj", value)
+    return real if isinstance(real, DeviceMesh) else None
+
+
+def _mesh_name(node: Node) -> str:
+    """Equal for slices of a mesh that are the same dimensions."""
+    mesh = _mesh(node)
+    assert mesh is not None
+    return f"mesh {mesh.mesh_dim_names} {[group.group_name for group in mesh.get_all_groups()]}"
 
 
 def _description(value: Tensor) -> Hashable:
@@ -286,15 +313,17 @@ def _own_unshards(nodes: list[Node]) -> list[Node]:
 def _trace(layer: _Layer) -> _Trace | None:
     """Trace a layer's forward and backward, as AOTAutograd would in the graph; None: that would not be the same."""
     graph = Graph()
-    copies = {node: graph.placeholder(node.name) for node in layer.inputs}
+    copies = {node: graph.placeholder(node.name) for node in (*layer.inputs, *layer.meshes)}
     for node in layer.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[node] for node in layer.outputs])
     interpreter = Interpreter(GraphModule({}, graph))
 
+    meshes = [_mesh(node) for node in layer.meshes]
+
     def run(*inputs: Tensor) -> Any:
         with fx_traceback.preserve_node_meta():
-            return interpreter.run(*inputs)
+            return interpreter.run(*inputs, *meshes)
 
     examples = [node.meta["example_value"] for node in layer.inputs]
     # Not the mode of the examples: Dynamo gives backends one of their own.
@@ -339,7 +368,9 @@ def _trace_jointly(function: Callable[..., Any], inputs: list[Tensor]) -> GraphM
 def _is_copyable(node: Node) -> bool:
     """Whether a copy of an operation with a fake value of its own does what the operation does."""
     is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem or node.op == "get_attr"
-    return is_operator and "val" in node.meta and not node.is_impure(impure_random=False)
+    # A wait counts as impure, so that nothing removes it.
+    is_pure = node.target == _wait or not node.is_impure(impure_random=False)
+    return is_operator and "val" in node.meta and is_pure
 
 
 def _split(gm: GraphModule, params: list[_Param], num_inputs: int, has_tangent: list[bool]) -> _Trace | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,27 +23,40 @@ from passes.fx.torch_internals.distributed import FakeStore
 from .api.sharding import fully_shard
 from .compiler.capture import Capture, capture
 
+#: The ranks: ``(shards,)``, ``(replicas, shards)``, or the sizes of dimensions by their names.
+MeshShape = Sequence[int] | Mapping[str, int]
 
-def check_arguments(caller: str, model: nn.Module, mesh_shape: Sequence[int]) -> None:
+
+def check_arguments(caller: str, model: nn.Module, mesh_shape: MeshShape, shard: Callable[..., Any]) -> None:
     """Check what every caller of :func:`played_step` takes from its own.
 
     Args:
         caller: its name, for messages.
         model: what is to be sharded.
         mesh_shape: the ranks.
+        shard: what shards it.
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: it is sharded already, or ``mesh_shape`` is no shape of a mesh.
+        ValueError: it is sharded already; ``mesh_shape`` is no shape of a mesh, or has names, of which the default for
+            ``shard`` knows nothing.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{caller} takes an nn.Module, not a {type(model).__name__}. Build it on the meta device, if it is large."
         )
-    is_shape = isinstance(mesh_shape, Sequence) and len(mesh_shape) in (1, 2)
-    if not is_shape or not all(isinstance(size, int) and size > 0 for size in mesh_shape):
+    is_named = isinstance(mesh_shape, Mapping) and len(mesh_shape) > 0
+    is_shape = is_named or (isinstance(mesh_shape, Sequence) and len(mesh_shape) in (1, 2))
+    sizes = list(mesh_shape.values() if isinstance(mesh_shape, Mapping) else mesh_shape) if is_shape else []
+    if not is_shape or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ValueError(
-            f"mesh_shape={mesh_shape!r} must be (shards,) for FSDP or (replicas, shards) for HSDP, in ranks, each at least 1."
+            f"mesh_shape={mesh_shape!r} must be (shards,) for FSDP or (replicas, shards) for HSDP, or sizes by name, such as "
+            "{'dp': 8, 'tp': 4}, in ranks, each at least 1."
+        )
+    if is_named and shard is shard_layers:
+        raise ValueError(
+            f"{caller} cannot tell which dimensions of mesh_shape={mesh_shape!r} shard: give shard=, a function of model and "
+            "mesh that calls fully_shard with slices of it, such as mesh=mesh['dp']."
         )
     if any(hasattr(module, "_fsdp_unit") for module in model.modules()):
         raise ValueError(f"{caller} takes a model that is not sharded yet, and shards a copy of it: see its argument shard.")
@@ -77,7 +90,7 @@ def train(compiled: Any, *args: Any, **kwargs: Any) -> None:
 def played_step(
     model: nn.Module,
     inputs: Any,
-    mesh_shape: Sequence[int],
+    mesh_shape: MeshShape,
     device_type: str,
     *,
     shard: Callable[[Any, DeviceMesh], Any],
@@ -93,7 +106,7 @@ def played_step(
     Args:
         model: on any device; not changed.
         inputs: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
-        mesh_shape: ``(shards,)`` or ``(replicas, shards)``.
+        mesh_shape: ``(shards,)``, ``(replicas, shards)``, or sizes by name.
         device_type: where the copy's fake tensors are.
         shard: called with the copy and the mesh.
         step: called with the compiled copy and the inputs.
@@ -147,16 +160,19 @@ def _fake_copy(model: nn.Module, fake_mode: FakeTensorMode, device: torch.device
 
 
 @contextlib.contextmanager
-def _world(mesh_shape: Sequence[int], device_type: str) -> Iterator[DeviceMesh]:
+def _world(mesh_shape: MeshShape, device_type: str) -> Iterator[DeviceMesh]:
     """A mesh of pretended ranks, of which this process is the first."""
     if dist.is_initialized():
         raise RuntimeError(
             "This makes a default process group of pretended ranks, but there is one already, and a process has only one. "
             "Call it ahead of init_process_group(), after destroy_process_group(), or in a process of its own."
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(mesh_shape))
+    if isinstance(mesh_shape, Mapping):
+        names, sizes = tuple(mesh_shape), tuple(mesh_shape.values())
+    else:
+        names, sizes = ("replicate", "shard")[2 - len(mesh_shape) :], tuple(mesh_shape)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
     try:
-        names = ("shard",) if len(mesh_shape) == 1 else ("replicate", "shard")
-        yield init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=names)
+        yield init_device_mesh(device_type, sizes, mesh_dim_names=names)
     finally:
         dist.destroy_process_group()

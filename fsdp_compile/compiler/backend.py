@@ -195,6 +195,7 @@ class _Compilation:
         # AOTAutograd keeps the compilation, which must not keep the model: emptied in the end.
         self._examples = list(example_inputs)
         self._params = dict(params)
+        self._other_groups = {name: role for param in params.values() for name, role in param.other_groups.items()}
         self._lowering = lowering
         self._owners = owners
         device = next((param.unit.mesh.device for param in params.values()), None)
@@ -248,7 +249,9 @@ class _Compilation:
             # Nothing is donated. AOTAutograd asks the configuration at run time for that, and refuses retain_graph=True.
             metadata.bw_donated_idxs = []
         _refuse_writes(self._examples, self._params.values())
-        prepared = PreparedGraph(gm, self._lowering, self._config_patches, kwargs, self._auto, self._recorders)
+        prepared = PreparedGraph(
+            gm, self._lowering, self._config_patches, kwargs, self._auto, self._recorders, self._other_groups
+        )
         planned = PlannedGraph(
             gm,
             prepared.lower,

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from passes.auto.auto_schedule import AutoSchedule
+from passes.fx.graph import group_of, starts_collective
 from passes.fx.torch_internals.aot import V
 from passes.fx.torch_internals.core import CompileContext, TracingContext, compile_context, tracing, unset_fake_temporarily
 from passes.fx.torch_internals.dynamo import compile_lock
@@ -39,6 +40,7 @@ class PreparedGraph:
         inductor_kwargs: what ``compile_fx`` has for ``compile_fx_inner``.
         auto: what to schedule for; None: the default schedule.
         recorders: make CUDA graphs of programs; None: they do not become any.
+        other_groups: process groups of other parallelism, by name, with what they are called.
 
     Attributes:
         is_backward: whether it is a backward graph.
@@ -52,6 +54,7 @@ class PreparedGraph:
         inductor_kwargs: Mapping[str, Any],
         auto: AutoSchedule | None,
         recorders: Recorders | None,
+        other_groups: Mapping[str, str],
     ):
         self._gm = gm
         self._lowering = lowering
@@ -60,7 +63,7 @@ class PreparedGraph:
         self.is_backward = bool(inductor_kwargs.get("is_backward"))
         self._auto = auto
         self._recorders = recorders
-        self._group_names = _group_names(gm.graph)
+        self._group_names = _group_names(gm.graph, other_groups)
         self._tracing_context = TracingContext.try_get()
         self._compile_context = CompileContext.try_get()
         run_preparing_passes(gm, is_backward=self.is_backward, observer=observer())
@@ -124,9 +127,10 @@ class PreparedGraph:
         return function
 
 
-def _group_names(graph: Graph) -> dict[str, str]:
+def _group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
     """The roles of a graph's process groups in the mesh, by name. To be asked before the passes replace the operators."""
-    names: dict[str, str] = {}
+    used = {group_of(node) for node in graph.nodes if starts_collective(node)}
+    names = {group: name for group, name in others.items() if group in used}
     specs: list[Unshard | ReduceGrad] = [Unshard.of(node) for node in unshards(graph.nodes)]
     specs += [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]
     for spec in specs:

@@ -25,7 +25,7 @@ from ..compiler.capture import Capture, snapshot
 from ..compiler.inductor_lowering import InductorLowering
 from ..compiler.lowering import Lowering
 from ..compiler.options import LOWERINGS, Options
-from ..dry_run import check_arguments, played_step, shard_layers, train
+from ..dry_run import MeshShape, check_arguments, played_step, shard_layers, train
 from ..runtime.planned_graph import boxed
 from .outline import triton_kernels
 from .pretend import device_of, pretend_cuda, source_of
@@ -106,7 +106,7 @@ _INDUCTOR_CONFIG = {
 def cuda_code(
     model: nn.Module,
     inputs: Any,
-    mesh_shape: Sequence[int],
+    mesh_shape: MeshShape,
     arch: str = "sm_90",
     *,
     shard: Callable[[Any, DeviceMesh], Any] = shard_layers,
@@ -128,7 +128,8 @@ def cuda_code(
         model: on the meta device or any other; not sharded.
         inputs: what its forward takes: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
             Only shapes and dtypes of tensors count; they may be on any device, meta too.
-        mesh_shape: ``(shards,)`` for FSDP, ``(replicas, shards)`` for HSDP, in ranks.
+        mesh_shape: ``(shards,)`` for FSDP, ``(replicas, shards)`` for HSDP, in ranks; or the sizes of dimensions by name, such
+            as ``{"dp": 8, "tp": 4}``, of which ``shard`` takes slices.
         arch: "sm_80" (A100), "sm_90" (H100) or "sm_100" (B200).
         shard: called with the copy of the model and the mesh; calls :func:`~fsdp_compile.fully_shard`, flags and hooks. Unless
             given, modules in the outermost ``nn.ModuleList`` s are units, and the rest is one.
@@ -151,7 +152,7 @@ def cuda_code(
         print(code.backward[0].code)
     """
     device = device_of(arch)
-    check_arguments("cuda_code", model, mesh_shape)
+    check_arguments("cuda_code", model, mesh_shape, shard)
     given: dict[str, Any] = {"shard": shard, "step": step, "backend": _backend, "options": options, "passes": True}
     with (
         pretend_cuda(device),

@@ -7,7 +7,7 @@ import functools
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -30,7 +30,7 @@ from ..compiler.lowering import Lowering
 from ..compiler.options import LOWERINGS, Options
 from ..cuda.attention import fused_attention
 from ..cuda.pretend import device_of, pretend_cuda
-from ..dry_run import check_arguments, played_step, shard_layers, train
+from ..dry_run import MeshShape, check_arguments, played_step, shard_layers, train
 from .exposure import milliseconds
 from .formulae import Derivation
 from .make_report import hardware_of, make_report
@@ -49,7 +49,7 @@ _PREFERRED = "sm_90"
 def explain(
     model: nn.Module,
     inputs: Any,
-    mesh_shape: Sequence[int],
+    mesh_shape: MeshShape,
     hardware: Hardware | str | os.PathLike[str],
     *,
     shard: Callable[[Any, DeviceMesh], Any] = shard_layers,
@@ -71,7 +71,8 @@ def explain(
         model: on the meta device or any other; not sharded.
         inputs: what its forward takes on one rank: a tensor, a tuple or list of positional arguments, or a dict of keyword
             arguments. Only shapes and dtypes count.
-        mesh_shape: ``(shards,)`` for FSDP, ``(replicas, shards)`` for HSDP, in ranks.
+        mesh_shape: ``(shards,)`` for FSDP, ``(replicas, shards)`` for HSDP, in ranks; or the sizes of dimensions by name, such
+            as ``{"dp": 8, "tp": 4}``, of which ``shard`` takes slices.
         hardware: "a100", "h100", "h200" or "b200", with NVLink and eight a node; "cpu", with Gloo; the path of a file that
             ``python -m fsdp_compile.calibrate`` wrote; or the numbers themselves.
         shard: called with a copy of the model and the mesh; calls :func:`~fsdp_compile.fully_shard`, flags and hooks. Unless
@@ -100,7 +101,7 @@ def explain(
         report.timeline("trace.json")
     """
     machine = hardware_of(hardware)
-    check_arguments("explain", model, mesh_shape)
+    check_arguments("explain", model, mesh_shape, shard)
     given = {"schedule": "default", **(options or {})}
 
     def run(*, schedule: str, shard: Callable[[Any, DeviceMesh], Any] = shard) -> Report:
@@ -113,6 +114,11 @@ def explain(
 
     @functools.cache
     def derive() -> Derivation:
+        if isinstance(mesh_shape, Mapping):
+            raise ValueError(
+                f"There are formulae for FSDP and HSDP alone, not for a mesh with dimensions of its own, {dict(mesh_shape)!r}: "
+                "explain the step anew at other sizes."
+            )
         traced = symbolic_step(model, inputs, mesh_shape, machine, shard=shard, step=step, options=given, optimizer=optimizer)
         check_is_same(report, traced)
         told = traced.at(report.tokens, traced.values)
@@ -145,7 +151,7 @@ def explain(
 def symbolic_step(
     model: nn.Module,
     inputs: Any,
-    mesh_shape: Sequence[int],
+    mesh_shape: MeshShape,
     hardware: Hardware,
     *,
     shard: Callable[[Any, DeviceMesh], Any] = shard_layers,
@@ -158,7 +164,7 @@ def symbolic_step(
     Raises:
         ValueError: there are no formulae for it; see :class:`~fsdp_compile.explain.symbolic.SymbolicStep`.
     """
-    check_arguments("explain", model, mesh_shape)
+    check_arguments("explain", model, mesh_shape, shard)
     symbolic = symbolic_inputs(inputs)
     chosen = dict(options or {})
     if chosen.get("schedule") == "auto":
@@ -169,7 +175,7 @@ def symbolic_step(
 
 
 @contextlib.contextmanager
-def _played(hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: Sequence[int], **given: Any) -> Iterator[Capture]:
+def _played(hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: MeshShape, **given: Any) -> Iterator[Capture]:
     """A step on the pretended machine."""
     is_cpu = hardware.name == "cpu"
     with contextlib.ExitStack() as stack:

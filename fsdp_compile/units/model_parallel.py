@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes.collectives.layout import REPLICATED
+from passes.fx.torch_internals.core import unset_fake_temporarily
 from passes.fx.torch_internals.distributed import DTensorSpec, StridedShard, concatenate_meshes
 
 from .mesh import ShardingMesh
@@ -47,6 +48,12 @@ class ModelParallel:
             return None
         return ModelParallel(param.device_mesh, param.placements, tuple(param.shape), tuple(param.stride()))
 
+    @property
+    def groups(self) -> dict[str, str]:
+        """The process groups of its mesh, by name, with the names of the dimensions."""
+        names = self.mesh.mesh_dim_names or ()
+        return {self.mesh.get_group(name).group_name: name for name in names}
+
     def sharded_spec(self, mesh: ShardingMesh, dim: int, param: DTensor) -> DTensorSpec:
         """The layout of the sharded parameter, on the dimensions of both meshes.
 
@@ -62,7 +69,9 @@ class ModelParallel:
         if dim != REPLICATED and (pieces := self._pieces_along(dim)) > 1:
             # What ranks that gather together have is one piece of this rank's share, not of the whole dimension.
             shard = StridedShard(dim, split_factor=pieces)
-        both = concatenate_meshes([mesh.mesh, self.mesh])
+        # Ranks are numbers, also where the parameters are fake.
+        with unset_fake_temporarily():
+            both = concatenate_meshes([mesh.mesh, self.mesh])
         return DTensorSpec(both, (*replicas, shard, *self.placements), tensor_meta=param._spec.tensor_meta)
 
     def wrap(self, piece: Tensor) -> DTensor:

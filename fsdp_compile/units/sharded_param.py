@@ -134,6 +134,11 @@ class ShardedParam:
         return self.dim == REPLICATED or self.unit.mesh.shard_size == 1
 
     @property
+    def other_groups(self) -> dict[str, str]:
+        """The process groups of another parallelism that has laid it out, by name, with what it calls them."""
+        return {} if self.model_parallel is None else self.model_parallel.groups
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype that a forward reads the parameter in."""
         param_dtype = self.unit.mp_policy.param_dtype

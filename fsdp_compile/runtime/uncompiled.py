@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from passes.fx.torch_internals.core import (
     TorchDispatchModeKey,
@@ -29,6 +30,7 @@ from passes.fx.torch_internals.core import (
     saved_tensors_hooks_is_enabled,
     top_saved_tensors_default_hooks,
 )
+from passes.fx.torch_internals.distributed import DTensorSpec
 from passes.ir.ops import reshard
 
 from ..units.param_state import Stamp, stamp
@@ -259,6 +261,16 @@ class _Note(NamedTuple):
         return full.as_strided(self.size, self.stride, full.storage_offset() + self.offset)
 
 
+class _NoteOfDTensor(NamedTuple):
+    """A DTensor whose local tensor is in the memory of a gathered parameter, which another parallelism has laid out."""
+
+    local: _Note
+    spec: DTensorSpec
+
+    def restore(self) -> Tensor:
+        return DTensor(self.local.restore(), self.spec, requires_grad=False)
+
+
 class _OfOthers(NamedTuple):
     """A tensor as packed by saved-tensor hooks of the user's."""
 
@@ -287,7 +299,10 @@ def _hooks(unit: Unit) -> torch.autograd.graph.saved_tensors_hooks:
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
 
-def _note_of(tensor: Tensor, unit: Unit) -> _Note | None:
+def _note_of(tensor: Tensor, unit: Unit) -> _Note | _NoteOfDTensor | None:
+    if type(tensor) is DTensor:
+        note = _note_of(tensor._local_tensor, unit)
+        return _NoteOfDTensor(note, tensor._spec) if isinstance(note, _Note) else None
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return None
     gathered = _by_storage.get(tensor.untyped_storage()._cdata)
@@ -296,7 +311,7 @@ def _note_of(tensor: Tensor, unit: Unit) -> _Note | None:
 
 @_python
 def _unpack(packed: Any) -> Tensor:
-    return packed.restore() if isinstance(packed, _Note | _OfOthers) else packed
+    return packed.restore() if isinstance(packed, _Note | _NoteOfDTensor | _OfOthers) else packed
 
 
 # Parameters that a forward reads.

@@ -116,6 +116,10 @@ class Course:
         self._posted: tuple[int, tuple[int, str] | None] | None = None
         self._neighbours = _neighbours(ballot.ranks, ballot.rank)
 
+    def includes(self, group_name: str) -> bool:
+        """Whether all ranks of a process group are ranks of this one."""
+        return set(dist.get_process_group_ranks(resolve_group(group_name))) <= set(self.ballot.ranks)
+
     def know(self, program: Program) -> _Known:
         """The program as this course knows it."""
         return self._programs.setdefault(program.digest, _Known(program))
@@ -257,7 +261,7 @@ def _find_courses(group_names: Iterable[str], roles: Mapping[str, str]) -> list[
     for name in dict.fromkeys(group_names):
         group = resolve_group(name)
         ranks = dist.get_process_group_ranks(group)
-        around = next((course for course in found if set(ranks) <= set(course.ballot.ranks)), None)
+        around = next((course for course in found if course.includes(name)), None)
         if around is not None:
             around.group_names.add(name)
         elif len(ranks) > 1 and (course := _course_of(group, name, roles.get(name, f"of {ranks_text(ranks)}"))):
@@ -339,14 +343,20 @@ class Run:
     After :meth:`begin`, it is a context manager around the communication.
 
     Args:
-        program: the program.
+        program_over: the program, as the ranks of a course compare it.
         group_names: names of these groups.
         roles: the roles of groups in the mesh, by their names.
         label: the name of its communication in profiles; empty: none besides those of its collectives.
     """
 
-    def __init__(self, program: Program, group_names: Sequence[str], roles: Mapping[str, str], label: str = ""):
-        self._program = program
+    def __init__(
+        self,
+        program_over: Callable[[Course], Program],
+        group_names: Sequence[str],
+        roles: Mapping[str, str],
+        label: str = "",
+    ):
+        self._program_over = program_over
         self._label = label
         self._range: Any = None
         self.group_names = group_names
@@ -356,7 +366,8 @@ class Run:
     def _bind(self) -> None:
         # Groups are new where the world was destroyed and created again.
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
-        self._over = [(course, course.know(self._program)) for course in _find_courses(self.group_names, self._roles)]
+        courses = _find_courses(self.group_names, self._roles)
+        self._over = [(course, course.know(self._program_over(course))) for course in courses]
 
     def begin(self) -> None:
         """Wait until all ranks are about to run this program, unless they agreed before to run it at this point.
@@ -426,11 +437,15 @@ def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapp
     Raises:
         RanksDisagree: the sequences differ, or some ranks did not post theirs in time.
     """
-    program = Program(f"{stage} graph", [str(collective) for collective in sequence], identities(sequence))
-    courses = _find_courses([*group_names, *(collective.group for collective in sequence)], group_names)
-    _together([(course, course.know(program)) for course in courses], Course.agree)
+    lines = [str(collective) for collective in sequence]
     used = {collective.group for collective in sequence}
-    return Run(program, [course.group_name for course in courses if course.group_names & used], group_names)
+
+    def over(course: Course) -> Program:
+        return Program(f"{stage} graph", lines, identities(sequence, {name for name in used if course.includes(name)}))
+
+    courses = _find_courses([*group_names, *(collective.group for collective in sequence)], group_names)
+    _together([(course, course.know(over(course))) for course in courses], Course.agree)
+    return Run(over, [course.group_name for course in courses if course.group_names & used], group_names)
 
 
 #: Told of each operator that communicates outside of a graph, ahead of it.
@@ -454,7 +469,7 @@ def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -
 def _eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> Run:
     program = Program(f"{what} outside of a compiled graph", (), (str(shape),), is_graph=False)
     roles = {name: role for name, role in zip(group_names, ("shard", "replicate"), strict=False) if name}
-    return Run(program, list(filter(None, group_names)), roles, f"FSDP::{what}")
+    return Run(lambda _course: program, list(filter(None, group_names)), roles, f"FSDP::{what}")
 
 
 @contextlib.contextmanager

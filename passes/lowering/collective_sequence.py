@@ -7,12 +7,14 @@ two units of equal size in another order would not hang, but mix up parameters.
 Left out, as ranks may rightly differ there: point-to-point messages; sizes of an all-to-all of the model's own; how a
 dynamic size is called; the names of process groups (a mesh has several groups of a role, each with its own); and what the
 names of all units of a graph begin with, since equal blocks may share a graph, which then goes by the name of any of them.
+Ranks that compare what they do over some groups compare no sizes over others: tensor parallel ranks whose pieces of a parameter
+are of unequal size gather unequal sizes, each among ranks that have equal ones.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -34,11 +36,13 @@ class Collective:
         text: what it does, and over which group; without names that only one rank knows.
         bucket: the bucket that it works for; None for one of the model's own.
         group: name of the process group.
+        without_sizes: the text without numbers of elements.
     """
 
     text: str
     bucket: BucketName | None
     group: str
+    without_sizes: str = ""
 
     def __str__(self) -> str:
         return f"{self.text}, bucket {self.bucket}" if self.bucket is not None else self.text
@@ -58,17 +62,24 @@ def collective_sequence(graph: Graph, group_names: Mapping[str, str]) -> list[Co
         if group:
             if group not in roles:
                 roles[group] = f"group {len(roles) - len(group_names) + 1} of {group_size(group)} ranks"
-            sequence.append(Collective(f"{_operation(node)} over {roles[group]}", bucket(node), group))
+            text, without_sizes = (f"{_operation(node, sizes)} over {roles[group]}" for sizes in (True, False))
+            sequence.append(Collective(text, bucket(node), group, without_sizes))
     return sequence
 
 
-def identities(sequence: Sequence[Collective]) -> list[str]:
-    """The part of each collective that has to be equal on all ranks."""
+def identities(sequence: Sequence[Collective], groups: Collection[str]) -> list[str]:
+    """The part of each collective that has to be equal on all ranks of some groups.
+
+    Args:
+        sequence: the collectives.
+        groups: names of the groups over which sizes have to be equal.
+    """
     buckets = [_modules(collective.bucket) for collective in sequence]
     named = [path for paths in buckets for path in paths]
     shared = len(list(takewhile(lambda modules: len(set(modules)) == 1, zip(*named, strict=False))))
     names = ["+".join(".".join(path[shared:]) for path in paths) for paths in buckets]
-    return [f"{collective.text}, {name}" for collective, name in zip(sequence, names, strict=True)]
+    texts = [collective.text if collective.group in groups else collective.without_sizes for collective in sequence]
+    return [f"{text}, {name}" for text, name in zip(texts, names, strict=True)]
 
 
 def _modules(bucket: BucketName | None) -> list[list[str]]:
@@ -99,14 +110,14 @@ def _group(node: Node) -> str:
     return group if isinstance(group, str) else getattr(group, "group_name", "")
 
 
-def _operation(node: Node) -> str:
-    """Kind, what modifies it, and the tensors that this rank hands in."""
+def _operation(node: Node, sizes: bool) -> str:
+    """Kind, what modifies it, and the tensors that this rank hands in, with or without their sizes."""
     name = node.target._opname  # type: ignore[union-attr]
     modifiers = [str(value) for key in ("reduce_op", "src") if (value := _argument(node, key)) is not None]
     tensors = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
     # That of a bucket is a reduction (passes.collectives.functional.exchanges).
     is_all_to_all = "alltoall" in name.replace("_", "") and bucket(node) is None
-    inputs = [_tensor(tensor, with_size=not is_all_to_all) for tensor in tensors]
+    inputs = [_tensor(tensor, with_size=sizes and not is_all_to_all) for tensor in tensors]
     return " ".join([name + (f"({', '.join(modifiers)})" if modifiers else ""), " + ".join(inputs)])
 
 

@@ -88,10 +88,19 @@ def _sequence(*buckets: str) -> list[Collective]:
 
 
 def _digest(*buckets: str) -> str:
-    return digest(identities(_sequence(*buckets)))
+    return digest(identities(_sequence(*buckets), {"0"}))
 
 
 class TestIdentities:
+    def test_sizes_count_over_the_groups_that_compare(self) -> None:
+        """As of tensor parallel ranks whose pieces are of unequal size: their shard groups are others."""
+        pair = [
+            [Collective(f"all_gather {size} x float32 over shard", None, str(size), "all_gather float32 over shard")]
+            for size in (4, 3)
+        ]
+        assert identities(pair[0], set()) == identities(pair[1], set())
+        assert identities(pair[0], {"3", "4"}) != identities(pair[1], {"3", "4"})
+
     def test_order_of_units_counts(self) -> None:
         assert _digest("a", "b") != _digest("b", "a")
 

@@ -87,29 +87,29 @@ class ShardingMesh:
             )
         if size in (1, self.shard_size):
             return ""
-        # Making process groups is a collective of its own, and every unit asks for the same ones.
-        made = _groups_of_neighbours.setdefault(dist.group.WORLD, {})
-        # Ranks are numbers, also where the parameters are fake.
-        with unset_fake_temporarily():
-            ranks = self.mesh.mesh.view(-1, size)
-            key = self.mesh.device_type, size, tuple(ranks.flatten().tolist())
-            if key not in made:
-                mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=("replicate", "post_forward"))
-                made[key] = mesh.get_group(1).group_name
-        connect(made[key], self.device)
-        return made[key]
+        start = self.shard_rank // size * size
+        ranks = dist.get_process_group_ranks(resolve_group(self.shard_group))[start : start + size]
+        return _group_of(tuple(ranks), "fsdp_post_forward", self.device)
 
     def reduce_scatter_group(self) -> str:
         """Name of a group of the shard group's ranks that only reduce-scatters use. The first call for a set of ranks makes it,
         and is a collective call of these ranks."""
-        ranks = tuple(dist.get_process_group_ranks(resolve_group(self.shard_group)))
-        made = _reduce_scatter_groups.setdefault(dist.group.WORLD, {})
-        if ranks not in made:
-            # Ranks of other shard groups need not take part.
-            group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
-            made[ranks] = group.group_name
-            connect(group.group_name, self.device)
-        return made[ranks]
+        ranks = dist.get_process_group_ranks(resolve_group(self.shard_group))
+        return _group_of(tuple(ranks), "fsdp_reduce_scatter", self.device)
+
+
+def _group_of(ranks: tuple[int, ...], purpose: str, device: torch.device) -> str:
+    """Name of a group for a purpose, which its first caller makes: a collective call of its ranks, but of no others."""
+    # Every unit asks for the same ones.
+    made = _groups.setdefault(dist.group.WORLD, {})
+    key = ranks, purpose
+    if key not in made:
+        # Also where the parameters are fake.
+        with unset_fake_temporarily():
+            # Ranks of other shard groups make other groups at the same time, or take no part.
+            made[key] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=purpose).group_name
+        connect(made[key], device)
+    return made[key]
 
 
 def connect(group_name: str, device: torch.device) -> None:
@@ -135,8 +135,7 @@ def _backend(group_name: str, device: torch.device) -> Any:
 
 
 # By the world that they belong to, so that they go with it.
-_reduce_scatter_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
-_groups_of_neighbours: weakref.WeakKeyDictionary[Any, dict[tuple[str, int, tuple[int, ...]], str]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], str]] = weakref.WeakKeyDictionary()
 
 
 def _default_mesh() -> DeviceMesh:

@@ -1,0 +1,320 @@
+"""The state of a model that is sharded on top of tensor parallelism: as FSDP2's, and exchanged with it.
+
+Four ranks, two by two. Jobs assert on the ranks themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_compile import fully_shard
+from tests.common import models
+from tests.common.distributed import RankPools, device_mesh
+from tests.common.parity import FullyShard, adamw, next_token_loss, regression_batch, shard_units, squared_error, token_batch
+from tests.fsdp_compile.test_model_parallel import Decoder, sequence_parallel, uneven_parallel
+
+_SYSTEMS: dict[str, FullyShard] = {"fsdp2": torch.distributed.fsdp.fully_shard, "ours": fully_shard}
+
+
+def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    return device_mesh(shape, ("dp", "tp")[: len(shape)])
+
+
+def _sharded(
+    model: nn.Module,
+    system: str = "ours",
+    shape: tuple[int, ...] = (2, 2),
+    parallelize: Callable[[nn.Module, DeviceMesh], None] = sequence_parallel,
+    **options: Any,
+) -> Any:
+    mesh = _mesh(shape)
+    if len(shape) == 2:
+        parallelize(model, mesh["tp"])
+    shard_units(model, mesh["dp"], _SYSTEMS[system], **options)
+    return model
+
+
+def _decoder(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Decoder(layers=1)
+
+
+def _mlp(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return models.MLP(dim=6, hidden=7, out=3, layers=1)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    # The same batch on all ranks, for all ways to split them.
+    next_token_loss(model, token_batch(step, 0, 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- What a state dict holds ----------------------------------------------------------------------
+
+
+def _describe(tensor: Any) -> str:
+    if not isinstance(tensor, DTensor):
+        return f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)}"
+    local = tensor.to_local()
+    return (
+        f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.placements} "
+        f"mesh {tensor.device_mesh.mesh.tolist()} {tensor.device_mesh.mesh_dim_names} "
+        f"local {tuple(local.shape)} {local.stride()} {local.tolist()}"
+    )
+
+
+def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+        else:
+            yield from _tensors(value, f"{prefix}{key}.")
+
+
+_STATES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh], None], dict[str, Any]]] = {
+    "decoder": (_decoder, sequence_parallel, {}),
+    # Nothing divides, and the bias of the root is no DTensor.
+    "uneven": (_mlp, uneven_parallel, {}),
+    "columns": (models.MLP, uneven_parallel, {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 2 else None}),
+}
+
+
+def state_dict_like_fsdp2(name: str) -> None:
+    build, parallelize, options = _STATES[name]
+    described = []
+    for system in _SYSTEMS:
+        torch.manual_seed(0)
+        whole = build()
+        values = {key: value.detach().clone() for key, value in whole.named_parameters()}
+        model = _sharded(whole, system, parallelize=parallelize, **options)
+        described.append({key: _describe(tensor) for key, tensor in model.state_dict().items()})
+        for key, parameter in model.named_parameters():
+            assert torch.equal(parameter.full_tensor(), values[key]), key
+    theirs, ours = described
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", _STATES)
+def test_state_dict_is_as_fsdp2s(name: str, rank_pools: RankPools) -> None:
+    rank_pools[4].run(state_dict_like_fsdp2, name=name)
+
+
+def optimizer_state_like_fsdp2() -> None:
+    described = []
+    for system in _SYSTEMS:
+        model = _sharded(_decoder(), system)
+        optimizer = adamw(model.parameters())
+        _step(model, optimizer, 0)
+        found = dict(_tensors(get_optimizer_state_dict(model, optimizer)))
+        described.append(({key: _describe(tensor).split(" local ")[0] for key, tensor in found.items()}, found))
+    (layout, theirs), (other, ours) = described
+    assert other == layout
+    for key, tensor in ours.items():
+        torch.testing.assert_close(_full(tensor), _full(theirs[key]), msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_optimizer_state_is_as_fsdp2s(rank_pools: RankPools) -> None:
+    rank_pools[4].run(optimizer_state_like_fsdp2)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# --- torch.distributed.checkpoint -----------------------------------------------------------------
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def exchange(path: str, saves: str, loads: dict[str, list[tuple[int, ...]]]) -> None:
+    """Save one system's model after two steps, and resume it with others, on other meshes, for one more."""
+    model = _sharded(_decoder(), saves)
+    optimizer = adamw(model.parameters())
+    for step in range(2):
+        _step(model, optimizer, step)
+    dcp.save(_state(model, optimizer), checkpoint_id=path)
+    saved = {key: _full(tensor).clone() for key, tensor in _tensors(_state(model, optimizer))}
+    _step(model, optimizer, 2)
+    expected = {key: _full(tensor).clone() for key, tensor in _tensors(_state(model, optimizer))}
+    for system, shapes in loads.items():
+        for shape in shapes:
+            _resume(path, system, shape, saved, expected)
+
+
+def _resume(path: str, system: str, shape: tuple[int, ...], saved: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    model = _sharded(_decoder(seed=1), system, shape)
+    optimizer = adamw(model.parameters())
+    state = _state(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    loaded = dict(_tensors(_state(model, optimizer)))
+    assert loaded.keys() == saved.keys()
+    for key, tensor in loaded.items():
+        assert torch.equal(_full(tensor), saved[key]), f"{system} {shape}: {key}"
+    _step(model, optimizer, 2)
+    for key, tensor in _tensors(_state(model, optimizer)):
+        torch.testing.assert_close(
+            _full(tensor), expected[key], rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{system} {shape}: {key}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [("fsdp2", {"ours": [(2, 2), (4, 1), (4,)]}), ("ours", {"fsdp2": [(2, 2), (4,)], "ours": [(4, 1)]})],
+    ids=["from FSDP2", "to FSDP2"],
+)
+def test_checkpoints_are_exchanged(saves: str, loads: dict[str, Any], rank_pools: RankPools, tmp_path: Path) -> None:
+    rank_pools[4].run(exchange, path=str(tmp_path / "checkpoint"), saves=saves, loads=loads)
+
+
+def full_state_of_first_rank() -> None:
+    """A full state dict of rank 0, model and optimizer, loads into a model that has another state."""
+    source = _sharded(_decoder())
+    optimizer = adamw(source.parameters())
+    _step(source, optimizer, 0)
+    options = StateDictOptions(full_state_dict=True)
+    expected = dict(_tensors(get_model_state_dict(source, options=options)))
+    # A copy: rank 0's optimizers would share the counts of steps.
+    moments = copy.deepcopy(get_optimizer_state_dict(source, optimizer, options=options))
+    for key, tensor in _tensors(source.state_dict()):
+        assert torch.equal(expected[key], _full(tensor)), key
+
+    first = dist.get_rank() == 0
+    model = _sharded(_decoder(seed=1))
+    other = adamw(model.parameters())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, dict(expected) if first else {}, options=options)
+    set_optimizer_state_dict(model, other, moments if first else {}, options=options)
+    for key, tensor in _tensors(_state(model, other)["model"]):
+        assert torch.equal(_full(tensor), expected[key]), key
+    _step(source, optimizer, 1)
+    _step(model, other, 1)
+    for ours, theirs in zip(model.parameters(), source.parameters(), strict=True):
+        torch.testing.assert_close(_full(ours), _full(theirs))
+
+
+def test_full_state_of_first_rank_loads(rank_pools: RankPools) -> None:
+    rank_pools[4].run(full_state_of_first_rank)
+
+
+# --- Loading, saving, reading ---------------------------------------------------------------------
+
+
+def load(assign: bool, meta: bool) -> None:
+    expected = _sharded(_mlp(), parallelize=uneven_parallel)
+    with torch.device("meta" if meta else "cpu"):
+        model = _mlp(seed=1)
+    _sharded(model, parallelize=uneven_parallel)
+    before = dict(model.named_parameters())
+    state = {key: value.detach().clone() for key, value in expected.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+    for key, parameter in model.named_parameters():
+        assert (parameter is before[key]) is not assign
+        assert torch.equal(_full(parameter), _full(state[key])), key
+    # Not only what is shown has the values, but also what forwards read.
+    batch = regression_batch(0, 0, 1, dim=6, out=3)
+    for either in (model, expected):
+        squared_error(either, batch).backward()
+    for (key, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(_full(ours.grad), _full(theirs.grad)), key
+
+
+@pytest.mark.parametrize(("assign", "meta"), [(False, False), (True, False), (True, True)])
+def test_load_state_dict(assign: bool, meta: bool, rank_pools: RankPools) -> None:
+    rank_pools[4].run(load, assign=assign, meta=meta)
+
+
+def save_a_shard() -> None:
+    model = _sharded(_decoder())
+    next_token_loss(model, token_batch(0, 0, 1)).backward()
+    for key, parameter in model.named_parameters():
+        for tensor in (parameter.detach(), parameter.grad):
+            buffer = io.BytesIO()
+            torch.save(tensor.to_local(), buffer)
+            # No more than the shard: not the flat buffer that it lies in.
+            assert buffer.tell() < 2000 + tensor.to_local().nbytes
+            assert torch.equal(torch.load(io.BytesIO(buffer.getvalue())), tensor.to_local()), key
+            buffer = io.BytesIO()
+            torch.save(tensor, buffer)
+            loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+            assert loaded.placements == tensor.placements and torch.equal(loaded.to_local(), tensor.to_local()), key
+
+
+def test_shards_are_saved(rank_pools: RankPools) -> None:
+    rank_pools[4].run(save_a_shard)
+
+
+def unshard() -> None:
+    values = dict(_decoder().named_parameters())
+    model = _sharded(_decoder())
+    block = model.blocks[0]
+    tp = _mesh((2, 2))["tp"]
+    model.unshard()
+    block.unshard()
+    for name, parameter in model.named_parameters():
+        shown = model.get_submodule(name.rpartition(".")[0]).__getattribute__(name.rpartition(".")[2])
+        assert isinstance(shown, DTensor) and shown.device_mesh == tp, name
+        assert shown.placements == parameter.placements[1:], name
+        assert torch.equal(shown.full_tensor(), values[name]), name
+    model.reshard()
+    block.reshard()
+    for name, parameter in model.named_parameters():
+        assert model.get_parameter(name) is parameter
+        assert model.get_submodule(name.rpartition(".")[0]).__getattribute__(name.rpartition(".")[2]) is parameter
+
+
+def test_unshard_shows_the_tensor_parallel_parameters(rank_pools: RankPools) -> None:
+    rank_pools[4].run(unshard)
+
+
+def functional_call(given: str) -> None:
+    """Forward computes with the tensors that it is given, whole or laid out in any way, and gives them gradients."""
+    twin = _mlp(seed=3)
+    model = _sharded(_mlp(), parallelize=uneven_parallel)
+    source = _sharded(_mlp(seed=3), parallelize=uneven_parallel)
+    if given == "plain":
+        tensors = {name: value.detach().clone() for name, value in twin.named_parameters()}
+    else:
+        tensors = {name: value.detach().clone() for name, value in source.named_parameters()}
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    batch = regression_batch(0, 0, 1, dim=6, out=3)
+    loss = squared_error(lambda x: torch.func.functional_call(model, tensors, (x,)), batch)
+    expected = squared_error(twin, batch)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(_full(tensors[name].grad), parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("given", ["plain", "sharded"])
+def test_functional_call(given: str, rank_pools: RankPools) -> None:
+    rank_pools[4].run(functional_call, given=given)

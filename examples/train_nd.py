@@ -12,8 +12,10 @@ model has a mixture of experts in every second block. Who does what:
 
 - this library shards parameters, over the ranks that see different tokens: those of --dp and --cp;
 - torch's ``parallelize_module`` cuts products over --tp, ahead of that;
-- the model itself exchanges keys and values over --cp, and tokens over --ep, with functional collectives;
+- the model itself gathers keys and values over --cp, and exchanges tokens over --ep;
 - torch's pipelining runs the microbatches over --pp; each stage is sharded and compiled on its own.
+
+Whatever a rank runs of the model is one graph, the collectives of all of these among it (``fullgraph=True``).
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd, wait_tensor
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS, EXPERTS = 64, 32, 4, 16, 4, 4
@@ -77,10 +79,15 @@ class Attention(nn.Module):
         first = 0
         if self.cp is not None:
             first = self.cp.get_local_rank() * x.shape[1]
-            k, v = (wait_tensor(all_gather_tensor_autograd(part.contiguous(), 2, self.cp.get_group())) for part in (k, v))
+            k, v = (self._of_whole_sequence(part, self.cp) for part in (k, v))
         own, all_ = torch.arange(first, first + x.shape[1], device=x.device), torch.arange(k.shape[2], device=x.device)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=own[:, None] >= all_[None, :])
         return self.out(y.transpose(1, 2).flatten(-2))
+
+    @staticmethod
+    def _of_whole_sequence(part: Tensor, cp: DeviceMesh) -> Tensor:
+        # Each rank's queries leave a part of the gradient: Partial.
+        return DTensor.from_local(part, cp, [Shard(2)], run_check=False).full_tensor(grad_placements=[Partial()])
 
 
 class MLP(nn.Module):
@@ -100,11 +107,13 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, 2 * WIDTH))
         self.down = nn.Parameter(torch.empty(EXPERTS, 2 * WIDTH, WIDTH))
 
-    def forward(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """Tokens ``[n, WIDTH]`` that lie expert by expert, so many of each."""
+    def forward(self, tokens: Tensor, expert: Tensor) -> Tensor:
+        """Run tokens ``[n, WIDTH]`` through the expert ``[n]`` of each, counted from this rank's first."""
         up, down = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.up, self.down))
-        pieces = [F.gelu(piece @ up[e]) @ down[e] for e, piece in enumerate(tokens.split(list(counts)))]
-        return torch.cat(pieces)
+        # Two products of all experts side by side, in which a token meets zeros but for its own. torch's grouped_mm saves that
+        # work; it compiles in bfloat16 only.
+        hidden = F.gelu(tokens @ up.transpose(0, 1).flatten(1)).unflatten(1, (len(up), -1))
+        return (hidden * F.one_hot(expert, len(up))[:, :, None]).flatten(1) @ down.flatten(0, 1)
 
 
 class MixtureOfExperts(nn.Module):
@@ -119,25 +128,21 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         weight, expert = self.router(tokens).softmax(-1).max(-1)
-        order = expert.argsort(stable=True)
-        counts = expert.bincount(minlength=EXPERTS)
-        results = torch.empty_like(tokens).index_copy(0, order, self._dispatch(tokens[order], counts))
+        results = self.experts(tokens, expert) if self.ep is None else self._exchange(tokens, expert, self.ep)
         return (results * weight[:, None]).view_as(x)
 
-    def _dispatch(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Run the experts on tokens that lie expert by expert."""
-        if self.ep is None:
-            return self.experts(tokens, counts.tolist())
-        group, ranks = self.ep.get_group(), self.ep.size()
-        even = [len(counts) // ranks] * ranks
-        # By rank that sends them, then by expert.
-        arriving = wait_tensor(all_to_all_single_autograd(counts.float(), even, even, group)).long().view(ranks, -1)
-        sent, received = counts.view(ranks, -1).sum(1).tolist(), arriving.sum(1).tolist()
-        here = wait_tensor(all_to_all_single_autograd(tokens, received, sent, group))
-        expert_of = torch.arange(arriving.shape[1], device=tokens.device).repeat(ranks).repeat_interleave(arriving.flatten())
-        order = expert_of.argsort(stable=True)
-        done = torch.empty_like(here).index_copy(0, order, self.experts(here[order], arriving.sum(0).tolist()))
-        return wait_tensor(all_to_all_single_autograd(done, sent, received, group))
+    def _exchange(self, tokens: Tensor, expert: Tensor, ep: DeviceMesh) -> Tensor:
+        """Send each token to the rank of its expert, and get the result back."""
+        group, ranks, own = ep.get_group(), ep.size(), EXPERTS // ep.size()
+        order = expert.argsort(stable=True)
+        leaving = F.one_hot(expert // own, ranks).sum(0)
+        arriving = all_to_all_single(leaving, None, None, group)
+        # Sizes that depend on data: in a graph they are symbols without a value.
+        sent, received = leaving.tolist(), wait_tensor(arriving).tolist()
+        here = wait_tensor(all_to_all_single_autograd(tokens[order], received, sent, group))
+        expert_here = wait_tensor(all_to_all_single(expert[order] % own, received, sent, group))
+        done = self.experts(here, expert_here)
+        return wait_tensor(all_to_all_single_autograd(done, sent, received, group))[order.argsort()]
 
 
 class Block(nn.Module):
@@ -284,7 +289,9 @@ def train(args: argparse.Namespace) -> list[float]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "edp", "cp", "ep", "tp"))
     model = build(args, mesh)
     if args.compile and args.system == "fsdp-compile":
-        model.compile(backend="fsdp", options={"lowering": args.lowering})
+        # Sizes of an exchange between experts in the graph, rather than a graph break at each.
+        torch._dynamo.config.capture_scalar_outputs = True
+        model.compile(backend="fsdp", options={"lowering": args.lowering}, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     step, losses = stepper(args, model, mesh), []
     for number in range(args.steps):

@@ -1,0 +1,69 @@
+"""``examples/train_nd.py``: however the ranks are split, the losses are FSDP2's of plain sharding, from one graph on each rank."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.fresh_module import fresh_module
+
+from tests.common.distributed import RankPools
+from tests.common.microbatches import graphs_captured
+
+_EXAMPLE = Path(__file__).parent.parent / "examples/train_nd.py"
+
+
+def losses_of(flags: str) -> tuple[list[float], int]:
+    """Executed by every rank: the losses, and how many graphs Dynamo captured for them."""
+    example = fresh_module(_EXAMPLE)
+    before = graphs_captured()
+    # The example sets the option for its process.
+    scalars = torch._dynamo.config.patch(capture_scalar_outputs=False)
+    with scalars, patch.dict(os.environ, {"WORLD_SIZE": str(dist.get_world_size())}):
+        losses = example.train(example.parse_args(flags.split()))
+    return losses, graphs_captured() - before
+
+
+@pytest.fixture(scope="module")
+def expected(rank_pools: RankPools) -> Callable[[int], list[float]]:
+    """The losses of FSDP2 without a compiler, sharding over so many ranks."""
+    flags = "--system fsdp2 --no-compile"
+    return functools.cache(lambda world: rank_pools[world].run(losses_of, flags=flags)[0][0])
+
+
+_SPLITS = (
+    "--dp 4",
+    "--dp 2 --tp 2",
+    "--dp 2 --cp 2",
+    "--dp 2 --pp 2",
+    "--dp 4 --ep 2",
+    "--dp 2 --tp 2 --ep 2",
+    "--cp 2 --pp 2",
+)
+_SPLITS_OF_8 = ("--dp 2 --tp 2 --pp 2", "--dp 4 --ep 4 --tp 2", "--dp 2 --cp 2 --ep 2 --pp 2")
+_QUICK = ("--dp 4 --ep 2", "--dp 2 --cp 2")
+_SYSTEMS = ("--lowering aot_eager", "--lowering inductor", "--no-compile", "--system fsdp2 --no-compile")
+
+
+def _cases() -> list[object]:
+    return [
+        pytest.param(world, split, system, marks=[] if split in _QUICK and system == _SYSTEMS[0] else pytest.mark.exhaustive)
+        for world, splits in ((4, _SPLITS), (8, _SPLITS_OF_8))
+        for split in splits
+        for system in _SYSTEMS
+        if (world, system) != (8, "--lowering inductor")
+    ]
+
+
+@pytest.mark.parametrize(("world", "split", "system"), _cases())
+def test_losses(world: int, split: str, system: str, rank_pools: RankPools, expected: Callable[[int], list[float]]) -> None:
+    for losses, graphs in rank_pools[world].run(losses_of, flags=f"{split} {system}"):
+        assert losses == pytest.approx(expected(world), abs=2e-6)
+        assert losses[-1] < 0.7 * losses[0]
+        assert graphs == ("lowering" in system)

@@ -196,7 +196,9 @@ def build(args: argparse.Namespace, mesh: DeviceMesh) -> Stage:
         if isinstance(block.mlp, MixtureOfExperts):
             if ep is not None:
                 split_experts(block.mlp.experts, ep)
-            fully_shard(block.mlp.experts, mesh=sparse)
+            # A rank of ep with fewer experts than there are ranks to shard them over: within each expert.
+            dim = 0 if EXPERTS // args.ep >= sparse.size() else 1
+            fully_shard(block.mlp.experts, mesh=sparse, shard_placement_fn=lambda _, dim=dim: Shard(dim))
             # An expert has seen the tokens of the other ranks of ep, too: its gradient is a sum over all, as that of a dense
             # parameter, and has to be divided alike.
             block.mlp.experts.set_gradient_divide_factor(float(dense.size()))
@@ -240,67 +242,83 @@ def split_experts(experts: Experts, ep: DeviceMesh) -> None:
 # ---------------------------------------------------------------------------------------------- training
 
 
-def batch_of(step: int, args: argparse.Namespace, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """This rank's part of the step's batch: tokens and targets."""
+def global_batch(step: int) -> tuple[Tensor, Tensor]:
+    """The tokens and targets of a step, of all ranks."""
     tokens = torch.randint(VOCABULARY, (BATCH, 1), generator=torch.Generator().manual_seed(step))
     for _ in range(LENGTH):
         # Each token follows from the one before it: that can be learned.
         tokens = torch.cat([tokens, (5 * tokens[:, -1:] + 3) % VOCABULARY], 1)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def local_batch(step: int, args: argparse.Namespace, mesh: DeviceMesh) -> list[Tensor]:
+    """This rank's part of them."""
     rank = mesh["edp"].get_local_rank() * args.ep + mesh["ep"].get_local_rank()
-    tokens = tokens.chunk(args.dp)[rank]
-    pieces = [part.chunk(args.cp, dim=1)[mesh["cp"].get_local_rank()] for part in (tokens[:, :-1], tokens[:, 1:])]
-    return pieces[0].contiguous(), pieces[1].contiguous()
+    part = mesh["cp"].get_local_rank()
+    return [whole.chunk(args.dp)[rank].chunk(args.cp, dim=1)[part].contiguous() for whole in global_batch(step)]
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def stepper(args: argparse.Namespace, model: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor, Tensor], Tensor]:
-    """Forward and backward of a batch; returns the loss where there is one, else zero."""
-    if args.pp == 1:
+def stepper(args: argparse.Namespace, model: nn.Module, mesh: DeviceMesh) -> Callable[[int], Tensor]:
+    """Forward and backward of the step of a number; returns the loss over the whole batch, the same on all ranks."""
+    run = whole_model(model) if args.pp == 1 else pipeline(args, model, mesh["pp"])
 
-        def step(tokens: Tensor, targets: Tensor) -> Tensor:
-            loss = loss_of(model(tokens), targets)
-            loss.backward()
-            return loss.detach()
+    def step(number: int) -> Tensor:
+        loss = run(*local_batch(number, args, mesh))
+        dist.all_reduce(loss)
+        # Ranks of tp have the same loss, and of pp only the last has one.
+        return loss / (args.dp * args.cp * args.tp)
 
-        return step
-    pp = mesh["pp"]
+    return step
+
+
+def whole_model(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    def run(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def pipeline(args: argparse.Namespace, model: nn.Module, pp: DeviceMesh) -> Callable[[Tensor, Tensor], Tensor]:
     stage = PipelineStage(model, pp.get_local_rank(), args.pp, torch.device("cpu"), group=pp.get_group())
     schedule = Schedule1F1B(stage, min(MICROBATCHES, BATCH // args.dp), loss_fn=loss_of)
 
-    def step_pipeline(tokens: Tensor, targets: Tensor) -> Tensor:
+    def run(tokens: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        if stage.is_first:
-            schedule.step(tokens)
-        elif stage.is_last:
-            schedule.step(target=targets, losses=losses)
-        else:
-            schedule.step()
+        inputs = [tokens] if stage.is_first else []
+        schedule.step(*inputs, **({"target": targets, "losses": losses} if stage.is_last else {}))
         return torch.stack(losses).mean().detach() if losses else torch.zeros(())
 
-    return step_pipeline
+    return run
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def make_mesh(args: argparse.Namespace) -> DeviceMesh:
+    shape = (args.pp, args.dp // args.ep, args.cp, args.ep, args.tp)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("pp", "edp", "cp", "ep", "tp"))
 
 
 def train(args: argparse.Namespace) -> list[float]:
-    """The loss of each step, over the whole batch, the same on all ranks."""
-    shape = (args.pp, args.dp // args.ep, args.cp, args.ep, args.tp)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "edp", "cp", "ep", "tp"))
+    """The loss of each step."""
+    mesh = make_mesh(args)
     model = build(args, mesh)
     if args.compile and args.system == "fsdp-compile":
         # Sizes of an exchange between experts in the graph, rather than a graph break at each.
         torch._dynamo.config.capture_scalar_outputs = True
         model.compile(backend="fsdp", options={"lowering": args.lowering}, fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    step, losses = stepper(args, model, mesh), []
+    optimizer, step, losses = optimizer_of(model), stepper(args, model, mesh), []
     for number in range(args.steps):
-        loss = step(*batch_of(number, args, mesh))
+        losses.append(step(number).item())
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss)
-        # Ranks of tp have the same loss, and of pp only the last has one.
-        losses.append(loss.item() / (args.dp * args.cp * args.tp))
     return losses
 
 

@@ -1,0 +1,162 @@
+"""Sharding beside expert, context and pipeline parallelism equals training in one process, and torch's FSDP2 beside the same.
+
+The model is that of ``examples/train_nd.py``: a decoder with a mixture of experts in every second block.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.fresh_module import fresh_module
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.common.distributed import RankPools
+from tests.common.microbatches import graphs_captured, relative_error
+
+_EXAMPLE = Path(__file__).parents[2] / "examples/train_nd.py"
+_STEPS = 5
+
+
+@dataclass
+class Run:
+    """Of each step the loss of the whole batch and the gradients; at the end the parameters, and how this rank has them."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    layout: dict[str, str] = field(default_factory=dict)
+    graphs: int = 0
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def _layout(param: Tensor) -> str:
+    assert isinstance(param, DTensor) and isinstance(param.grad, DTensor)
+    assert param.grad.placements == param.placements and param.grad.device_mesh == param.device_mesh
+    return f"{param.placements} on {param.device_mesh}, local {tuple(param.to_local().shape)}"
+
+
+def _train(example: Any, model: nn.Module, step: Callable[[int], float]) -> Run:
+    optimizer, run = example.optimizer_of(model), Run()
+    for number in range(_STEPS):
+        run.losses.append(step(number))
+        run.gradients.append({name: _full(param.grad) for name, param in model.named_parameters()})
+        if number == 0 and dist.is_initialized():
+            run.layout = {name: _layout(param) for name, param in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    run.parameters = {name: _full(param) for name, param in model.named_parameters()}
+    return run
+
+
+def train_split(flags: str, experts: int) -> Run:
+    """Executed by every rank."""
+    example = fresh_module(_EXAMPLE)
+    example.EXPERTS = experts
+    with patch.dict(os.environ, {"WORLD_SIZE": str(dist.get_world_size())}):
+        args = example.parse_args(flags.split())
+    mesh = example.make_mesh(args)
+    model = example.build(args, mesh)
+    before = graphs_captured()
+    # Past its limit of recompilations Dynamo runs a frame eagerly, which would test nothing.
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, fail_on_recompile_limit_hit=True):
+        if "--lowering" in flags:
+            model.compile(backend="fsdp", options={"lowering": args.lowering}, fullgraph=True)
+        step = example.stepper(args, model, mesh)
+        run = _train(example, model, lambda number: step(number).item())
+    run.graphs = graphs_captured() - before
+    return run
+
+
+@functools.cache
+def reference(experts: int) -> Run:
+    """One process, in float64, on all data."""
+    example = fresh_module(_EXAMPLE)
+    example.EXPERTS = experts
+    model = example.Stage(0, 1, None, None)
+    example.init_weights(model)
+    model.double()
+
+    def step(number: int) -> float:
+        tokens, targets = example.global_batch(number)
+        loss = example.loss_of(model(tokens), targets)
+        loss.backward()
+        return loss.item()
+
+    return _train(example, model, step)
+
+
+def differences(run: Run, expected: Run, rtol: float) -> list[str]:
+    """In what a rank's run differs; it has the parameters of a stage."""
+
+    def check(what: str, ours: Tensor, theirs: Tensor) -> None:
+        error = relative_error(ours, theirs, 2)
+        # Negated, so that a NaN is a difference.
+        if not error <= rtol:
+            found.append(f"{what} has relative error {error:.1e}")
+
+    found: list[str] = []
+    check("losses", torch.tensor(run.losses), torch.tensor(expected.losses))
+    for step, gradients in enumerate(run.gradients):
+        for name, gradient in gradients.items():
+            check(f"step {step}: gradient of {name}", gradient, expected.gradients[step][name])
+    for name, param in run.parameters.items():
+        check(f"final {name}", param, expected.parameters[name])
+    return found
+
+
+# By name: ranks, how they are split, and how many experts there are.
+_SPLITS: dict[str, tuple[int, str, int]] = {
+    "EP x FSDP": (4, "--dp 4 --ep 2", 4),
+    "EP x FSDP, an expert on several ranks": (4, "--dp 4 --ep 2", 2),
+    "CP x FSDP": (4, "--dp 2 --cp 2", 4),
+    "CP x EP": (4, "--dp 2 --ep 2 --cp 2", 4),
+    "PP x FSDP": (4, "--dp 2 --pp 2", 4),
+    "TP x FSDP": (4, "--dp 2 --tp 2", 4),
+    "PP x TP x FSDP": (8, "--dp 2 --tp 2 --pp 2", 4),
+    "TP x EP x FSDP": (8, "--dp 4 --ep 2 --tp 2", 4),
+}
+_QUICK = ("EP x FSDP, an expert on several ranks",)
+_SYSTEMS = {"eager": "--no-compile", "aot_eager": "--lowering aot_eager", "inductor": "--lowering inductor"}
+_WITH_INDUCTOR = ("EP x FSDP",)
+
+
+@pytest.fixture(scope="module")
+def fsdp2_runs(rank_pools: RankPools) -> Callable[[str], list[Run]]:
+    def runs(name: str) -> list[Run]:
+        world, split, experts = _SPLITS[name]
+        return rank_pools[world].run(train_split, flags=f"{split} --system fsdp2 --no-compile", experts=experts)
+
+    return functools.cache(runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "system"),
+    [
+        pytest.param(name, system, marks=[] if name in _QUICK and system == "aot_eager" else pytest.mark.exhaustive)
+        for name in _SPLITS
+        for system in _SYSTEMS
+        if system != "inductor" or name in _WITH_INDUCTOR
+    ],
+)
+def test_parity(name: str, system: str, rank_pools: RankPools, fsdp2_runs: Callable[[str], list[Run]]) -> None:
+    world, split, experts = _SPLITS[name]
+    runs = rank_pools[world].run(train_split, flags=f"{split} {_SYSTEMS[system]}", experts=experts)
+    for run, theirs in zip(runs, fsdp2_runs(name), strict=True):
+        assert not differences(run, reference(experts), 2e-5)
+        assert not differences(run, theirs, 1e-5)
+        assert run.layout == theirs.layout
+        assert run.graphs == (system != "eager")

@@ -19,7 +19,7 @@ from torch import nn
 
 from passes.fx.torch_internals.distributed import REGISTRY_KEY, STATE_KEY, RegistryItem
 
-from ..runtime.gradients import call_hooks, reduce_pending
+from ..runtime.gradients import call_hooks, reduce_pending, take_unreduced
 from ..runtime.uncompiled import Forward
 from ..units.unit import Unit
 from .casts import cast_inputs, cast_output
@@ -42,6 +42,7 @@ class ParamGroup:
 
     def post_backward(self) -> None:
         """Reduce the gradients that wait, as the unit's flags say, and free gathered parameters."""
+        take_unreduced(self._unit)
         landed = reduce_pending(self._unit)
         self.has_reduced = bool(landed)
         call_hooks(landed)
@@ -90,18 +91,20 @@ class UnitState:
         return output
 
     def _root_post_backward_final_callback(self) -> None:
-        """Check that there was a gradient. There is no reduction to wait for: :meth:`ParamGroup.post_backward` has done that.
+        """Check that no gradient is missing. There is no reduction to wait for: :meth:`ParamGroup.post_backward` has done that.
 
         Raises:
-            RuntimeError: there was none, as in a schedule that computes the gradients of inputs first.
+            RuntimeError: one is, as in a schedule that computes the gradients of inputs first, of a compiled stage.
         """
-        trains = any(param.param.requires_grad for unit in self._unit.scope.units for param in unit.params)
-        if trains and not any(state._fsdp_param_group.has_reduced for state in self.all_states):
+        scope = self._unit.scope
+        left_out, scope.left_out_gradients = scope.left_out_gradients, False
+        trains = any(param.param.requires_grad for unit in scope.units for param in unit.params)
+        if trains and (left_out or not any(state._fsdp_param_group.has_reduced for state in self.all_states)):
             raise RuntimeError(
-                "No microbatch of a pipeline has left a gradient in a stage that fully_shard sharded. Schedules that compute "
-                "gradients of weights apart from those of inputs (zero bubble: ScheduleInterleavedZeroBubble, "
-                "ScheduleZBVZeroBubble, ScheduleDualPipeV) are not supported: take ScheduleGPipe, Schedule1F1B, "
-                "ScheduleInterleaved1F1B or ScheduleLoopedBFS."
+                "A backward of a pipeline has left out gradients of weights in a stage that fully_shard sharded: the schedule "
+                "computes them apart from those of inputs (zero bubble: ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
+                "ScheduleDualPipeV), and a compiled stage has one graph for both. Pass dw_builder=lambda: lambda: None to "
+                "PipelineStage, and it computes both where the schedule has those of inputs; or leave the stage uncompiled."
             )
 
 

@@ -83,6 +83,7 @@ class ScheduleControls(Controls):
         Raises:
             RuntimeError: a parameter is on the meta device.
         """
+        self._fsdp_unit.scope.was_unsharded_by_hand = True
         start_unshard(self._fsdp_unit)
         if async_op:
             return _PendingUnshard(self._fsdp_unit)

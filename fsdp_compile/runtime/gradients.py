@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor, Partial
 
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.functional import factor_tensor, group_size, resolve_averaging
@@ -285,7 +286,62 @@ def accumulates(shard: Tensor) -> bool:
         # A backward graph that is called as a function.
         return True
     with torch.enable_grad():
-        return will_engine_execute_node(get_gradient_edge(shard).node)
+        wanted = will_engine_execute_node(get_gradient_edge(shard).node)
+    scope: Scope = shard._fsdp_sharded_param.unit.scope  # type: ignore[attr-defined]
+    scope.left_out_gradients |= not wanted and not scope.is_last_backward
+    return wanted
+
+
+def is_asked_for(param: nn.Parameter) -> bool:
+    """Whether the backward that runs is an ``autograd.grad`` of a parameter itself."""
+    with torch.enable_grad():
+        node = get_gradient_edge(param).node
+    try:
+        will_engine_execute_node(node)
+    except RuntimeError:
+        # How it says that a leaf's gradient is to be returned.
+        return True
+    return False
+
+
+# Gradients that autograd returns, rather than accumulates.
+
+
+def unreduced_gradient(param: ShardedParam, grad: Tensor) -> DTensor:
+    """A full gradient as one of the parameter: the ranks that share it have a summand each.
+
+    Raises:
+        RuntimeError: the parameter has a gradient, which is a shard and cannot be added to.
+    """
+    dtensor: Any = param.param
+    if param.param.grad is not None and not _is_unreduced(param):
+        raise RuntimeError(
+            f"{param.name} has a reduced gradient while autograd.grad computes another, as pipelines without bubbles do. Call "
+            "optimizer.zero_grad(set_to_none=True) ahead of each step of the pipeline."
+        )
+    gathers = param.unit.mesh.mesh.ndim
+    placements = [Partial()] * gathers + list(dtensor.placements[gathers:])
+    return DTensor.from_local(
+        grad, dtensor.device_mesh, placements, run_check=False, shape=dtensor.shape, stride=dtensor.stride()
+    )
+
+
+def _is_unreduced(param: ShardedParam) -> bool:
+    grad = param.param.grad
+    return isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
+
+
+@torch.no_grad()
+def take_unreduced(unit: Unit) -> None:
+    """Let the gradients of :func:`unreduced_gradient` that lie in ``param.grad`` wait for the unit's reduction."""
+    for param in unit.params:
+        if not _is_unreduced(param):
+            continue
+        grad: Any = param.param.grad
+        param.param.grad = None
+        full = grad.to_local().to(reduce_dtype(unit.mp_policy, param.shard.dtype) or param.compute_dtype)
+        waiting = param.state.unsharded_grad
+        param.state.unsharded_grad = full if waiting is None else waiting + full
 
 
 def receive_gradient(param: ShardedParam, grad: Tensor) -> None:

@@ -36,7 +36,14 @@ from passes.ir.ops import reshard
 from ..units.param_state import Stamp, stamp
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
-from .gradients import at_end_of_backward, in_backward, receive_gradients, zeros_like_gradient
+from .gradients import (
+    at_end_of_backward,
+    in_backward,
+    is_asked_for,
+    receive_gradients,
+    unreduced_gradient,
+    zeros_like_gradient,
+)
 from .plan import must_not_gather
 from .unsharding import end_forward, finish_gather_of, finish_unshard, params_by_dtype, start_gathers
 
@@ -356,6 +363,24 @@ class _Unshard(torch.autograd.Function):
         return (None, None, *grads)
 
 
+class _Linked(torch.autograd.Function):
+    """A gathered parameter, for autograd a function of the DTensor parameter, too.
+
+    A pipeline without bubbles asks ``autograd.grad`` for the gradients of weights. It gets this rank's, each whole; the unit
+    reduces the sum over microbatches (:func:`~fsdp_compile.runtime.gradients.take_unreduced`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, param: ShardedParam, full: Tensor, _: nn.Parameter) -> Tensor:
+        ctx.param = param
+        return full.detach()
+
+    @staticmethod
+    @_python
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grad, unreduced_gradient(ctx.param, grad) if is_asked_for(ctx.param.param) else None
+
+
 class Trainable:
     """The trainable parameters of a unit in one forward of a model."""
 
@@ -396,6 +421,9 @@ class Reading:
         self.is_recorded = True
         if trainable.params:
             fulls = _Unshard.apply(self.gathered, trainable.params, *trainable.stand_ins)  # type: ignore[no-untyped-call]
+            if self.gathered.unit.scope.was_unsharded_by_hand:
+                linked = zip(trainable.params, fulls, strict=True)
+                fulls = [_Linked.apply(param, full, param.param) for param, full in linked]  # type: ignore[no-untyped-call]
             self._values.update(zip(trainable.params, fulls, strict=True))
 
 

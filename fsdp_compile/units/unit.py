@@ -35,6 +35,9 @@ class Scope:
         is_last_backward: whether the next backward is that of the last microbatch.
         finalizes_by_hand: whether ``finalize_backward()`` reduces what a backward did not, rather than the last backward.
         post_optim_event: the event that the next forward has to wait for.
+        was_unsharded_by_hand: whether ``unshard()`` was ever called, as pipelines do.
+        left_out_gradients: whether, between the microbatches of a step, a backward dropped gradients of parameters, which
+            autograd had not asked for.
     """
 
     def __init__(self) -> None:
@@ -44,6 +47,8 @@ class Scope:
         self.is_last_backward = True
         self.finalizes_by_hand = False
         self.post_optim_event: Event | None = None
+        self.was_unsharded_by_hand = False
+        self.left_out_gradients = False
 
     def wait_for_optimizer(self) -> None:
         """Let the current stream wait for the user's event, once."""

@@ -33,16 +33,18 @@ class ParamGroup:
     Attributes:
         fsdp_params: empty, so that this code unshards and reshards nothing.
         has_reduced: whether the last :meth:`post_backward` had a gradient to reduce.
+        took_unreduced: whether ``autograd.grad`` had returned one.
     """
 
     def __init__(self, unit: Unit):
         self._unit = unit
         self.fsdp_params: tuple[()] = ()
         self.has_reduced = False
+        self.took_unreduced = False
 
     def post_backward(self) -> None:
         """Reduce the gradients that wait, as the unit's flags say, and free gathered parameters."""
-        take_unreduced(self._unit)
+        self.took_unreduced = bool(take_unreduced(self._unit))
         landed = reduce_pending(self._unit)
         self.has_reduced = bool(landed)
         call_hooks(landed)
@@ -98,8 +100,14 @@ class UnitState:
         """
         scope = self._unit.scope
         left_out, scope.left_out_gradients = scope.left_out_gradients, False
-        trains = any(param.param.requires_grad for unit in scope.units for param in unit.params)
-        if trains and (left_out or not any(state._fsdp_param_group.has_reduced for state in self.all_states)):
+        trained = [param for unit in scope.units for param in unit.params if param.param.requires_grad]
+        hooked = [param.name for param in trained if param.param._backward_hooks]  # type: ignore[attr-defined]
+        if hooked and any(state._fsdp_param_group.took_unreduced for state in self.all_states):
+            raise RuntimeError(
+                f"{', '.join(hooked)}: a parameter with a hook (register_hook) gets no gradient in a pipeline without bubbles. "
+                "Take register_post_accumulate_grad_hook, which is called when the gradient is reduced."
+            )
+        if trained and (left_out or not any(state._fsdp_param_group.has_reduced for state in self.all_states)):
             raise RuntimeError(
                 "A backward of a pipeline has left out gradients of weights in a stage that fully_shard sharded: the schedule "
                 "computes them apart from those of inputs (zero bubble: ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "

@@ -332,16 +332,20 @@ def _is_unreduced(param: ShardedParam) -> bool:
 
 
 @torch.no_grad()
-def take_unreduced(unit: Unit) -> None:
-    """Let the gradients of :func:`unreduced_gradient` that lie in ``param.grad`` wait for the unit's reduction."""
-    for param in unit.params:
-        if not _is_unreduced(param):
-            continue
+def take_unreduced(unit: Unit) -> list[ShardedParam]:
+    """Let the gradients of :func:`unreduced_gradient` that lie in ``param.grad`` wait for the unit's reduction.
+
+    Returns:
+        The parameters that have them.
+    """
+    taken = [param for param in unit.params if _is_unreduced(param)]
+    for param in taken:
         grad: Any = param.param.grad
         param.param.grad = None
         full = grad.to_local().to(reduce_dtype(unit.mp_policy, param.shard.dtype) or param.compute_dtype)
         waiting = param.state.unsharded_grad
         param.state.unsharded_grad = full if waiting is None else waiting + full
+    return taken
 
 
 def receive_gradient(param: ShardedParam, grad: Tensor) -> None:

@@ -381,6 +381,12 @@ class _Linked(torch.autograd.Function):
         return None, grad, unreduced_gradient(ctx.param, grad) if is_asked_for(ctx.param.param) else None
 
 
+def _link(param: ShardedParam, full: Tensor) -> Tensor:
+    # In other backwards, hooks of the DTensor parameter would be called without a gradient.
+    has_hooks = bool(param.param._backward_hooks)
+    return full if has_hooks else _Linked.apply(param, full, param.param)  # type: ignore[no-untyped-call, no-any-return]
+
+
 class Trainable:
     """The trainable parameters of a unit in one forward of a model."""
 
@@ -422,8 +428,7 @@ class Reading:
         if trainable.params:
             fulls = _Unshard.apply(self.gathered, trainable.params, *trainable.stand_ins)  # type: ignore[no-untyped-call]
             if self.gathered.unit.scope.was_unsharded_by_hand:
-                linked = zip(trainable.params, fulls, strict=True)
-                fulls = [_Linked.apply(param, full, param.param) for param, full in linked]  # type: ignore[no-untyped-call]
+                fulls = [_link(param, full) for param, full in zip(trainable.params, fulls, strict=True)]
             self._values.update(zip(trainable.params, fulls, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Two network namespaces and a link of a given rate, so that two ranks on one machine communicate as over a network."""
+"""Two network namespaces and a link of a given rate, so that ranks on one machine communicate as over a network."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ class Link:
 
     Attributes:
         interface: the network interface that Gloo is to use.
-        namespaces: the network namespace of each rank; empty for loopback.
+        namespaces: the network namespaces, each for as many ranks that follow each other; empty for loopback.
+        ranks: how many there are.
     """
 
     interface: str
     namespaces: tuple[str, ...] = ()
+    ranks: int = 2
 
     def command(self, rank: int, command: list[str]) -> list[str]:
         """The command that runs a command where the rank belongs."""
         if not self.namespaces:
             return command
-        return ["ip", "netns", "exec", self.namespaces[rank], *command]
+        return ["ip", "netns", "exec", self.namespaces[rank * len(self.namespaces) // self.ranks], *command]
 
 
 @contextlib.contextmanager
-def make_link(rate: str) -> Iterator[Link]:
-    """``loopback``, or a link between two ranks of this rate in each direction, in tc's notation: ``2gbit``, ``500mbit``.
+def make_link(rate: str, ranks: int = 2) -> Iterator[Link]:
+    """``loopback``, or a link between two halves of the ranks of this rate in each direction, in tc's notation: ``2gbit``,
+    ``500mbit``.
 
     Raises:
         LinkError: making network namespaces needs root, and the programs ``ip`` and ``tc``.
@@ -49,7 +52,7 @@ def make_link(rate: str) -> Iterator[Link]:
         return
     _check(rate)
     name = f"fsdp-{secrets.token_hex(4)}"
-    link = Link("veth0", (f"{name}-0", f"{name}-1"))
+    link = Link("veth0", (f"{name}-0", f"{name}-1"), ranks)
     made = []
     try:
         for namespace in link.namespaces:

@@ -107,7 +107,7 @@ def run_ranks(
     count = count or world_size(args.group)
     # Without this, a termination signal would leave ranks and network namespaces behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    with tempfile.TemporaryDirectory() as scratch, make_link(args.link) as link:
+    with tempfile.TemporaryDirectory() as scratch, make_link(args.link, count) as link:
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(count):

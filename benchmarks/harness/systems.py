@@ -75,7 +75,11 @@ class System:
     before_microbatch: Callable[[bool], None] = lambda last: None
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, foreach=True)
+        # No operator takes parameters on several meshes.
+        groups: dict[Any, list[nn.Parameter]] = {}
+        for param in self.model.parameters():
+            groups.setdefault(getattr(param, "device_mesh", None), []).append(param)
+        self.optimizer = torch.optim.SGD([{"params": params} for params in groups.values()], lr=0.05, foreach=True)
 
     def step(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """One step of the optimizer over these microbatches; gives their mean loss, which nothing has waited for."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -53,6 +53,36 @@ def size_hint(size: int | SymInt) -> int:
         hint = size.node.hint
         return _UNKNOWN_SIZE if hint is None else int(hint)
     return int(size)
+
+
+def known_of_unbacked(values: Iterable[Any]) -> str:
+    """What a trace knows of sizes that depend on data: ranges, and conditions that it leaves to run time.
+
+    Args:
+        values: fake values, in any order.
+
+    Returns:
+        A line for each symbol of sizes without a hint; the empty string if there are none.
+    """
+    lines = set()
+    for size in (size for value in values for size in _sizes(value)):
+        if not isinstance(size, SymInt) or size.node.hint is not None:
+            continue
+        shape_env = size.node.shape_env
+        for symbol in size.node.expr.free_symbols:
+            conditions = [str(condition.expr) for condition in shape_env.deferred_runtime_asserts.get(symbol, ())]
+            lines.add(f"{symbol}: {shape_env.var_to_range.get(symbol)}, {conditions}")
+    return "\n".join(sorted(lines))
+
+
+def _sizes(value: Any) -> Iterator[int | SymInt]:
+    if isinstance(value, Tensor):
+        yield from (*value.shape, *value.stride(), value.storage_offset())
+    elif isinstance(value, SymInt):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _sizes(inner)
 
 
 def size_value(size: int | SymInt) -> Any:

@@ -28,6 +28,7 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ..fx.graph import argument_text, is_collective, is_view
+from ..fx.sizes import known_of_unbacked
 from ..fx.torch_internals.core import OpOverload, _make_graph_module, _use_lazy_graph_module, make_contiguous_strides_for
 from ..fx.torch_internals.operators import lookup_seed
 from ..ir.work import kernel_boundaries
@@ -190,7 +191,12 @@ class _Builder:
         # Exactly the layout that was traced: the readers of an output were traced with it.
         output.meta["user_visible_output_idxs"] = list(range(len(self.outputs)))
         with _use_lazy_graph_module(True):
-            return Segment(_make_graph_module(self.owner, graph), key)
+            graph_module = _make_graph_module(self.owner, graph)
+        known = known_of_unbacked(node.meta.get("val") for node in graph.nodes)
+        if known:
+            # Inductor generates checks of it. To find a module in its cache, it looks at attributes, not at symbols.
+            graph_module.__dict__["known_of_sizes"] = known
+        return Segment(graph_module, key)
 
     def key(self) -> Hashable:
         body = (*self.constants, *self.body)

@@ -2,6 +2,7 @@ import operator
 
 import torch
 import torch._inductor.inductor_prims
+from torch._inductor.codecache import compiled_fx_graph_hash
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -271,6 +272,21 @@ graph():
         )
         # The values that the second reads have sizes [2 * s] only.
         assert len(segments["segment_1"].graph_module.graph.find_nodes(op="placeholder")) == 2
+
+    def test_inductors_cache_tells_bounds_of_sizes_apart(self) -> None:
+        def key(most):
+            def forward(x):
+                size = (x > 0).sum().item()
+                torch._check(size >= 0)
+                torch._check(size <= most)
+                return _wait(_all_reduce(x, "sum", self.shard)) + x.new_ones(size).sum()
+
+            gm = make_fx(forward, tracing_mode="symbolic")(torch.zeros(5))
+            *_, segment = cut_into_segments(gm)[1].values()
+            values = [node.meta["val"] for node in segment.graph_module.graph.find_nodes(op="placeholder")]
+            return compiled_fx_graph_hash(segment.graph_module, values, {}, [])[0]
+
+        assert key(32) == key(32) != key(64)
 
     def test_leaves_the_graph_alone(self) -> None:
         gm = self.layers(2)

@@ -186,9 +186,10 @@ def test_parity(name: str, system: str, rank_pools: RankPools, fsdp2_runs: Calla
     runs = rank_pools[split.world].run(train_split, split=split, system=_SYSTEMS[system])
     expected = reference(split)
     assert set().union(*(run.parameters for run in runs)) == expected.parameters.keys()
+    # A rounding in bfloat16 can send a token to another expert, if Inductor or float64 round elsewhere.
+    to_fsdp2 = (0.2 if system == "inductor" else 1e-2) if split.grouped else 1e-5
     for run, other in zip(runs, theirs, strict=True):
-        # A rounding in bfloat16 sends some token to another expert.
         assert not differences(run, expected, 0.2 if split.grouped else 2e-5)
-        assert not differences(run, other, 0.2 if split.grouped and system == "inductor" else 1e-5)
+        assert not differences(run, other, to_fsdp2)
         assert run.layout == other.layout
         assert run.graphs == (system != "eager")

@@ -5,6 +5,7 @@ Four ranks, two by two; eight with replicas. Tolerances are those of ``test_pari
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,16 +23,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
 from fsdp_compile.compiler.options import LOWERINGS
 from tests.common import models
-from tests.common.distributed import RankPools
+from tests.common.distributed import RankPools, device_mesh
+from tests.common.microbatches import FLAVOURS, Task, differences, fully_shard_of, reference, train_schedules
 from tests.common.parity import (
+    Batch,
     Case,
     Compile,
     Forward,
@@ -41,10 +47,12 @@ from tests.common.parity import (
     next_token_loss,
     regression_batch,
     shard_units,
+    squared_error,
     token_batch,
     train_reference,
     train_sharded,
 )
+from tests.fsdp_compile import test_comm_hooks
 
 
 def block_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -96,7 +104,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def sequence_parallel(model: nn.Module, mesh: DeviceMesh, head: ParallelStyle | None = None) -> None:
     """As torchtitan lays out a decoder: activations between the products are cut along the sequence."""
     parallelize_module(
         model,
@@ -104,7 +112,7 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            "head": head or ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         },
     )
     gathered = {"input_layouts": Shard(1)}
@@ -133,6 +141,13 @@ def _tied_decoder(**sizes: int) -> nn.Module:
     model = Decoder(**sizes)
     model.head.weight = model.embedding.weight
     return model
+
+
+def _loss_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Logits are a DTensor that is cut along the vocabulary, and so is what the loss computes of them."""
+    sequence_parallel(
+        model, mesh, head=ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    )
 
 
 class _Adapted(nn.Module):
@@ -254,6 +269,7 @@ _TABLE = [
     _decoder("tied", build=partial(_tied_decoder, layers=1), parallelize=_tied),
     _decoder("foreach", build=partial(Decoder, layers=1), optimizer=partial(adamw, foreach=True)),
     _decoder("fused", build=partial(Decoder, layers=1), optimizer=partial(adamw, fused=True)),
+    _decoder("loss_parallel", build=partial(Decoder, layers=1), parallelize=_loss_parallel),
     _decoder("evaluation", build=partial(Decoder, layers=1), evaluation=torch.no_grad),
 ]
 CASES = {case.name: case for case in _TABLE}
@@ -261,7 +277,11 @@ CASES = {case.name: case for case in _TABLE}
 
 def run_case(name: str, system: str) -> Run:
     """Executed by every rank."""
-    case = CASES[name]
+    with loss_parallel() if name == "loss_parallel" else contextlib.nullcontext():
+        return _run(CASES[name], system)
+
+
+def _run(case: Case, system: str) -> Run:
     if system == "fsdp2":
         return train_sharded(case, torch.distributed.fsdp.fully_shard)
     from fsdp_compile import fsdp_backend, fully_shard
@@ -309,3 +329,104 @@ def test_parity(
         compare(runs, _reference(case.name, world // case.tensor_parallel), case.reference_rtol)
     if case.fsdp2 and ours:
         compare(runs, fsdp2_runs(case.name, world), case.lowered_rtol.get(system, case.fsdp2_rtol))
+
+
+# --- Microbatches, hooks ---------------------------------------------------------------------------
+
+
+def _shard_in_2d(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard) -> None:
+    """Over the first dimension of a mesh, on top of tensor parallelism over the second."""
+    block_parallel(model, mesh["shard"])
+    shard_units(model, mesh["replicate"], fully_shard)
+
+
+def _batch_of_pair(index: int, rank: int, world: int) -> Batch:
+    """Two ranks share a batch."""
+    return regression_batch(index, rank // 2, world // 2)
+
+
+_TASK = Task(models.MLP, _batch_of_pair, squared_error)
+
+
+@pytest.mark.parametrize("system", ["fsdp2", "eager", "aot_eager"])
+def test_microbatches(system: str, rank_pools: RankPools) -> None:
+    schedules = {name: [FLAVOURS[name]] * 2 for name in ("sharded", "unsharded", "keep_unsharded", "sharded_keep")}
+    found = rank_pools[4].run(
+        train_schedules, system=system, mesh_shape=(2, 2), task=_TASK, schedules=schedules, shard=_shard_in_2d
+    )
+    expected = reference(_TASK, 4, [4, 4])
+    for name in schedules:
+        runs = [results[name] for results, _ in found]
+        assert not isinstance(runs[0], str), runs[0]
+        assert differences(runs, expected, 1e-4) == []
+        if name in ("unsharded", "keep_unsharded"):
+            # Only the last of four microbatches reduces over the data parallel ranks.
+            assert [number > 0 for number in runs[0].counts("reduce_scatter")] == [False, False, False, True] * 2
+
+
+def hooked_gradients(system: str, hook: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    mesh = device_mesh((2, 2))
+    model: Any = models.MLP(layers=1)
+    _shard_in_2d(model, mesh, fully_shard_of("ours"))
+    if hook:
+        model.register_comm_hook(mesh.get_group(0), getattr(test_comm_hooks, hook))
+    forward = model
+    if system != "eager":
+        from fsdp_compile import fsdp_backend
+
+        forward = torch.compile(model, backend=fsdp_backend, options={"lowering": system})
+    squared_error(forward, _batch_of_pair(0, dist.get_rank(), 4)).backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("system", ["eager", "aot_eager"])
+def test_a_communication_hook(system: str, rank_pools: RankPools) -> None:
+    """It is called for the pieces, and reduces over the data parallel ranks."""
+    expected = rank_pools[4].run(hooked_gradients, system="eager", hook="")[0]
+    for hook, factor in (("averages", 1), ("doubles", 2)):
+        actual = rank_pools[4].run(hooked_gradients, system=system, hook=hook)[0]
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual[name], factor * gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# --- Parameters on different meshes ----------------------------------------------------------------
+
+
+_ON_MIXED_MESHES: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "clip_grad_norm_": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1),
+    "clip_grad_norm_, foreach": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1, foreach=True),
+    "AdamW": lambda parameters: adamw(parameters).step(),
+    "AdamW, foreach": lambda parameters: adamw(parameters, foreach=True).step(),
+    "AdamW, fused": lambda parameters: adamw(parameters, fused=True).step(),
+}
+
+
+def on_mixed_meshes(system: str) -> dict[str, list[Tensor] | str]:
+    """What happens to a model with a parameter that is no tensor parallel one: new values and gradients, or the error."""
+    found: dict[str, list[Tensor] | str] = {}
+    for name, apply in _ON_MIXED_MESHES.items():
+        torch.manual_seed(0)
+        model = models.MLP(layers=1)
+        _shard_in_2d(model, device_mesh((2, 2)), fully_shard_of(system))
+        squared_error(model, _batch_of_pair(0, dist.get_rank(), 4)).backward()
+        parameters: list[Any] = list(model.parameters())
+        assert {parameter.device_mesh.ndim for parameter in parameters} == {1, 2}
+        try:
+            apply(parameters)
+        except Exception as error:
+            found[name] = type(error).__name__
+        else:
+            found[name] = [tensor.full_tensor() for p in parameters for tensor in (p.detach(), p.grad)]
+    return found
+
+
+def test_mixed_meshes_are_as_with_fsdp2(rank_pools: RankPools) -> None:
+    theirs, ours = (rank_pools[4].run(on_mixed_meshes, system=system)[0] for system in ("fsdp2", "ours"))
+    for name, expected in theirs.items():
+        if isinstance(expected, str):
+            assert ours[name] == expected, name
+        else:
+            torch.testing.assert_close(ours[name], expected, msg=lambda text, name=name: f"{name}: {text}")
+    # torch computes no norm over tensors of several meshes: users clip those of each mesh, and combine the norms.
+    assert {name for name, found in theirs.items() if isinstance(found, str)} == {"clip_grad_norm_", "clip_grad_norm_, foreach"}

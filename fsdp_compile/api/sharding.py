@@ -102,8 +102,9 @@ def fully_shard(
     modules = _check_modules(module)
     if dp_mesh_dims is not None:
         raise NotImplementedError(
-            f"dp_mesh_dims={dp_mesh_dims!r} is for parameters that are DTensors already, which is not supported yet. Pass the "
-            "dimensions to shard and replicate over as the mesh: mesh=mesh['dp'] or mesh['replicate', 'shard']."
+            f"dp_mesh_dims={dp_mesh_dims!r} is for parameters that are DTensors on all dimensions of a mesh, which is not "
+            "supported. Lay them out on a slice of it, such as mesh['tp'], and pass the dimensions to shard and replicate over "
+            "as the mesh: mesh=mesh['dp'] or mesh['replicate', 'shard']."
         )
     if type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(

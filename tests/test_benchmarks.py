@@ -301,6 +301,7 @@ def test_table_aligns_its_columns() -> None:
     assert lines == ["system        ms", "a            1.0", "long name  100.0"]
 
 
+@pytest.mark.exhaustive
 def test_published_runs_are_predicted_with_what_is_outside_of_graphs() -> None:
     size = replace(published.RUNS[0].size, layers=2, width=64, heads=2, kv_heads=1, hidden=128, vocabulary=1024, sequence=256)
     run = replace(published.RUNS[0], size=size)

@@ -47,7 +47,7 @@ _SPLITS = (
     "--cp 2 --pp 2",
 )
 _SPLITS_OF_8 = ("--dp 2 --tp 2 --pp 2", "--dp 4 --ep 4 --tp 2", "--dp 2 --cp 2 --ep 2 --pp 2")
-_QUICK = ("--dp 4 --ep 2", "--dp 2 --pp 2")
+_QUICK = ("--dp 2 --pp 2",)
 
 
 def _marks(split: str, lowering: str) -> list[pytest.MarkDecorator]:

@@ -188,14 +188,17 @@ def _reference(job: str, name: str, world: int) -> Run:
 _cached_reference = functools.cache(reference)
 
 
-def _marks(job: str) -> Any:
-    # All flavours with replicas on a whole transformer, in one run; each is a part of other jobs, too.
-    return pytest.mark.exhaustive if job == "gpt" else []
+def _marks(job: str, shape: tuple[int, ...] = HSDP) -> Any:
+    # All flavours with replicas on a whole transformer, in one run; each is a part of other jobs, too. Code takes long to
+    # generate, and two ranks sharding show what four do.
+    return pytest.mark.exhaustive if job in ("gpt", "kernels") or shape == FSDP4 else []
 
 
 def _ours(job: str, mesh_shapes: Sequence[tuple[int, ...]], systems: Sequence[str]) -> list[Any]:
     return [
-        pytest.param(job, shape, system, name, marks=_marks(job), id=f"{job}-{'x'.join(map(str, shape))}-{system}-{name}")
+        pytest.param(
+            job, shape, system, name, marks=_marks(job, shape), id=f"{job}-{'x'.join(map(str, shape))}-{system}-{name}"
+        )
         for shape in mesh_shapes
         for system in systems
         for name in JOBS[job].schedules
@@ -229,7 +232,7 @@ def test_matches(job: str, mesh_shape: tuple[int, ...], system: str, name: str, 
     [
         ("gpt_fsdp", FSDP, "aot_eager"),
         pytest.param("gpt", HSDP, "aot_eager", marks=_marks("gpt")),
-        ("kernels", HSDP, "inductor"),
+        pytest.param("kernels", HSDP, "inductor", marks=_marks("kernels")),
         ("factors", HSDP, "aot_eager"),
     ],
 )
@@ -241,7 +244,7 @@ def test_no_flag_retraces(job: str, mesh_shape: tuple[int, ...], system: str, tr
 
 
 @pytest.mark.parametrize("name", JOBS["bf16"].schedules)
-@pytest.mark.parametrize("mesh_shape", [FSDP, HSDP])
+@pytest.mark.parametrize("mesh_shape", [FSDP, pytest.param(HSDP, marks=pytest.mark.exhaustive)])
 def test_bf16_gradients_accumulate_in_the_reduce_dtype(mesh_shape: tuple[int, ...], name: str, train: TrainAll) -> None:
     ours = _runs(train, "bf16", mesh_shape, "aot_eager", name)
     found = differences(ours, _runs(train, "bf16", mesh_shape, "fsdp2", name), 1e-3, order=2)
@@ -317,6 +320,7 @@ def test_collectives(job: str, mesh_shape: tuple[int, ...], system: str, name: s
             assert all(ours <= limit for ours, limit in zip(in_backward, _GATHERS_IN_BACKWARD[name] * 2, strict=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", JOBS["kernels"].schedules)
 def test_collectives_of_generated_code(name: str, train: TrainAll) -> None:
     """Of the lowering to kernels, against the numbers of FSDP2."""

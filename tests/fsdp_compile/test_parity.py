@@ -319,6 +319,10 @@ _MANY_KERNELS = {
 }
 
 
+# On four ranks, the cases whose shards are others than on two.
+_OF_FOUR_RANKS = {"mlp", "uneven", "fewer_rows_than_ranks", "reshard_int", "hsdp", "hsdp_uneven"}
+
+
 def _parameters() -> list[Any]:
     parameters = []
     for case in _TABLE:
@@ -326,7 +330,8 @@ def _parameters() -> list[Any]:
             systems = ["fsdp2"] * case.fsdp2 + ["eager", "aot_eager"] + ["inductor"] * (world in case.inductor_worlds)
             for system in systems:
                 name = f"{case.name}-{world}-{system}"
-                marks = pytest.mark.exhaustive if name in _MANY_KERNELS else ()
+                is_exhaustive = name in _MANY_KERNELS or (world == 4 and case.name not in _OF_FOUR_RANKS)
+                marks = pytest.mark.exhaustive if is_exhaustive else ()
                 parameters.append(pytest.param(case, world, system, marks=marks, id=name))
     return parameters
 

@@ -454,7 +454,11 @@ def capture_graphs(shape: tuple[int, ...], lowering: str) -> tuple[list[str], li
 
 @pytest.mark.parametrize(
     ("shape", "lowering"),
-    [((2,), "aot_eager"), pytest.param((2,), "inductor", marks=pytest.mark.exhaustive), ((2, 2), "aot_eager")],
+    [
+        ((2,), "aot_eager"),
+        pytest.param((2,), "inductor", marks=pytest.mark.exhaustive),
+        pytest.param((2, 2), "aot_eager", marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_capture(shape: tuple[int, ...], lowering: str, rank_pools: RankPools) -> None:

@@ -47,22 +47,18 @@ _SPLITS = (
     "--cp 2 --pp 2",
 )
 _SPLITS_OF_8 = ("--dp 2 --tp 2 --pp 2", "--dp 4 --ep 4 --tp 2", "--dp 2 --cp 2 --ep 2 --pp 2")
-_QUICK = ("--dp 2 --pp 2",)
-
-
-def _marks(split: str, lowering: str) -> list[pytest.MarkDecorator]:
-    return [] if split in _QUICK and lowering == "aot_eager" else [pytest.mark.exhaustive]
 
 
 def _cases() -> list[object]:
     return [
-        pytest.param(world, split, lowering, marks=_marks(split, lowering))
+        pytest.param(world, split, lowering)
         for world, splits in ((4, _SPLITS), (8, _SPLITS_OF_8))
         for split in splits
         for lowering in ("aot_eager", "inductor")[: 8 // world]
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("world", "split", "lowering"), _cases())
 def test_losses(world: int, split: str, lowering: str, rank_pools: RankPools, expected: Callable[[int], list[float]]) -> None:
     for losses, graphs in rank_pools[world].run(losses_of, flags=f"{split} --lowering {lowering}"):

@@ -88,7 +88,7 @@ def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: 
         pytest.param((2,), "set_requires_all_reduce", marks=pytest.mark.exhaustive),
         pytest.param((2, 2), "", marks=pytest.mark.exhaustive),
         pytest.param((2, 2), "set_requires_gradient_sync", marks=pytest.mark.exhaustive),
-        ((2, 2), "set_requires_all_reduce"),
+        pytest.param((2, 2), "set_requires_all_reduce", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_hook_that_averages_changes_nothing(shape: tuple[int, ...], flag: str, rank_pools: RankPools) -> None:

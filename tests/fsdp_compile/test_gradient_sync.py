@@ -423,9 +423,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     ("system", "mesh_shape", "optimizer_name"),
     [
         ("aot_eager", HSDP, "adamw"),
-        ("aot_eager", FSDP, "adamw_foreach"),
+        pytest.param("aot_eager", FSDP, "adamw_foreach", marks=pytest.mark.exhaustive),
         ("aot_eager", FSDP, "adamw_fused"),
-        ("aot_eager", FSDP, "sgd"),
+        pytest.param("aot_eager", FSDP, "sgd", marks=pytest.mark.exhaustive),
         ("eager", FSDP, "sgd"),
     ],
 )
@@ -822,15 +822,17 @@ def fail_and_recover(system: str, mesh_shape: tuple[int, ...], where: str, pendi
     [
         # After an error in backward, FSDP2 adds the full gradients that autograd had made by then to the next ones.
         pytest.param("fsdp2", HSDP, "partial", "forward", marks=needs_fsdp2("reset_iter_state")),
+        ("aot_eager", HSDP, "partial", "backward"),
         *[
-            (*setting, where)
+            pytest.param(*setting, marks=pytest.mark.exhaustive)
             for setting in [
-                ("aot_eager", HSDP, "partial"),
-                ("aot_eager", HSDP, "unsharded"),
-                ("eager", FSDP, "unsharded"),
+                ("aot_eager", HSDP, "partial", "forward"),
+                ("aot_eager", HSDP, "unsharded", "forward"),
+                ("aot_eager", HSDP, "unsharded", "backward"),
             ]
-            for where in ("forward", "backward")
         ],
+        ("eager", FSDP, "unsharded", "forward"),
+        ("eager", FSDP, "unsharded", "backward"),
     ],
 )
 def test_recovers_from_an_error(

@@ -37,7 +37,8 @@ def _needs(module: str) -> pytest.MarkDecorator:
 def _launched() -> Iterator[None]:
     """The environment that torchrun gives a rank."""
     rank = str(dist.get_rank())
-    given = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "WORLD_SIZE": str(_WORLD), "LOCAL_WORLD_SIZE": str(_WORLD)}
+    world = str(dist.get_world_size())
+    given = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     given |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
     before = dict(os.environ)
     os.environ.update(given)
@@ -261,3 +262,50 @@ def run_fabric(path: str) -> None:
 @pytest.mark.exhaustive
 def test_fabric(rank_pools: RankPools, tmp_path: Path) -> None:
     rank_pools[_WORLD].run(run_fabric, path=str(tmp_path))
+
+
+# --- transformers' own parallelism ----------------------------------------------------------------
+
+
+def train_from_pretrained(ours: bool, folder: str, compiled: bool) -> list[float]:
+    """Two ranks that cut products by the model's plan, times two that shard."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    with replacing_fsdp2() if ours else contextlib.nullcontext():
+        split = DistributedConfig(tp_size=2, fsdp_size=2)
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=split, dtype=torch.float32)
+    assert isinstance(model, FSDPModule) is ours
+    assert len(model.model.layers[0].mlp.up_proj.weight.placements) == 2
+    # With symbolic lengths, torch 2.13 traces a deep model of DTensors no further than Python's recursion goes, sharded or not.
+    how: dict[str, Any] = {"backend": fsdp_backend, "options": _OPTIONS, "dynamic": False}
+    forward = torch.compile(model, **how) if ours and compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, foreach=False)
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank() // 2)
+        # Lengths that change.
+        tokens = torch.randint(64, (2, 8 + step), generator=generator)
+        loss = forward(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def compare_from_pretrained(folder: str, compiled: bool) -> None:
+    _same_on_both(train_from_pretrained, folder=folder, compiled=compiled)
+
+
+@_needs("transformers")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensor_parallel_plan_of_transformers(compiled: bool, tmp_path: Path, rank_pools: RankPools) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=9, **heads)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    rank_pools[4].run(compare_from_pretrained, folder=str(tmp_path), compiled=compiled)

@@ -173,7 +173,10 @@ def test_observers_are_told_where_something_folds(kind: str, fake_ranks: None, m
     assert unfold.after == following.before
 
 
-@pytest.mark.parametrize("kind", FOLDED)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in ("plain", "several outputs") else pytest.mark.exhaustive) for kind in FOLDED],
+)
 def test_results_are_the_same(kind: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     _, one_by_one, _ = run(make_model(kind), monkeypatch, DEPTH + 1)
     _, once, folded = run(make_model(kind), monkeypatch, DEPTH)

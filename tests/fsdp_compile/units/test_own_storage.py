@@ -218,7 +218,7 @@ def shows_own_storages(name: str, compiled: bool) -> None:
     check("emptied")
 
 
-_QUICK = {("empty", False), ("scalars", False), ("columns", True), ("replicas", True)}
+_QUICK = {("empty", False), ("scalars", False), ("columns", True)}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 import torch._dynamo
 import torch.distributed as dist
+import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -300,6 +301,29 @@ def train_sharded(case: Case, fully_shard: FullyShard, compile_options: Compile 
     if dist.get_rank() != 0:
         run.gradients, run.buffers = {}, {}
     return run
+
+
+def train_with(case: Case, system: str) -> Run:
+    """Train on this rank's batches: with "fsdp2", with the library uncompiled ("eager"), or with the name of a lowering."""
+    if system == "fsdp2":
+        return train_sharded(case, torch.distributed.fsdp.fully_shard)
+    from fsdp_compile import fsdp_backend, fully_shard
+
+    if system == "eager":
+        return train_sharded(case, fully_shard)
+    return train_sharded(case, fully_shard, {"backend": fsdp_backend, "options": {"lowering": system}})
+
+
+def describe_values(tensor: Any) -> str:
+    """A tensor's kind and, of a DTensor, its layout and this rank's values."""
+    if not isinstance(tensor, DTensor):
+        return f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)}"
+    local = tensor.to_local()
+    return (
+        f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.placements} "
+        f"mesh {tensor.device_mesh.mesh.tolist()} {tensor.device_mesh.mesh_dim_names} "
+        f"local {tuple(local.shape)} {local.stride()} {local.tolist()}"
+    )
 
 
 def _meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh]:

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdp_compile import fsdp_backend, fully_shard, sync_module_states
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
-from tests.common.parity import Forward, FullyShard, adamw, regression_batch, shard_units
+from tests.common.parity import Forward, FullyShard, adamw, describe_values, regression_batch, shard_units
 
 # Batches of the global batch, whatever the number of ranks, so that two worlds can train on the same data.
 _PIECES = 4
@@ -147,17 +147,6 @@ def _assert_equal(model: nn.Module, twin: nn.Module, when: str = "", rtol: float
 # --- What a state dict holds ----------------------------------------------------------------------
 
 
-def _describe(tensor: Any) -> str:
-    if not isinstance(tensor, DTensor):
-        return f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)}"
-    local = tensor.to_local()
-    return (
-        f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.placements} "
-        f"mesh {tensor.device_mesh.mesh.tolist()} "
-        f"local {tuple(local.shape)} {local.stride()} {local.tolist()}"
-    )
-
-
 def _tied() -> nn.Module:
     torch.manual_seed(0)
     return models.Transformer(vocab=13, dim=6, heads=3, hidden=7, layers=1, tied=True)
@@ -187,8 +176,8 @@ def state_dict_like_fsdp2(name: str, shape: tuple[int, ...]) -> None:
         model = build()
         shard(model, device_mesh(shape), system)
         # Names, in order, and what they name; parameters() may not differ from the state dict's tensors.
-        state = {key: _describe(tensor) for key, tensor in model.state_dict().items()}
-        parameters = {key: _describe(parameter) for key, parameter in model.named_parameters()}
+        state = {key: describe_values(tensor) for key, tensor in model.state_dict().items()}
+        parameters = {key: describe_values(parameter) for key, parameter in model.named_parameters()}
         described.append((list(state.items()), list(parameters.items())))
     theirs, ours = described
     assert ours == theirs

@@ -50,7 +50,7 @@ from tests.common.parity import (
     squared_error,
     token_batch,
     train_reference,
-    train_sharded,
+    train_with,
 )
 from tests.fsdp_compile import test_comm_hooks
 
@@ -278,17 +278,7 @@ CASES = {case.name: case for case in _TABLE}
 def run_case(name: str, system: str) -> Run:
     """Executed by every rank."""
     with loss_parallel() if name == "loss_parallel" else contextlib.nullcontext():
-        return _run(CASES[name], system)
-
-
-def _run(case: Case, system: str) -> Run:
-    if system == "fsdp2":
-        return train_sharded(case, torch.distributed.fsdp.fully_shard)
-    from fsdp_compile import fsdp_backend, fully_shard
-
-    if system == "eager":
-        return train_sharded(case, fully_shard)
-    return train_sharded(case, fully_shard, {"backend": fsdp_backend, "options": {"lowering": system}})
+        return train_with(CASES[name], system)
 
 
 @functools.cache

@@ -32,7 +32,16 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_compile import fully_shard
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
-from tests.common.parity import FullyShard, adamw, next_token_loss, regression_batch, shard_units, squared_error, token_batch
+from tests.common.parity import (
+    FullyShard,
+    adamw,
+    describe_values,
+    next_token_loss,
+    regression_batch,
+    shard_units,
+    squared_error,
+    token_batch,
+)
 from tests.fsdp_compile.test_model_parallel import Decoder, sequence_parallel, uneven_parallel
 
 _SYSTEMS: dict[str, FullyShard] = {"fsdp2": torch.distributed.fsdp.fully_shard, "ours": fully_shard}
@@ -76,17 +85,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
 # --- What a state dict holds ----------------------------------------------------------------------
 
 
-def _describe(tensor: Any) -> str:
-    if not isinstance(tensor, DTensor):
-        return f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)}"
-    local = tensor.to_local()
-    return (
-        f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.placements} "
-        f"mesh {tensor.device_mesh.mesh.tolist()} {tensor.device_mesh.mesh_dim_names} "
-        f"local {tuple(local.shape)} {local.stride()} {local.tolist()}"
-    )
-
-
 def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for key, value in tree.items() if isinstance(tree, dict) else ():
         if isinstance(value, Tensor):
@@ -111,7 +109,7 @@ def state_dict_like_fsdp2(name: str) -> None:
         whole = build()
         values = {key: value.detach().clone() for key, value in whole.named_parameters()}
         model = _sharded(whole, system, parallelize=parallelize, **options)
-        described.append({key: _describe(tensor) for key, tensor in model.state_dict().items()})
+        described.append({key: describe_values(tensor) for key, tensor in model.state_dict().items()})
         for key, parameter in model.named_parameters():
             assert torch.equal(parameter.full_tensor(), values[key]), key
     theirs, ours = described
@@ -130,7 +128,7 @@ def optimizer_state_like_fsdp2() -> None:
         optimizer = adamw(model.parameters())
         _step(model, optimizer, 0)
         found = dict(_tensors(get_optimizer_state_dict(model, optimizer)))
-        described.append(({key: _describe(tensor).split(" local ")[0] for key, tensor in found.items()}, found))
+        described.append(({key: describe_values(tensor).split(" local ")[0] for key, tensor in found.items()}, found))
     (layout, theirs), (other, ours) = described
     assert other == layout
     for key, tensor in ours.items():

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.collectives.functional import resolve_group
 from passes.collectives.gloo import backend_of, install, open_opposite
 from passes.collectives.layout import REPLICATED
+from passes.collectives.local_groups import new_local_group
 from passes.fx.torch_internals.core import unset_fake_temporarily
 
 
@@ -106,8 +107,7 @@ def _group_of(ranks: tuple[int, ...], purpose: str, device: torch.device) -> str
     if key not in made:
         # Also where the parameters are fake.
         with unset_fake_temporarily():
-            # Ranks of other shard groups make other groups at the same time, or take no part.
-            made[key] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=purpose).group_name
+            made[key] = new_local_group(ranks, purpose).group_name
         connect(made[key], device)
     return made[key]
 

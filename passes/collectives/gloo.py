@@ -35,6 +35,7 @@ from ..fx.symbolic_ranks import supposed_size
 from ..fx.torch_internals.core import RecordFunctionFast
 from ..fx.torch_internals.distributed import register_work, resolve_process_group
 from ..fx.torch_internals.patches import all_gather, all_to_all, install_kernel
+from .local_groups import new_local_group
 
 _c10d = torch.ops._c10d_functional
 # Of messages; arbitrary, to be no number that a user would take.
@@ -93,8 +94,8 @@ def open_opposite(group_name: str) -> None:
         message_tags.pop(group_name, None)
         ranks = dist.get_process_group_ranks(group)
         timeout = group._get_backend(torch.device("cpu")).options._timeout
-        # Ranks of other groups need not be here.
-        _opposites[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp_opposite")
+        # Several groups may have the same ranks.
+        _opposites[group] = new_local_group(ranks, f"fsdp_opposite of {group_name}", timeout=timeout, backend="gloo")
 
 
 def break_connections(group_name: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -164,19 +164,10 @@ _WITH_INDUCTOR = ("EP x FSDP", "EP x FSDP, grouped_mm")
 
 
 @pytest.fixture(scope="module")
-def pools_of(rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Split], RankPools]]:
-    """The ranks for a split. Those of pipelines are their own: stages make unequal numbers of groups, and by that number torch
-    names the next one, which ranks of several stages would wait for in vain."""
-    of_stages = RankPools(tmp_path_factory.mktemp("inductor"))
-    yield lambda split: of_stages if "--pp" in split.flags else rank_pools
-    of_stages.close()
-
-
-@pytest.fixture(scope="module")
-def fsdp2_runs(pools_of: Callable[[Split], RankPools]) -> Callable[[str], list[Run]]:
+def fsdp2_runs(rank_pools: RankPools) -> Callable[[str], list[Run]]:
     def runs(name: str) -> list[Run]:
         split = _SPLITS[name]
-        return pools_of(split)[split.world].run(train_split, split=split, system="--system fsdp2 --no-compile")
+        return rank_pools[split.world].run(train_split, split=split, system="--system fsdp2 --no-compile")
 
     return functools.cache(runs)
 
@@ -190,9 +181,9 @@ def fsdp2_runs(pools_of: Callable[[Split], RankPools]) -> Callable[[str], list[R
         if system != "inductor" or name in _WITH_INDUCTOR
     ],
 )
-def test_parity(name: str, system: str, pools_of: Callable[[Split], RankPools], fsdp2_runs: Callable[[str], list[Run]]) -> None:
+def test_parity(name: str, system: str, rank_pools: RankPools, fsdp2_runs: Callable[[str], list[Run]]) -> None:
     split, theirs = _SPLITS[name], fsdp2_runs(name)
-    runs = pools_of(split)[split.world].run(train_split, split=split, system=_SYSTEMS[system])
+    runs = rank_pools[split.world].run(train_split, split=split, system=_SYSTEMS[system])
     expected = reference(split)
     assert set().union(*(run.parameters for run in runs)) == expected.parameters.keys()
     # A rounding in bfloat16 can send a token to another expert, if Inductor or float64 round elsewhere.

@@ -20,10 +20,10 @@ from .core import disable_dynamo
 
 @dataclass(frozen=True)
 class Method:
-    """A method of a class of torch's.
+    """A method of a class of torch's, or a function that its module calls.
 
     Attributes:
-        owner: the class, as ``"module:class"``: it is imported when it is needed.
+        owner: the class, as ``"module:class"``, or the module: it is imported when it is needed.
         name: of the method.
         parameters: how many it has, which its replacement takes.
     """
@@ -52,9 +52,8 @@ class Method:
         finally:
             setattr(owner, self.name, original)
 
-    def _owner(self) -> type:
-        found: type = pkgutil.resolve_name(self.owner)
-        return found
+    def _owner(self) -> Any:
+        return pkgutil.resolve_name(self.owner)
 
 
 # While a graph is lowered for the CPU: kernels are collected, to be compiled several to a file, and waited for all at once
@@ -64,6 +63,10 @@ wait_for_kernels = Method("torch._inductor.async_compile:AsyncCompile", "wait", 
 
 # While Inductor finds out what the processor can do: a quicker probe comes first (same file). Alike in torch 2.11 to 2.15.
 check_build = Method("torch._inductor.cpu_vec_isa:VecISA", "check_build", parameters=2)
+
+# While a group is made that only its own ranks know of (``passes/collectives/local_groups.py``): torch names it by how many
+# groups the rank has, and ranks with unequal numbers wait for each other. Alike in torch 2.11 to 2.15.
+hash_ranks_to_str = Method("torch.distributed.distributed_c10d", "_hash_ranks_to_str", parameters=1)
 
 # Gloo's (``passes/collectives/gloo.py``), from the first mesh over Gloo: torch's gather can abort the process, has none on a
 # GPU, and its exchange uses one direction of a connection at a time. Alike in torch 2.11 to 2.15.

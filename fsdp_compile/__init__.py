@@ -3,6 +3,7 @@
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from passes.collectives.divide_factors import gradient_divide_factors
+from passes.collectives.rounded_gather import GatherPolicy
 from passes.collectives.traced_hook import HookNotTraceable
 
 from . import comm_hooks
@@ -27,6 +28,7 @@ __all__ = [
     "CudaCode",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GatherPolicy",
     "GradientReductionHandle",
     "HookNotTraceable",
     "MixedPrecisionPolicy",

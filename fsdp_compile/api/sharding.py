@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from passes.collectives.layout import REPLICATED
+from passes.collectives.rounded_gather import GatherPolicy
 from passes.fx.torch_internals.core import FakeTensor
 from passes.fx.torch_internals.dynamo import OptimizedModule
 
@@ -42,6 +43,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object | None = None,
+    gather_policy: GatherPolicy | None = None,
 ) -> M: ...
 
 
@@ -56,6 +58,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object | None = None,
+    gather_policy: GatherPolicy | None = None,
 ) -> list[nn.Module]: ...
 
 
@@ -69,6 +72,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object | None = None,
+    gather_policy: GatherPolicy | None = None,
 ) -> Any:
     """Shard a module's parameters over a mesh, in place.
 
@@ -90,6 +94,7 @@ def fully_shard(
         offload_policy: only the default, which does not offload.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: only None: it is for parameters that are DTensors on a mesh of more dimensions.
+        gather_policy: send parameters in a byte for each element (docs/low-precision.md); FSDP2 has no such argument.
 
     Returns:
         ``module``. Its class is now ``FSDP<Class>``, a subclass of its own class and of :class:`FSDPModule`.
@@ -111,6 +116,8 @@ def fully_shard(
             f"offload_policy={offload_policy!r} is not supported yet; leave it at OffloadPolicy(), which does not offload."
         )
     check_policy(mp_policy)
+    if not isinstance(gather_policy, GatherPolicy | None):
+        raise TypeError(f"fully_shard(gather_policy=...) takes a GatherPolicy, not {gather_policy!r}.")
     ignored = _check_ignored(ignored_params)
     found = _collect_parameters(modules, ignored)
     sharding_mesh = ShardingMesh.of(mesh)
@@ -119,7 +126,7 @@ def fully_shard(
     _check_dtypes(found)
     _check_devices(found)
 
-    unit = Unit(modules, sharding_mesh, mp_policy, reshard_after_forward, attach)
+    unit = Unit(modules, sharding_mesh, mp_policy, reshard_after_forward, attach, gather_policy)
     wrappers = [wrapper for wrapper in _as_list(module) if isinstance(wrapper, OptimizedModule)]
     owners = [owner for owners in found.values() for owner, _, _ in owners]
     with _all_or_nothing([*modules, *wrappers, *owners], found):

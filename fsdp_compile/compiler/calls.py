@@ -160,7 +160,7 @@ class Census:
 
 
 def _piece(param: ShardedParam) -> Piece:
-    return Piece(tuple(param.shape), param.dim, param.local.dtype, param.offset)
+    return Piece(tuple(param.shape), param.dim, param.local.dtype, param.offset, param.alignment)
 
 
 def _other_bytes(root: Unit) -> int:

@@ -55,9 +55,14 @@ def formulae_text(formulae: Formulae) -> str:
     lines += _columns(_step_terms(formulae))
     lines.append("with")
     lines += _columns([(_name(symbol), f"{formulae.values[symbol]:,.6g}", what) for symbol, what in formulae.meanings.items()])
-    for name, rows in _sections(formulae):
+    for name, rows in filter(_has_rows, _sections(formulae)):
         lines += [name, *_columns([(what, _text(value, kind)) for what, value, kind in rows])]
     return "\n".join(lines)
+
+
+def _has_rows(section: tuple[str, Sequence[object]]) -> bool:
+    """Not that of a unit without parameters of its own, such as a root that is made of other units."""
+    return bool(section[1])
 
 
 def formulae_latex(formulae: Formulae) -> str:

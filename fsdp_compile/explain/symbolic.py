@@ -294,9 +294,10 @@ def unit_at(unit: UnitFacts, ranks: int) -> UnitFacts:
     sizes = [
         (padded_shard_numel(piece.shape, piece.dim, ranks), piece.dtype.itemsize, stepped) for piece, stepped in unit.layout
     ]
+    stored = sum(piece.stored_numel(ranks) * piece.dtype.itemsize for piece, _ in unit.layout)
     return replace(
         unit,
-        shard_bytes=sum(numel * itemsize for numel, itemsize, _ in sizes),
+        shard_bytes=stored,
         trainable=sum(numel for numel, _, stepped in sizes if stepped),
         trainable_bytes=sum(numel * itemsize for numel, itemsize, stepped in sizes if stepped),
     )
@@ -308,7 +309,7 @@ def check_is_same(report: Report, step: SymbolicStep) -> None:
     Raises:
         RuntimeError: its units have other parameters.
     """
-    now = [(unit.name, sum(unit.parameters.values())) for unit in step.facts]
+    now = [(unit.name, sum(unit.parameters.values())) for unit in step.facts if unit.parameters]
     before = [(unit.name, unit.parameters) for unit in report.units if unit.parameters]
     if now != before:
         raise RuntimeError(

@@ -75,15 +75,21 @@ def _start_gather(
 ) -> PendingGather:
     dtype, sharded = params[0].compute_dtype, [param for param in params if not param.is_whole]
     group = unit.mesh.shard_group if resharded is None else unit.post_forward_group
-    shards = _runs(unit, sharded) if resharded is None else [resharded[param] for param in sharded]
-    pieces = [shard.to(dtype) for shard in shards]
-    run = eager_run(what, (sum(map(Tensor.numel, pieces)),), (group,))
+    # What was resharded to a smaller group is rounded already.
+    sent_as = sharded[0].sent_as if sharded and resharded is None else None
+    if resharded is not None:
+        shards = [resharded[param] for param in sharded]
+    elif sent_as is not None:
+        shards = [param.shard.detach() for param in sharded]
+    else:
+        shards = _runs(unit, sharded)
+    run = eager_run(what if sent_as is None else f"{what} as {sent_as}", (sum(map(Tensor.numel, shards)),), (group,))
     gathered = None
-    if pieces:
+    if shards:
         run.begin()
         with run:
-            gathered = start_gather(pieces, group)
-    return PendingGather(params, dtype, gathered, group, run)
+            gathered = start_gather(shards, group, dtype=dtype, sent_as=sent_as)
+    return PendingGather(params, dtype, gathered, group, run, sent_as)
 
 
 def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:
@@ -113,7 +119,9 @@ def finish_gather_of(pending: PendingGather) -> dict[ShardedParam, Tensor]:
     if pending.gathered is not None:
         shapes, dims = [param.shape for param in sharded], [param.dim for param in sharded]
         with pending.run:
-            gathered = finish_gather(pending.gathered, shapes, dims, pending.group)
+            gathered = finish_gather(
+                pending.gathered, shapes, dims, pending.group, dtype=pending.dtype, sent_as=pending.sent_as
+            )
         fulls.update(zip(sharded, gathered, strict=True))
     return {param: full.contiguous() for param, full in fulls.items()}
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from passes.collectives.layout import REPLICATED, padded_shard_numel, padded_shard_shape
+from passes.collectives.rounded_gather import GatherPolicy
 from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
 
 from ..torch_versions import reduce_dtype
@@ -144,6 +145,16 @@ class ShardedParam:
         param_dtype = self.unit.mp_policy.param_dtype
         return param_dtype if param_dtype is not None and self.param.is_floating_point() else self.shard.dtype
 
+    @property
+    def sent_as(self) -> GatherPolicy | None:
+        """How it is rounded when it is gathered; None: it is not, or nothing is sent."""
+        return None if self.is_whole or not self.param.is_floating_point() else self.unit.gather_policy
+
+    @property
+    def alignment(self) -> int:
+        """Its shard takes a multiple of so many elements of storage."""
+        return 1 if self.sent_as is None else self.sent_as.alignment
+
     def end_forward(self) -> None:
         """Free the parameter that ``unshard()`` gathered, if the unit reshards after forward."""
         if self.state.is_unsharded and self.unit.reshards_after_forward:
@@ -210,8 +221,9 @@ class ShardedParam:
             "replicate_group": mesh.replicate_group,
             "reshard_after_forward": self.unit.reshards_after_forward,
             "post_forward_group": self.unit.post_forward_group,
+            "sent_as": "" if self.sent_as is None else str(self.sent_as),
         }
-        defaults = {"dim": 0, "reshard_after_forward": True, "post_forward_group": "", "replicate_group": ""}
+        defaults = {"dim": 0, "reshard_after_forward": True, "post_forward_group": "", "replicate_group": "", "sent_as": ""}
         self.kwargs = {key: value for key, value in kwargs.items() if value != defaults.get(key)}
         for module, name in self.owners:
             module.__dict__[shard_attribute(name)] = None if self.shard.is_meta else (self.shard, self.args, self.kwargs)

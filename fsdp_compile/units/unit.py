@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from passes.collectives.divide_factors import Averaging
+from passes.collectives.layout import padding_to
+from passes.collectives.rounded_gather import GatherPolicy
 
 from .mesh import ShardingMesh
 from .sharded_param import ShardedParam
@@ -100,6 +102,7 @@ class PendingGather:
         gathered: the flat buffer in flight; None if all of them are whole on every rank.
         group: name of the group that it is gathered over.
         run: the gather as a program that ranks compare (:mod:`fsdp_compile.runtime.course`).
+        sent_as: how the parameters were rounded for it; None: not at all.
     """
 
     params: list[ShardedParam]
@@ -107,6 +110,7 @@ class PendingGather:
     gathered: Tensor | None
     group: str
     run: AbstractContextManager[Any]
+    sent_as: GatherPolicy | None = None
 
 
 class Unit:
@@ -116,6 +120,7 @@ class Unit:
         modules: the modules that were passed (one, or a list).
         mesh: mesh and process groups.
         mp_policy: mixed-precision policy.
+        gather_policy: how parameters are rounded when they are gathered; None: they are not.
         name: qualified name of the first module, from the outermost sharded one; empty for the root.
         is_root: no other unit encloses this one.
         scope: the state that it shares with the units around and inside it.
@@ -136,11 +141,13 @@ class Unit:
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
         attach: Callable[[ShardedParam], None] = lambda _: None,
+        gather_policy: GatherPolicy | None = None,
     ):
         self.modules = modules
         self.attach = attach
         self.mesh = mesh
         self.mp_policy = mp_policy
+        self.gather_policy = gather_policy
         self.name = ""
         self.is_root = True
         self.scope = Scope()
@@ -197,9 +204,9 @@ class Unit:
         sizes: dict[torch.dtype, int] = {}
         offsets = []
         for sharded in self.params:
-            dtype = sharded.local.dtype
+            dtype, numel = sharded.local.dtype, sharded.padded_numel
             offsets.append(sizes.get(dtype, 0))
-            sizes[dtype] = offsets[-1] + sharded.padded_numel
+            sizes[dtype] = offsets[-1] + numel + padding_to(sharded.alignment, numel)
         # Padding is gathered, too, and must be finite.
         self.is_meta = device.type == "meta"
         self.storages = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}

@@ -25,7 +25,7 @@ from ..ir.plan import Plan
 from ..ir.reduction import Reduction
 from ..models.cost_model import layout_of
 from ..models.hardware import Hardware
-from ..transforms.bucket import Group, gather_buckets, reduction_buckets, regroup, sink_derived
+from ..transforms.bucket import Group, gather_buckets, gather_key, reduction_buckets, regroup, sink_derived
 
 # Of the size at which latency is half of the time: it then is a hundredth, a twentieth, a fifth, a half.
 _MULTIPLES = (64, 16, 4, 1)
@@ -84,7 +84,7 @@ def _gather_items(graph: Graph, groups: Sequence[Group], plan: Plan, hardware: H
         index, _ = group[0]
         spec = Unshard.of(bucket.nodes[0])
         sizes = [num_bytes(shard.meta["val"]) * group_size(spec.group) for shard in bucket.shards]
-        key = (plan.gathers[index], spec.group, spec.shard.meta["val"].dtype)
+        key = (plan.gathers[index], gather_key(spec))
         first = min(place[reader] for node in bucket.nodes for reader in node.users)
         items.append(_Item(group, key, first, tuple(sizes), hardware.knee_bytes("all_gather", layout_of(spec.group))))
     return items

@@ -5,6 +5,8 @@ takes a small part of the network's time. Gloo's network is served by the cores 
 sending. A parameter that is cut along its first dimension and gathered alone needs no copy: the gathered buffer is the
 parameter, and its gradient is sent from where it was computed. Nor does it wait for the rest of its unit.
 
+A gather that rounds (:mod:`passes.collectives.rounded_gather`) writes all that it sends and all that arrives, and stays whole.
+
 Below :data:`MIN_OWN_BUCKET_BYTES` a collective of its own costs more than the copy: the small parameters of a unit share one.
 So do all parameters of a unit with a communication hook, which is called with the unit's bucket.
 """
@@ -39,7 +41,7 @@ def separate_large_parameters(graph: Graph, plan: Plan) -> Grouping:
     for index, bucket in enumerate(gather_buckets(graph)):
         if plan.gathers[index] is not Gather.REUSE:
             specs = map(Unshard.of, bucket.nodes)
-            gathers += _separate(index, [_is_large(spec, spec.shard.meta["val"]) for spec in specs])
+            gathers += _separate(index, [not spec.sent_as and _is_large(spec, spec.shard.meta["val"]) for spec in specs])
     for index, bucket in enumerate(reduction_buckets(graph)):
         may_regroup, grads = plan.reductions[index].may_regroup, map(ReduceGrad.of, bucket.nodes)
         reductions += _separate(index, [may_regroup and _is_large(spec, spec.grad.meta["val"]) for spec in grads])

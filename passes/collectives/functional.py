@@ -16,7 +16,8 @@ from ..fx.symbolic_ranks import supposed_ranks, supposed_size
 from ..fx.torch_internals.distributed import resolve_process_group
 from . import gloo
 from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
-from .layout import assemble, disassemble, padded_shard_numel
+from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
+from .rounded_gather import GatherPolicy, rounding
 from .traced_hook import apply_in_place_hook, apply_reduce_hook
 
 _c10d = torch.ops._c10d_functional
@@ -80,38 +81,72 @@ def resolve_averaging(
     return Averaging.of(factors, factor)
 
 
-def start_gather(shards: Sequence[Tensor], group: str, gaps: Sequence[int] = ()) -> Tensor:
+def start_gather(
+    shards: Sequence[Tensor],
+    group: str,
+    gaps: Sequence[int] = (),
+    *,
+    dtype: torch.dtype | None = None,
+    sent_as: GatherPolicy | None = None,
+) -> Tensor:
     """Begin gathering padded shards of one dtype.
 
     Args:
         shards: the shards.
         group: name of the shard group.
-        gaps: how many unused elements are gathered along behind each; none: 0.
+        gaps: how many unused elements are gathered along behind each; none: as few as ``sent_as`` needs.
+        dtype: of the gathered parameters; None: that of the shards.
+        sent_as: round them for the gather; None: send them in ``dtype``.
 
     Returns:
-        The flat buffer in flight, ``[world_size * sum of numels and gaps]``.
+        The flat buffer in flight, ``[world_size * sum of numels and gaps]``; with ``sent_as`` bytes.
     """
+    dtype = dtype or shards[0].dtype
+    sent_as = rounding(sent_as, [shard.shape for shard in shards])
+    if sent_as is None:
+        shards = [shard.to(dtype) for shard in shards]
+    gaps = gaps or _least_gaps([shard.numel() for shard in shards], sent_as)
     pieces = []
-    for shard, gap in zip(shards, gaps or [0] * len(shards), strict=True):
+    for shard, gap in zip(shards, gaps, strict=True):
         pieces += [shard.reshape(-1), shard.new_zeros(gap)] if gap else [shard.reshape(-1)]
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if sent_as is not None:
+        flat = sent_as.encode(shards, flat, dtype)
     return _c10d.all_gather_into_tensor(flat, group_size(group), group)
 
 
+def _least_gaps(numels: Sequence[int], sent_as: GatherPolicy | None) -> list[int]:
+    return [0] * len(numels) if sent_as is None else sent_as.paddings(numels)
+
+
 def finish_gather(
-    gathered: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], group: str, gaps: Sequence[int] = ()
+    gathered: Tensor,
+    shapes: Sequence[Sequence[int]],
+    dims: Sequence[int],
+    group: str,
+    gaps: Sequence[int] = (),
+    *,
+    dtype: torch.dtype | None = None,
+    sent_as: GatherPolicy | None = None,
 ) -> list[Tensor]:
     """Wait for a gather that :func:`start_gather` began and cut the full parameters out of its buffer."""
     world_size = group_size(group)
+    sent_as = rounding(sent_as, shapes)
     rows = _c10d.wait_tensor(gathered).view(world_size, -1)
     numels = [padded_shard_numel(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
     sizes: list[int] = []
     places = []
-    for numel, gap in zip(numels, gaps or [0] * len(numels), strict=True):
+    for numel, gap in zip(numels, gaps or _least_gaps(numels, sent_as), strict=True):
         places.append(len(sizes))
         sizes += [numel, gap] if gap else [numel]
-    pieces = rows.split(sizes, dim=1) if len(sizes) > 1 else [rows]
-    return [assemble(pieces[place], shape, dim) for place, shape, dim in zip(places, shapes, dims, strict=True)]
+    if sent_as is None:
+        split = rows.split(sizes, dim=1) if len(sizes) > 1 else [rows]
+        pieces = [split[place] for place in places]
+    else:
+        assert dtype is not None
+        shard_shapes = [padded_shard_shape(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
+        pieces = sent_as.decode(rows, shard_shapes, [sum(sizes[:place]) for place in places], sum(sizes), dtype)
+    return [assemble(piece, shape, dim) for piece, shape, dim in zip(pieces, shapes, dims, strict=True)]
 
 
 def _divide(value: Tensor, factors: Sequence[Tensor]) -> Tensor:

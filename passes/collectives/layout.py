@@ -29,6 +29,11 @@ def padded_shard_numel(shape: Sequence[int], dim: int, world_size: int) -> int:
     return math.prod(padded_shard_shape(shape, dim, world_size))
 
 
+def padding_to(alignment: int, numel: int) -> int:
+    """The elements that are missing to a multiple. (Written so that a symbolic sum with them is seen to be one.)"""
+    return -(-numel // alignment) * alignment - numel
+
+
 def assemble(pieces: Tensor, shape: Sequence[int], dim: int) -> Tensor:
     """Full parameter from all ranks' pieces.
 

@@ -85,6 +85,9 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, work: Hashable 
         elif is_symbolic and isinstance(node.meta.get("val"), SymInt):
             # Arithmetic with the number of ranks: graphs that run have its result.
             environment[node] = node.meta["val"]
+        elif node.target == torch.ops.aten.detach.default:
+            # Of no meaning where nothing is differentiated; reinterpreting a dtype leaves one.
+            environment[node] = environment[node.args[0]]
         elif node.op == "output":
             output = torch.fx.map_arg(node.args[0], environment.__getitem__)
         elif node.op == "call_function":

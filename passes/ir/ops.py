@@ -31,6 +31,7 @@ from torch.fx import Node
 
 from ..collectives.functional import finish_gather, group_size, resolve_group, start_gather
 from ..collectives.layout import REPLICATED, disassemble, padded_shard_shape
+from ..collectives.rounded_gather import GatherPolicy
 from ..fx.torch_internals.core import disable_dynamo
 from .reduction import average
 
@@ -42,7 +43,7 @@ _communicates = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _library.define(
     "unshard(Tensor shard, str name, int[] shape, str group, *, str unit='', int dim=0, int offset=-1, "
     "ScalarType? param_dtype=None, ScalarType? reduce_dtype=None, str replicate_group='', "
-    "bool reshard_after_forward=True, str post_forward_group='') -> Tensor",
+    "bool reshard_after_forward=True, str post_forward_group='', str sent_as='') -> Tensor",
     tags=_communicates,
 )
 _library.define(
@@ -79,6 +80,7 @@ class Unshard:
         replicate_group: name of the group of replicas (HSDP); empty: none.
         reshard_after_forward: gather anew for backward rather than keep the parameter.
         post_forward_group: the smaller group that the parameter is resharded to after forward; empty: none.
+        sent_as: the :class:`~passes.collectives.rounded_gather.GatherPolicy` that it is gathered in, as text; empty: as it is.
     """
 
     shard: Node
@@ -93,6 +95,7 @@ class Unshard:
     replicate_group: str = ""
     reshard_after_forward: bool = True
     post_forward_group: str = ""
+    sent_as: str = ""
 
     @staticmethod
     def of(node: Node) -> "Unshard":
@@ -178,6 +181,7 @@ def _unshard_kernel(
     *,
     dim: int = 0,
     param_dtype: torch.dtype | None = None,
+    sent_as: str = "",
     **_: Any,
 ) -> Tensor:
     before_unshard = getattr(shard, "_fsdp_before_unshard", None)
@@ -185,8 +189,10 @@ def _unshard_kernel(
         before_unshard()
     if dim == REPLICATED or group_size(group) == 1:
         return shard.to(param_dtype or shard.dtype, copy=True)
-    with _around("unshard", shard, name, shape, (group,)):
-        (full,) = finish_gather(start_gather([shard.to(param_dtype or shard.dtype)], group), [shape], [dim], group)
+    dtype, sent = param_dtype or shard.dtype, GatherPolicy.parse(sent_as)
+    with _around("unshard" if sent is None else f"unshard as {sent}", shard, name, shape, (group,)):
+        started = start_gather([shard], group, dtype=dtype, sent_as=sent)
+        (full,) = finish_gather(started, [shape], [dim], group, dtype=dtype, sent_as=sent)
     return full
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..collectives.layout import padding_to
 from ..fx.graph import shard_input
 from ..fx.sizes import size_hint
 from .ops import Unshard
@@ -45,7 +46,7 @@ def locate(spec: Unshard) -> Location | None:
     return Location(spec.unit, shard.meta["val"].dtype, spec.offset)
 
 
-def gaps_to_gather(specs: Sequence[Unshard]) -> list[int]:
+def gaps_to_gather(specs: Sequence[Unshard], alignment: int = 1) -> list[int]:
     """For each of the shards that one collective gathers, the elements behind it that are gathered along.
 
     They lie between it and the next, where nothing of the graph reads them (biases, in backward), and are few: that is cheaper
@@ -53,8 +54,9 @@ def gaps_to_gather(specs: Sequence[Unshard]) -> list[int]:
 
     Args:
         specs: in the order of flat storage.
+        alignment: the least gaps are those that make shards multiples of so many elements; so they lie in storage.
     """
-    gaps = [0] * len(specs)
+    gaps = [padding_to(alignment, math.prod(spec.shard.meta["val"].shape)) for spec in specs]
     end: Location | None = None
     num_read = num_gaps = 0
     for index, spec in enumerate(specs):

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..collectives.functional import group_size
-from ..collectives.layout import padded_shard_numel, padded_shard_shape
+from ..collectives.layout import padded_shard_numel, padded_shard_shape, padding_to
 from ..fx.symbolic_ranks import supposed_size
 from .ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
 
@@ -27,12 +27,19 @@ class Piece:
         dim: the dimension it is cut along.
         dtype: of the shard.
         offset: where the shard starts, in elements.
+        alignment: it takes a multiple of so many elements.
     """
 
     shape: tuple[int, ...]
     dim: int
     dtype: torch.dtype
     offset: int
+    alignment: int = 1
+
+    def stored_numel(self, ranks: int) -> int:
+        """The elements of storage that a shard takes on each of so many ranks."""
+        numel = padded_shard_numel(self.shape, self.dim, ranks)
+        return numel + padding_to(self.alignment, numel)
 
 
 def make_shards_symbolic(graph: Graph, layouts: Mapping[str, Sequence[Piece]]) -> None:
@@ -68,4 +75,4 @@ def _set_shapes(spec: Unshard | ReduceGrad) -> torch.dtype:
 
 def _offset(spec: Unshard, dtype: torch.dtype, layout: Sequence[Piece]) -> int:
     pieces = [piece for piece in layout if piece.dtype == dtype and piece.offset < spec.offset]
-    return sum(padded_shard_numel(piece.shape, piece.dim, group_size(spec.group)) for piece in pieces)
+    return sum(piece.stored_numel(group_size(spec.group)) for piece in pieces)

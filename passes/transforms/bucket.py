@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 
 from ..collectives.functional import finish_gather, start_gather
 from ..collectives.layout import REPLICATED
+from ..collectives.rounded_gather import GatherPolicy, rounding
 from ..fx.emit import emit
 from ..fx.graph import derived
 from ..ir.interface import FullParameter, Interface
@@ -96,13 +97,18 @@ def regroup(buckets: Sequence[Bucket], groups: Sequence[Group]) -> list[Bucket]:
     return regrouped
 
 
+def gather_key(spec: Unshard) -> Hashable:
+    """What is equal for parameters that one collective can gather."""
+    return spec.shard.meta["val"].dtype, spec.group, spec.sent_as, spec.param_dtype if spec.sent_as else None
+
+
 def gather_buckets(graph: Graph) -> list[Bucket]:
     """The buckets of a graph's gathers."""
     buckets: dict[tuple[Hashable, ...], list[Node]] = {}
     for node in unshards(graph.nodes):
         spec = Unshard.of(node)
         if node.users and spec.dim != REPLICATED:
-            buckets.setdefault((spec.unit, spec.shard.meta["val"].dtype, spec.group), []).append(node)
+            buckets.setdefault((spec.unit, gather_key(spec)), []).append(node)
     for nodes in buckets.values():
         nodes.sort(key=lambda node: Unshard.of(node).offset)
     return _named(buckets)
@@ -140,7 +146,9 @@ def _gather(graph: Graph, bucket: Bucket) -> list[Node]:
     """Gather a bucket ahead of its first reader. Returns the full parameters."""
     specs = [Unshard.of(node) for node in bucket.nodes]
     shapes, dims, group = [spec.shape for spec in specs], [spec.dim for spec in specs], specs[0].group
-    shards, gaps = bucket.shards, gaps_to_gather(specs)
+    shards, sent_as = bucket.shards, rounding(GatherPolicy.parse(specs[0].sent_as), shapes)
+    gaps = gaps_to_gather(specs, 1 if sent_as is None else sent_as.alignment)
+    sent = {"dtype": specs[0].param_dtype or shards[0].meta["val"].dtype, "sent_as": sent_as}
     first_reader = min(reader for node in bucket.nodes for reader in node.users)
     for shard in shards:
         if shard > first_reader:
@@ -148,8 +156,8 @@ def _gather(graph: Graph, bucket: Bucket) -> list[Node]:
             first_reader.prepend(shard)
     with graph.inserting_before(first_reader):
         start, finish = Work(Role.START_GATHER, bucket.name), Work(Role.FINISH_GATHER, bucket.name)
-        started = emit(graph, start_gather, shards, group=group, gaps=gaps, work=start)
-        return emit(graph, finish_gather, started, shapes=shapes, dims=dims, group=group, gaps=gaps, work=finish)
+        started = emit(graph, start_gather, shards, group=group, gaps=gaps, work=start, **sent)
+        return emit(graph, finish_gather, started, shapes=shapes, dims=dims, group=group, gaps=gaps, work=finish, **sent)
 
 
 def bucket_gathers(

@@ -59,10 +59,14 @@ def copy_out_together(graph: Graph) -> None:
     """Cut the small parameters of a bucket out of its gathered buffer with one operator. In place."""
     for nodes in nodes_of(graph, Role.FINISH_GATHER).values():
         clones = [node for node in nodes if node.target == _aten.clone.default and _is_small(node)]
+        sources: list[Node] = [clone.args[0] for clone in clones]  # type: ignore[misc]
+        # What parameters are made of (scales, of a gather that rounds) is copied ahead of them.
+        ahead = {*with_sources(sources)}
+        clones = [clone for clone in clones if clone not in ahead]
         if len(clones) < 2:
             continue
         first = clones[0]
-        sources: list[Node] = [clone.args[0] for clone in clones]  # type: ignore[misc]
+        sources = [clone.args[0] for clone in clones]  # type: ignore[misc]
         for source in with_sources(sources):
             if source > first:
                 first.prepend(source)

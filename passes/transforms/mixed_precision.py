@@ -5,7 +5,8 @@ After:  the shard is cast to ``p`` before its gather, which then moves the small
         its reduction. As nodes, the casts fuse with the copies around the collectives. (The cast of the reduced shard to ``g``
         is :mod:`passes.transforms.gradient_sync`'s, which makes one of it for a bucket.)
 
-Leaves alone operators whose dtypes agree already.
+Leaves alone operators whose dtypes agree already, and gathers that send bytes: those round the shard as it is, and give
+``p`` at the other end (:mod:`passes.collectives.rounded_gather`).
 """
 
 import torch
@@ -26,10 +27,13 @@ def mixed_precision(graph: Graph) -> None:
     """Move the dtypes of a forward or backward graph's operators into cast nodes. In place."""
     for node in unshards(graph.nodes):
         unshard = Unshard.of(node)
+        update_args(node, reduce_dtype=None)
+        if unshard.sent_as:
+            continue
         if unshard.param_dtype not in (None, unshard.shard.meta["val"].dtype):
             with graph.inserting_before(node):
                 update_args(node, shard=_emit_cast(graph, unshard.shard, unshard.param_dtype))
-        update_args(node, param_dtype=None, reduce_dtype=None)
+        update_args(node, param_dtype=None)
     for node in reduce_grads(graph.nodes):
         reduce = ReduceGrad.of(node)
         reduce_dtype = reduce.reduce_dtype or reduce.grad.meta["val"].dtype

@@ -81,9 +81,9 @@ def resolve_ties(graph: Graph) -> None:
             spec = Unshard.of(full)
             with graph.inserting_before(node):
                 gathered = graph.node_copy(full)
-            update_args(
-                gathered, shard=piece, group=spec.post_forward_group, param_dtype=None, offset=-1, post_forward_group=""
-            )
+            update_args(gathered, shard=piece, group=spec.post_forward_group, param_dtype=None, offset=-1)
+            # The piece is rounded already.
+            update_args(gathered, post_forward_group="", sent_as="")
             full = gathered
         node.replace_all_uses_with(full)
         graph.erase_node(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compile
-from fsdp_compile import explain, fully_shard
+from fsdp_compile import GatherPolicy, explain, fully_shard
 from fsdp_compile.explain.report import Report
 
 _ROWS, _WIDTH, _LENGTH = 40, 12, 64
@@ -101,6 +103,37 @@ def test_evaluates_to_what_a_trace_says(explained: Report) -> None:
     traced = report((7,), batch=5, length=24)
     assert str(explained.at(**sizes)) == str(traced)
     check_formulae(explained, traced, sizes)
+
+
+class Stack(nn.Module):
+    """Layers, and nothing beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 40), nn.Linear(40, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def shard_layers(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh)
+
+
+def explain_stack(ranks: int, **options: Any) -> Report:
+    with torch.device("meta"):
+        model, x = Stack(), torch.empty(4, 12)
+    return explain(model, x, (ranks,), "h100", shard=partial(shard_layers, **options), suggest=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"gather_policy": GatherPolicy(torch.int8, 16)}], ids=["plain", "rounded"])
+def test_a_root_without_parameters_of_its_own(options: dict[str, Any]) -> None:
+    explained, traced = explain_stack(8, **options), explain_stack(6, **options)
+    check_formulae(explained, traced, {"S": 6})
+    assert explained.at(S=6).memory.peak_bytes == pytest.approx(traced.memory.peak_bytes, rel=5e-2)
+    assert "layers.0\n" in str(explained.formulae) and "root" not in str(explained.formulae)
 
 
 def test_says_the_same_of_its_own_sizes(explained: Report) -> None:

@@ -1,0 +1,235 @@
+"""Units whose parameters are gathered in bytes train as one process does with parameters rounded alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_compile import Capture, GatherPolicy, RanksDisagree, capture, fsdp_backend, fully_shard
+from tests.common.distributed import RankPools
+from tests.common.microbatches import (
+    FLAVOURS,
+    GPT,
+    SMALL,
+    Microbatch,
+    Run,
+    Schedule,
+    Task,
+    differences,
+    reference,
+    sgd,
+    train_schedules,
+)
+from tests.common.parity import shard_units
+from tests.common.rounding import with_rounded_parameters
+
+_POLICIES = {
+    "int8": GatherPolicy(torch.int8, 32),
+    "e4m3": GatherPolicy(torch.float8_e4m3fn, 16),
+    "e5m2": GatherPolicy(torch.float8_e5m2, 128),
+    "int8 rows": GatherPolicy(torch.int8, "row"),
+    "e4m3 tensors": GatherPolicy(torch.float8_e4m3fn, "tensor"),
+}
+_SYSTEMS = ("eager", "aot_eager", "inductor")
+_FLAVOURS = ("sharded", "partial_then_unsharded", "keep_unsharded")
+
+
+def train(
+    system: str,
+    mesh_shape: tuple[int, ...],
+    task: Task,
+    policy: str,
+    schedules: Mapping[str, list[Schedule]],
+    reshard_after_forward: bool | int | None = None,
+) -> dict[str, Run | str]:
+    """A job for ranks."""
+    shard = partial(shard_units, gather_policy=_POLICIES[policy], reshard_after_forward=reshard_after_forward)
+    runs, _ = train_schedules(system, mesh_shape, task, schedules, shard, optimizer=sgd, count=False)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("policy", "mesh_shape", "system"),
+    [
+        pytest.param(policy, mesh_shape, system, marks=[] if is_quick else pytest.mark.exhaustive)
+        for policy in _POLICIES
+        for mesh_shape in ((2,), (2, 2))
+        for system in _SYSTEMS
+        for is_quick in [(policy, mesh_shape, system) in {("int8", (2,), "eager"), ("e4m3", (2, 2), "aot_eager")}]
+    ],
+)
+def test_parity(policy: str, mesh_shape: tuple[int, ...], system: str, rank_pools: RankPools) -> None:
+    world, flavours = math.prod(mesh_shape), _FLAVOURS[:1] if system == "inductor" else _FLAVOURS
+    schedules = {name: [FLAVOURS[name]] * 2 for name in flavours}
+    results = rank_pools[world].run(train, system=system, mesh_shape=mesh_shape, task=GPT, policy=policy, schedules=schedules)
+    task = with_rounded_parameters(GPT, mesh_shape[-1], _POLICIES[policy])
+    expected = reference(task, world, [4, 4], sgd)
+    for name in flavours:
+        runs = [result[name] for result in results]
+        assert all(isinstance(run, Run) for run in runs), "\n".join(map(str, runs))
+        assert not differences(runs, expected, 2e-5)
+    # Rounding is no rounding error: without it the same run is elsewhere.
+    assert differences(runs, reference(GPT, world, [4, 4], sgd), 2e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("system", _SYSTEMS)
+def test_a_smaller_group_gathers_what_was_rounded(system: str, rank_pools: RankPools) -> None:
+    """Backward gathers pieces of the parameters that forward saw, and rounds them no second time."""
+    arguments = {"mesh_shape": (4,), "task": SMALL, "policy": "e4m3", "schedules": {"once": [(Microbatch(),)] * 3}}
+    results = rank_pools[4].run(train, system=system, reshard_after_forward=2, **arguments)
+    expected = reference(with_rounded_parameters(SMALL, 4, _POLICIES["e4m3"]), 4, [1, 1, 1], sgd)
+    assert all(isinstance(result["once"], Run) for result in results), results
+    assert not differences([result["once"] for result in results], expected, 2e-5)
+
+
+def sharded(policy: GatherPolicy | None, **options: Any) -> nn.Module:
+    """Two layers, a unit each, and a root without parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64))
+    for layer in model:
+        fully_shard(layer, gather_policy=policy, **options)
+    return fully_shard(model, gather_policy=policy, **options)
+
+
+def captured(model: nn.Module) -> Capture:
+    """The graphs of a step of a model that takes rows of 64."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+    with capture() as graphs:
+        compiled(torch.ones(4, 64)).sum().backward()
+    return graphs
+
+
+def gathered(model: nn.Module) -> list[Tensor]:
+    """What arrives in the gathers of a step."""
+    graphs = captured(model)
+    target = torch.ops._c10d_functional.all_gather_into_tensor.default
+    every = (graph.graph_module.graph for graph in (*graphs.forward, *graphs.backward))
+    return [node.meta["val"] for graph in every for node in graph.find_nodes(op="call_function", target=target)]
+
+
+def test_a_gather_sends_about_a_quarter(fake_ranks: None) -> None:
+    everything = sum(value.nbytes for value in gathered(sharded(None)))
+    values = gathered(sharded(GatherPolicy()))
+    assert {value.dtype for value in values} == {torch.uint8}
+    assert sum(value.nbytes for value in values) <= 0.27 * everything
+
+
+def test_low_precision_is_computed_from_the_shard(fake_ranks: None) -> None:
+    """Rounding comes once: from the shard in its own dtype to bytes, and from these to the dtype that computes."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    assert {value.dtype for value in gathered(sharded(GatherPolicy(), mp_policy=policy))} == {torch.uint8}
+    graph = captured(sharded(GatherPolicy(), mp_policy=policy)).forward[0].graph_module.graph
+    (product, *_) = graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+    assert product.meta["val"].dtype == torch.bfloat16
+    runs = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("run_")]
+    assert [run.meta["val"].dtype for run in runs] == [torch.float32] * 2
+
+
+def test_units_without_matrices_and_worlds_of_one_rank_send_what_they_have(one_rank: None) -> None:
+    model = sharded(GatherPolicy(torch.int8, "tensor"))
+    expected = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64))
+    expected.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    assert {value.dtype for value in gathered(model)} <= {torch.float32}
+    assert torch.equal(model(torch.ones(4, 64)), expected(torch.ones(4, 64)))
+
+
+def test_norms_alone_are_gathered_as_they_are(fake_ranks: None) -> None:
+    model = fully_shard(nn.Sequential(nn.LayerNorm(64)), gather_policy=GatherPolicy())
+    assert {value.dtype for value in gathered(model)} == {torch.float32}
+
+
+class TestGraph(expecttest.TestCase):
+    def test_forward(self) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        try:
+            model = fully_shard(nn.Sequential(nn.Linear(64, 64)), gather_policy=GatherPolicy(torch.int8))
+            text = captured(model).forward[0].readable()
+        finally:
+            dist.destroy_process_group()
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, shard_0_weight: "f32[8, 64]", shard_0_bias: "f32[8]", primals_3: "f32[4, 64]", run_0_0_weight: "f32[640]"):
+    view_2: "f32[5, 128]" = aten.view.default(run_0_0_weight, [5, 128])
+    abs_1: "f32[5, 128]" = aten.abs.default(view_2)
+    amax: "f32[5]" = aten.amax.default(abs_1, [1])
+    div: "f32[5]" = aten.div.Tensor(amax, 127.0)
+    add: "f32[5]" = aten.add.Tensor(div, 1.1754943508222875e-38)
+    unsqueeze: "f32[5, 1]" = aten.unsqueeze.default(add, 1)
+    div_1: "f32[5, 128]" = aten.div.Tensor(view_2, unsqueeze)
+    round_1: "f32[5, 128]" = aten.round.default(div_1)
+    convert_element_type: "i8[5, 128]" = prims.convert_element_type.default(round_1, torch.int8)
+    view_3: "i8[640]" = aten.view.default(convert_element_type, [-1])
+    view_4: "f32[8]" = aten.view.default(shard_0_bias, [-1])
+    view_5: "u8[640]" = aten.view.dtype(view_3, torch.uint8)
+    view_6: "u8[20]" = aten.view.dtype(add, torch.uint8)
+    view_7: "u8[32]" = aten.view.dtype(view_4, torch.uint8)
+    cat_1: "u8[692]" = aten.cat.default([view_5, view_6, view_7])
+    all_gather_into_tensor: "u8[5536]" = _c10d_functional.all_gather_into_tensor.default(cat_1, 8, 'shard')
+    wait_tensor: "u8[5536]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
+    view_8: "u8[8, 692]" = aten.view.default(wait_tensor, [8, -1])
+    split_with_sizes = aten.split_with_sizes.default(view_8, [640, 20, 32], 1)
+    getitem: "u8[8, 640]" = split_with_sizes[0]
+    getitem_1: "u8[8, 20]" = split_with_sizes[1]
+    getitem_2: "u8[8, 32]" = split_with_sizes[2]
+    clone: "u8[8, 20]" = aten.clone.default(getitem_1, memory_format = torch.contiguous_format)
+    view_9: "f32[8, 5]" = aten.view.dtype(clone, torch.float32)
+    split_with_sizes_1 = aten.split_with_sizes.default(view_9, [5], 1)
+    getitem_3: "f32[8, 5]" = split_with_sizes_1[0]
+    view_10: "i8[8, 640]" = aten.view.dtype(getitem, torch.int8)
+    view_11: "i8[8, 5, 128]" = aten.view.default(view_10, [8, 5, 128])
+    convert_element_type_1: "f32[8, 5, 128]" = prims.convert_element_type.default(view_11, torch.float32)
+    unsqueeze_1: "f32[8, 5, 1]" = aten.unsqueeze.default(getitem_3, 2)
+    mul: "f32[8, 5, 128]" = aten.mul.Tensor(convert_element_type_1, unsqueeze_1)
+    view_12: "f32[8, 640]" = aten.view.default(mul, [8, 640])
+    clone_1: "u8[8, 32]" = aten.clone.default(getitem_2, memory_format = torch.contiguous_format)
+    view_13: "f32[8, 8]" = aten.view.dtype(clone_1, torch.float32)
+    slice_1: "f32[8, 512]" = aten.slice.Tensor(view_12, 1, 0, 512)
+    slice_2: "f32[8, 8]" = aten.slice.Tensor(view_13, 1, 0, 8)
+    clone_2: "f32[8, 512]" = aten.clone.default(slice_1, memory_format = torch.contiguous_format)
+    _unsafe_view: "f32[64, 64]" = aten._unsafe_view.default(clone_2, [64, 64])
+    view_14: "f32[64]" = aten.view.default(slice_2, [64])
+    permute: "f32[64, 64]" = aten.permute.default(_unsafe_view, [1, 0])
+    addmm: "f32[4, 64]" = aten.addmm.default(view_14, primals_3, permute)
+    return (addmm, shard_0_weight, shard_0_bias, primals_3)
+""",
+        )
+
+
+def test_refuses_what_is_no_policy(fake_ranks: None) -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(TypeError, match=r"gather_policy=\.\.\.\) takes a GatherPolicy, not torch\.int8"):
+        fully_shard(model, gather_policy=torch.int8)  # type: ignore[call-overload]
+    assert type(model) is nn.Linear
+
+
+def disagree() -> str:
+    """A job: the ranks round differently."""
+    model = sharded(GatherPolicy(torch.int8, 32 if dist.get_rank() else 64))
+    with pytest.raises((RanksDisagree, BackendCompilerFailed)) as raised:
+        torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})(torch.ones(4, 64))
+    return str(raised.value)
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_round_differently_raise(tmp_path: Path) -> None:
+    pools = RankPools(tmp_path)
+    try:
+        for message in pools[2].run(disagree):
+            assert "rank 0: all_gather_into_tensor" in message and "x uint8 over shard" in message
+    finally:
+        pools.close()

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         winners.append(checked)
         print(plan_table(search, gpus, points, checked, path_of_layers(model)), flush=True)
     print(
-        f"{search.points} points were evaluated in {search.evaluating_s:.2g} s, after {search.tracing_s:.3g} s of traces for "
+        f"{search.points} points were evaluated in {search.evaluating_s:.2g} s, after {search.tracing_s:,.0f} s of traces for "
         "their policies."
     )
     if args.plot and winners:

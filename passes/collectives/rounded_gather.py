@@ -25,10 +25,11 @@ from torch import Tensor
 
 from .layout import padding_to
 
-# Numbers that a byte holds; of int8 as many on either side of zero.
+#: The largest numbers that a byte holds; of int8 as many on either side of zero.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
-_SCALE = torch.float32
+#: The dtype of scales.
+SCALE = torch.float32
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ class GatherPolicy:
             flat: all of them one behind the other, each padded to the alignment, perhaps with other values between them.
             dtype: what the others become that are not rounded.
         """
-        rounded, scales = zip(*(self._round(group) for group in self._groups(shards, flat)), strict=True)
+        rounded, scales = zip(*(round_groups(group, self.dtype) for group in self._groups(shards, flat)), strict=True)
         whole = [shard.reshape(-1).to(dtype) for shard in shards if not is_rounded(shard.shape)]
-        return torch.cat([values.view(torch.uint8) for values in (*rounded, *scales, *whole)])
+        return torch.cat([values.view(-1).view(torch.uint8) for values in (*rounded, *scales, *whole)])
 
     def decode(
         self, rows: Tensor, shapes: Sequence[Sequence[int]], places: Sequence[int], numel: int, dtype: torch.dtype
@@ -105,13 +106,13 @@ class GatherPolicy:
         num_whole = sum(math.prod(shape) for shape in shapes if not is_rounded(shape))
         num_scales = sum(count for count, _ in groups)
         bytes_of_whole = [num_whole * dtype.itemsize] if num_whole else []
-        parts = rows.split([*map(math.prod, groups), num_scales * _SCALE.itemsize, *bytes_of_whole], dim=1)
-        scales = _numbers(parts[len(groups)], _SCALE).split([count for count, _ in groups], dim=1)
+        parts = rows.split([*map(math.prod, groups), num_scales * SCALE.itemsize, *bytes_of_whole], dim=1)
+        scales = numbers_of(parts[len(groups)], SCALE).split([count for count, _ in groups], dim=1)
         rounded = [
-            (part.view(self.dtype).unflatten(1, group).to(_SCALE) * scale.unsqueeze(2)).to(dtype).flatten(1)
+            restore_groups(part.view(self.dtype).unflatten(1, group), scale).to(dtype).flatten(1)
             for part, scale, group in zip(parts, scales, groups, strict=False)
         ]
-        return self._cut(rounded, _numbers(parts[-1], dtype) if num_whole else None, shapes, places)
+        return self._cut(rounded, numbers_of(parts[-1], dtype) if num_whole else None, shapes, places)
 
     def _cut(
         self, rounded: Sequence[Tensor], whole: Tensor | None, shapes: Sequence[Sequence[int]], places: Sequence[int]
@@ -142,16 +143,6 @@ class GatherPolicy:
             return [(shape[0], math.prod(shape[1:])) for shape in rounded]
         return [(1, math.prod(shape)) for shape in rounded]
 
-    def _round(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """Some groups rounded, flat, and the scale of each."""
-        values = groups.to(_SCALE)
-        # Nothing divides by zero: what is added is lost in all but the smallest of scales.
-        scale = values.abs().amax(1) / LARGEST[self.dtype] + torch.finfo(_SCALE).tiny
-        rounded = values / scale.unsqueeze(1)
-        if self.dtype == torch.int8:
-            rounded = rounded.round()
-        return rounded.to(self.dtype).view(-1), scale
-
 
 def rounding(policy: GatherPolicy | None, shapes: Sequence[Sequence[int]]) -> GatherPolicy | None:
     """The policy, if it rounds any parameter of these shapes."""
@@ -163,6 +154,28 @@ def is_rounded(shape: Sequence[int]) -> bool:
     return len(shape) > 1 and 0 not in shape
 
 
-def _numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def round_groups(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round numbers that share a scale: the largest magnitude of a group becomes the largest number of ``dtype``.
+
+    Args:
+        groups: ``[..., elements]``.
+        dtype: one of :data:`LARGEST`.
+
+    Returns:
+        The rounded numbers, ``[..., elements]`` in ``dtype``, and the scales, ``[...]`` in :data:`SCALE`.
+    """
+    values = groups.to(SCALE)
+    # Nothing divides by zero: what is added is lost in all but the smallest of scales.
+    scale = values.abs().amax(-1) / LARGEST[dtype] + torch.finfo(SCALE).tiny
+    rounded = values / scale.unsqueeze(-1)
+    return (rounded.round() if dtype == torch.int8 else rounded).to(dtype), scale
+
+
+def restore_groups(rounded: Tensor, scale: Tensor) -> Tensor:
+    """What :func:`round_groups` rounded, in :data:`SCALE`."""
+    return rounded.to(SCALE) * scale.unsqueeze(-1)
+
+
+def numbers_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """What the bytes in each row stand for. They may begin anywhere in memory, and numbers may not: so they are copied."""
     return rows.contiguous().view(dtype)

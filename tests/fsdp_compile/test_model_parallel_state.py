@@ -1,4 +1,4 @@
-"""The state of a model that is sharded on top of tensor parallelism: as FSDP2's, and exchanged with it.
+"""The state of a model that is sharded on top of tensor or expert parallelism: as FSDP2's, and exchanged with it.
 
 Four ranks, two by two. Jobs assert on the ranks themselves.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_compile import fully_shard
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
+from tests.common.microbatches import relative_error
 from tests.common.parity import (
     FullyShard,
     adamw,
@@ -43,6 +46,7 @@ from tests.common.parity import (
     token_batch,
 )
 from tests.fsdp_compile.test_model_parallel import Decoder, sequence_parallel, uneven_parallel
+from tests.fsdp_compile.test_nd import Split, reference
 
 _SYSTEMS: dict[str, FullyShard] = {"fsdp2": torch.distributed.fsdp.fully_shard, "ours": fully_shard}
 
@@ -150,23 +154,55 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
-def exchange(path: str, saves: str, loads: dict[str, list[tuple[int, ...]]]) -> None:
+Trained = tuple[Any, Callable[[int], Any]]
+
+
+def _tensor_parallel(system: str, shape: tuple[int, ...], seed: int = 0) -> Trained:
+    """A model, and forward and backward of a step, which accumulates gradients."""
+    model = _sharded(_decoder(seed), system, shape)
+    # The same batch on all ranks, for all ways to split them.
+    return model, lambda step: next_token_loss(model, token_batch(step, 0, 1)).backward()
+
+
+def _expert_parallel(system: str, flags: str, seed: int = 0) -> Trained:
+    """The model of the example, of which every second block has experts."""
+    example = _EXPERTS.example()
+    with patch.dict(os.environ, {"WORLD_SIZE": "4"}):
+        args = example.parse_args([*flags.split(), "--system", "fsdp2" if system == "fsdp2" else "fsdp-compile"])
+    mesh = example.make_mesh(args)
+    model = example.build(args, mesh)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(seed)
+    return model, example.stepper(args, model, mesh)
+
+
+_EXPERTS = Split(4, "")
+_BUILD: dict[str, Callable[..., Trained]] = {"tensor parallel": _tensor_parallel, "experts": _expert_parallel}
+
+
+def exchange(path: str, build: str, saves: tuple[str, Any], loads: list[tuple[str, Any]]) -> None:
     """Save one system's model after two steps, and resume it with others, on other meshes, for one more."""
-    model = _sharded(_decoder(), saves)
+    model, step = _BUILD[build](*saves)
     optimizer = adamw(model.parameters())
-    for step in range(2):
-        _step(model, optimizer, step)
+    for number in range(2):
+        _update(optimizer, step, number)
     dcp.save(_state(model, optimizer), checkpoint_id=path)
     saved = {key: _full(tensor).clone() for key, tensor in _tensors(_state(model, optimizer))}
-    _step(model, optimizer, 2)
+    _update(optimizer, step, 2)
     expected = {key: _full(tensor).clone() for key, tensor in _tensors(_state(model, optimizer))}
-    for system, shapes in loads.items():
-        for shape in shapes:
-            _resume(path, system, shape, saved, expected)
+    for system, split in loads:
+        _resume(path, system, split, _BUILD[build](system, split, seed=1), saved, expected)
 
 
-def _resume(path: str, system: str, shape: tuple[int, ...], saved: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    model = _sharded(_decoder(seed=1), system, shape)
+def _update(optimizer: torch.optim.Optimizer, step: Callable[[int], Any], number: int) -> None:
+    step(number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _resume(path: str, system: str, split: Any, built: Trained, saved: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    model, step = built
     optimizer = adamw(model.parameters())
     state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=path)
@@ -174,21 +210,57 @@ def _resume(path: str, system: str, shape: tuple[int, ...], saved: dict[str, Ten
     loaded = dict(_tensors(_state(model, optimizer)))
     assert loaded.keys() == saved.keys()
     for key, tensor in loaded.items():
-        assert torch.equal(_full(tensor), saved[key]), f"{system} {shape}: {key}"
-    _step(model, optimizer, 2)
+        assert torch.equal(_full(tensor), saved[key]), f"{system} {split}: {key}"
+    _update(optimizer, step, 2)
     for key, tensor in _tensors(_state(model, optimizer)):
         torch.testing.assert_close(
-            _full(tensor), expected[key], rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{system} {shape}: {key}: {text}"
+            _full(tensor), expected[key], rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{system} {split}: {key}: {text}"
         )
 
 
+_EXCHANGES: dict[str, tuple[str, tuple[str, Any], list[tuple[str, Any]]]] = {
+    "from FSDP2": ("tensor parallel", ("fsdp2", (2, 2)), [("ours", (2, 2)), ("ours", (4, 1)), ("ours", (4,))]),
+    "to FSDP2": ("tensor parallel", ("ours", (2, 2)), [("fsdp2", (2, 2)), ("fsdp2", (4,)), ("ours", (4, 1))]),
+    "experts from FSDP2": ("experts", ("fsdp2", "--dp 4 --ep 2"), [("ours", "--dp 4 --ep 2"), ("ours", "--dp 4")]),
+    "experts to FSDP2": ("experts", ("ours", "--dp 4 --ep 2"), [("fsdp2", "--dp 4 --ep 2"), ("fsdp2", "--dp 4")]),
+    "experts to other meshes": (
+        "experts",
+        ("ours", "--dp 4 --ep 2"),
+        [("ours", f"--dp {split}") for split in ("4 --ep 4", "2 --ep 2 --tp 2", "2 --ep 2 --cp 2", "2 --tp 2")],
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("saves", "loads"),
-    [("fsdp2", {"ours": [(2, 2), (4, 1), (4,)]}), ("ours", {"fsdp2": [(2, 2), (4,)], "ours": [(4, 1)]})],
-    ids=["from FSDP2", "to FSDP2"],
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if "meshes" in name else ()) for name in _EXCHANGES]
 )
-def test_checkpoints_are_exchanged(saves: str, loads: dict[str, Any], rank_pools: RankPools, tmp_path: Path) -> None:
-    rank_pools[4].run(exchange, path=str(tmp_path / "checkpoint"), saves=saves, loads=loads)
+def test_checkpoints_are_exchanged(name: str, rank_pools: RankPools, tmp_path: Path) -> None:
+    build, saves, loads = _EXCHANGES[name]
+    rank_pools[4].run(exchange, path=str(tmp_path / "checkpoint"), build=build, saves=saves, loads=loads)
+
+
+def clipped(system: str) -> dict[str, Tensor]:
+    """Gradients whose norm is clipped over all meshes, as people do it: a norm for each mesh, which make one."""
+    model, step = _expert_parallel(system, "--dp 4 --ep 2")
+    step(0)
+    by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+    assert {mesh.mesh_dim_names for mesh in by_mesh} == {("dense",), ("sparse", "ep")}
+    norms = [nn.utils.get_total_norm([parameter.grad for parameter in some]).full_tensor() for some in by_mesh.values()]
+    norm = torch.stack(norms).norm()
+    for some in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(some, 0.1, norm)
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("system", _SYSTEMS)
+def test_norms_of_experts_and_the_rest_are_clipped(system: str, rank_pools: RankPools) -> None:
+    expected = reference(_EXPERTS).gradients[0]
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert norm > 0.2
+    for name, gradient in rank_pools[4].run(clipped, system=system)[0].items():
+        assert relative_error(gradient, expected[name] * 0.1 / norm, 2) < 1e-5, name
 
 
 def full_state_of_first_rank() -> None:

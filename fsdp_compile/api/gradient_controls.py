@@ -244,10 +244,10 @@ class _Finished(GradientReductionHandle):
 
 
 def _check_may_finalize(unit: Unit) -> None:
-    if not unit.mesh.replicate_group or not unit.flags.reduce_grads:
+    if not unit.flags.reduce_grads:
         return
     where = unit.name or "the root"
-    waits = [param for param in unit.params if param.state.is_accumulating]
+    waits = [param for param in unit.params if param.mesh.replicate_group and param.state.is_accumulating]
     if waits and not unit.flags.all_reduce_grads:
         raise RuntimeError(f"finalize_backward() reduces over replicas, too: call set_requires_all_reduce(True) on {where}.")
     if any(param.state.partial_grad is not None for param in waits):
@@ -275,7 +275,7 @@ def _check_comm_hook(unit: Unit, hook: BoundHook) -> None:
     where = unit.name or "the root"
     if unit.flags.comm_hook is not None:
         raise ValueError(f"{where} has a communication hook already. Register one hook, once.")
-    world_size = unit.mesh.shard_size
+    world_size = max(mesh.shard_size for mesh in unit.meshes)
     if hook.reduce is None and world_size > 1:
         raise ValueError(
             f"{hook.name}(state, grad) reduces in place, but {where} is sharded over {world_size} ranks. Register a hook that "

@@ -124,7 +124,8 @@ class ScheduleControls(Controls):
             recurse: for all units inside, too.
         """
         for unit in self._units(recurse):
-            unit.flags.reduce_scatter_group = unit.mesh.reduce_scatter_group() if enable else ""
+            meshes = unit.meshes if enable else ()
+            unit.flags.reduce_scatter_groups = {mesh.shard_group: mesh.reduce_scatter_group() for mesh in meshes}
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reduce-scatters may be in flight, each holding its unit's whole gradient. Of a graph's units the

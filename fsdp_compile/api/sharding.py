@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, cast, overload
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,8 @@ def fully_shard(
         reshard_after_forward: True: backward gathers the unit again. False: the gathered parameters live until backward.
             None: True for all units but the root. An int: keep shards of a group of so many ranks, and gather over that.
         shard_placement_fn: gives ``Shard(dim)``, or None for ``Shard(0)``, for a parameter, or torch's ``ShardPlacementResult``
-            of one of these and ``mesh``. Dimensions other than 0 must divide by the number of ranks.
+            of one of these and of a mesh that the parameter is sharded over in the place of ``mesh``. Dimensions other than 0
+            must divide by the number of ranks.
         mp_policy: dtypes of computation and reduction.
         offload_policy: only the default, which does not offload.
         ignored_params: parameters to leave as they are.
@@ -121,16 +122,17 @@ def fully_shard(
     ignored = _check_ignored(ignored_params)
     found = _collect_parameters(modules, ignored)
     sharding_mesh = ShardingMesh.of(mesh)
-    dims = {param: _shard_dim(param, owners, sharding_mesh, shard_placement_fn) for param, owners in found.items()}
-    _check_meshes(found, dims, sharding_mesh)
+    cuts = _cuts(found, sharding_mesh, shard_placement_fn)
+    _check_meshes(found, cuts)
     _check_dtypes(found)
     _check_devices(found)
 
-    unit = Unit(modules, sharding_mesh, mp_policy, reshard_after_forward, attach, gather_policy)
+    meshes = dict.fromkeys(cut.mesh for cut in cuts.values()) or (sharding_mesh,)
+    unit = Unit(modules, sharding_mesh, meshes, mp_policy, reshard_after_forward, attach, gather_policy)
     wrappers = [wrapper for wrapper in _as_list(module) if isinstance(wrapper, OptimizedModule)]
     owners = [owner for owners in found.values() for owner, _, _ in owners]
     with _all_or_nothing([*modules, *wrappers, *owners], found):
-        _install(unit, found, dims)
+        _install(unit, found, cuts)
         for member in modules:
             swap_class(member, unit, is_unit=True)
         for wrapper in wrappers:
@@ -283,20 +285,46 @@ def _has_ways_of_its_own(param: Tensor) -> bool:
     return overrides or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or hasattr(param, "fsdp_pre_all_gather")
 
 
-def _shard_dim(param: nn.Parameter, owners: _Owners, mesh: ShardingMesh, shard_placement_fn: ShardPlacementFn | None) -> int:
+class _Cut(NamedTuple):
+    """How a parameter is sharded: along which dimension, or ``REPLICATED``, and over which mesh."""
+
+    dim: int
+    mesh: ShardingMesh
+
+
+def _cuts(
+    found: dict[nn.Parameter, _Owners], mesh: ShardingMesh, shard_placement_fn: ShardPlacementFn | None
+) -> dict[nn.Parameter, _Cut]:
+    meshes = {mesh.mesh: mesh}
+    cuts = {}
+    for param, owners in found.items():
+        name = owners[0][2]
+        placement: Any = shard_placement_fn(param) if shard_placement_fn else None
+        own = mesh
+        if (mesh_info := getattr(placement, "mesh_info", None)) is not None:
+            # torch's ShardPlacementResult.
+            placement = placement.placement
+            _check_mesh_info(mesh_info, name)
+            if mesh_info.mesh not in meshes:
+                meshes[mesh_info.mesh] = ShardingMesh.of(mesh_info.mesh)
+            own = meshes[mesh_info.mesh]
+        cuts[param] = _Cut(_shard_dim(param, name, own, placement), own)
+    return cuts
+
+
+def _check_mesh_info(mesh_info: Any, name: str) -> None:
+    dims = [] if mesh_info.replicate_mesh_dim is None else [mesh_info.replicate_mesh_dim]
+    if [*dims, mesh_info.shard_mesh_dim] != list(range(mesh_info.mesh.ndim)):
+        raise ValueError(
+            f"shard_placement_fn returned {mesh_info} for parameter {name}. Its mesh must have the dimension to shard over "
+            "last, and ahead of it none or that of replicas: FSDPMeshInfo(mesh['dp'], 0), or HSDPMeshInfo(mesh['replicate', "
+            "'shard'], shard_mesh_dim=1, replicate_mesh_dim=0)."
+        )
+
+
+def _shard_dim(param: nn.Parameter, name: str, mesh: ShardingMesh, placement: object) -> int:
     if param.dim() == 0:
         return REPLICATED
-    name = owners[0][2]
-    placement: Any = shard_placement_fn(param) if shard_placement_fn else None
-    mesh_info = getattr(placement, "mesh_info", None)
-    if mesh_info is not None:
-        # torch's ShardPlacementResult.
-        placement = placement.placement
-        if mesh_info.mesh != mesh.mesh:
-            raise NotImplementedError(
-                f"shard_placement_fn returned another mesh for parameter {name} than fully_shard has, {mesh_info.mesh}. Shard "
-                "the module that holds it with a call of its own, with mesh= that mesh."
-            )
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
@@ -313,9 +341,9 @@ def _shard_dim(param: nn.Parameter, owners: _Owners, mesh: ShardingMesh, shard_p
     return dim
 
 
-def _check_meshes(found: dict[nn.Parameter, _Owners], dims: dict[nn.Parameter, int], mesh: ShardingMesh) -> None:
+def _check_meshes(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut]) -> None:
     for param, owners in found.items():
-        layout = ModelParallel.of(param)
+        layout, (dim, mesh) = ModelParallel.of(param), cuts[param]
         if layout is None:
             continue
         if any(isinstance(placement, Partial) for placement in layout.placements):
@@ -324,7 +352,7 @@ def _check_meshes(found: dict[nn.Parameter, _Owners], dims: dict[nn.Parameter, i
                 "it: Shard or Replicate."
             )
         try:
-            layout.sharded_spec(mesh, dims[param], cast(DTensor, param))
+            layout.sharded_spec(mesh, dim, cast(DTensor, param))
         # The last where a mesh has no names of dimensions.
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise ValueError(
@@ -359,13 +387,13 @@ def _check_dtypes(found: dict[nn.Parameter, _Owners]) -> None:
         )
 
 
-def _install(unit: Unit, found: dict[nn.Parameter, _Owners], dims: dict[nn.Parameter, int]) -> None:
+def _install(unit: Unit, found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut]) -> None:
     """Replace full parameters by sharded ones, and swap the classes of the modules that register them."""
     owned: dict[nn.Module, dict[str, ShardedParam]] = {module: {} for module in unit.modules}
     for param, owners in found.items():
         sharded = _sharded_as(param)
         if sharded is None:
-            sharded = ShardedParam(unit, [], owners[0][2], param, dims[param])
+            sharded = ShardedParam(unit, [], owners[0][2], param, *cuts[param])
             unit.params.append(sharded)
             # For a later call, which finds the same parameter in a module of another unit.
             param._fsdp_sharded_as = sharded  # type: ignore[attr-defined]

@@ -198,7 +198,7 @@ class _Compilation:
         self._other_groups = {name: role for param in params.values() for name, role in param.other_groups.items()}
         self._lowering = lowering
         self._owners = owners
-        device = next((param.unit.mesh.device for param in params.values()), None)
+        device = next((param.mesh.device for param in params.values()), None)
         self._auto = options.auto_schedule(device) if device is not None else None
         self._recorders = Recorders(device) if options.cudagraphs else None
         self._config_patches = {

@@ -22,19 +22,21 @@ from passes.fx.torch_internals.core import current_graph_task_id, queue_callback
 from passes.ir.reduction import Factor, Kept, Operand, Reduction, Sync, reduce_at_once, stages
 
 from ..torch_versions import reduce_dtype
+from ..units.mesh import ShardingMesh
 from ..units.own_storage import has_memory
 from ..units.param_state import FlatSlice, grad_slice, set_grad_in, whole_buffer
 from ..units.sharded_param import ShardedParam
-from ..units.unit import Scope, Unit
+from ..units.unit import Scope, SyncFlags, Unit
 from .course import eager_run
 
 # Plans for graphs and eager operators.
 
 
-def _averaging(unit: Unit, like: Tensor) -> tuple[Averaging, tuple[float, ...]]:
-    """How a unit's gradients are averaged in the dtype of ``like``."""
+def _averaging(unit: Unit, mesh: ShardingMesh, like: Tensor) -> tuple[Averaging, tuple[float, ...]]:
+    """How a unit's gradients of parameters on one mesh are averaged in the dtype of ``like``."""
     flags = unit.flags
     settings = (
+        mesh,
         like.dtype,
         flags.gradient_divide_factor,
         flags.force_sum_reduction,
@@ -42,12 +44,11 @@ def _averaging(unit: Unit, like: Tensor) -> tuple[Averaging, tuple[float, ...]]:
         flags.comm_hook_in_place,
     )
     if settings not in unit.averagings:
-        unit.averagings[settings] = _resolve_averaging(unit, like)
+        unit.averagings[settings] = _resolve_averaging(flags, mesh, like)
     return unit.averagings[settings]
 
 
-def _resolve_averaging(unit: Unit, like: Tensor) -> tuple[Averaging, tuple[float, ...]]:
-    flags, mesh = unit.flags, unit.mesh
+def _resolve_averaging(flags: SyncFlags, mesh: ShardingMesh, like: Tensor) -> tuple[Averaging, tuple[float, ...]]:
     if flags.comm_hook is None:
         return resolve_averaging(
             mesh.shard_group,
@@ -69,24 +70,24 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
 
     Args:
         unit: the bucket's unit.
-        params: its parameters.
+        params: its parameters, which are on one mesh.
         like: a tensor with dtype and device of the reduction.
     """
-    flags, mesh = unit.flags, unit.mesh
+    flags, mesh = unit.flags, params[0].mesh
     hook, in_place = flags.comm_hook, flags.comm_hook_in_place
     has_unsharded = any(param.state.unsharded_grad is not None for param in params)
     # An all-reduce style hook cannot stop half-way.
     if not flags.reduce_grads or (in_place and mesh.replicate_group and not flags.all_reduce_grads):
         return Reduction(Sync.NONE, has_unsharded=has_unsharded), ()
     sync = Sync.ALL if flags.all_reduce_grads or not mesh.replicate_group else Sync.SCATTER
-    averaging, factors = _averaging(unit, like)
+    averaging, factors = _averaging(unit, mesh, like)
     return Reduction(
         sync,
         averaging,
         has_unsharded,
         any(param.state.partial_grad is not None for param in params),
         sync is Sync.ALL and any(param.param.grad is not None for param in params),
-        flags.reduce_scatter_group if hook is None else "",
+        flags.reduce_scatter_groups.get(mesh.shard_group, "") if hook is None else "",
         hook,
         flags.all_reduce_hook,
         in_place,
@@ -319,7 +320,7 @@ def unreduced_gradient(param: ShardedParam, grad: Tensor) -> DTensor:
             f"{param.name} has a reduced gradient while autograd.grad computes another, as pipelines without bubbles do. Call "
             "optimizer.zero_grad(set_to_none=True) ahead of each step of the pipeline."
         )
-    gathers = param.unit.mesh.mesh.ndim
+    gathers = param.mesh.mesh.ndim
     placements = [Partial()] * gathers + list(dtensor.placements[gathers:])
     return DTensor.from_local(
         grad, dtensor.device_mesh, placements, run_check=False, shape=dtensor.shape, stride=dtensor.stride()
@@ -366,7 +367,7 @@ def _take(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:
     buckets: dict[Any, dict[ShardedParam, Tensor]] = {}
     for param, grad in grads.items():
         grad = grad.to(reduce_dtype(unit.mp_policy, param.shard.dtype) or grad.dtype)
-        buckets.setdefault((grad.dtype, param.shard.dtype), {})[param] = grad
+        buckets.setdefault((grad.dtype, param.shard.dtype, param.mesh), {})[param] = grad
     for bucket in buckets.values():
         _take_bucket(unit, bucket)
 
@@ -392,7 +393,7 @@ def reduce_pending(unit: Unit) -> list[ShardedParam]:
     """Reduce what waits for communication, as far as the unit's flags say, where no backward will.
 
     These are gradients that microbatches accumulated in parameters that the last backward did not reach, or all of them, where
-    backward left them to be finalised by hand. A collective for each dtype.
+    backward left them to be finalised by hand. A collective for each dtype and mesh.
 
     Returns:
         The parameters whose gradients have landed.
@@ -402,7 +403,8 @@ def reduce_pending(unit: Unit) -> list[ShardedParam]:
     for param in unit.params:
         full = param.state.unsharded_grad
         if param.state.is_accumulating:
-            buckets.setdefault((full is None, None if full is None else full.dtype, param.shard.dtype), []).append(param)
+            key = full is None, None if full is None else full.dtype, param.shard.dtype, param.mesh
+            buckets.setdefault(key, []).append(param)
     for (is_scattered, *_), params in buckets.items():
         grads = [param.state.unsharded_grad for param in params if param.state.unsharded_grad is not None]
         like = grads[0] if grads else flat_partial(params)
@@ -422,7 +424,7 @@ def _reduce(
     what: str, params: Sequence[ShardedParam], grads: Sequence[Tensor], reduction: Reduction, values: Sequence[float]
 ) -> None:
     """Reduce full gradients of one dtype, without any: what was scattered of them, beyond its replicas."""
-    mesh = params[0].unit.mesh
+    mesh = params[0].mesh
     replicate_group = mesh.replicate_group if reduction.sync is Sync.ALL and not reduction.comm_hook_in_place else ""
     replicate_group = replicate_group if group_size(replicate_group) > 1 else ""
     shapes = tuple(size for param in params for size in param.shape)
@@ -451,7 +453,7 @@ def _communicate(
             return [factor_tensor(values[operand.number], like.dtype, like.device)]
         return kept[operand]
 
-    group = reduction.group or params[0].unit.mesh.shard_group
+    group = reduction.group or params[0].mesh.shard_group
     found = stages(
         reduction,
         dims=[param.dim for param in params],

@@ -56,8 +56,9 @@ def log_idle_lists(units: Mapping[str, Unit], *, is_backward: bool) -> None:
 def max_pending_reductions(units: Iterable[Unit]) -> int | None:
     """How many reduce-scatters of these units may be in flight: the largest of their limits; None if none is set."""
     limits = dict.fromkeys(
-        (unit.flags.max_pending_reductions, default_max_pending_reductions(replicated=bool(unit.mesh.replicate_group)))
+        (unit.flags.max_pending_reductions, default_max_pending_reductions(replicated=bool(mesh.replicate_group)))
         for unit in units
+        for mesh in unit.meshes
     )
     if all(limit is None for limit, _ in limits):
         return None

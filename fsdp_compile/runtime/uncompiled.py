@@ -45,7 +45,7 @@ from .gradients import (
     zeros_like_gradient,
 )
 from .plan import must_not_gather
-from .unsharding import end_forward, finish_gather_of, finish_unshard, params_by_dtype, start_gathers
+from .unsharding import end_forward, finish_gather_of, finish_unshard, gathered_together, start_gathers
 
 # An uncompiled module may be called from a compiled one, where Dynamo would trace this file.
 _python = disable_dynamo
@@ -83,7 +83,7 @@ class Gathered:
         self.unit = unit
         self.fulls: dict[ShardedParam, Tensor] = {}
         self._versions = {param: _Version.of(param) for param in unit.params}
-        self._resharded: dict[ShardedParam, Tensor] | None = None
+        self._resharded: dict[ShardedParam, Tensor] = {}
         self._param_in: dict[int, ShardedParam] = {}
         #: Outputs of forwards. Backward runs hooks on them before it reads a parameter.
         self.given_out: list[weakref.ref[Tensor]] = []
@@ -111,7 +111,7 @@ class Gathered:
         unit = self.unit
         finish_unshard(unit)
         missing = []
-        for params in params_by_dtype(unit):
+        for params in gathered_together(unit):
             kept = {param: full for param in params if (full := param.state.full(param.param)) is not None}
             if len(kept) == len(params):
                 self.fulls.update(kept)
@@ -120,7 +120,7 @@ class Gathered:
         what = f"unshard of {unit.name or 'the root'}"
         for pending in start_gathers(unit, missing, what, self._resharded):
             self.fulls.update(finish_gather_of(pending))
-        self._resharded = None
+        self._resharded = {}
         self._refill()
         if unit.reshards_after_forward:
             self._note_storages()
@@ -171,10 +171,9 @@ class Gathered:
     @torch.no_grad()
     def end_forward(self) -> None:
         """Free the full parameters, but for the shards in a smaller group that ``reshard_after_forward=<int>`` keeps."""
-        group = self.unit.post_forward_group
-        if group and self.fulls:
-            fulls = {param: full for param, full in self.fulls.items() if not param.is_whole}
-            self._resharded = {param: reshard(full, param.name, group, dim=param.dim) for param, full in fulls.items()}
+        for param, full in self.fulls.items():
+            if (group := param.post_forward_group) and not param.is_whole:
+                self._resharded[param] = reshard(full, param.name, group, dim=param.dim)
         self.free()
 
     def prepare_backward(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from ..units.sharded_param import ShardedParam
 from ..units.unit import PendingGather, Unit
 from .course import eager_run
 
+_NONE: Mapping[ShardedParam, Tensor] = {}
+
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def start_unshard(unit: Unit) -> None:
-    """Start to gather a unit's parameters, one collective for each dtype, unless they are there or on their way.
+    """Start to gather a unit's parameters, one collective for each dtype and mesh, unless they are there or on their way.
 
     Raises:
         RuntimeError: a parameter is on the meta device.
@@ -26,7 +29,7 @@ def start_unshard(unit: Unit) -> None:
         check_memory(unit)
         return
     missing = []
-    for params in params_by_dtype(unit):
+    for params in gathered_together(unit):
         if all(param.state.full(param.param) is not None for param in params):
             for param in params:
                 param.state.is_unsharded = True
@@ -44,21 +47,24 @@ def check_memory(unit: Unit) -> None:
         raise RuntimeError(unit.params[0].meta_message())
 
 
-def params_by_dtype(unit: Unit) -> list[list[ShardedParam]]:
-    """A unit's parameters, those of one dtype together."""
-    return [[param for param in unit.params if param.shard.dtype == stored] for stored in unit.storages]
+def gathered_together(unit: Unit) -> list[list[ShardedParam]]:
+    """A unit's parameters, those of one dtype and mesh together."""
+    found: dict[Any, list[ShardedParam]] = {}
+    for param in unit.params:
+        found.setdefault((param.shard.dtype, param.mesh), []).append(param)
+    return list(found.values())
 
 
 def start_gathers(
-    unit: Unit, buckets: Iterable[list[ShardedParam]], what: str, resharded: Mapping[ShardedParam, Tensor] | None = None
+    unit: Unit, buckets: Iterable[list[ShardedParam]], what: str, resharded: Mapping[ShardedParam, Tensor] = _NONE
 ) -> list[PendingGather]:
     """Start to gather parameters, one collective for each bucket.
 
     Args:
         unit: the unit of all of them.
-        buckets: parameters of one dtype each.
+        buckets: parameters of one dtype and mesh each.
         what: names the gather in errors about ranks that disagree.
-        resharded: their shards in the unit's smaller group, to gather there; None: in the group that they are sharded over.
+        resharded: shards in smaller groups, to gather there.
 
     Raises:
         RuntimeError: they have no memory.
@@ -70,14 +76,13 @@ def start_gathers(
     return [_start_gather(unit, params, what, resharded) for params in buckets]
 
 
-def _start_gather(
-    unit: Unit, params: list[ShardedParam], what: str, resharded: Mapping[ShardedParam, Tensor] | None
-) -> PendingGather:
+def _start_gather(unit: Unit, params: list[ShardedParam], what: str, resharded: Mapping[ShardedParam, Tensor]) -> PendingGather:
     dtype, sharded = params[0].compute_dtype, [param for param in params if not param.is_whole]
-    group = unit.mesh.shard_group if resharded is None else unit.post_forward_group
+    is_resharded = any(param in resharded for param in sharded)
+    group = params[0].post_forward_group if is_resharded else params[0].mesh.shard_group
     # What was resharded to a smaller group is rounded already.
-    sent_as = sharded[0].sent_as if sharded and resharded is None else None
-    if resharded is not None:
+    sent_as = sharded[0].sent_as if sharded and not is_resharded else None
+    if is_resharded:
         shards = [resharded[param] for param in sharded]
     elif sent_as is not None:
         shards = [param.shard.detach() for param in sharded]

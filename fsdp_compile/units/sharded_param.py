@@ -25,6 +25,7 @@ from passes.collectives.rounded_gather import GatherPolicy
 from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
 
 from ..torch_versions import reduce_dtype
+from .mesh import ShardingMesh
 from .model_parallel import ModelParallel
 from .own_storage import has_memory, with_own_storage
 from .param_state import ParamState, set_local
@@ -49,6 +50,7 @@ class ShardedParam:
 
     Attributes:
         unit: the unit that it belongs to.
+        mesh: what it is sharded on; of one unit, parameters may have several.
         owners: every module that registers it, with the name that it has there; several for a tied parameter.
         name: qualified name, from the outermost sharded module.
         local_name: name within the unit; equal for the same parameter of equal blocks.
@@ -64,17 +66,26 @@ class ShardedParam:
         state: gathered values and gradients between microbatches.
     """
 
-    def __init__(self, unit: Unit, owners: list[tuple[nn.Module, str]], local_name: str, param: nn.Parameter, dim: int):
+    def __init__(
+        self,
+        unit: Unit,
+        owners: list[tuple[nn.Module, str]],
+        local_name: str,
+        param: nn.Parameter,
+        dim: int,
+        mesh: ShardingMesh,
+    ):
         self.unit = unit
+        self.mesh = mesh
         self.owners = owners
         self.name = self.local_name = local_name
         self.model_parallel = ModelParallel.of(param)
         piece = param._local_tensor if isinstance(param, DTensor) else param
         self.shape = piece.shape
         self.dim = dim
-        self.padded_shape = padded_shard_shape(self.shape, dim, unit.mesh.shard_size)
-        self.padded_numel = padded_shard_numel(self.shape, dim, unit.mesh.shard_size)
-        self.rows = (0, 0) if dim == REPLICATED else self._rows_of_rank(unit.mesh.shard_rank)
+        self.padded_shape = padded_shard_shape(self.shape, dim, mesh.shard_size)
+        self.padded_numel = padded_shard_numel(self.shape, dim, mesh.shard_size)
+        self.rows = (0, 0) if dim == REPLICATED else self._rows_of_rank(mesh.shard_rank)
         self.offset = 0
         self.param = self._make_param(param, piece)
         self.shard: nn.Parameter
@@ -84,15 +95,14 @@ class ShardedParam:
         self.state = ParamState()
 
     def _make_param(self, full: nn.Parameter, piece: Tensor) -> nn.Parameter:
-        mesh = self.unit.mesh
         local = piece.detach()
         if self.dim != REPLICATED:
             local = local.narrow(self.dim, *self.rows).contiguous()
         if self.model_parallel is None:
             meta = TensorMeta(full.shape, full.stride(), full.dtype)
-            spec = DTensorSpec(mesh.mesh, mesh.placements(self.dim), tensor_meta=meta)
+            spec = DTensorSpec(self.mesh.mesh, self.mesh.placements(self.dim), tensor_meta=meta)
         else:
-            spec = self.model_parallel.sharded_spec(mesh, self.dim, full)  # type: ignore[arg-type]
+            spec = self.model_parallel.sharded_spec(self.mesh, self.dim, full)  # type: ignore[arg-type]
         return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=full.requires_grad)
 
     def _rows_of_rank(self, rank: int) -> tuple[int, int]:
@@ -132,7 +142,13 @@ class ShardedParam:
     @property
     def is_whole(self) -> bool:
         """Whether this rank's shard is the parameter."""
-        return self.dim == REPLICATED or self.unit.mesh.shard_size == 1
+        return self.dim == REPLICATED or self.mesh.shard_size == 1
+
+    @property
+    def post_forward_group(self) -> str:
+        """Name of the smaller group that it is resharded to after forward; empty: none."""
+        size = self.unit.post_forward_size
+        return self.mesh.post_forward_group(size) if size else ""
 
     @property
     def other_groups(self) -> dict[str, str]:
@@ -211,7 +227,7 @@ class ShardedParam:
     def update_operator_args(self) -> None:
         """Compute the arguments of ``unshard`` after the shard. They are the same for equal blocks, so that one compiled graph
         can serve all of them; the backend adds qualified names."""
-        mesh, policy = self.unit.mesh, self.unit.mp_policy
+        mesh, policy = self.mesh, self.unit.mp_policy
         self.args = (self.local_name, tuple(self.shape), mesh.shard_group)
         kwargs = {
             "dim": self.dim,
@@ -220,7 +236,7 @@ class ShardedParam:
             "reduce_dtype": reduce_dtype(policy, self.param.dtype),
             "replicate_group": mesh.replicate_group,
             "reshard_after_forward": self.unit.reshards_after_forward,
-            "post_forward_group": self.unit.post_forward_group,
+            "post_forward_group": self.post_forward_group,
             "sent_as": "" if self.sent_as is None else str(self.sent_as),
         }
         defaults = {"dim": 0, "reshard_after_forward": True, "post_forward_group": "", "replicate_group": "", "sent_as": ""}

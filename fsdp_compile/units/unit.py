@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -73,7 +73,8 @@ class SyncFlags:
         comm_hook: replaces the reduce-scatter: ``hook(gradient, output)``, or ``hook(gradient)``.
         comm_hook_in_place: whether it is the latter, which replaces the all-reduce, too.
         all_reduce_hook: changes the reduced shard in place.
-        reduce_scatter_group: name of a group for reduce-scatters alone; empty: they use that of the gathers.
+        reduce_scatter_groups: by the name of the group of gathers, that of one for reduce-scatters alone; without one, they use
+            that of the gathers.
         max_pending_reductions: how many reduce-scatters may be in flight; None: the schedule's default.
         unshard_in_backward: whether backward may gather.
     """
@@ -87,7 +88,7 @@ class SyncFlags:
     comm_hook: Callable[..., None] | None = None
     comm_hook_in_place: bool = False
     all_reduce_hook: Callable[[Tensor], None] | None = None
-    reduce_scatter_group: str = ""
+    reduce_scatter_groups: Mapping[str, str] = field(default_factory=dict)
     max_pending_reductions: int | None = None
     unshard_in_backward: bool = True
 
@@ -118,7 +119,8 @@ class Unit:
 
     Attributes:
         modules: the modules that were passed (one, or a list).
-        mesh: mesh and process groups.
+        mesh: what its parameters are sharded on, but for those that ``shard_placement_fn`` gives another.
+        meshes: what its parameters are sharded on.
         mp_policy: mixed-precision policy.
         gather_policy: how parameters are rounded when they are gathered; None: they are not.
         name: qualified name of the first module, from the outermost sharded one; empty for the root.
@@ -131,6 +133,7 @@ class Unit:
         forward_prefetch, backward_prefetch: the units whose gathers start when this unit's compute does; empty: the default.
         pending: gathers that ``unshard()`` started.
         attach: called with a parameter whose shard is new, or has become trainable.
+        post_forward_size: how many ranks keep a parameter after forward, a shard each; 0: all that shard it, or none.
         averagings: how its gradients are averaged, by the settings that determine it.
     """
 
@@ -138,6 +141,7 @@ class Unit:
         self,
         modules: list[nn.Module],
         mesh: ShardingMesh,
+        meshes: Iterable[ShardingMesh],
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
         attach: Callable[[ShardedParam], None] = lambda _: None,
@@ -146,6 +150,7 @@ class Unit:
         self.modules = modules
         self.attach = attach
         self.mesh = mesh
+        self.meshes = tuple(meshes)
         self.mp_policy = mp_policy
         self.gather_policy = gather_policy
         self.name = ""
@@ -159,10 +164,12 @@ class Unit:
         self.is_meta = False
         self.params: list[ShardedParam] = []
         self.storages: dict[torch.dtype, Tensor] = {}
-        self.post_forward_group = ""
+        self.post_forward_size = 0
         self._reshard_after_forward = reshard_after_forward
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-            self.post_forward_group = mesh.post_forward_group(reshard_after_forward)
+            for each in self.meshes:
+                each.post_forward_group(reshard_after_forward)
+            self.post_forward_size = reshard_after_forward
             # Over one rank, a shard is the whole parameter: that is no resharding.
             self._reshard_after_forward = reshard_after_forward != 1
 
@@ -174,7 +181,7 @@ class Unit:
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Set whether backward gathers again. Compiled graphs are traced again."""
         self._reshard_after_forward = reshard
-        self.post_forward_group = ""
+        self.post_forward_size = 0
         for sharded in self.params:
             sharded.update_operator_args()
 
@@ -202,16 +209,17 @@ class Unit:
         """Lay out the parameters in new flat storage, in their present dtypes."""
         device = torch.device("meta") if self.params and self.params[0].local.is_meta else self.mesh.device
         sizes: dict[torch.dtype, int] = {}
-        offsets = []
-        for sharded in self.params:
+        offsets: dict[ShardedParam, int] = {}
+        # Those that are gathered together are neighbours.
+        for sharded in (param for mesh in self.meshes for param in self.params if param.mesh is mesh):
             dtype, numel = sharded.local.dtype, sharded.padded_numel
-            offsets.append(sizes.get(dtype, 0))
-            sizes[dtype] = offsets[-1] + numel + padding_to(sharded.alignment, numel)
+            offsets[sharded] = sizes.get(dtype, 0)
+            sizes[dtype] = offsets[sharded] + numel + padding_to(sharded.alignment, numel)
         # Padding is gathered, too, and must be finite.
         self.is_meta = device.type == "meta"
         self.storages = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
-        for sharded, offset in zip(self.params, offsets, strict=True):
-            sharded.bind(self.storages[sharded.local.dtype], offset)
+        for sharded in self.params:
+            sharded.bind(self.storages[sharded.local.dtype], offsets[sharded])
 
     def sync(self) -> None:
         """Make storage and shards follow parameters that were replaced, cast, or moved."""

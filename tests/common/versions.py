@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 
 def needs_fsdp2(method: str) -> pytest.MarkDecorator:
     """Skip what compares with a method of torch's own FSDP2 where there is none."""
     missing = not hasattr(FSDPModule, method)
     return pytest.mark.skipif(missing, reason=f"FSDP2 of torch {torch.__version__} has no {method}")
+
+
+#: Skip tests of ``shard_placement_fn`` with meshes where torch has no such result of it.
+needs_placements_with_a_mesh = pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason=f"torch {torch.__version__} has no ShardPlacementResult"
+)

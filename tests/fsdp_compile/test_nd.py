@@ -19,10 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness.fresh_module import fresh_module
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.common.distributed import RankPools
-from tests.common.microbatches import graphs_captured, relative_error
+from tests.common.microbatches import fully_shard_of, graphs_captured, relative_error
 
 _EXAMPLE = Path(__file__).parents[2] / "examples/train_nd.py"
 _STEPS = 5
@@ -69,12 +70,14 @@ class Split:
 
     Attributes:
         grouped: their products are torch's ``grouped_mm``, in bfloat16.
+        one_unit: of a block, although its experts are sharded over other ranks than the rest.
     """
 
     world: int
     flags: str
     experts: int = 4
     grouped: bool = False
+    one_unit: bool = False
 
     def example(self) -> Any:
         example = fresh_module(_EXAMPLE)
@@ -82,7 +85,33 @@ class Split:
         example.LAYERS, example.EXPERTS = 2, self.experts
         if self.grouped:
             example.Experts = type("GroupedExperts", (example.Experts,), {"forward": _grouped_forward})
+        if self.one_unit:
+            example.build = functools.partial(_build_of_one_unit_each, example)
         return example
+
+
+def _build_of_one_unit_each(example: Any, args: Any, mesh: DeviceMesh) -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    fully_shard = fully_shard_of(args.system)
+    model = example.Stage(0, 1, None, mesh["ep"])
+    example.init_weights(model)
+    dense, sparse = mesh["edp", "ep"]._flatten("dense"), FSDPMeshInfo(mesh["edp"], 0)
+    for block in model.blocks.values():
+        experts = getattr(block.mlp, "experts", None)
+        if experts is not None:
+            example.split_experts(experts, mesh["ep"])
+        own = set(experts.parameters()) if experts is not None else set()
+        fully_shard(
+            block,
+            mesh=dense,
+            shard_placement_fn=lambda param, own=own: ShardPlacementResult(None, sparse) if param in own else None,
+        )
+        # Of all gradients, as ranks of ep have different tokens.
+        block.set_gradient_divide_factor(float(dense.size()))
+        block.set_force_sum_reduction_for_comms(True)
+    fully_shard(model, mesh=dense)
+    return model
 
 
 def _grouped_forward(experts: Any, tokens: Tensor, expert: Tensor) -> Tensor:
@@ -151,6 +180,7 @@ _SPLITS = {
     "EP x FSDP": Split(4, "--dp 4 --ep 2"),
     "EP x FSDP, an expert on several ranks": Split(4, "--dp 4 --ep 2", experts=2),
     "EP x FSDP, grouped_mm": Split(4, "--dp 4 --ep 2", grouped=True),
+    "EP x FSDP, one unit": Split(4, "--dp 4 --ep 2", one_unit=True),
     "CP x FSDP": Split(4, "--dp 2 --cp 2"),
     "CP x EP": Split(4, "--dp 2 --ep 2 --cp 2"),
     "PP x FSDP": Split(4, "--dp 2 --pp 2"),
@@ -158,7 +188,7 @@ _SPLITS = {
     "PP x TP x FSDP": Split(8, "--dp 2 --tp 2 --pp 2"),
     "TP x EP x FSDP": Split(8, "--dp 4 --ep 2 --tp 2"),
 }
-_QUICK = ("EP x FSDP, an expert on several ranks",)
+_QUICK = ("EP x FSDP, an expert on several ranks", "EP x FSDP, one unit")
 _SYSTEMS = {"eager": "--no-compile", "aot_eager": "--lowering aot_eager", "inductor": "--lowering inductor"}
 _WITH_INDUCTOR = ("EP x FSDP", "EP x FSDP, grouped_mm")
 

@@ -554,10 +554,11 @@ def test_one_separate_group_for_all_units_of_the_same_ranks(fake_ranks: None) ->
     first, second = Chain(2), Chain(2)
     first.root.set_separate_reduce_scatter_group()
     second.units[0].set_separate_reduce_scatter_group(recurse=False)
-    groups = {unit.flags.reduce_scatter_group for unit in first.root._fsdp_unit.scope.units}
-    assert groups == {second.units[0]._fsdp_unit.flags.reduce_scatter_group}
-    assert groups.isdisjoint({"", first.root._fsdp_unit.mesh.shard_group})
-    assert second.root._fsdp_unit.flags.reduce_scatter_group == ""
+    (groups,) = {tuple(unit.flags.reduce_scatter_groups.items()) for unit in first.root._fsdp_unit.scope.units}
+    assert groups == tuple(second.units[0]._fsdp_unit.flags.reduce_scatter_groups.items())
+    ((gathers, reductions),) = groups
+    assert gathers == first.root._fsdp_unit.mesh.shard_group != reductions
+    assert not second.root._fsdp_unit.flags.reduce_scatter_groups
 
 
 def test_uncompiled_reductions_use_the_separate_group(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -573,7 +574,7 @@ def test_uncompiled_reductions_use_the_separate_group(fake_ranks: None, monkeypa
     monkeypatch.setattr(fsdp_compile.runtime.gradients, "stages", spy)
     training.step()
     unit = training.units[0]._fsdp_unit
-    assert sorted(groups) == sorted([unit.mesh.shard_group, unit.flags.reduce_scatter_group])
+    assert sorted(groups) == sorted([unit.mesh.shard_group, *unit.flags.reduce_scatter_groups.values()])
 
 
 def most_pending(graph: CapturedGraph) -> int:

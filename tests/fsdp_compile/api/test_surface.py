@@ -13,7 +13,6 @@ import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
 import fsdp_compile
 from fsdp_compile import FSDPModule, fsdp_backend, fully_shard
@@ -188,23 +187,6 @@ def test_a_compiled_model_is_sharded(one_rank: None) -> None:
 
 
 # Placements.
-
-
-def test_placement_with_a_mesh(one_rank: None) -> None:
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    if not hasattr(common, "ShardPlacementResult"):
-        pytest.skip("torch 2.11 has no ShardPlacementResult")
-    own, other = mesh(), init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
-
-    def place_on(chosen: Any) -> Callable[[nn.Parameter], Any]:
-        return lambda param: common.ShardPlacementResult(Shard(param.ndim - 1), common.FSDPMeshInfo(chosen, shard_mesh_dim=0))
-
-    model: Any = fully_shard(nn.Linear(4, 4), mesh=own, shard_placement_fn=place_on(own))
-    assert model.weight.placements == (Shard(1),)
-    with pytest.raises(NotImplementedError, match="another mesh for parameter weight"):
-        fully_shard(
-            nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("own",)), shard_placement_fn=place_on(other)
-        )
 
 
 def test_dimensions_of_a_larger_mesh_are_refused(one_rank: None) -> None:

@@ -51,7 +51,7 @@ def test_groups_of_one_world_do_not_serve_in_another() -> None:
 
     def ranks_of_smaller_gathers() -> list[int]:
         model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
-        group_name = model._fsdp_unit.post_forward_group  # type: ignore[union-attr]
+        group_name = model._fsdp_unit.params[0].post_forward_group  # type: ignore[union-attr]
         return dist.get_process_group_ranks(fsdp_compile.units.mesh.resolve_group(group_name))
 
     for others in ([], [[0, 1, 2, 3], [0, 2], [1, 3]]):

@@ -312,8 +312,9 @@ class _Segment:
             if signature[parameter].startswith("*")
         }
         # A parameter that may be read and written need not be both.
-        read = [parameter for parameter in tensors if re.search(rf"tl\.load\({parameter}\b", source)]
-        written = [parameter for parameter in tensors if re.search(rf"tl\.(store|atomic_\w+)\({parameter}\b", source)]
+        names = {parameter: _names_in(source, parameter) for parameter in tensors}
+        read = [parameter for parameter in tensors if re.search(rf"tl\.load\({names[parameter]}\b", source)]
+        written = [parameter for parameter in tensors if re.search(rf"tl\.(store|atomic_\w+)\({names[parameter]}\b", source)]
         self._overwrite([tensors[parameter] for parameter in written], [tensors[parameter] for parameter in read])
 
         def value(parameter: str) -> Value:
@@ -324,6 +325,13 @@ class _Segment:
         reads, writes = map(value, read), map(value, written)
         found = re.match(r"triton_(\w{3})_", name)
         return Step(_KINDS.get(found[1], name) if found else name, "", tuple(reads), tuple(writes), source)
+
+
+def _names_in(source: str, parameter: str) -> str:
+    """A pattern of the names that a kernel has for a parameter: with torch 2.15, one that does the same for several tensors
+    calls that of the turn ``foreach_arg0``."""
+    others = re.findall(rf"^ *(\w+) = {parameter}$", source, re.MULTILINE)
+    return f"(?:{'|'.join(dict.fromkeys([parameter, *others]))})"
 
 
 def _base(node: ast.expr) -> str:

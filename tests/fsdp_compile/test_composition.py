@@ -400,7 +400,11 @@ _PIPELINES: dict[str, tuple[Any, int]] = {
     "LoopedBFS": (pipelining.ScheduleLoopedBFS, 2),
     "InterleavedZeroBubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
     "ZBVZeroBubble": (pipelining.ScheduleZBVZeroBubble, 2),
+    "DualPipeV": (pipelining.ScheduleDualPipeV, 2),
 }
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+# They split backward: the gradients of inputs first, those of weights later.
+_ZERO_BUBBLES = ("InterleavedZeroBubble", *_V_SHAPED)
 
 
 @functools.cache
@@ -422,7 +426,7 @@ def pipeline(system: System, name: str, compiles: str, whole_backward: bool = Fa
     mesh, (schedule_class, count) = _pipeline_mesh(), _PIPELINES[name]
     rank, group = mesh["pipeline"].get_local_rank(), mesh["pipeline"].get_group()
     # In a V, the first rank has the first stage and the last.
-    indices = [rank, 3 - rank][:count] if name == "ZBVZeroBubble" else [rank, rank + 2][:count]
+    indices = [rank, 3 - rank][:count] if name in _V_SHAPED else [rank, rank + 2][:count]
     modules = [_stage(index, system, compiles, **options) for index in indices]
     builder = {"dw_builder": lambda: lambda: None} if whole_backward else {}
     stages = [
@@ -444,7 +448,7 @@ def pipeline(system: System, name: str, compiles: str, whole_backward: bool = Fa
 
 def compare_pipelines(name: str, compiles: str = "all", **options: Any) -> None:
     # With zero bubbles, FSDP2 loses gradients of what it has resharded after forward.
-    theirs = pipeline(System(ours=False), name, compiles="", reshard_after_forward="ZeroBubble" not in name)
+    theirs = pipeline(System(ours=False), name, compiles="", reshard_after_forward=name not in _ZERO_BUBBLES)
     torch._dynamo.reset()
     torch.testing.assert_close(pipeline(System(ours=True), name, compiles, **options), theirs, rtol=1e-5, atol=1e-6)
 
@@ -463,12 +467,9 @@ def test_pipeline(name: str, rank_pools: RankPools) -> None:
     rank_pools[4].run(compare_pipelines, name=name)
 
 
-_ZERO_BUBBLES = ("InterleavedZeroBubble", "ZBVZeroBubble")
-
-
 @pytest.mark.parametrize("reshards", [pytest.param(True, marks=pytest.mark.exhaustive), False], ids=["reshards", "keeps"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name == "ZBVZeroBubble" else []) for name in _ZERO_BUBBLES]
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in _V_SHAPED else []) for name in _ZERO_BUBBLES]
 )
 def test_zero_bubbles(name: str, reshards: bool, rank_pools: RankPools) -> None:
     rank_pools[4].run(compare_pipelines, name=name, compiles="", reshard_after_forward=reshards)
@@ -481,10 +482,12 @@ def test_zero_bubbles_of_compiled_stages(name: str, rank_pools: RankPools) -> No
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("compiles", ["all", "second block"])
-def test_pipelines_without_gradients_are_refused(compiles: str, rank_pools: RankPools) -> None:
+@pytest.mark.parametrize(
+    ("name", "compiles"), [("InterleavedZeroBubble", "all"), ("InterleavedZeroBubble", "second block"), ("DualPipeV", "all")]
+)
+def test_pipelines_without_gradients_are_refused(name: str, compiles: str, rank_pools: RankPools) -> None:
     with pytest.raises(RankFailure, match="Pass dw_builder=lambda: lambda: None"):
-        rank_pools[4].run(pipeline, system=System(ours=True), name="InterleavedZeroBubble", compiles=compiles)
+        rank_pools[4].run(pipeline, system=System(ours=True), name=name, compiles=compiles)
 
 
 # --- State dicts ----------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ two units of equal size in another order would not hang, but mix up parameters.
 Left out, as ranks may rightly differ there: point-to-point messages; sizes of an all-to-all of the model's own; how a
 dynamic size is called; the names of process groups (a mesh has several groups of a role, each with its own); and what the
 names of all units of a graph begin with, since equal blocks may share a graph, which then goes by the name of any of them.
-Ranks that compare what they do over some groups compare no sizes over others: tensor parallel ranks whose pieces of a parameter
-are of unequal size gather unequal sizes, each among ranks that have equal ones.
+Ranks that compare what they do over some groups compare no sizes over others, which only have to be equal among their ranks.
 """
 
 from __future__ import annotations

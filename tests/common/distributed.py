@@ -55,7 +55,7 @@ class RankFailure(RuntimeError):
 @functools.cache
 def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
     """The CPU mesh of this shape, kept for the life of the rank: creating one creates process groups."""
-    names = names or (("shard",) if len(shape) == 1 else ("replicate", "shard"))
+    names = names or {1: ("shard",), 2: ("replicate", "shard"), 3: ("replicate", "shard", "tp")}[len(shape)]
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 

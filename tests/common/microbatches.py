@@ -296,7 +296,8 @@ class Trainee:
             assert parameter.grad is not None
             called[name] += 1
 
-        hooked = {name: parameter for name, parameter in self.model.named_parameters() if name.startswith(HOOKED)}
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        hooked = {name: parameter for name, parameter in trained.items() if name.startswith(HOOKED)}
         handles = [parameter.register_post_accumulate_grad_hook(partial(note, name)) for name, parameter in hooked.items()]
         index = 0
         # Past its limit of recompilations Dynamo runs a frame eagerly, which would test nothing.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 
+from tests.common import models
 from tests.common.distributed import RankPools
 from tests.common.microbatches import (
     SMALL,
     Microbatch,
     Run,
     Schedule,
+    Task,
     Trainee,
     all_reduce,
     differences,
@@ -21,6 +24,8 @@ from tests.common.microbatches import (
     sgd,
     sync,
 )
+from tests.common.parity import Batch, regression_batch, squared_error
+from tests.fsdp_compile.test_model_parallel import shard_beside, uneven_parallel
 
 #: Every way to accumulate.
 _ACCUMULATE: Schedule = (
@@ -54,3 +59,26 @@ def test_trains_like_one_process(mesh_shape: tuple[int, ...], lowering: str, sch
     # More than the three of the units, or nothing was separated.
     assert runs[0].counts("all_gather", "forward")[0] > 3
     assert runs[0].counts("reduce_scatter", "backward")[0] > 3
+
+
+def _batch_of_pair(index: int, rank: int, world: int) -> Batch:
+    return regression_batch(index, rank // 2, world // 2, dim=5, out=3)
+
+
+_UNEVEN = Task(partial(models.MLP, dim=5, hidden=7, out=3, layers=2), _batch_of_pair, squared_error)
+
+
+def train_pieces_around_the_threshold(lowering: str) -> Run:
+    """A job: of two ranks of tensor parallelism, one has pieces of four rows or columns, which count as large, and one of three."""
+    trainee = Trainee(lowering, (2, 2), _UNEVEN.build, partial(shard_beside, parallelize=uneven_parallel))
+    with patch("passes.auto.large_parameters.MIN_OWN_BUCKET_BYTES", 4 * 5 * 4):
+        return trainee.train(_UNEVEN, [_ACCUMULATE] * 2, sgd)
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_tensor_parallel_ranks_may_separate_others(lowering: str, rank_pools: RankPools) -> None:
+    runs = rank_pools[4].run(train_pieces_around_the_threshold, lowering=lowering)
+    found = differences(runs, reference(_UNEVEN, 4, [len(_ACCUMULATE)] * 2, sgd), 1e-5)
+    assert not found, "\n".join(found)
+    gathers = [run.counts("all_gather", "forward")[0] for run in runs]
+    assert gathers[0] == gathers[2] > gathers[1] == gathers[3]

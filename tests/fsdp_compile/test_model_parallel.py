@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from fsdp_compile import FSDPModule
 from fsdp_compile.compiler.options import LOWERINGS
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
@@ -258,7 +260,9 @@ _TABLE = [
     _mlp("reshard_int", shard=partial(shard_units, reshard_after_forward=2), worlds=(8,), fsdp2=False),
     _mlp("hsdp", worlds=(8,), replicas=2),
     _mlp("frozen_in_part", build=_frozen_in_part),
+    _mlp("hsdp_frozen_in_part", build=_frozen_in_part, worlds=(8,), replicas=2),
     _mlp("adapters", build=_Adapters, parallelize=_adapters_parallel),
+    _mlp("hsdp_adapters", build=_Adapters, parallelize=_adapters_parallel, worlds=(8,), replicas=2),
     _mlp("bf16", shard=_shard_bf16, reference_rtol=1e-1, fsdp2_rtol=1e-3),
     _mlp("meta", build=_one_block, meta=True),
     _mlp("checkpoint", build=partial(models.MLP, checkpointed=True)),
@@ -324,10 +328,16 @@ def test_parity(
 # --- Microbatches, hooks ---------------------------------------------------------------------------
 
 
-def _shard_in_2d(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard) -> None:
-    """Over the first dimension of a mesh, on top of tensor parallelism over the second."""
-    block_parallel(model, mesh["shard"])
-    shard_units(model, mesh["replicate"], fully_shard)
+def shard_beside(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    fully_shard: FullyShard,
+    parallelize: Callable[[nn.Module, DeviceMesh], None] = block_parallel,
+) -> None:
+    """Over all dimensions of a mesh but the last, on top of tensor parallelism over that."""
+    *names, last = mesh.mesh_dim_names or ()
+    parallelize(model, mesh[last])
+    shard_units(model, mesh[tuple(names)], fully_shard)
 
 
 def _batch_of_pair(index: int, rank: int, world: int) -> Batch:
@@ -342,7 +352,7 @@ _TASK = Task(models.MLP, _batch_of_pair, squared_error)
 def test_microbatches(system: str, rank_pools: RankPools) -> None:
     schedules = {name: [FLAVOURS[name]] * 2 for name in ("sharded", "unsharded", "keep_unsharded", "sharded_keep")}
     found = rank_pools[4].run(
-        train_schedules, system=system, mesh_shape=(2, 2), task=_TASK, schedules=schedules, shard=_shard_in_2d
+        train_schedules, system=system, mesh_shape=(2, 2), task=_TASK, schedules=schedules, shard=shard_beside
     )
     expected = reference(_TASK, 4, [4, 4])
     for name in schedules:
@@ -354,30 +364,67 @@ def test_microbatches(system: str, rank_pools: RankPools) -> None:
             assert [number > 0 for number in runs[0].counts("reduce_scatter")] == [False, False, False, True] * 2
 
 
-def hooked_gradients(system: str, hook: str) -> dict[str, Tensor]:
+# With replicas: frozen parameters and adapters, too. Flavours name four blocks.
+_WITH_REPLICAS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh], None]]] = {
+    "mlp": (partial(models.MLP, layers=4), block_parallel),
+    "frozen_in_part": (partial(_frozen_in_part, layers=4), block_parallel),
+    "adapters": (partial(_Adapters, layers=4), _adapters_parallel),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", _WITH_REPLICAS)
+@pytest.mark.parametrize("system", ["fsdp2", "eager", "aot_eager"])
+def test_microbatches_with_replicas(name: str, system: str, rank_pools: RankPools) -> None:
+    build, parallelize = _WITH_REPLICAS[name]
+    task, schedules = Task(build, _batch_of_pair, squared_error), {flavour: [FLAVOURS[flavour]] * 2 for flavour in FLAVOURS}
+    shard = partial(shard_beside, parallelize=parallelize)
+    found = rank_pools[8].run(
+        train_schedules, system=system, mesh_shape=(2, 2, 2), task=task, schedules=schedules, shard=shard, count=False
+    )
+    expected = reference(task, 8, [4, 4])
+    for flavour in schedules:
+        runs = [results[flavour] for results, _ in found]
+        assert not isinstance(runs[0], str), runs[0]
+        assert differences(runs, expected, 1e-4) == [], flavour
+
+
+def hooked_gradients(system: str, hook: str, shape: tuple[int, ...] = (2, 2)) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    mesh = device_mesh((2, 2))
+    mesh = device_mesh(shape)
     model: Any = models.MLP(layers=1)
-    _shard_in_2d(model, mesh, fully_shard_of("ours"))
-    if hook:
-        model.register_comm_hook(mesh.get_group(0), getattr(test_comm_hooks, hook))
+    shard_beside(model, mesh, fully_shard_of("ours"))
+    if hook == "adds_one":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(test_comm_hooks.adds_one)
+    elif hook:
+        model.register_comm_hook(mesh.get_group(len(shape) - 2), getattr(test_comm_hooks, hook))
     forward = model
     if system != "eager":
         from fsdp_compile import fsdp_backend
 
         forward = torch.compile(model, backend=fsdp_backend, options={"lowering": system})
-    squared_error(forward, _batch_of_pair(0, dist.get_rank(), 4)).backward()
+    squared_error(forward, _batch_of_pair(0, dist.get_rank(), math.prod(shape))).backward()
     return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((2, 2, 2), marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize("system", ["eager", "aot_eager"])
-def test_a_communication_hook(system: str, rank_pools: RankPools) -> None:
-    """It is called for the pieces, and reduces over the data parallel ranks."""
-    expected = rank_pools[4].run(hooked_gradients, system="eager", hook="")[0]
-    for hook, factor in (("averages", 1), ("doubles", 2)):
-        actual = rank_pools[4].run(hooked_gradients, system=system, hook=hook)[0]
+def test_communication_hooks(system: str, shape: tuple[int, ...], rank_pools: RankPools) -> None:
+    """They are called for the pieces, and reduce over the data parallel ranks."""
+    pool = rank_pools[math.prod(shape)]
+    expected = pool.run(hooked_gradients, system="eager", hook="", shape=shape)[0]
+    wanted: dict[str, Callable[[Tensor], Tensor]] = {
+        "averages": lambda gradient: gradient,
+        "doubles": lambda gradient: 2 * gradient,
+        # Ahead of the division.
+        "adds_one": lambda gradient: gradient + 2 / math.prod(shape),
+    }
+    for hook, function in wanted.items():
+        actual = pool.run(hooked_gradients, system=system, hook=hook, shape=shape)[0]
         for name, gradient in expected.items():
-            torch.testing.assert_close(actual[name], factor * gradient, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(actual[name], function(gradient), msg=lambda text, what=(hook, name): f"{what}: {text}")
 
 
 # --- Parameters on different meshes ----------------------------------------------------------------
@@ -398,7 +445,7 @@ def on_mixed_meshes(system: str) -> dict[str, list[Tensor] | str]:
     for name, apply in _ON_MIXED_MESHES.items():
         torch.manual_seed(0)
         model = models.MLP(layers=1)
-        _shard_in_2d(model, device_mesh((2, 2)), fully_shard_of(system))
+        shard_beside(model, device_mesh((2, 2)), fully_shard_of(system))
         squared_error(model, _batch_of_pair(0, dist.get_rank(), 4)).backward()
         parameters: list[Any] = list(model.parameters())
         assert {parameter.device_mesh.ndim for parameter in parameters} == {1, 2}

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.common.distributed import RankPools
 from tests.common.microbatches import fully_shard_of, graphs_captured, relative_error
+from tests.common.versions import needs_placements_with_a_mesh
 
 _EXAMPLE = Path(__file__).parents[2] / "examples/train_nd.py"
 _STEPS = 5
@@ -205,7 +206,14 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str], list[Run]]:
 @pytest.mark.parametrize(
     ("name", "system"),
     [
-        pytest.param(name, system, marks=[] if name in _QUICK and system == "aot_eager" else pytest.mark.exhaustive)
+        pytest.param(
+            name,
+            system,
+            marks=[
+                *([] if name in _QUICK and system == "aot_eager" else [pytest.mark.exhaustive]),
+                *([needs_placements_with_a_mesh] if _SPLITS[name].one_unit else []),
+            ],
+        )
         for name in _SPLITS
         for system in _SYSTEMS
         if system != "inductor" or name in _WITH_INDUCTOR

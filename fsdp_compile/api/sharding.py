@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from passes.collectives.layout import REPLICATED
 from passes.collectives.rounded_gather import GatherPolicy
 from passes.fx.torch_internals.core import FakeTensor
+from passes.fx.torch_internals.distributed import concatenate_meshes
 from passes.fx.torch_internals.dynamo import OptimizedModule
 
 from ..runtime.owner import attach
@@ -94,7 +95,9 @@ def fully_shard(
         mp_policy: dtypes of computation and reduction.
         offload_policy: only the default, which does not offload.
         ignored_params: parameters to leave as they are.
-        dp_mesh_dims: only None: it is for parameters that are DTensors on a mesh of more dimensions.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``, for parameters that are DTensors on all dimensions of ``mesh``: which of
+            them to shard over, and to have replicas on. Parameters must be replicated there. In a forward they are DTensors on
+            ``mesh`` again, and gradients, sums over it, are divided by the number of these ranks.
         gather_policy: send parameters in a byte for each element (docs/low-precision.md); FSDP2 has no such argument.
 
     Returns:
@@ -106,12 +109,6 @@ def fully_shard(
     Source: torch/distributed/fsdp/_fully_shard/_fully_shard.py; scalars are kept whole on every rank, which FSDP2 refuses.
     """
     modules = _check_modules(module)
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            f"dp_mesh_dims={dp_mesh_dims!r} is for parameters that are DTensors on all dimensions of a mesh, which is not "
-            "supported. Lay them out on a slice of it, such as mesh['tp'], and pass the dimensions to shard and replicate over "
-            "as the mesh: mesh=mesh['dp'] or mesh['replicate', 'shard']."
-        )
     if type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(
             f"offload_policy={offload_policy!r} is not supported yet; leave it at OffloadPolicy(), which does not offload."
@@ -121,8 +118,10 @@ def fully_shard(
         raise TypeError(f"fully_shard(gather_policy=...) takes a GatherPolicy, not {gather_policy!r}.")
     ignored = _check_ignored(ignored_params)
     found = _collect_parameters(modules, ignored)
-    sharding_mesh = ShardingMesh.of(mesh)
-    cuts = _cuts(found, sharding_mesh, shard_placement_fn)
+    sharding_mesh = ShardingMesh.of(mesh if dp_mesh_dims is None else _mesh_of_dims(mesh, dp_mesh_dims))
+    cuts = _cuts(found, sharding_mesh, shard_placement_fn, dp_mesh_dims)
+    if dp_mesh_dims is not None:
+        _check_dims(found, cuts, mesh)
     _check_meshes(found, cuts)
     _check_dtypes(found)
     _check_devices(found)
@@ -286,14 +285,18 @@ def _has_ways_of_its_own(param: Tensor) -> bool:
 
 
 class _Cut(NamedTuple):
-    """How a parameter is sharded: along which dimension, or ``REPLICATED``, and over which mesh."""
+    """How a parameter is sharded: along which dimension, or ``REPLICATED``, over which mesh, and on top of which layout."""
 
     dim: int
     mesh: ShardingMesh
+    layout: ModelParallel | None
 
 
 def _cuts(
-    found: dict[nn.Parameter, _Owners], mesh: ShardingMesh, shard_placement_fn: ShardPlacementFn | None
+    found: dict[nn.Parameter, _Owners],
+    mesh: ShardingMesh,
+    shard_placement_fn: ShardPlacementFn | None,
+    dp_mesh_dims: object | None,
 ) -> dict[nn.Parameter, _Cut]:
     meshes = {mesh.mesh: mesh}
     cuts = {}
@@ -302,14 +305,54 @@ def _cuts(
         placement: Any = shard_placement_fn(param) if shard_placement_fn else None
         own = mesh
         if (mesh_info := getattr(placement, "mesh_info", None)) is not None:
+            if dp_mesh_dims is not None:
+                raise NotImplementedError(f"shard_placement_fn returned a mesh for parameter {name} beside dp_mesh_dims.")
             # torch's ShardPlacementResult.
             placement = placement.placement
             _check_mesh_info(mesh_info, name)
             if mesh_info.mesh not in meshes:
                 meshes[mesh_info.mesh] = ShardingMesh.of(mesh_info.mesh)
             own = meshes[mesh_info.mesh]
-        cuts[param] = _Cut(_shard_dim(param, name, own, placement), own)
+        cuts[param] = _Cut(_shard_dim(param, name, own, placement), own, ModelParallel.of(param, dp_mesh_dims))
     return cuts
+
+
+def _mesh_of_dims(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
+    """The mesh to shard over of a larger one: its dimension, or (replicate, shard); several of a kind are made one."""
+    if not hasattr(dims, "shard_names"):
+        raise TypeError(f"dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims, not {dims!r}.")
+    names = mesh.mesh_dim_names if mesh is not None else None
+    if mesh is None or names is None or not set(dims.shard_names + dims.replicate_names) <= set(names):
+        raise ValueError(f"{dims} names dimensions of mesh=, which has {names}. Pass the mesh that parameters are DTensors on.")
+    if not dims.shard_names:
+        raise NotImplementedError(
+            f"{dims} shards nothing, which is not supported. Use torch's replicate, or a dimension of one rank to shard over."
+        )
+    one = [mesh[some[0]] if len(some) == 1 else mesh[some]._flatten("_".join(some)) for some in _kinds(dims)]
+    return one[0] if len(one) == 1 else concatenate_meshes(one)
+
+
+def _kinds(dims: Any) -> list[tuple[str, ...]]:
+    return [some for some in (tuple(dims.replicate_names), tuple(dims.shard_names)) if some]
+
+
+def _check_dims(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut], mesh: DeviceMesh | None) -> None:
+    """Check that parameters are laid out on the mesh of ``dp_mesh_dims``, and replicated on the dimensions that these name."""
+    for param, owners in found.items():
+        name, layout = owners[0][2], cuts[param].layout
+        if layout is None or layout.mesh != mesh:
+            raise ValueError(
+                f"With dp_mesh_dims, all parameters must be DTensors on mesh=, {mesh}, but {name} is "
+                f"{'a plain tensor' if layout is None else f'one on {layout.mesh}'}. Use distribute_module on it, "
+                "or add it to ignored_params."
+            )
+        own = layout.shard + layout.replicate
+        placed = dict(zip(layout.mesh.mesh_dim_names or (), layout.placements, strict=True))
+        if any(not isinstance(placed[dim], Replicate) for dim in own):
+            raise ValueError(
+                f"Parameter {name} has the placements {layout.placements}. It must be Replicate() on {', '.join(own)}, over "
+                "which dp_mesh_dims asks to shard or replicate it."
+            )
 
 
 def _check_mesh_info(mesh_info: Any, name: str) -> None:
@@ -343,7 +386,7 @@ def _shard_dim(param: nn.Parameter, name: str, mesh: ShardingMesh, placement: ob
 
 def _check_meshes(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut]) -> None:
     for param, owners in found.items():
-        layout, (dim, mesh) = ModelParallel.of(param), cuts[param]
+        dim, mesh, layout = cuts[param]
         if layout is None:
             continue
         if any(isinstance(placement, Partial) for placement in layout.placements):

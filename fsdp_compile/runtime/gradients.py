@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.functional import factor_tensor, group_size, resolve_averaging
@@ -320,10 +320,13 @@ def unreduced_gradient(param: ShardedParam, grad: Tensor) -> DTensor:
             f"{param.name} has a reduced gradient while autograd.grad computes another, as pipelines without bubbles do. Call "
             "optimizer.zero_grad(set_to_none=True) ahead of each step of the pipeline."
         )
-    gathers = param.mesh.mesh.ndim
-    placements = [Partial()] * gathers + list(dtensor.placements[gathers:])
     return DTensor.from_local(
-        grad, dtensor.device_mesh, placements, run_check=False, shape=dtensor.shape, stride=dtensor.stride()
+        grad,
+        dtensor.device_mesh,
+        param.summand_placements,
+        run_check=False,
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
     )
 
 

@@ -7,13 +7,20 @@ collectives of both.
 
 The parameter that users see is a DTensor on both meshes, laid out as FSDP2's
 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+
+A parameter may be a DTensor on the ranks that shard it, too (``dp_mesh_dims``). There it is replicated until it is sharded, and
+its gradient, of which each rank has a part, or the whole, is reduced as it is.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,9 +28,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from passes.collectives.layout import REPLICATED
 from passes.fx.torch_internals.core import unset_fake_temporarily
-from passes.fx.torch_internals.distributed import DTensorSpec, StridedShard, concatenate_meshes
+from passes.fx.torch_internals.distributed import DTensorSpec, StridedShard, TensorMeta, concatenate_meshes
 
 from .mesh import ShardingMesh
+
+
+def _unused(piece: Tensor) -> DTensor:
+    raise AssertionError("the parameter is on no rank that gathers it")
 
 
 @dataclass(frozen=True)
@@ -31,27 +42,41 @@ class ModelParallel:
     """How another parallelism lays out a parameter.
 
     Attributes:
-        mesh: its mesh, without the ranks that gather the parameter.
+        mesh: its mesh, without the ranks that gather the parameter but for ``shard`` and ``replicate``.
         placements: the parameter's, on that mesh.
         shape, stride: of the parameter in one piece.
+        shard, replicate: the names of dimensions of the mesh that the parameter is sharded over, or has replicas on.
+        on_own_mesh: then makes a DTensor of a gathered piece.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    shard: tuple[str, ...] = ()
+    replicate: tuple[str, ...] = ()
+    on_own_mesh: Callable[[Tensor], DTensor] = field(default=_unused, compare=False, repr=False)
 
     @staticmethod
-    def of(param: Tensor) -> ModelParallel | None:
-        """The layout of a DTensor; None for other tensors."""
+    def of(param: Tensor, dp_mesh_dims: Any = None) -> ModelParallel | None:
+        """The layout of a DTensor; None for other tensors.
+
+        Args:
+            param: the tensor.
+            dp_mesh_dims: torch's ``DataParallelMeshDims``, if its mesh has the dimensions that it is sharded over.
+        """
         if not isinstance(param, DTensor):
             return None
-        return ModelParallel(param.device_mesh, param.placements, tuple(param.shape), tuple(param.stride()))
+        shard, replicate = (dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names) if dp_mesh_dims else ((), ())
+        layout = ModelParallel(
+            param.device_mesh, param.placements, tuple(param.shape), tuple(param.stride()), tuple(shard), tuple(replicate)
+        )
+        return replace(layout, on_own_mesh=_on_own_mesh(layout)) if shard else layout
 
     @property
     def groups(self) -> dict[str, str]:
         """The process groups of its mesh, by name, with the names of the dimensions."""
-        names = self.mesh.mesh_dim_names or ()
+        names = [name for name in self.mesh.mesh_dim_names or () if name not in self.shard + self.replicate]
         return {self.mesh.get_group(name).group_name: name for name in names}
 
     def sharded_spec(self, mesh: ShardingMesh, dim: int, param: DTensor) -> DTensorSpec:
@@ -65,6 +90,8 @@ class ModelParallel:
         Raises:
             RuntimeError: the meshes are no slices of one mesh, or share a dimension.
         """
+        if self.shard:
+            return self._spec_on_own_mesh(mesh, dim, param)
         *replicas, shard = mesh.placements(dim)
         if dim != REPLICATED and (pieces := self._pieces_along(dim)) > 1:
             # What ranks that gather together have is one piece of this rank's share, not of the whole dimension.
@@ -74,8 +101,31 @@ class ModelParallel:
             both = concatenate_meshes([mesh.mesh, self.mesh])
         return DTensorSpec(both, (*replicas, shard, *self.placements), tensor_meta=param._spec.tensor_meta)
 
+    def _spec_on_own_mesh(self, mesh: ShardingMesh, dim: int, param: DTensor) -> DTensorSpec:
+        names, placements = self.mesh.mesh_dim_names or (), list(self.placements)
+        first = names.index(self.shard[0])
+        if dim != REPLICATED:
+            # What is cut ahead of it, left to right, does not interleave.
+            pieces = self._pieces_along(dim, after=first)
+            placements[first] = StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
+        if len(self.shard) == 1:
+            return DTensorSpec(self.mesh, tuple(placements), tensor_meta=param._spec.tensor_meta)
+        # Of the dimensions that it is sharded over one is made.
+        meshes, kept = [], []
+        for name, placement in zip(names, placements, strict=True):
+            if name == self.shard[0]:
+                meshes.append(mesh.mesh)
+                kept += [*([Replicate()] * (mesh.mesh.ndim - 1)), placement]
+            elif name not in self.shard + self.replicate:
+                meshes.append(self.mesh[name])
+                kept.append(placement)
+        with unset_fake_temporarily():
+            return DTensorSpec(concatenate_meshes(meshes), tuple(kept), tensor_meta=param._spec.tensor_meta)
+
     def wrap(self, piece: Tensor) -> DTensor:
         """This rank's gathered piece as the parameter. Differentiable: the piece's gradient is laid out as it is."""
+        if self.shard:
+            return self.on_own_mesh(piece)
         return DTensor.from_local(
             piece,
             self.mesh,
@@ -91,10 +141,40 @@ class ModelParallel:
         everywhere = DTensor.from_local(whole, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         return everywhere.redistribute(placements=self.placements).to_local()
 
-    def _pieces_along(self, dim: int) -> int:
-        """How many pieces a dimension is in."""
-        cuts = [size for size, placement in zip(self.mesh.shape, self.placements, strict=True) if _cuts(placement, dim)]
-        return math.prod(cuts)
+    def _pieces_along(self, dim: int, after: int = -1) -> int:
+        """How many pieces a dimension is in, by dimensions of the mesh after one."""
+        sizes = zip(self.mesh.shape[after + 1 :], self.placements[after + 1 :], strict=True)
+        return math.prod(size for size, placement in sizes if _cuts(placement, dim))
+
+
+class _OnOwnMesh(torch.autograd.Function):
+    """A gathered piece as a DTensor on the ranks that gathered it, too."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, layout: ModelParallel) -> DTensor:
+        ctx.layout = layout
+        meta = TensorMeta(torch.Size(layout.shape), layout.stride, piece.dtype)
+        spec = DTensorSpec(layout.mesh, layout.placements, tensor_meta=meta)
+        return DTensor(piece.view_as(piece), spec, requires_grad=piece.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        layout: ModelParallel = ctx.layout
+        own, names = layout.shard + layout.replicate, layout.mesh.mesh_dim_names or ()
+        found = zip(names, grad.placements, layout.placements, strict=True)
+        # A summand on each rank, or one gradient on all, is what is reduced.
+        wanted = [have if name in own and not isinstance(have, (Shard, StridedShard)) else want for name, have, want in found]
+        return grad.redistribute(placements=wanted)._local_tensor, None
+
+
+@functools.cache
+def _on_own_mesh(layout: ModelParallel) -> Callable[[Tensor], DTensor]:
+    """One function for all parameters of a layout. Dynamo does not look into it: how a gradient is laid out, it cannot know."""
+
+    def on_own_mesh(piece: Tensor) -> DTensor:
+        return _OnOwnMesh.apply(piece, layout)  # type: ignore[no-untyped-call, no-any-return]
+
+    return torch.compiler.allow_in_graph(on_own_mesh)  # type: ignore[no-any-return]
 
 
 def _cuts(placement: Placement, dim: int) -> bool:

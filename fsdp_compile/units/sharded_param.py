@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
 
 from passes.collectives.layout import REPLICATED, padded_shard_numel, padded_shard_shape
 from passes.collectives.rounded_gather import GatherPolicy
@@ -74,12 +75,13 @@ class ShardedParam:
         param: nn.Parameter,
         dim: int,
         mesh: ShardingMesh,
+        model_parallel: ModelParallel | None,
     ):
         self.unit = unit
         self.mesh = mesh
         self.owners = owners
         self.name = self.local_name = local_name
-        self.model_parallel = ModelParallel.of(param)
+        self.model_parallel = model_parallel
         piece = param._local_tensor if isinstance(param, DTensor) else param
         self.shape = piece.shape
         self.dim = dim
@@ -149,6 +151,17 @@ class ShardedParam:
         """Name of the smaller group that it is resharded to after forward; empty: none."""
         size = self.unit.post_forward_size
         return self.mesh.post_forward_group(size) if size else ""
+
+    @property
+    def summand_placements(self) -> list[Placement]:
+        """How a gradient of the parameter is laid out of which each rank that shards it has a summand."""
+        dtensor: Any = self.param
+        layout, count = self.model_parallel, self.mesh.mesh.ndim
+        if layout is None or not layout.shard:
+            return [Partial()] * count + list(dtensor.placements[count:])
+        own = {*layout.shard, *layout.replicate, *(self.mesh.mesh.mesh_dim_names or ())}
+        placed = zip(dtensor.device_mesh.mesh_dim_names, dtensor.placements, strict=True)
+        return [Partial() if name in own else placement for name, placement in placed]
 
     @property
     def other_groups(self) -> dict[str, str]:

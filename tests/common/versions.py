@@ -18,3 +18,7 @@ def needs_fsdp2(method: str) -> pytest.MarkDecorator:
 needs_placements_with_a_mesh = pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason=f"torch {torch.__version__} has no ShardPlacementResult"
 )
+#: Skip tests of ``dp_mesh_dims`` where torch has none.
+needs_mesh_dims = pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason=f"torch {torch.__version__} has no DataParallelMeshDims"
+)

@@ -189,11 +189,6 @@ def test_a_compiled_model_is_sharded(one_rank: None) -> None:
 # Placements.
 
 
-def test_dimensions_of_a_larger_mesh_are_refused(one_rank: None) -> None:
-    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
-        fully_shard(nn.Linear(4, 4), mesh=mesh(), dp_mesh_dims=object())
-
-
 # Backward that is finalised by hand.
 
 

@@ -120,6 +120,10 @@ class Course:
         """Whether all ranks of a process group are ranks of this one."""
         return set(dist.get_process_group_ranks(resolve_group(group_name))) <= set(self.ballot.ranks)
 
+    def has_ranks_of(self, group_name: str) -> bool:
+        """Whether the ranks of a process group are those of this one."""
+        return set(dist.get_process_group_ranks(resolve_group(group_name))) == set(self.ballot.ranks)
+
     def know(self, program: Program) -> _Known:
         """The program as this course knows it."""
         return self._programs.setdefault(program.digest, _Known(program))
@@ -255,13 +259,19 @@ def _neighbours(ranks: Sequence[int], rank: int) -> list[int]:
 _courses: weakref.WeakKeyDictionary[dist.ProcessGroup, Course] = weakref.WeakKeyDictionary()
 
 
+# Roles of process groups that have courses of their own.
+_SHARDING = ("shard", "replicate", "reduce")
+
+
 def _find_courses(group_names: Iterable[str], roles: Mapping[str, str]) -> list[Course]:
-    """The courses of process groups, in the same order on all ranks; none for a group whose ranks are all in an earlier one."""
+    """The courses of process groups, in the same order on all ranks. None for a group whose ranks are all in an earlier one,
+    unless parameters are sharded over it, or have replicas there."""
     found: list[Course] = []
     for name in dict.fromkeys(group_names):
         group = resolve_group(name)
         ranks = dist.get_process_group_ranks(group)
-        around = next((course for course in found if course.includes(name)), None)
+        shards = roles.get(name) in _SHARDING
+        around = next((course for course in found if (course.has_ranks_of if shards else course.includes)(name)), None)
         if around is not None:
             around.group_names.add(name)
         elif len(ranks) > 1 and (course := _course_of(group, name, roles.get(name, f"of {ranks_text(ranks)}"))):
@@ -443,10 +453,14 @@ def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapp
     def over(course: Course) -> Program:
         groups = {name for name in used if course.includes(name)}
         compared = sequence
+        # Pieces of a parameter, of tensor parallel ranks or of experts, may be of unequal size, and in other buckets then. It
+        # is enough that ranks that shard together run everything in one order, and others what they run together.
         if not groups & sharding:
-            # Tensor parallel ranks may rightly bucket their pieces differently, where these are of unequal size. It is enough
-            # that ranks that shard together run everything in one order, and these ranks the collectives of the model's own.
             compared = [collective for collective in sequence if collective.bucket is None]
+        elif within := {
+            name for name in groups & sharding if group_names.get(name) in _SHARDING and not course.has_ranks_of(name)
+        }:
+            compared = [collective for collective in sequence if collective.group not in within]
         return Program(f"{stage} graph", [str(collective) for collective in compared], identities(compared, groups))
 
     courses = _find_courses([*group_names, *(collective.group for collective in sequence)], group_names)

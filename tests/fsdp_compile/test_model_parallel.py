@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -467,3 +467,39 @@ def test_mixed_meshes_are_as_with_fsdp2(rank_pools: RankPools) -> None:
             torch.testing.assert_close(ours[name], expected, msg=lambda text, name=name: f"{name}: {text}")
     # torch computes no norm over tensors of several meshes: users clip those of each mesh, and combine the norms.
     assert {name for name, found in theirs.items() if isinstance(found, str)} == {"clip_grad_norm_", "clip_grad_norm_, foreach"}
+
+
+class _Piece(nn.Linear):
+    """A layer of which a rank has some rows, three or two. What it computes with these need not meet what others do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.to_local().t()).sum(-1, keepdim=True)  # type: ignore[operator]
+
+
+class _Pieces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.cut = nn.Linear(8, 8), _Piece(8, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(x) + self.cut(x)
+
+
+def gradients_of_pieces(system: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("own", "cut"))
+    model: Any = _Pieces()
+    model.cut.weight = nn.Parameter(distribute_tensor(model.cut.weight.detach(), mesh["cut"], [Shard(0)]))
+    fully_shard = fully_shard_of(system)
+    fully_shard(model.cut, mesh=mesh["own"])
+    fully_shard(model, mesh=mesh._flatten("all"))
+    if system == "aot_eager":
+        model.compile(backend="fsdp", options={"lowering": system})
+    model(regression_batch(0, dist.get_rank(), 4)[0]).square().sum().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("system", ["eager", "aot_eager"])
+def test_ranks_that_shard_one_layer_together_may_have_other_sizes_of_another(system: str, rank_pools: RankPools) -> None:
+    theirs = rank_pools[4].run(gradients_of_pieces, system="fsdp2")[0]
+    torch.testing.assert_close(rank_pools[4].run(gradients_of_pieces, system=system)[0], theirs)

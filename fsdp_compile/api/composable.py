@@ -27,6 +27,14 @@ from .casts import cast_inputs, cast_output
 _torchs_fully_shard: Any = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 
 
+LEFT_OUT = (
+    "A backward of a pipeline has left out gradients of weights in a stage that fully_shard sharded: the schedule computes "
+    "them apart from those of inputs (zero bubble: ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV), "
+    "and a compiled stage has one graph for both. Pass dw_builder=lambda: lambda: None to PipelineStage, and it computes both "
+    "where the schedule has those of inputs; or leave the stage uncompiled."
+)
+
+
 class ParamGroup:
     """A unit, for the code of torch that finishes a pipeline's last microbatch.
 
@@ -108,12 +116,7 @@ class UnitState:
                 "Take register_post_accumulate_grad_hook, which is called when the gradient is reduced."
             )
         if trained and (left_out or not any(state._fsdp_param_group.has_reduced for state in self.all_states)):
-            raise RuntimeError(
-                "A backward of a pipeline has left out gradients of weights in a stage that fully_shard sharded: the schedule "
-                "computes them apart from those of inputs (zero bubble: ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
-                "ScheduleDualPipeV), and a compiled stage has one graph for both. Pass dw_builder=lambda: lambda: None to "
-                "PipelineStage, and it computes both where the schedule has those of inputs; or leave the stage uncompiled."
-            )
+            raise RuntimeError(LEFT_OUT)
 
 
 def register(modules: list[nn.Module], unit: Unit) -> None:

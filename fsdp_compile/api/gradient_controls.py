@@ -20,9 +20,10 @@ from passes.collectives.traced_hook import apply_in_place_hook, apply_reduce_hoo
 from passes.fx.torch_internals.core import FakeTensorMode
 
 from ..comm_hooks import BoundHook, bind_hook
-from ..runtime.gradients import call_hooks, discard, in_backward, reduce_pending
+from ..runtime.gradients import call_hooks, discard, in_backward, reduce_pending, take_unreduced
 from ..torch_versions import RESET_DISCARDS_GRADIENTS, GradientReductionHandle, reduce_dtype
 from ..units.unit import Unit
+from .composable import LEFT_OUT
 
 
 class Controls:
@@ -99,8 +100,13 @@ class GradientControls(Controls):
             raise RuntimeError("finalize_backward() must be called after the backward, not within it.")
         for unit in scope.units:
             _check_may_finalize(unit)
+        left_out, scope.left_out_gradients = scope.left_out_gradients, False
+        if async_op and left_out:
+            # So pipelines of torch 2.15 call it.
+            raise RuntimeError(LEFT_OUT)
         for unit in reversed(scope.units):
             if unit.flags.reduce_grads:
+                take_unreduced(unit)
                 call_hooks(reduce_pending(unit))
             if unit.flags.reshard_after_backward:
                 unit.drop_full()

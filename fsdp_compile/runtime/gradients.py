@@ -289,7 +289,7 @@ def accumulates(shard: Tensor) -> bool:
     with torch.enable_grad():
         wanted = will_engine_execute_node(get_gradient_edge(shard).node)
     scope: Scope = shard._fsdp_sharded_param.unit.scope  # type: ignore[attr-defined]
-    scope.left_out_gradients |= not wanted and not scope.is_last_backward
+    scope.left_out_gradients |= not wanted and (scope.finalizes_by_hand or not scope.is_last_backward)
     return wanted
 
 

@@ -467,17 +467,24 @@ def test_pipeline(name: str, rank_pools: RankPools) -> None:
     rank_pools[4].run(compare_pipelines, name=name)
 
 
+def _check_version(name: str) -> None:
+    if name in _V_SHAPED and torch.__version__ < "2.12":
+        pytest.skip("between the ranks of a V, torch 2.11 sends what Gloo refuses, also with FSDP2")
+
+
 @pytest.mark.parametrize("reshards", [pytest.param(True, marks=pytest.mark.exhaustive), False], ids=["reshards", "keeps"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in _V_SHAPED else []) for name in _ZERO_BUBBLES]
 )
 def test_zero_bubbles(name: str, reshards: bool, rank_pools: RankPools) -> None:
+    _check_version(name)
     rank_pools[4].run(compare_pipelines, name=name, compiles="", reshard_after_forward=reshards)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", _ZERO_BUBBLES)
 def test_zero_bubbles_of_compiled_stages(name: str, rank_pools: RankPools) -> None:
+    _check_version(name)
     rank_pools[4].run(compare_pipelines, name=name, whole_backward=True)
 
 
@@ -486,6 +493,7 @@ def test_zero_bubbles_of_compiled_stages(name: str, rank_pools: RankPools) -> No
     ("name", "compiles"), [("InterleavedZeroBubble", "all"), ("InterleavedZeroBubble", "second block"), ("DualPipeV", "all")]
 )
 def test_pipelines_without_gradients_are_refused(name: str, compiles: str, rank_pools: RankPools) -> None:
+    _check_version(name)
     with pytest.raises(RankFailure, match="Pass dw_builder=lambda: lambda: None"):
         rank_pools[4].run(pipeline, system=System(ours=True), name=name, compiles=compiles)
 

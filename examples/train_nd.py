@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 examples/train_nd.py                        # --dp 4: sharded over all ranks
     torchrun --nproc-per-node 4 examples/train_nd.py --dp 2 --tp 2
     torchrun --nproc-per-node 4 examples/train_nd.py --dp 2 --cp 2
+    torchrun --nproc-per-node 4 examples/train_nd.py --cp 4 --attention ring
     torchrun --nproc-per-node 4 examples/train_nd.py --dp 2 --pp 2
     torchrun --nproc-per-node 4 examples/train_nd.py --dp 4 --ep 2          # --ep splits --dp
     torchrun --nproc-per-node 8 examples/train_nd.py --dp 2 --tp 2 --pp 2
@@ -12,7 +13,7 @@ model has a mixture of experts in every second block. Who does what:
 
 - this library shards parameters, over the ranks that see different tokens: those of --dp and --cp;
 - torch's ``parallelize_module`` cuts products over --tp, ahead of that;
-- the model itself gathers keys and values over --cp, and exchanges tokens over --ep;
+- the model itself gathers keys and values over --cp, or sends them around a ring, and exchanges tokens over --ep;
 - torch's pipelining runs the microbatches over --pp; each stage is sharded and compiled on its own.
 
 Whatever a rank runs of the model is one graph, the collectives of all of these among it (``fullgraph=True``).
@@ -21,6 +22,7 @@ Whatever a rank runs of the model is one graph, the collectives of all of these 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import zlib
@@ -46,6 +48,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dp", type=int, help="ranks that share no sequence; default: what the others leave")
     for name, what in (("tp", "cut a product"), ("cp", "cut a sequence"), ("pp", "follow each other"), ("ep", "split experts")):
         parser.add_argument(f"--{name}", type=int, default=1, help=f"ranks that {what}; default 1")
+    parser.add_argument("--attention", choices=("gather", "ring"), default="gather", help="how keys meet the queries of --cp")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--system", choices=("fsdp-compile", "fsdp2"), default="fsdp-compile")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
@@ -63,31 +66,75 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 # ------------------------------------------------------------------------------------------------- model
 
 
-class Attention(nn.Module):
-    """Causal attention. Of a sequence that is cut over ``cp``, each rank has the queries of its part, and gathers the rest."""
+# Of queries, keys and values [batch, heads, tokens, width], the result of causal attention for each query.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-    def __init__(self, cp: DeviceMesh | None) -> None:
+
+def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=in_the_past(q, 0, k, 0))
+
+
+def gather_and_attend(q: Tensor, k: Tensor, v: Tensor, cp: DeviceMesh) -> Tensor:
+    """Each rank gathers the keys and values of the whole sequence."""
+
+    def gather(part: Tensor) -> Tensor:
+        # Each rank's queries leave a part of the gradient: Partial.
+        return DTensor.from_local(part, cp, [Shard(2)], run_check=False).full_tensor(grad_placements=[Partial()])
+
+    k, v = gather(k), gather(v)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=in_the_past(q, cp.get_local_rank() * q.shape[2], k, 0))
+
+
+def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, cp: DeviceMesh) -> Tensor:
+    """Keys and values travel from rank to rank, and each rank adds up what its queries make of those that it has.
+
+    The weights of a softmax refer to the highest score that was met so far; whatever that is cancels out.
+    """
+    ranks, rank, length = cp.size(), cp.get_local_rank(), q.shape[2]
+    q = q / math.sqrt(q.shape[-1])
+    part = torch.stack([k, v])
+    # A rank begins with its own keys, of which every query may see one.
+    highest = q.new_full((), -math.inf)
+    total = weight = q.new_zeros(())
+    for step in range(ranks):
+        # On its way while this rank computes.
+        arriving = pass_on(part, cp) if step < ranks - 1 else None
+        k, v = part.unbind()
+        mask = in_the_past(q, rank * length, k, (rank - step) % ranks * length)
+        scores = (q @ k.transpose(-2, -1)).masked_fill(~mask, -math.inf)
+        before, highest = highest, torch.maximum(highest, scores.detach().amax(-1, keepdim=True))
+        scale, weights = (before - highest).exp(), (scores - highest).exp()
+        total, weight = total * scale + weights @ v, weight * scale + weights.sum(-1, keepdim=True)
+        if arriving is not None:
+            part = wait_tensor(arriving)
+    return total / weight
+
+
+def pass_on(part: Tensor, cp: DeviceMesh) -> Tensor:
+    """Send a tensor to the next rank, and get that of the one before."""
+    ranks, rank = cp.size(), cp.get_local_rank()
+    sent, received = ([len(part) if other == (rank + hop) % ranks else 0 for other in range(ranks)] for hop in (1, -1))
+    return all_to_all_single_autograd(part, received, sent, cp.get_group())
+
+
+def in_the_past(q: Tensor, first_query: int, k: Tensor, first_key: int) -> Tensor:
+    """Which keys, that begin at a place of the sequence, each query may see: ``[queries, keys]``."""
+    queries, keys = (torch.arange(part.shape[2], device=part.device) for part in (q, k))
+    return first_query + queries[:, None] >= first_key + keys[None, :]
+
+
+class Attention(nn.Module):
+    def __init__(self, attend: Attend) -> None:
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.cp = cp
+        self.attend = attend
 
     def forward(self, x: Tensor) -> Tensor:
         # With tensor parallelism, a rank has some of the heads.
         q, k, v = (
             product(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for product in (self.query, self.key, self.value)
         )
-        first = 0
-        if self.cp is not None:
-            first = self.cp.get_local_rank() * x.shape[1]
-            k, v = (self._of_whole_sequence(part, self.cp) for part in (k, v))
-        own, all_ = torch.arange(first, first + x.shape[1], device=x.device), torch.arange(k.shape[2], device=x.device)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=own[:, None] >= all_[None, :])
-        return self.out(y.transpose(1, 2).flatten(-2))
-
-    @staticmethod
-    def _of_whole_sequence(part: Tensor, cp: DeviceMesh) -> Tensor:
-        # Each rank's queries leave a part of the gradient: Partial.
-        return DTensor.from_local(part, cp, [Shard(2)], run_check=False).full_tensor(grad_placements=[Partial()])
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -146,10 +193,10 @@ class MixtureOfExperts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, mixes: bool, cp: DeviceMesh | None, ep: DeviceMesh | None) -> None:
+    def __init__(self, mixes: bool, attend: Attend, ep: DeviceMesh | None) -> None:
         super().__init__()
         self.attention_norm, self.norm = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False)
-        self.attention = Attention(cp)
+        self.attention = Attention(attend)
         self.mlp: nn.Module = MixtureOfExperts(ep) if mixes else MLP()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,10 +207,10 @@ class Block(nn.Module):
 class Stage(nn.Module):
     """Some of the blocks of a decoder, with what comes ahead of the first and behind the last."""
 
-    def __init__(self, number: int, stages: int, cp: DeviceMesh | None, ep: DeviceMesh | None) -> None:
+    def __init__(self, number: int, stages: int, attend: Attend, ep: DeviceMesh | None) -> None:
         super().__init__()
         own = range(number * LAYERS // stages, (number + 1) * LAYERS // stages)
-        self.blocks = nn.ModuleDict({str(index): Block(index % 2 == 1, cp, ep) for index in own})
+        self.blocks = nn.ModuleDict({str(index): Block(index % 2 == 1, attend, ep) for index in own})
         self.tokens = nn.Embedding(VOCABULARY, WIDTH) if number == 0 else None
         self.norm = nn.LayerNorm(WIDTH, bias=False) if number == stages - 1 else None
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if number == stages - 1 else None
@@ -185,8 +232,11 @@ def build(args: argparse.Namespace, mesh: DeviceMesh) -> Stage:
         from torch.distributed.fsdp import fully_shard
     else:
         from fsdp_compile import fully_shard
-    cp, ep = (mesh[name] if mesh[name].size() > 1 else None for name in ("cp", "ep"))
-    model = Stage(mesh["pp"].get_local_rank(), args.pp, cp, ep)
+    attend: Attend = attend_alone
+    if args.cp > 1:
+        attend = functools.partial(attend_in_ring if args.attention == "ring" else gather_and_attend, cp=mesh["cp"])
+    ep = mesh["ep"] if args.ep > 1 else None
+    model = Stage(mesh["pp"].get_local_rank(), args.pp, attend, ep)
     init_weights(model)
     if args.tp > 1:
         cut_products(model, mesh["tp"])

@@ -145,7 +145,7 @@ def train_split(split: Split, system: str) -> Run:
 def reference(split: Split) -> Run:
     """One process, in float64, on all data."""
     example = replace(split, grouped=False).example()
-    model = example.Stage(0, 1, None, None)
+    model = example.Stage(0, 1, example.attend_alone, None)
     example.init_weights(model)
     model.double()
 
@@ -183,15 +183,18 @@ _SPLITS = {
     "EP x FSDP, grouped_mm": Split(4, "--dp 4 --ep 2", grouped=True),
     "EP x FSDP, one unit": Split(4, "--dp 4 --ep 2", one_unit=True),
     "CP x FSDP": Split(4, "--dp 2 --cp 2"),
+    "CP x FSDP, ring": Split(4, "--cp 4 --attention ring"),
+    "CP x FSDP, ring of 2": Split(2, "--cp 2 --attention ring"),
     "CP x EP": Split(4, "--dp 2 --ep 2 --cp 2"),
+    "CP x EP, ring": Split(4, "--dp 2 --ep 2 --cp 2 --attention ring"),
     "PP x FSDP": Split(4, "--dp 2 --pp 2"),
     "TP x FSDP": Split(4, "--dp 2 --tp 2"),
     "PP x TP x FSDP": Split(8, "--dp 2 --tp 2 --pp 2"),
     "TP x EP x FSDP": Split(8, "--dp 4 --ep 2 --tp 2"),
 }
-_QUICK = ("EP x FSDP, an expert on several ranks", "EP x FSDP, one unit")
+_QUICK = ("EP x FSDP, an expert on several ranks", "CP x FSDP, ring of 2")
 _SYSTEMS = {"eager": "--no-compile", "aot_eager": "--lowering aot_eager", "inductor": "--lowering inductor"}
-_WITH_INDUCTOR = ("EP x FSDP", "EP x FSDP, grouped_mm")
+_WITH_INDUCTOR = ("EP x FSDP", "EP x FSDP, grouped_mm", "CP x FSDP, ring")
 
 
 @pytest.fixture(scope="module")

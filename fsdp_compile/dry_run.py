@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from passes.collectives.functional import forget_factors
-from passes.fx.torch_internals.core import FakeCopyMode, FakeTensorMode, pytree
+from passes.fx.sizes import unknown_size
+from passes.fx.torch_internals.core import FakeCopyMode, FakeTensorMode, pytree, unset_fake_temporarily
 from passes.fx.torch_internals.distributed import FakeStore
 
 from .api.sharding import fully_shard
@@ -122,7 +124,7 @@ def played_step(
         stack.callback(_forget)
         _forget()
         device_mesh = stack.enter_context(_world(mesh_shape, device_type))
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+        with _fake_mode() as fake_mode:
             copied = _fake_copy(model, fake_mode, device)
             shard(copied, device_mesh)
             args = pytree.tree_map_only(Tensor, lambda value: _fake_like(value, device), inputs)
@@ -133,6 +135,19 @@ def played_step(
                 else:
                     step(compiled, *(args if isinstance(args, (tuple, list)) else (args,)))
         yield captured
+
+
+def _fake_mode() -> FakeTensorMode:
+    """Fake tensors. Where Python asks for an element of one, it is the size that is supposed of all that depend on data."""
+    # No subclass: higher-order operators look modes up by their class.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dispatch = mode.dispatch
+
+    def dispatch_or_suppose(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return unknown_size() if func == torch.ops.aten._local_scalar_dense.default else dispatch(func, types, args, kwargs)
+
+    mode.dispatch = dispatch_or_suppose  # type: ignore[method-assign]
+    return mode
 
 
 def _forget() -> None:
@@ -173,6 +188,20 @@ def _world(mesh_shape: MeshShape, device_type: str) -> Iterator[DeviceMesh]:
         names, sizes = ("replicate", "shard")[2 - len(mesh_shape) :], tuple(mesh_shape)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
     try:
-        yield init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        with _meshes_of_numbers():
+            yield init_device_mesh(device_type, sizes, mesh_dim_names=names)
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _meshes_of_numbers() -> Iterator[None]:
+    """A mesh looks for this rank in a tensor of ranks, whose values it needs: no fake mode is on while one is made."""
+    make = DeviceMesh.__init__
+
+    def init(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        with unset_fake_temporarily():
+            make(mesh, *args, **kwargs)
+
+    with mock.patch.object(DeviceMesh, "__init__", init):
+        yield

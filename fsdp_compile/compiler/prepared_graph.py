@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from passes.auto.auto_schedule import AutoSchedule
+from passes.collectives.functional import dimension_of
 from passes.fx.graph import group_of, starts_collective
 from passes.fx.torch_internals.aot import V
 from passes.fx.torch_internals.core import CompileContext, TracingContext, compile_context, tracing, unset_fake_temporarily
@@ -129,7 +130,7 @@ class PreparedGraph:
 
 def _group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
     """The roles of a graph's process groups in the mesh, by name. To be asked before the passes replace the operators."""
-    used = {group_of(node) for node in graph.nodes if starts_collective(node)}
+    used = dict.fromkeys(group_of(node) for node in graph.nodes if starts_collective(node))
     names = {group: name for group, name in others.items() if group in used}
     specs: list[Unshard | ReduceGrad] = [Unshard.of(node) for node in unshards(graph.nodes)]
     specs += [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]
@@ -138,7 +139,8 @@ def _group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
         names[spec.replicate_group] = "replicate"
         names[getattr(spec, "post_forward_group", "")] = "post_forward"
     names.pop("", None)
-    return names
+    # Groups of meshes that no parameter is on, such as those of a sequence's parts.
+    return names | {group: name for group in used if group not in names and (name := dimension_of(group))}
 
 
 def _reduce_scatter_groups(plan: Plan) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from passes.fx.graph import group_of, is_collective
+from passes.fx.graph import group_of, is_collective, is_view
 from passes.ir.work import bucket
 
 from ..compiler.capture import CapturedGraph
@@ -207,13 +207,16 @@ class _Program:
         if called.endswith("wait_tensor.default"):
             assert source is not None
             self.values[name] = self._of_node(name, source.buffer)
-            yield Step("wait", self.started[ast.unparse(call.args[0])])
+            started = self.started.pop(ast.unparse(call.args[0]), None)
+            # Models wait for what torch has them wait for already.
+            if started is not None:
+                yield Step("wait", started)
         elif node is not None and is_collective(node):
             kind = called.split(".")[-2].rstrip("_").removesuffix("_into_tensor").removesuffix("_tensor")
             self.started[name] = " ".join(map(str, filter(None, [kind, bucket(node)])))
             self.values[name] = self._of_node(name, name)
             yield Step(kind, _label(node, self.captured.group_names), (source,) if source else (), (self.values[name],))
-        elif source is not None and re.search(r"aten\.(view|_unsafe_view|permute|slice|select|alias|expand|t)\.", called):
+        elif source is not None and node is not None and is_view(node):
             self.values[name] = self._of_node(name, source.buffer)
         else:
             self.values[name] = self._of_node(name, name)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from passes.collectives.gloo import pretending_gloo
+from passes.fx.sizes import UNKNOWN_SIZE, supposing
 from passes.fx.torch_internals.aot import partitioners
 from passes.fx.torch_internals.core import pytree, unset_fake_temporarily
 from passes.fx.torch_internals.dynamo import TorchDynamoException
@@ -58,6 +59,7 @@ def explain(
     tokens: int | None = None,
     optimizer: str | float | None = "adamw",
     suggest: bool = True,
+    unknown_size: int = UNKNOWN_SIZE,
 ) -> Report:
     """Report what a training step does, costs and holds, on each rank of a machine that need not be there.
 
@@ -86,6 +88,8 @@ def explain(
             parameter, or None: there is none. Its step counts with the time that it takes to read and write state and shards
             once, and to read gradients.
         suggest: try ``schedule="auto"`` and ``reshard_after_forward=False``, too: two more traces.
+        unknown_size: what each size that depends on data counts as, such as the tokens that go from one rank to the experts of
+            another.
 
     Raises:
         ValueError, TypeError: an argument makes no sense, or the hardware lacks a rate that the step needs.
@@ -102,13 +106,16 @@ def explain(
     """
     machine = hardware_of(hardware)
     check_arguments("explain", model, mesh_shape, shard)
+    if unknown_size < 1:
+        raise ValueError(f"unknown_size={unknown_size!r} must be at least 1.")
     given = {"schedule": "default", **(options or {})}
 
     def run(*, schedule: str, shard: Callable[[Any, DeviceMesh], Any] = shard) -> Report:
         chosen = {**given, "schedule": schedule}
         if schedule == "auto":
             chosen.setdefault("hardware", machine)
-        with _played(machine, model, inputs, mesh_shape, shard=shard, step=step, options=chosen) as captured:
+        played = _played(machine, model, inputs, mesh_shape, shard=shard, step=step, options=chosen)
+        with supposing(unknown_size), played as captured:
             found = _tokens(inputs, captured) if tokens is None else tokens
             return make_report(captured, machine, tokens=found, optimizer=optimizer)
 

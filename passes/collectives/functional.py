@@ -44,6 +44,13 @@ def group_ranks(group: str) -> Sequence[int]:
     return supposed_ranks(group) or dist.get_process_group_ranks(resolve_group(group))
 
 
+def dimension_of(group: str) -> str:
+    """The name of the dimension of a mesh that the process group of that name is of; empty if it has none."""
+    description = resolve_group(group).group_desc
+    is_named = description.startswith("mesh_") and not description.startswith("mesh_dim_")
+    return description.removeprefix("mesh_") if is_named else ""
+
+
 def supports_averaging(group: str, device: torch.device) -> bool:
     """Whether the backend that serves ``device`` reduces with an average. NCCL does, Gloo does not.
 

@@ -1,6 +1,7 @@
 """Sizes of fake values as numbers or expressions, also where shapes are dynamic.
 
-A size that is a symbol counts with the value that it had when the graph was traced. Asking for it adds no guard. Inside of
+A size that is a symbol counts with the value that it had when the graph was traced, or what is supposed of sizes that depend on
+data (:func:`supposing`). Asking for it adds no guard. Inside of
 :func:`symbolic_sizes` it counts as the expression that it is, so that what is computed of sizes is a formula, and inside of
 :func:`sizes_at` with other values of its symbols.
 """
@@ -17,9 +18,10 @@ import sympy
 import torch
 from torch import SymInt, Tensor
 
-# As Inductor does for a size that depends on data.
-_UNKNOWN_SIZE = 8192
+#: What each size that depends on data counts as, unless something else is supposed: as for Inductor.
+UNKNOWN_SIZE = 8192
 
+_unknown_size: ContextVar[int] = ContextVar("_unknown_size", default=UNKNOWN_SIZE)
 _evaluate: ContextVar[Callable[[sympy.Expr], Any] | None] = ContextVar("_evaluate", default=None)
 
 
@@ -47,12 +49,30 @@ def sizes_at(values: Mapping[sympy.Symbol, int]) -> contextlib.AbstractContextMa
     return _evaluating(functools.cache(lambda expression: expression.xreplace(numbers)))
 
 
+@contextlib.contextmanager
+def supposing(size: int) -> Iterator[None]:
+    """Have each size that depends on data count as a number, inside of the ``with`` block."""
+    token = _unknown_size.set(size)
+    try:
+        yield
+    finally:
+        _unknown_size.reset(token)
+
+
+def unknown_size() -> int:
+    """What a size that depends on data counts as."""
+    return _unknown_size.get()
+
+
 def size_hint(size: int | SymInt) -> int:
     """A size as a number."""
-    if isinstance(size, SymInt):
-        hint = size.node.hint
-        return _UNKNOWN_SIZE if hint is None else int(hint)
-    return int(size)
+    if not isinstance(size, SymInt):
+        return int(size)
+    if size.node.hint is not None:
+        return int(size.node.hint)
+    # A sum of several is several times as much.
+    value = size.node.expr.xreplace(dict.fromkeys(size.node.expr.free_symbols, sympy.Integer(unknown_size())))
+    return int(value) if value.is_number else unknown_size()
 
 
 def known_of_unbacked(values: Iterable[Any]) -> str:

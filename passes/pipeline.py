@@ -7,6 +7,7 @@
     forward, backward graph  resolve_ties
       once                   name_shards
                              mixed_precision
+                             fuse_products
     forward, backward graph  bucket
       for each plan          gradient_sync (backward)
       that the graph is      flat_storage
@@ -14,12 +15,12 @@
                              pin_layouts (lowering "inductor")
 
 Which parameters share a bucket is decided ahead of ``bucket``: by ``large_parameters``, or by ``auto_schedule``. What a pass is
-given, what it returns and what its header says: :mod:`passes.transforms`. The last ones are the lowering's to choose, and
-handed in.
+given, what it returns and what its header says: :mod:`passes.transforms`. ``fuse_products`` and the last ones are the
+lowering's to choose, and handed in.
 
-Every pass is told to an :data:`Observer`; the two over layers, which most graphs have no work for, only where they changed
-something. :func:`log_pass` is the observer that writes to torch's structured trace (tlparse shows it) and to the ``passes``
-logger (``TORCH_LOGS="+passes"``).
+Every pass is told to an :data:`Observer`; those that most graphs have no work for, the two over layers and ``fuse_products``,
+only where they changed something. :func:`log_pass` is the observer that writes to torch's structured trace (tlparse shows it)
+and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
 """
 
 import contextlib
@@ -134,8 +135,21 @@ def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
         reshard_after_forward(graph)
 
 
-def run_preparing_passes(gm: GraphModule, *, is_backward: bool, observer: Observer = log_pass) -> None:
-    """Passes over a partitioned forward or backward graph that do not depend on the plan. In place."""
+def run_preparing_passes(
+    gm: GraphModule,
+    last_passes: Sequence[Callable[[Graph], None]] = (),
+    *,
+    is_backward: bool,
+    observer: Observer = log_pass,
+) -> None:
+    """Passes over a partitioned forward or backward graph that do not depend on the plan. In place.
+
+    Args:
+        gm: the graph.
+        last_passes: what the lowering needs, in order.
+        is_backward: which of the two it is.
+        observer: is told of every pass; of the lowering's, if they changed something.
+    """
     graph = gm.graph
     stage = "backward" if is_backward else "forward"
     with _observed(graph, stage, "resolve_ties", observer):
@@ -144,6 +158,9 @@ def run_preparing_passes(gm: GraphModule, *, is_backward: bool, observer: Observ
         name_shards(graph)
     with _observed(graph, stage, "mixed_precision", observer):
         mixed_precision(graph)
+    for last_pass in last_passes:
+        with _observed(graph, stage, last_pass.__name__, observer, if_changed=True):
+            last_pass(graph)
     if is_backward:
         # A piece that forward saved for a smaller group's gather lies in no storage.
         gathered = [spec.shard for spec in map(Unshard.of, unshards(graph.nodes)) if spec.offset >= 0]

@@ -10,9 +10,10 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from passes.fx.torch_internals.core import TracingContext
-from passes.fx.torch_internals.inductor import compile_fx, compile_fx_inner
+from passes.fx.torch_internals.inductor import compile_fx, compile_fx_inner, inductor_config
 from passes.lowering.program import write_program
 from passes.lowering.segments import Segment, cut_into_segments
+from passes.transforms.fuse_products import fuse_products
 from passes.transforms.pin_layouts import pin_layouts
 
 from ..runtime.planned_graph import boxed
@@ -31,6 +32,7 @@ class InductorLowering(Lowering):
         compile_segment: compiles one.
     """
 
+    preparing_passes = (fuse_products,)
     final_passes = (pin_layouts,)
 
     def __init__(self, compile_segment: SegmentCompiler = compile_fx_inner):
@@ -50,8 +52,10 @@ class InductorLowering(Lowering):
         new = {keys[name]: segment for name, segment in segments.items() if keys[name] not in self._kernels}
         # Which inputs are parameters or saved, by position, is said of the whole graph.
         kwargs = {**inductor_kwargs, "static_input_idxs": ()}
-        # Whole, or after a failure not at all.
-        self._kernels |= self._compile(new, kwargs, in_background=_devices(gm.graph) == {torch.device("cpu")})
+        # What Inductor would look for is fused already, and it would warn of each segment.
+        with inductor_config.patch(_micro_pipeline_tp=False):
+            # Whole, or after a failure not at all.
+            self._kernels |= self._compile(new, kwargs, in_background=_devices(gm.graph) == {torch.device("cpu")})
         compiled = {name: self._kernels[key] for name, key in keys.items()}
         source, function = write_program(outer, compiled, gm)
         parts = [f"# {name}\n{kernels.source_code}" for name, kernels in compiled.items() if hasattr(kernels, "source_code")]

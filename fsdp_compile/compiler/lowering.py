@@ -37,10 +37,12 @@ class Lowering(ABC):
 
     Attributes:
         config_patches: settings of Inductor, whose passes run over joint graphs with every lowering.
+        preparing_passes: passes over a graph for this lowering's sake, ahead of its plans.
         final_passes: passes that graphs end with for this lowering's sake.
     """
 
     config_patches: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    preparing_passes: ClassVar[Sequence[Callable[[Graph], None]]] = ()
     final_passes: ClassVar[Sequence[Callable[[Graph], None]]] = ()
 
     def prepare(self, device_types: set[str]) -> None:  # noqa: B027 (most have nothing to prepare)

@@ -67,7 +67,7 @@ class PreparedGraph:
         self._group_names = _group_names(gm.graph, other_groups)
         self._tracing_context = TracingContext.try_get()
         self._compile_context = CompileContext.try_get()
-        run_preparing_passes(gm, is_backward=self.is_backward, observer=observer())
+        run_preparing_passes(gm, lowering.preparing_passes, is_backward=self.is_backward, observer=observer())
 
     def lower(self, plan: Plan) -> tuple[BoxedFunction, Interface, Run]:
         """A function of the graph for a plan, what it takes and gives besides, and what the ranks know it as."""

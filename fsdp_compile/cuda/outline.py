@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from passes.fx.graph import group_of, is_collective, is_view
+from passes.fx.torch_internals.core import pytree
 from passes.ir.work import bucket
 
 from ..compiler.capture import CapturedGraph
@@ -166,6 +167,7 @@ class _Program:
         self.nodes = {node.name: node for node in captured.graph_module.graph.nodes}
         self.values: dict[str, Value] = {}
         self.started: dict[str, str] = {}
+        self.fakes: dict[str, Any] = {}
         self.calls = 0
 
     def steps(self, module: ast.Module) -> Iterator[Step]:
@@ -195,15 +197,14 @@ class _Program:
 
     def _of_node(self, name: str, buffer: str) -> Value:
         """The value of a node of the graph, which has the names of the program."""
-        value = self.nodes[name].meta.get("val") if name in self.nodes else None
-        if not isinstance(value, torch.Tensor):
-            return Value("", None, buffer)
-        return Value(_DTYPES.get(str(value.dtype).removeprefix("torch."), str(value.dtype)), tuple(value.shape), buffer)
+        return _described(self.nodes[name].meta.get("val") if name in self.nodes else None, buffer)
 
     def _operator(self, name: str, call: ast.Call) -> Iterator[Step]:
         called = _called(call)
         node = self.nodes.get(name)
         source = self._value(call.args[0]) if call.args else None
+        if node is not None:
+            self.fakes[name] = node.meta.get("val")
         if called.endswith("wait_tensor.default"):
             assert source is not None
             self.values[name] = self._of_node(name, source.buffer)
@@ -211,16 +212,38 @@ class _Program:
             # Models wait for what torch has them wait for already.
             if started is not None:
                 yield Step("wait", started)
+        elif called == "__operator_getitem":
+            # The names of these are not those of the graph.
+            assert source is not None
+            self.fakes[name] = self.fakes[ast.unparse(call.args[0])][ast.literal_eval(call.args[1])]
+            self.values[name] = _described(self.fakes[name], source.buffer)
         elif node is not None and is_collective(node):
             kind = called.split(".")[-2].rstrip("_").removesuffix("_into_tensor").removesuffix("_tensor")
             self.started[name] = " ".join(map(str, filter(None, [kind, bucket(node)])))
             self.values[name] = self._of_node(name, name)
-            yield Step(kind, _label(node, self.captured.group_names), (source,) if source else (), (self.values[name],))
+            reads = tuple(self._value(argument) for argument in _tensors(call.args))
+            writes = tuple(_described(part, name) for part in pytree.tree_leaves(self.fakes[name]))
+            yield Step(kind, _label(node, self.captured.group_names), reads, writes)
         elif source is not None and node is not None and is_view(node):
             self.values[name] = self._of_node(name, source.buffer)
         else:
             self.values[name] = self._of_node(name, name)
             yield Step(called.removeprefix("torch.ops."), "", (source,) if source else (), (self.values[name],))
+
+
+def _tensors(arguments: list[ast.expr]) -> Iterator[ast.expr]:
+    """What a call is given by name, in lists too."""
+    for argument in arguments:
+        if isinstance(argument, ast.Name):
+            yield argument
+        elif isinstance(argument, ast.List):
+            yield from _tensors(argument.elts)
+
+
+def _described(value: Any, buffer: str) -> Value:
+    if not isinstance(value, torch.Tensor):
+        return Value("", None, buffer)
+    return Value(_DTYPES.get(str(value.dtype).removeprefix("torch."), str(value.dtype)), tuple(value.shape), buffer)
 
 
 def _label(node: Node, group_names: dict[str, str]) -> str:

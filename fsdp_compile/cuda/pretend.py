@@ -175,6 +175,8 @@ def _python_functions(device: CudaDevice, has_device: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        if not has_device:
+            stack.enter_context(mock.patch.object(torch.distributed, "is_nccl_available", lambda: True))
         interfaces = dict.fromkeys(("cuda", "cuda:0"), pretended)
         stack.enter_context(mock.patch.dict(device_interface.device_interfaces, interfaces))
         yield

@@ -58,7 +58,15 @@ class Segment:
 
 
 def _stays_outside(node: Node, stretch: dict[Node, None]) -> bool:
-    return node.target == lookup_seed and node.args[0] not in stretch
+    return (node.target == lookup_seed and node.args[0] not in stretch) or _is_communicated(node)
+
+
+def _is_communicated(node: Node) -> bool:
+    """Whether a node is an element of what a collective gives: no input of a segment is a tuple."""
+    if node.target is not operator.getitem:
+        return False
+    source: Any = node.args[0]
+    return is_collective(source) or _is_communicated(source)
 
 
 def _is_constant(node: Node) -> bool:

@@ -9,6 +9,9 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 # The names of reductions in functional collectives, for those that a traced hook calls.
 from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
 
+# Whether Inductor may fuse a group's collectives with products.
+from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+
 # FSDP1's communication hooks and their states, which users hand over.
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, LowPrecisionState

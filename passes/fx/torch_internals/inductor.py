@@ -21,8 +21,14 @@ from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 # Hooks of Inductor are objects that say what their result depends on, for its cache.
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+# Its overlap of tensor parallelism, for which segments hold no collectives.
+from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+
 # ``cuda_code`` ends a lowering when the code is written, and before it is loaded.
 from torch._inductor.graph import GraphLowering
+
+# How that pass has a tensor laid out.
+from torch._inductor.inductor_prims import force_stride_order
 
 # Where locks lie: with the cache that they are for.
 from torch._inductor.runtime.cache_dir_utils import cache_dir

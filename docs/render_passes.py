@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import re
 import textwrap
 from collections.abc import Iterator
 from itertools import takewhile
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import (
@@ -265,6 +267,53 @@ def plans() -> list[str]:
     return parts
 
 
+TENSOR_PARALLEL = """\
+## A tensor parallel block
+
+The model in float32. Over `tp`, each of two ranks has half of the width between the products; the pieces are sharded over four
+ranks that see different tokens. The graphs hold the collectives of both: those of tensor parallelism are operators like any
+other, which the passes leave where the model has them.
+
+```python
+mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+fully_shard(model.up, mesh=mesh["dp"], reshard_after_forward=True)
+fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
+compiled = torch.compile(model, backend=fsdp_backend)
+compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
+```
+"""
+
+
+def tensor_parallel() -> list[str]:
+    """The part of the page on a block in two dimensions: each graph before the first and after the last pass."""
+    with eight_ranks():
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        model = Model()
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model.up, mesh=mesh["dp"], reshard_after_forward=True)
+        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
+        compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+        with capture() as captured:
+            compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
+        names = {mesh.get_group("dp").group_name: "shard", mesh.get_group("tp").group_name: "tp"}
+    parts = [TENSOR_PARALLEL]
+    for stage in ("forward", "backward"):
+        steps = [step for step in captured.passes if step.stage == stage]
+        before, after = (code(graph(text, names)) for text in (steps[0].before, steps[-1].after))
+        parts.append(f"### {stage.capitalize()}\n\nAhead of the passes:\n\n{before}\nAfter them:\n\n{after}")
+    return parts
+
+
+def graph(text: str, group_names: dict[str, str]) -> str:
+    """A graph as the page prints it."""
+    for group, name in group_names.items():
+        text = text.replace(f"'{group}'", f"'{name}'")
+    signature, body = text.split("\n", 1)
+    # Meshes, which are inputs from torch 2.12 on, have no type.
+    return re.sub(r"primals_\d+, ", "", signature) + "\n" + body
+
+
 def plan(microbatch: Microbatch, graph: str) -> str:
     """One plan."""
     listings = [code(text) for text in (microbatch.calls, graph) if text]
@@ -286,6 +335,7 @@ def render() -> str:
             parts.append(f"## {STAGES[stage]}\n")
         parts.append(section(step))
     parts += plans()
+    parts += tensor_parallel()
     return "\n".join(parts)
 
 

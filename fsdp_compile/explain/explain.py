@@ -236,8 +236,8 @@ def _backend(gm: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] 
 def _without_lowering(name: str) -> Lowering:
     """A lowering that leaves graphs as they are, after the passes that another one asks for."""
     other = LOWERINGS[name]()
-    settings = {"final_passes": other.final_passes, "config_patches": other.config_patches}
-    return type("WithoutLowering", (AotEagerLowering,), settings)()
+    names = ("preparing_passes", "final_passes", "config_patches")
+    return type("WithoutLowering", (AotEagerLowering,), {name: getattr(other, name) for name in names})()
 
 
 def _tokens(inputs: Any, captured: Capture) -> int | None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.fx import Node
 
-from passes.fx.graph import group_of, is_collective, starts_collective
+from passes.fx.graph import group_of, is_collective, is_fused_product, starts_collective
 from passes.models.cost_model import collective_kind
 
 from ..compiler.calls import GraphCall
@@ -291,7 +291,7 @@ def _outermost(inside: Sequence[Event]) -> list[Event]:
 
 def _match(events: Sequence[Event], call: GraphCall, index: int) -> list[tuple[Node, Event]]:
     """The operators that ran, with the nodes of the graph that they are."""
-    nodes = [node for node in call.graph.graph_module.graph.nodes if is_collective(node)]
+    nodes = [node for node in call.graph.graph_module.graph.nodes if is_collective(node) and not is_fused_product(node)]
     wanted = [_operator(node) for node in nodes]
     found = [event.name.partition("::")[2].rstrip("_") for event in events]
     if wanted != found:

@@ -120,9 +120,15 @@ def is_collective(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
 
 
+def is_fused_product(node: Node) -> bool:
+    """Whether a node is a product that communicates (:mod:`passes.transforms.fuse_products`): nothing waits for it."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "symm_mem"
+
+
 def starts_collective(node: Node) -> bool:
-    """Whether a node is a functional collective: of the model's own, too, but no wait for one."""
-    return is_collective(node) and node.target != torch.ops._c10d_functional.wait_tensor.default
+    """Whether a node is a functional collective: of the model's own, too, but no wait for one, and no product."""
+    is_wait = node.target == torch.ops._c10d_functional.wait_tensor.default
+    return is_collective(node) and not is_wait and not is_fused_product(node)
 
 
 def readers(node: Node) -> list[Node]:

@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from ..collectives.functional import group_ranks, group_size
-from ..fx.graph import group_of, is_view, presence, starts_collective
+from ..fx.graph import group_of, is_fused_product, is_view, presence, starts_collective
 from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
@@ -142,6 +142,9 @@ def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
     for node in graph.nodes:
         if starts_collective(node):
             costs[node] += _taken_ns(node, hardware)
+        elif is_fused_product(node):
+            kind, sent = _fused_traffic(node)
+            costs[node] = max(costs[node], _ns(hardware.transfer_s(kind, sent, layout_of(group_of(node)))))
     return costs
 
 
@@ -243,12 +246,31 @@ def _kernel_demand(node: Node) -> Demand:
     return Demand(1, moved, flops, dtype, is_attention(node), computed_part(node), scores(node))
 
 
+def _fused_flops(node: Node) -> Any:
+    """Those of a product of what is gathered meanwhile, or of which the result is scattered meanwhile."""
+    rows, others = node.args[0].meta["val"], node.args[1]  # type: ignore[union-attr]
+    if not isinstance(others, (list, tuple)):
+        return 2 * _numel(rows) * shape_value(others.meta["val"])[-1]  # type: ignore[union-attr]
+    columns = sum(shape_value(other.meta["val"])[-1] for other in others)  # type: ignore[union-attr]
+    return 2 * _numel(rows) * columns * group_size(group_of(node))
+
+
+def _fused_traffic(node: Node) -> tuple[str, float]:
+    """What its collective is like, and the bytes that each rank sends for it."""
+    gathers = isinstance(node.args[1], (list, tuple))
+    kind, shard = ("all_gather", node.args[0]) if gathers else ("reduce_scatter", node)
+    ranks = group_size(group_of(node))
+    return kind, sent_bytes(kind, num_bytes(shard.meta["val"]) * ranks, ranks)  # type: ignore[union-attr]
+
+
 def node_flops(node: Node) -> tuple[str, Any] | None:
     """The dtype that a product computes in, as :class:`Hardware` spells it, and its flops; None: it is no product."""
     formula = _flop_formula(node)
-    if formula is None:
+    if formula is None and not is_fused_product(node):
         return None
     dtype = node.all_input_nodes[0].meta["val"].dtype
+    if formula is None:
+        return dtype_name(dtype), _fused_flops(node)
     shapes = torch.fx.map_arg((node.args, node.kwargs), lambda source: _shapes(source.meta["val"]))
     return dtype_name(dtype), formula(*shapes[0], **shapes[1], out_val=_shapes(node.meta["val"]))
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_compile import CudaCode, capture, cuda_code, cuda_outline, fsdp_backend, fully_shard
+from fsdp_compile import CudaCode, capture, cuda_code, cuda_outline, explain, fsdp_backend, fully_shard
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import relative_error
 
@@ -75,6 +75,17 @@ reduce_scatter 0 avg over shard: f32[8192] -> f32[2048]
 wait reduce_scatter 0
 """,
         )
+
+
+def test_report() -> None:
+    """As many flops as without fusing, and no collective that the model waits for."""
+    arguments: Any = (nn.Sequential(Block()), torch.empty(64, WIDTH), {"dp": 4, "tp": 2}, "h100")
+    apart = explain(*arguments, shard=shard, suggest=False)
+    with torch._inductor.config.patch(_micro_pipeline_tp=True), symmetric_memory._test_mode():
+        fused = explain(*arguments, shard=shard, suggest=False)
+    assert fused.flops == apart.flops
+    # A gather and a scatter forward, and a gather backward; those of the shards stay.
+    assert (apart.total.collectives, fused.total.collectives) == (6, 3)
 
 
 def test_a_group_without_symmetric_memory() -> None:

@@ -89,7 +89,8 @@ def test_report() -> None:
 
 
 def test_a_group_without_symmetric_memory() -> None:
-    with pytest.warns(UserWarning, match=r"not fused with collectives over tp, .*enable_symm_mem_for_group"):
+    warns = pytest.warns(UserWarning, match=r"not fused with collectives over tp, .*enable_symm_mem_for_group")
+    with symmetric_memory._test_mode(set()), warns:
         code = code_of_a_block()
     assert "fused" not in cuda_outline(code.forward[0])
 

@@ -23,7 +23,7 @@ from passes.ir.plan import Plan
 from passes.lowering.collective_sequence import collective_sequence
 from passes.pipeline import run_passes, run_preparing_passes
 
-from ..runtime.course import Run, agree_on_graph
+from ..runtime.course import SHARDING_ROLES, Run, agree_on_graph
 from ..runtime.planned_graph import BoxedFunction, boxed
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
 from .cuda_graphs import Recorders
@@ -131,7 +131,7 @@ class PreparedGraph:
 def _group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
     """The roles of a graph's process groups in the mesh, by name. To be asked before the passes replace the operators."""
     used = dict.fromkeys(group_of(node) for node in graph.nodes if starts_collective(node))
-    names = {group: name for group, name in others.items() if group in used}
+    names = {group: _of_the_model(name) for group, name in others.items() if group in used}
     specs: list[Unshard | ReduceGrad] = [Unshard.of(node) for node in unshards(graph.nodes)]
     specs += [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]
     for spec in specs:
@@ -140,7 +140,12 @@ def _group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
         names[getattr(spec, "post_forward_group", "")] = "post_forward"
     names.pop("", None)
     # Groups of meshes that no parameter is on, such as those of a sequence's parts.
-    return names | {group: name for group in used if group not in names and (name := dimension_of(group))}
+    return names | {group: _of_the_model(name) for group in used if group not in names and (name := dimension_of(group))}
+
+
+def _of_the_model(name: str) -> str:
+    """What another parallelism calls a group, so that it is no role in the sharding."""
+    return f"{name} of the model" if name in SHARDING_ROLES else name
 
 
 def _reduce_scatter_groups(plan: Plan) -> dict[str, str]:

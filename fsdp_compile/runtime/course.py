@@ -41,10 +41,12 @@ from passes.collectives.gloo import backend_of, break_connections, message_tags
 from passes.fx.torch_internals.core import RecordFunctionFast
 from passes.fx.torch_internals.distributed import get_process_group_store
 from passes.ir.ops import set_around_eager_kernels
-from passes.lowering.collective_sequence import Collective, identities
+from passes.lowering.collective_sequence import Collective, by_unit, identities
 
 from .agreement import Ballot, Program, RanksDisagree, disagreement, ranks_text
 
+#: Roles of process groups that parameters are sharded over, or have replicas on. Each has a course of its own.
+SHARDING_ROLES = ("shard", "replicate", "reduce")
 #: How often the watchdog looks, in seconds.
 _TICK_S = 0.25
 #: Seconds after which a program counts as slow. An accelerator's programs end long after their launch, which is all we see.
@@ -123,6 +125,10 @@ class Course:
     def has_ranks_of(self, group_name: str) -> bool:
         """Whether the ranks of a process group are those of this one."""
         return set(dist.get_process_group_ranks(resolve_group(group_name))) == set(self.ballot.ranks)
+
+    def shards(self, roles: Mapping[str, str]) -> bool:
+        """Whether a model has its parameters sharded over these ranks, or replicas on them, by the roles of its groups."""
+        return any(role in SHARDING_ROLES and self.has_ranks_of(name) for name, role in roles.items())
 
     def know(self, program: Program) -> _Known:
         """The program as this course knows it."""
@@ -259,10 +265,6 @@ def _neighbours(ranks: Sequence[int], rank: int) -> list[int]:
 _courses: weakref.WeakKeyDictionary[dist.ProcessGroup, Course] = weakref.WeakKeyDictionary()
 
 
-# Roles of process groups that have courses of their own.
-_SHARDING = ("shard", "replicate", "reduce")
-
-
 def _find_courses(group_names: Iterable[str], roles: Mapping[str, str]) -> list[Course]:
     """The courses of process groups, in the same order on all ranks. None for a group whose ranks are all in an earlier one,
     unless parameters are sharded over it, or have replicas there."""
@@ -270,7 +272,7 @@ def _find_courses(group_names: Iterable[str], roles: Mapping[str, str]) -> list[
     for name in dict.fromkeys(group_names):
         group = resolve_group(name)
         ranks = dist.get_process_group_ranks(group)
-        shards = roles.get(name) in _SHARDING
+        shards = roles.get(name) in SHARDING_ROLES
         around = next((course for course in found if (course.has_ranks_of if shards else course.includes)(name)), None)
         if around is not None:
             around.group_names.add(name)
@@ -396,7 +398,7 @@ class Run:
                 )
         for course, known in self._over:
             if not course.may_run(known):
-                _together(self._over, Course.ask)
+                _together(self._over, Course.ask, self._roles)
                 break
         for course, known in self._over:
             course.push(known)
@@ -423,14 +425,18 @@ class Run:
                 raise RanksDisagree(reason) from error
 
 
-def _together(over: Sequence[tuple[Course, _Known]], agree: Any) -> None:
+def _together(over: Sequence[tuple[Course, _Known]], agree: Any, roles: Mapping[str, str]) -> None:
     for position, (course, known) in enumerate(over):
         try:
             agree(course, known)
         except RanksDisagree as error:
-            # With replicas, ranks that share no shard group with the rank at fault would wait for ranks that do.
-            for following, _ in over[position + 1 :]:
-                following.ballot.fail(str(error))
+            # With replicas, ranks that share no shard group with the rank at fault would wait for ranks that do. Those of
+            # another parallelism may not compare this graph, and wait within it.
+            for other, (following, _) in enumerate(over):
+                if not following.shards(roles):
+                    following.ballot.announce_failure(str(error))
+                elif other > position:
+                    following.ballot.fail(str(error))
             course.learn_of_failure()
             raise
 
@@ -448,23 +454,20 @@ def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapp
         RanksDisagree: the sequences differ, or some ranks did not post theirs in time.
     """
     used = {collective.group for collective in sequence}
-    sharding = {collective.group for collective in sequence if collective.bucket is not None}
 
     def over(course: Course) -> Program:
-        groups = {name for name in used if course.includes(name)}
-        compared = sequence
+        sharding = {name for name, role in group_names.items() if role in SHARDING_ROLES and course.includes(name)}
         # Pieces of a parameter, of tensor parallel ranks or of experts, may be of unequal size, and in other buckets then. It
         # is enough that ranks that shard together run everything in one order, and others what they run together.
-        if not groups & sharding:
-            compared = [collective for collective in sequence if collective.bucket is None]
-        elif within := {
-            name for name in groups & sharding if group_names.get(name) in _SHARDING and not course.has_ranks_of(name)
-        }:
-            compared = [collective for collective in sequence if collective.group not in within]
+        if not course.shards(group_names):
+            compared, groups = by_unit(sequence), {name for name in used if course.includes(name)}
+        else:
+            within = {name for name in sharding if not course.has_ranks_of(name)}
+            compared, groups = [collective for collective in sequence if collective.group not in within], used
         return Program(f"{stage} graph", [str(collective) for collective in compared], identities(compared, groups))
 
     courses = _find_courses([*group_names, *(collective.group for collective in sequence)], group_names)
-    _together([(course, course.know(over(course))) for course in courses], Course.agree)
+    _together([(course, course.know(over(course))) for course in courses], Course.agree, group_names)
     return Run(over, [course.group_name for course in courses if course.group_names & used], group_names)
 
 

@@ -66,6 +66,19 @@ def collective_sequence(graph: Graph, group_names: Mapping[str, str]) -> list[Co
     return sequence
 
 
+def by_unit(sequence: Sequence[Collective]) -> list[Collective]:
+    """A sequence without what depends on how parameters are bucketed: which units communicate how, and then the collectives of
+    the model's own in their order."""
+    units = {
+        (collective.without_sizes, unit)
+        for collective in sequence
+        if collective.bucket is not None
+        for unit in collective.bucket.unit_buckets
+    }
+    merged = [Collective(text, BucketName.of_unit(unit), "", text) for text, unit in sorted(units)]
+    return [*merged, *(collective for collective in sequence if collective.bucket is None)]
+
+
 def identities(sequence: Sequence[Collective], groups: Collection[str]) -> list[str]:
     """The part of each collective that has to be equal on all ranks of some groups.
 

@@ -75,7 +75,8 @@ def train_pieces_around_the_threshold(lowering: str) -> Run:
         return trainee.train(_UNEVEN, [_ACCUMULATE] * 2, sgd)
 
 
-@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_tensor_parallel_ranks_may_separate_others(lowering: str, rank_pools: RankPools) -> None:
     runs = rank_pools[4].run(train_pieces_around_the_threshold, lowering=lowering)
     found = differences(runs, reference(_UNEVEN, 4, [len(_ACCUMULATE)] * 2, sgd), 1e-5)

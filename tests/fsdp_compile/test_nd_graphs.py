@@ -65,6 +65,7 @@ def attend_with_blocks(q: Tensor, k: Tensor, v: Tensor, cp: DeviceMesh) -> Tenso
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="its Inductor gives no source of a flex_attention")
+@pytest.mark.exhaustive
 def test_flex_attention_on_cuda() -> None:
     """Keys and values are gathered, and their gradients scattered; attention is one kernel each way, of Inductor's templates."""
     code = context_parallel(attend_with_blocks, 256)

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_compile import RanksDisagree, fsdp_backend, fully_shard
+from fsdp_compile import RanksDisagree, comm_hooks, fsdp_backend, fully_shard
 from fsdp_compile.runtime.agreement import Ballot, Program
 from tests.common.distributed import RankPools, device_mesh
 
@@ -215,6 +217,9 @@ def _disagree(mesh_shape: tuple[int, ...]) -> list[tuple[str, float]]:
             fully_shard(module, mesh=mesh)
         return model, torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
 
+    # That they have agreed on other graphs, also on one without communication over replicas, is no excuse.
+    _, compiled = trainee(width=12)
+    compiled(torch.ones(2, 4)).sum().backward()
     _, compiled = trainee(width=16 if is_odd else 8)
     outcomes = [_seconds_to(lambda: compiled(torch.ones(2, 4)))]
     model, compiled = trainee(width=8)
@@ -224,6 +229,32 @@ def _disagree(mesh_shape: tuple[int, ...]) -> list[tuple[str, float]]:
     model[2].set_requires_gradient_sync(True)
     outcomes.append(_seconds_to(compiled(torch.ones(2, 4)).sum().backward))
     return outcomes
+
+
+def _disagree_beside_tensor_parallel() -> tuple[str, float]:
+    """Executed by every rank; the last one is at odds with the one that it shards with, and not with its neighbour."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh["dp"])
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+    # Its gradient is summed over the ranks of tp, in backward.
+    x = torch.ones(2, 4, requires_grad=True)
+    compiled(x).sum().backward()
+    if dist.get_rank() == 3:
+        model[2].register_comm_hook(comm_hooks.DefaultState(mesh["dp"].get_group()), comm_hooks.QuantizedReduce(block=4))
+    return _seconds_to(lambda: compiled(x).sum().backward())
+
+
+def test_ranks_that_share_tensors_with_those_at_odds_raise(tmp_path: Path) -> None:
+    pools = RankPools(tmp_path)
+    try:
+        for message, seconds in pools[4].run(_disagree_beside_tensor_parallel):
+            assert "run different programs" in message
+            assert seconds < 30
+    finally:
+        pools.close()
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=["fsdp", "hsdp"])

@@ -88,6 +88,7 @@ class TestOneProcess:
             compiled(torch.ones(3, 8)).sum().backward()
         assert buckets(later, Role.START_REDUCE) == ["3+2+1+0"]
 
+    @pytest.mark.exhaustive
     def test_a_memory_limit_holds_for_both_graphs(self) -> None:
         _, free = train(blocks(64), torch.ones(3, 64), **_AUTO)
         most = free.backward[0].live_bytes().peak
@@ -187,6 +188,7 @@ def measure_on_ranks() -> Hardware:
     return measure(torch.device("cpu"))
 
 
+@pytest.mark.exhaustive
 def test_a_calibration_gives_all_ranks_the_same_numbers(rank_pools: RankPools) -> None:
     first, second = rank_pools[2].run(measure_on_ranks)
     assert first == second

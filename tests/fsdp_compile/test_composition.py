@@ -138,6 +138,7 @@ def count_operators(how: str) -> Counter[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_what_is_recomputed(fake_ranks: None) -> None:
     plain, selective, budget = (count_operators(how) for how in ("plain", "selective checkpoint", "memory budget"))
     # A policy keeps products and recomputes the rest; without memory for activations, products are computed again.

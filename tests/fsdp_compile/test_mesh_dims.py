@@ -162,7 +162,7 @@ def _compare(run: Run, expected: Run, rtol: float) -> None:
         assert relative_error(param, expected.parameters[key]) < rtol, key
 
 
-_QUICK = ("dp, tp", "replicate, shard")
+_QUICK = ("dp, tp",)
 
 
 @pytest.mark.parametrize(

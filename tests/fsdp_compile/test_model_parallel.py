@@ -296,7 +296,7 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
 
 
 # Of the other cases, compiled runs are exhaustive: what differs in 2-D from 1-D is in these.
-_COMPILED_QUICKLY = {"mlp", "decoder", "uneven", "meshes"}
+_COMPILED_QUICKLY = {"mlp", "uneven"}
 
 
 def _parameters() -> list[Any]:
@@ -348,6 +348,7 @@ def _batch_of_pair(index: int, rank: int, world: int) -> Batch:
 _TASK = Task(models.MLP, _batch_of_pair, squared_error)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("system", ["fsdp2", "eager", "aot_eager"])
 def test_microbatches(system: str, rank_pools: RankPools) -> None:
     schedules = {name: [FLAVOURS[name]] * 2 for name in ("sharded", "unsharded", "keep_unsharded", "sharded_keep")}

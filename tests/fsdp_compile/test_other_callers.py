@@ -63,7 +63,7 @@ def train(how: str, backend: Any) -> Run:
         ("whole", "aot_eager"),
         ("whole", "eager"),
         ("blocks", "aot_eager"),
-        ("in place", fsdp_backend),
+        pytest.param("in place", fsdp_backend, marks=pytest.mark.exhaustive),
         ("blocks", fsdp_backend),
         pytest.param("whole", "inductor", marks=pytest.mark.exhaustive),
         pytest.param("blocks", "inductor", marks=pytest.mark.exhaustive),
@@ -177,7 +177,7 @@ def test_what_nobody_asked_for_is_not_accumulated(how: str, rank_pools: RankPool
     rank_pools[2].run(ask_for_input_gradients, how=how)
 
 
-@pytest.mark.parametrize("how", ["ours", "inductor"])
+@pytest.mark.parametrize("how", ["ours", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_a_graph_that_is_kept_runs_backward_again(how: str, one_rank: None) -> None:
     model, reference = make_mlp(), models.MLP()
     reference.load_state_dict({name: param.full_tensor() for name, param in model.state_dict().items()})
@@ -265,7 +265,7 @@ def test_saved_tensor_hooks(how: str, hook: Callable[[Any, Tensor], Tensor], one
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", [fsdp_backend, "aot_eager", None])
+@pytest.mark.parametrize("backend", [pytest.param(fsdp_backend, marks=pytest.mark.exhaustive), "aot_eager", None])
 def test_composable_checkpoint(backend: Any, one_rank: None) -> None:
     """Blocks share a graph; what backward finds lies in the memory of the shards. (Around a whole model torch cannot compile it.)"""
     torch.manual_seed(0)

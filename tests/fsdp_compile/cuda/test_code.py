@@ -102,7 +102,10 @@ def graphs_of(case: str) -> list[CapturedGraph]:
     return [*code.forward, *code.backward]
 
 
-every_case = pytest.mark.parametrize("case", _CASES)
+_QUICK = ("fp32", "hook", "hsdp")
+every_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in _QUICK else pytest.mark.exhaustive) for case in _CASES]
+)
 
 
 def launches(steps: list[Step], buffer: str) -> list[Step]:

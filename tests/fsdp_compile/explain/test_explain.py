@@ -137,6 +137,7 @@ def test_kept_parameters_are_gathered_once() -> None:
     assert bytes_of(build()) <= report.memory.most[GATHERED] < 2 * bytes_of(build())
 
 
+@pytest.mark.exhaustive
 def test_a_backward_that_frees_kept_parameters_holds_ever_less_of_them() -> None:
     """One that keeps them holds all to its end."""
 
@@ -227,6 +228,7 @@ def test_outputs_without_a_gradient() -> None:
     assert [call.stage for call in report.calls] == ["forward", "backward"]
 
 
+@pytest.mark.exhaustive
 def test_state_of_the_optimizer() -> None:
     elements = bytes_of(build()) // 4 // RANKS
     x = torch.empty(BATCH, DIM, device="meta")

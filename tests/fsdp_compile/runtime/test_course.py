@@ -397,6 +397,7 @@ def _return() -> list[tuple[str, float]]:
     return outcomes
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_were_allowed_to_run_uncompiled(rank_pools: RankPools) -> None:
     for *alike, (returned, seconds), first, second, third, fourth, fifth, (ahead, later) in rank_pools[2].run(_return):
         assert not any(message for message, _ in (*alike, first, second, third, fourth, fifth))

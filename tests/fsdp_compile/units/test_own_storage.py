@@ -247,6 +247,7 @@ def test_meta_model_shows_own_storages(one_rank: None) -> None:
     _assert_in_flat_memory(model)
 
 
+@pytest.mark.exhaustive
 def test_state_dict_outlives_the_model(one_rank: None) -> None:
     torch.manual_seed(0)
     model = models.MLP()

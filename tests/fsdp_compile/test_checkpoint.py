@@ -183,7 +183,7 @@ def state_dict_like_fsdp2(name: str, shape: tuple[int, ...]) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((2,), marks=pytest.mark.exhaustive), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", _STATES)
 def test_state_dict_is_as_fsdp2s(name: str, shape: tuple[int, ...], rank_pools: RankPools) -> None:
     world = shape[0] if len(shape) == 1 else shape[0] * shape[1]

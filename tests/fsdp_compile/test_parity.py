@@ -315,6 +315,13 @@ _MANY_KERNELS = {
 
 # On four ranks, the cases whose shards are others than on two.
 _OF_FOUR_RANKS = {"mlp", "uneven", "fewer_rows_than_ranks", "reshard_int", "hsdp", "hsdp_uneven"}
+# One of each kind. The others are exhaustive.
+_OF_TWO_RANKS = {
+    *("mlp", "shard_columns", "tied", "scalar_parameters", "frozen_in_part", "unused_parameter", "shared_weight", "containers"),
+    *("reads_child", "list_of_modules", "ignored_params", "bf16_mlp", "bf16_alone", "bf16_uncast_inputs", "graph_breaks"),
+    *("checkpoint_inside_units", "compile_each_block", "two_models", "dynamic_batch", "evaluation_no_grad"),
+    *("accumulate_gradients", "adamw_foreach_clip_grad_norm"),
+}
 
 
 def _parameters() -> list[Any]:
@@ -324,7 +331,8 @@ def _parameters() -> list[Any]:
             systems = ["fsdp2"] * case.fsdp2 + ["eager", "aot_eager"] + ["inductor"] * (world in case.inductor_worlds)
             for system in systems:
                 name = f"{case.name}-{world}-{system}"
-                is_exhaustive = name in _MANY_KERNELS or (world == 4 and case.name not in _OF_FOUR_RANKS)
+                quick = _OF_FOUR_RANKS if world == 4 else _OF_TWO_RANKS
+                is_exhaustive = name in _MANY_KERNELS or case.name not in quick
                 marks = pytest.mark.exhaustive if is_exhaustive else ()
                 parameters.append(pytest.param(case, world, system, marks=marks, id=name))
     return parameters

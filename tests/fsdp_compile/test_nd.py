@@ -95,7 +95,7 @@ def _build_of_one_unit_each(example: Any, args: Any, mesh: DeviceMesh) -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
     fully_shard = fully_shard_of(args.system)
-    model = example.Stage(0, 1, None, mesh["ep"])
+    model = example.Stage(0, 1, example.attend_alone, mesh["ep"])
     example.init_weights(model)
     dense, sparse = mesh["edp", "ep"]._flatten("dense"), FSDPMeshInfo(mesh["edp"], 0)
     for block in model.blocks.values():

@@ -456,13 +456,13 @@ def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapp
     used = {collective.group for collective in sequence}
 
     def over(course: Course) -> Program:
-        sharding = {name for name, role in group_names.items() if role in SHARDING_ROLES and course.includes(name)}
         # Pieces of a parameter, of tensor parallel ranks or of experts, may be of unequal size, and in other buckets then. It
         # is enough that ranks that shard together run everything in one order, and others what they run together.
         if not course.shards(group_names):
             compared, groups = by_unit(sequence), {name for name in used if course.includes(name)}
         else:
-            within = {name for name in sharding if not course.has_ranks_of(name)}
+            sharding = [name for name, role in group_names.items() if role in SHARDING_ROLES]
+            within = {name for name in sharding if course.includes(name) and not course.has_ranks_of(name)}
             compared, groups = [collective for collective in sequence if collective.group not in within], used
         return Program(f"{stage} graph", [str(collective) for collective in compared], identities(compared, groups))
 

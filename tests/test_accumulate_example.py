@@ -35,7 +35,7 @@ def read_table(text: str) -> dict[str, list[str]]:
 def printed() -> dict[str, list[str]]:
     command = [sys.executable, str(ROOT / "examples/accumulate_hsdp.py"), "--lowering", "aot_eager"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return read_table(done.stdout)
 

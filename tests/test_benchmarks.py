@@ -29,7 +29,7 @@ TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--lowering", "aot_eag
 
 def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
     command = [sys.executable, str(BENCHMARKS / script), *flags, "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(out.read_text())
 

@@ -42,7 +42,7 @@ def torchrun(*command: str, cache: Path) -> str:
     """Run a script on two ranks; gives what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     start = [*TORCHRUN, "--standalone", *command]
-    done = subprocess.run(start, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(start, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -139,7 +139,7 @@ def train_on_nodes(link: Link, out: Path, cache: Path) -> str:
             command = link.command(index, [*TORCHRUN, *rendezvous, *script, "--resume", "auto", "--out", str(out)])
             with log.open("wb") as file:
                 nodes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=file))
-        codes = [node.wait(timeout=500) for node in nodes]
+        codes = [node.wait(timeout=800) for node in nodes]
     finally:
         for node in nodes:
             node.terminate()  # Not kill, which would leave its ranks behind.

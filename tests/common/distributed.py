@@ -46,6 +46,9 @@ _PRELOAD = [
 ]
 # Time for the remaining ranks to report after the first failure, before they count as stuck in a collective.
 _GRACE_S = 5.0
+# Ranks that together use less of one core than this only wait for each other. How long a job takes says less: it
+# compiles, on a machine that may be several times slower than another or busy with something else.
+_WAITING = 0.05
 
 
 class RankFailure(RuntimeError):
@@ -92,7 +95,7 @@ def _serve(
     store: str,
     stack_file: str,
     inductor_cache: str,
-    timeout_s: float,
+    limit_s: float,
     jobs: Connection,
 ) -> None:
     """The main loop of one rank: receive a job, execute it, send back its value or its traceback."""
@@ -107,7 +110,7 @@ def _serve(
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=limit_s),
     )
     while True:
         # Objects that survive a collection between jobs, torch's modules and caches, will survive the next one:
@@ -136,13 +139,26 @@ class _Rank:
     jobs: Connection
     stack_file: Path
 
+    def cpu_s(self) -> float:
+        """Seconds of CPU time that the rank has used; 0 on systems that do not tell."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        user, system = fields[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
 
 class RankPool:
-    """Ranks ``0 .. world_size - 1`` of one Gloo world, started by the first job and kept for the next."""
+    """Ranks ``0 .. world_size - 1`` of one Gloo world, started by the first job and kept for the next.
 
-    def __init__(self, world_size: int, inductor_cache: Path | str, deadline_s: float = 120.0) -> None:
+    A job fails when its ranks have hardly computed for ``stall_s`` seconds, or are not done after ``limit_s``.
+    """
+
+    def __init__(self, world_size: int, inductor_cache: Path | str, stall_s: float = 120.0, limit_s: float = 800.0) -> None:
         self.world_size = world_size
-        self.deadline_s = deadline_s
+        self.stall_s = stall_s
+        self.limit_s = limit_s
         self._inductor_cache = str(inductor_cache)
         self._ranks: list[_Rank] = []
         self._scratch: Path | None = None
@@ -200,7 +216,7 @@ class RankPool:
                     str(self._scratch / "store"),
                     str(stack_file),
                     self._inductor_cache,
-                    self.deadline_s,
+                    self.limit_s,
                     theirs,
                 )
                 process = context.Process(target=_serve, args=arguments, name=f"rank-{index}-of-{self.world_size}", daemon=True)
@@ -211,11 +227,16 @@ class RankPool:
     def _collect(self) -> dict[int, tuple[str, Any]]:
         replies: dict[int, tuple[str, Any]] = {}
         pending = {rank.jobs: index for index, rank in enumerate(self._ranks)}
-        deadline = time.monotonic() + self.deadline_s
+        limit = time.monotonic() + self.limit_s
+        computed, deadline = self._cpu_s(), min(limit, time.monotonic() + self.stall_s)
+        failed = False
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                break
+                before, computed = computed, self._cpu_s()
+                if failed or time.monotonic() >= limit or computed - before < _WAITING * self.stall_s:
+                    break
+                deadline = min(limit, time.monotonic() + self.stall_s)
             for connection in ready:
                 assert isinstance(connection, Connection)
                 index = pending.pop(connection)
@@ -224,9 +245,12 @@ class RankPool:
                 except (EOFError, OSError):
                     self._ranks[index].process.join(timeout=1)
                     replies[index] = ("died", f"exit code {self._ranks[index].process.exitcode}")
-                if replies[index][0] != "ok":
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                if replies[index][0] != "ok" and not failed:
+                    failed, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
         return replies
+
+    def _cpu_s(self) -> float:
+        return sum(rank.cpu_s() for rank in self._ranks)
 
     def _describe(self, replies: dict[int, tuple[str, Any]]) -> str:
         """One section per distinct state, naming the ranks that share it."""
@@ -262,14 +286,13 @@ class RankPool:
 class RankPools:
     """The pools of a test session by world size, each started when a test first asks for it."""
 
-    def __init__(self, inductor_cache: Path | str, deadline_s: float = 120.0) -> None:
+    def __init__(self, inductor_cache: Path | str) -> None:
         self._inductor_cache = inductor_cache
-        self._deadline_s = deadline_s
         self._pools: dict[int, RankPool] = {}
 
     def __getitem__(self, world_size: int) -> RankPool:
         if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size, self._inductor_cache, self._deadline_s)
+            self._pools[world_size] = RankPool(world_size, self._inductor_cache)
         return self._pools[world_size]
 
     def close(self) -> None:

@@ -532,7 +532,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> _Logged:
         env={**os.environ, "TORCH_LOGS": "+passes", "TORCH_TRACE": str(folder)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

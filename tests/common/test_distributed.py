@@ -1,0 +1,42 @@
+"""When a job counts as stuck: a machine that is slow must not fail a test, and ranks that wait for each other must."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from tests.common.distributed import RankFailure, RankPool
+
+
+def compute(seconds: float) -> int:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return dist.get_rank()
+
+
+def wait_for_a_rank_that_does_not_come() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+@pytest.fixture
+def ranks(tmp_path: object) -> Iterator[RankPool]:
+    pool = RankPool(2, str(tmp_path), stall_s=1.5)
+    yield pool
+    pool.close()
+
+
+def test_ranks_that_compute_may_take_their_time(ranks: RankPool) -> None:
+    assert ranks.run(compute, seconds=4) == [0, 1]
+
+
+def test_ranks_that_wait_are_stuck(ranks: RankPool) -> None:
+    ranks.run(compute, seconds=0)  # they have started
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"(?s)rank 0 did not finish; .*barrier.*rank 1 finished"):
+        ranks.run(wait_for_a_rank_that_does_not_come)
+    assert time.monotonic() - start < 60

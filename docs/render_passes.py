@@ -65,7 +65,8 @@ class Model(nn.Module):
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 fully_shard(model.up, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-torch.compile(model, backend=fsdp_backend)(torch.ones(3, 8)).sum().backward()
+compiled = torch.compile(model, backend=fsdp_backend, options={"merge_below": 0})  # small units stay apart
+compiled(torch.ones(3, 8)).sum().backward()
 ```
 
 In Dynamo's graph, parameters go by their names within a unit, so that equal blocks can share a compiled graph; the backend then
@@ -119,7 +120,7 @@ def compile_model() -> Capture:
         fully_shard(model.up, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         with capture() as captured:
-            torch.compile(model, backend=fsdp_backend)(torch.ones(3, 8)).sum().backward()
+            torch.compile(model, backend=fsdp_backend, options={"merge_below": 0})(torch.ones(3, 8)).sum().backward()
         return captured
 
 
@@ -279,7 +280,7 @@ mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
 parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 fully_shard(model.up, mesh=mesh["dp"], reshard_after_forward=True)
 fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
-compiled = torch.compile(model, backend=fsdp_backend)
+compiled = torch.compile(model, backend=fsdp_backend, options={"merge_below": 0})
 compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
 ```
 """
@@ -293,7 +294,7 @@ def tensor_parallel() -> list[str]:
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model.up, mesh=mesh["dp"], reshard_after_forward=True)
         fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
-        compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+        compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager", "merge_below": 0})
         with capture() as captured:
             compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
         names = {mesh.get_group("dp").group_name: "shard", mesh.get_group("tp").group_name: "tp"}

@@ -14,7 +14,8 @@
       called with            schedule, or auto_schedule
                              pin_layouts (lowering "inductor")
 
-Which parameters share a bucket is decided ahead of ``bucket``: by ``large_parameters``, or by ``auto_schedule``. What a pass is
+Which parameters share a bucket is decided ahead of ``bucket``: by ``large_parameters`` and ``small_units``, or by
+``auto_schedule``. What a pass is
 given, what it returns and what its header says: :mod:`passes.transforms`. ``fuse_products`` and the last ones are the
 lowering's to choose, and handed in.
 
@@ -33,6 +34,7 @@ from torch.fx import Graph, GraphModule
 from .auto.auto_schedule import AutoSchedule, find_grouping, schedule_automatically
 from .auto.grouping import Grouping
 from .auto.large_parameters import separate_large_parameters
+from .auto.small_units import merge_small_units
 from .fx.emit import replaying_traces
 from .fx.graph import shard_input
 from .fx.torch_internals.aot import stable_topological_sort
@@ -174,13 +176,14 @@ def _insert_collectives(
     grouping: Grouping,
     *,
     is_backward: bool,
+    unit_by_unit: bool = False,
     observe: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
 ) -> Interface:
     """The passes that turn a graph's operators into collectives, each where it is needed."""
     interface = Interface(graph)
     locations = locate_shards(graph)
     with observe("bucket"):
-        bucket_gathers(graph, plan.gathers, interface, grouping.gathers)
+        bucket_gathers(graph, plan.gathers, interface, grouping.gathers, unit_by_unit=unit_by_unit)
     if is_backward:
         with observe("gradient_sync"):
             synchronize_gradients(graph, plan.reductions, interface, grouping.reductions)
@@ -198,6 +201,7 @@ def run_passes(
     final_passes: Sequence[Callable[[Graph], None]] = (),
     observer: Observer = log_pass,
     auto: AutoSchedule | None = None,
+    merge_below: int = 0,
 ) -> Interface:
     """Passes over a prepared forward or backward graph, for one plan. In place.
 
@@ -208,6 +212,7 @@ def run_passes(
         final_passes: what the lowering needs, in order.
         observer: is told of every pass.
         auto: choose buckets and issue points by the cost model.
+        merge_below: bytes from which on a unit has collectives of its own (:mod:`passes.auto.small_units`).
 
     Returns:
         The inputs and outputs that the graph has besides those that it had.
@@ -221,13 +226,15 @@ def run_passes(
     def observe(pass_name: str) -> contextlib.AbstractContextManager[None]:
         return _observed(graph, stage, pass_name, observer)
 
-    grouping = separate_large_parameters(graph, plan)
+    grouping = merge_small_units(graph, plan, separate_large_parameters(graph, plan), merge_below)
     if auto is not None:
         _refuse_explicit_schedule(plan)
         grouping = find_grouping(graph, plan, grouping, auto, lambda trial, choice: _try(trial, plan, choice, is_backward))
     prefetches = find_prefetches(graph, plan.prefetch)
     with replaying_traces():
-        interface = _insert_collectives(graph, plan, grouping, is_backward=is_backward, observe=observe)
+        interface = _insert_collectives(
+            graph, plan, grouping, is_backward=is_backward, unit_by_unit=auto is None, observe=observe
+        )
     with observe("schedule"):
         if auto is not None:
             schedule_automatically(graph, auto)

@@ -1,13 +1,26 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from passes.auto import small_units
 from tests.common.distributed import RankPools
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let the units of models that are small enough to look at communicate one by one where a test is marked so."""
+    default = small_units.MERGE_BELOW_BYTES
+    if item.get_closest_marker("units_apart"):
+        small_units.MERGE_BELOW_BYTES = 0
+    try:
+        return (yield)
+    finally:
+        small_units.MERGE_BELOW_BYTES = default
 
 
 @pytest.fixture(scope="session")

@@ -199,6 +199,7 @@ class _Compilation:
         self._lowering = lowering
         self._owners = owners
         device = next((param.mesh.device for param in params.values()), None)
+        self._merge_below = options.small_unit_bytes
         self._auto = options.auto_schedule(device) if device is not None else None
         self._recorders = Recorders(device) if options.cudagraphs else None
         self._config_patches = {
@@ -250,7 +251,14 @@ class _Compilation:
             metadata.bw_donated_idxs = []
         _refuse_writes(self._examples, self._params.values())
         prepared = PreparedGraph(
-            gm, self._lowering, self._config_patches, kwargs, self._auto, self._recorders, self._other_groups
+            gm,
+            self._lowering,
+            self._config_patches,
+            kwargs,
+            self._auto,
+            self._merge_below,
+            self._recorders,
+            self._other_groups,
         )
         planned = PlannedGraph(
             gm,
@@ -258,7 +266,7 @@ class _Compilation:
             is_backward=prepared.is_backward,
             owners=self._owners,
             can_keep=not kwargs.get("is_inference", False),
-            can_merge=self._auto is not None,
+            can_merge=self._auto is not None or bool(self._merge_below),
         )
         if not prepared.is_backward:
             planned.lower_ahead(self._params)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from passes.auto import small_units
 from passes.auto.auto_schedule import AutoSchedule
 from passes.models.hardware import Hardware
 
@@ -34,6 +35,8 @@ class Options:
             ``CapturedGraph.live_bytes()``.
         hardware: only with "auto": the machine's numbers, or the path of a file that ``fsdp_compile.calibrate`` wrote. Else the
             file that a calibration left, or a table.
+        merge_below: units with fewer bytes of parameters share collectives; 0: none does. None: the default,
+            :data:`passes.auto.small_units.MERGE_BELOW_BYTES`.
         cudagraphs: record forward and backward as CUDA graphs (see :mod:`fsdp_compile.compiler.cuda_graphs`).
     """
 
@@ -41,6 +44,7 @@ class Options:
     schedule: str = "default"
     memory_limit: int | None = None
     hardware: Hardware | str | os.PathLike[str] | None = None
+    merge_below: int | None = None
     cudagraphs: bool = False
 
     @staticmethod
@@ -59,6 +63,9 @@ class Options:
             if getattr(parsed, name) not in choices:
                 raise ValueError(f"options[{name!r}] must be one of {choices}, not {getattr(parsed, name)!r}.")
         parsed._check_schedule()
+        below = parsed.merge_below
+        if below is not None and (not isinstance(below, int) or isinstance(below, bool) or below < 0):
+            raise ValueError(f"options['merge_below'] must be a number of bytes, an int, 0 to merge no units, not {below!r}.")
         if not isinstance(parsed.cudagraphs, bool):
             raise ValueError(f"options['cudagraphs'] must be True or False, not {parsed.cudagraphs!r}.")
         return parsed
@@ -72,6 +79,11 @@ class Options:
         for name in ("memory_limit", "hardware"):
             if getattr(self, name) is not None and self.schedule != "auto":
                 raise ValueError(f"options[{name!r}] means something only with options['schedule'] = 'auto'.")
+
+    @property
+    def small_unit_bytes(self) -> int:
+        """Bytes from which on a unit has collectives of its own."""
+        return small_units.MERGE_BELOW_BYTES if self.merge_below is None else self.merge_below
 
     def auto_schedule(self, device: torch.device) -> AutoSchedule | None:
         """The machine and limit that graphs on a device are scheduled for; None: the default schedule.

@@ -40,6 +40,7 @@ class PreparedGraph:
         config_patches: Inductor's settings.
         inductor_kwargs: what ``compile_fx`` has for ``compile_fx_inner``.
         auto: what to schedule for; None: the default schedule.
+        merge_below: bytes from which on a unit has collectives of its own.
         recorders: make CUDA graphs of programs; None: they do not become any.
         other_groups: process groups of other parallelism, by name, with what they are called.
 
@@ -54,6 +55,7 @@ class PreparedGraph:
         config_patches: dict[str, Any],
         inductor_kwargs: Mapping[str, Any],
         auto: AutoSchedule | None,
+        merge_below: int,
         recorders: Recorders | None,
         other_groups: Mapping[str, str],
     ):
@@ -63,6 +65,7 @@ class PreparedGraph:
         self._inductor_kwargs = inductor_kwargs
         self.is_backward = bool(inductor_kwargs.get("is_backward"))
         self._auto = auto
+        self._merge_below = merge_below
         self._recorders = recorders
         self._group_names = _group_names(gm.graph, other_groups)
         self._tracing_context = TracingContext.try_get()
@@ -98,6 +101,7 @@ class PreparedGraph:
                 final_passes=self._lowering.final_passes,
                 observer=observer(),
                 auto=self._auto,
+                merge_below=self._merge_below,
             )
         return gm, interface
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch.fx import Graph, Node
 
 from passes.fx.graph import is_view
-from passes.ir.work import BucketName, Role, bucket, role
+from passes.ir.work import MAKES_PARAMETERS, BucketName, Role, bucket, role
 
 from ..compiler.calls import UnitFacts
 
@@ -72,7 +72,7 @@ def _anchor(node: Node, units: Collection[str], parameters: Mapping[str, str]) -
     for source in node.all_input_nodes:
         made = _memory(source)
         done = bucket(made)
-        if done is not None and role(made) is Role.FINISH_GATHER:
+        if done is not None and role(made) in MAKES_PARAMETERS:
             return unit_of_bucket(done.unit_buckets[0], units)
         if made.op == "placeholder" and made.name in parameters:
             return parameters[made.name]

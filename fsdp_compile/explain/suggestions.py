@@ -8,7 +8,7 @@ from dataclasses import replace
 from passes.auto.placement import Placement
 from passes.fx.graph import copy_of
 from passes.fx.sizes import num_bytes
-from passes.ir.work import Role, role
+from passes.ir.work import MAKES_PARAMETERS, Role, role
 from passes.models.timeline import Costs, simulate
 
 from .parts import Suggestion
@@ -57,7 +57,7 @@ def _without_second_gathers(report: Report) -> Suggestion:
     gathered: dict[object, int] = {}
     for call, figures in zip(source.calls, source.figures, strict=True):
         # What forward has copied out, backward need not.
-        gathers = {node for node in figures.order if role(node) in (Role.START_GATHER, Role.FINISH_GATHER)}
+        gathers = {node for node in figures.order if role(node) in (Role.START_GATHER, *MAKES_PARAMETERS)}
         if not call.is_backward:
             whole = sum(num_bytes(node.meta["val"]) for node in gathers if node in figures.costs.transfer)
             gathered[call.compilation] = max(whole, gathered.get(call.compilation, 0))

@@ -13,13 +13,13 @@ reductions of the same plan with equal divide factors. Communication hooks are c
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from ..collectives.functional import group_size
-from ..fx.sizes import num_bytes
 from ..ir.ops import ReduceGrad, Unshard
 from ..ir.plan import Plan
 from ..ir.reduction import Reduction
@@ -40,7 +40,7 @@ class Grouping:
 
 
 @dataclass(frozen=True)
-class _Item:
+class Item:
     """Parameters that share a collective by default.
 
     Attributes:
@@ -48,14 +48,14 @@ class _Item:
         key: equal for buckets that may merge; None: it stays as it is.
         place: where the graph needs it first, or has all of it.
         sizes: bytes of its parameters, unsharded.
-        knee: bytes that travel in the time that a collective takes to start.
+        spec: of its first one.
     """
 
     members: Group
     key: Hashable
     place: int
     sizes: tuple[int, ...]
-    knee: float
+    spec: Unshard | ReduceGrad
 
 
 def groupings(graph: Graph, plan: Plan, default: Grouping, hardware: Hardware, *, smallest: bool) -> list[Grouping]:
@@ -69,37 +69,41 @@ def groupings(graph: Graph, plan: Plan, default: Grouping, hardware: Hardware, *
         smallest: also every parameter by itself, which needs the least memory.
     """
     sink_derived(graph)
-    gather_items = _gather_items(graph, default.gathers, plan, hardware)
-    reduction_items = _reduction_items(graph, default.reductions, plan, hardware)
+    gathers, reductions = gather_items(graph, default.gathers, plan), reduction_items(graph, default.reductions, plan)
     found = [default]
     for multiple in (*_MULTIPLES, *((0,) if smallest else ())):
-        found.append(Grouping(_group_by_size(gather_items, multiple), _group_by_size(reduction_items, multiple)))
+        by_size = (_group_by_size(items, lambda item: multiple * _knee(item.spec, hardware)) for items in (gathers, reductions))  # noqa: B023
+        found.append(Grouping(*by_size))
     return list(dict.fromkeys(found))
 
 
-def _gather_items(graph: Graph, groups: Sequence[Group], plan: Plan, hardware: Hardware) -> list[_Item]:
+def gather_items(graph: Graph, groups: Sequence[Group], plan: Plan) -> list[Item]:
+    """The gathers of a graph whose views of parameters have sunk to their readers."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     items = []
     for group, bucket in zip(groups, regroup(gather_buckets(graph), groups), strict=True):
-        index, _ = group[0]
-        spec = Unshard.of(bucket.nodes[0])
-        sizes = [num_bytes(shard.meta["val"]) * group_size(spec.group) for shard in bucket.shards]
-        key = (plan.gathers[index], gather_key(spec))
+        specs = [Unshard.of(node) for node in bucket.nodes]
         first = min(place[reader] for node in bucket.nodes for reader in node.users)
-        items.append(_Item(group, key, first, tuple(sizes), hardware.knee_bytes("all_gather", layout_of(spec.group))))
+        key = (plan.gathers[group[0][0]], gather_key(specs[0]))
+        items.append(Item(group, key, first, tuple(_size(spec, spec.shard) for spec in specs), specs[0]))
     return items
 
 
-def _reduction_items(graph: Graph, groups: Sequence[Group], plan: Plan, hardware: Hardware) -> list[_Item]:
+def reduction_items(graph: Graph, groups: Sequence[Group], plan: Plan) -> list[Item]:
+    """The reductions of a graph."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     items = []
     for group, bucket in zip(groups, regroup(reduction_buckets(graph), groups), strict=True):
-        index, _ = group[0]
         specs = [ReduceGrad.of(node) for node in bucket.nodes]
-        sizes = [num_bytes(spec.grad.meta["val"]) for spec in specs]
         last = max(place[spec.grad] for spec in specs)
-        items.append(_Item(group, _reduction_key(specs[0], plan, index), last, tuple(sizes), _knee(specs[0], hardware)))
+        key = _reduction_key(specs[0], plan, group[0][0])
+        items.append(Item(group, key, last, tuple(_size(spec, spec.grad) for spec in specs), specs[0]))
     return items
+
+
+def _size(spec: Unshard | ReduceGrad, like: Node) -> int:
+    """Bytes of an unsharded parameter or gradient: of its own, so that they are the same for any number of ranks."""
+    return math.prod(spec.shape) * like.meta["val"].dtype.itemsize
 
 
 def _reduction_key(spec: ReduceGrad, plan: Plan, index: int) -> Hashable:
@@ -110,33 +114,56 @@ def _reduction_key(spec: ReduceGrad, plan: Plan, index: int) -> Hashable:
     return reduction, plan.factor_classes[index], dtypes, spec.group, spec.replicate_group
 
 
-def _knee(spec: ReduceGrad, hardware: Hardware) -> float:
-    """Of a reduction: that of its reduce-scatter or, if that is larger, of the all-reduce of what this leaves."""
+def _knee(spec: Unshard | ReduceGrad, hardware: Hardware) -> float:
+    """Bytes that travel in the time that a collective takes to start: of a reduction, its reduce-scatter or, if that is larger,
+    the all-reduce of what this leaves."""
+    if isinstance(spec, Unshard):
+        return hardware.knee_bytes("all_gather", layout_of(spec.group))
     knee = hardware.knee_bytes("reduce_scatter", layout_of(spec.group))
     if not spec.replicate_group:
         return knee
     return max(knee, group_size(spec.group) * hardware.knee_bytes("all_reduce", layout_of(spec.replicate_group)))
 
 
-def _group_by_size(items: Sequence[_Item], multiple: int) -> tuple[Group, ...]:
-    groups: list[list[tuple[int, int]]] = []
-    # A large bucket between small ones does not keep them from merging.
-    merging: tuple[Hashable, list[tuple[int, int]]] = None, []
+def _group_by_size(items: Sequence[Item], target_of: Callable[[Item], float]) -> tuple[Group, ...]:
+    groups: list[Group] = []
+    small = []
+    for item in items:
+        size, target = sum(item.sizes), target_of(item)
+        if item.key is None:
+            groups.append(item.members)
+        elif size >= 2 * target:
+            groups += _pieces(item.members, item.sizes, target)
+        else:
+            small.append(item)
+    return in_order([*groups, *merge_neighbours(small, target_of)], items)
+
+
+def in_order(groups: Sequence[Group], items: Sequence[Item]) -> tuple[Group, ...]:
+    """Groups made of items, in the order in which the graph needs them."""
+    place = {member: item.place for item in items for member in item.members}
+    return tuple(sorted(groups, key=lambda group: (place[group[0]], group)))
+
+
+def merge_neighbours(items: Sequence[Item], target_of: Callable[[Item], float]) -> list[Group]:
+    """Merge each item with those that follow it in the graph until they have the target size.
+
+    Only neighbours among the items given do: a large bucket between small ones does not keep these from merging.
+    """
+    groups: list[Group] = []
+    key: Hashable = None
     merged = 0
     for item in sorted(items, key=lambda item: (item.place, item.members)):
-        size, target = sum(item.sizes), multiple * item.knee
-        if item.key is None or size >= 2 * target:
-            groups += [list(item.members)] if item.key is None else _pieces(item.members, item.sizes, target)
-        elif item.key == merging[0] and merged < target:
-            merging[1].extend(item.members)
-            merged += size
+        if groups and item.key == key and merged < target_of(item):
+            groups[-1] += item.members
+            merged += sum(item.sizes)
         else:
-            groups.append(list(item.members))
-            merging, merged = (item.key, groups[-1]), size
-    return tuple(map(tuple, groups))
+            groups.append(item.members)
+            key, merged = item.key, sum(item.sizes)
+    return groups
 
 
-def _pieces(members: Sequence[tuple[int, int]], sizes: Sequence[int], target: float) -> list[list[tuple[int, int]]]:
+def _pieces(members: Group, sizes: Sequence[int], target: float) -> list[Group]:
     """Runs of a bucket's parameters of at least the target size each."""
     pieces: list[list[tuple[int, int]]] = [[]]
     filled = 0
@@ -148,4 +175,4 @@ def _pieces(members: Sequence[tuple[int, int]], sizes: Sequence[int], target: fl
         pieces[-1].append(member)
         filled += size
         left -= size
-    return pieces
+    return list(map(tuple, pieces))

@@ -6,6 +6,8 @@ flight, so that a schedule can put work between the two halves.
 """
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -135,25 +137,44 @@ def finish_gather(
     *,
     dtype: torch.dtype | None = None,
     sent_as: GatherPolicy | None = None,
+    runs: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Wait for a gather that :func:`start_gather` began and cut the full parameters out of its buffer."""
+    """Wait for a gather that :func:`start_gather` began and cut the full parameters out of its buffer.
+
+    Args:
+        runs: cut so many of them out as one first, and them out of that.
+    """
     world_size = group_size(group)
     sent_as = rounding(sent_as, shapes)
     rows = _c10d.wait_tensor(gathered).view(world_size, -1)
     numels = [padded_shard_numel(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
-    sizes: list[int] = []
-    places = []
-    for numel, gap in zip(numels, gaps or _least_gaps(numels, sent_as), strict=True):
-        places.append(len(sizes))
-        sizes += [numel, gap] if gap else [numel]
+    gaps = gaps or _least_gaps(numels, sent_as)
     if sent_as is None:
-        split = rows.split(sizes, dim=1) if len(sizes) > 1 else [rows]
-        pieces = [split[place] for place in places]
+        pieces = _cut(rows, numels, gaps, runs)
     else:
         assert dtype is not None
         shard_shapes = [padded_shard_shape(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
-        pieces = sent_as.decode(rows, shard_shapes, [sum(sizes[:place]) for place in places], sum(sizes), dtype)
+        ends = list(itertools.accumulate(map(operator.add, numels, gaps)))
+        places = [end - numel - gap for end, numel, gap in zip(ends, numels, gaps, strict=True)]
+        pieces = sent_as.decode(rows, shard_shapes, places, ends[-1], dtype)
     return [assemble(piece, shape, dim) for piece, shape, dim in zip(pieces, shapes, dims, strict=True)]
+
+
+def _cut(rows: Tensor, numels: Sequence[int], gaps: Sequence[int], runs: Sequence[int] = ()) -> list[Tensor]:
+    """Pieces of so many columns, with gaps behind them; of runs of so many pieces, if given."""
+    if runs:
+        ends = list(itertools.accumulate(runs))
+        slices = [slice(end - run, end) for end, run in zip(ends, runs, strict=True)]
+        split = rows.split([sum(numels[piece]) + sum(gaps[piece]) for piece in slices], dim=1)
+        pairs = zip(slices, split, strict=True)
+        return [cut for piece, run in pairs for cut in _cut(run, numels[piece], gaps[piece])]
+    sizes: list[int] = []
+    places = []
+    for numel, gap in zip(numels, gaps, strict=True):
+        places.append(len(sizes))
+        sizes += [numel, gap] if gap else [numel]
+    split = rows.split(sizes, dim=1) if len(sizes) > 1 else (rows,)
+    return [split[place] for place in places]
 
 
 def _divide(value: Tensor, factors: Sequence[Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ class Role(Enum):
     Attributes:
         START_GATHER: copies shards in, and starts the all-gather.
         FINISH_GATHER: waits for it, and cuts the parameters out.
+        UNPACK: cuts the parameters of one of several units out of what they have gathered together.
         ACCUMULATE: adds gradients to those of earlier microbatches, without communication.
         START_REDUCE: copies gradients in, and starts the reduce-scatter.
         ALL_REDUCE: finishes the reduce-scatter, and starts the all-reduce over replicas.
@@ -29,6 +30,7 @@ class Role(Enum):
 
     START_GATHER = "start_gather"
     FINISH_GATHER = "finish_gather"
+    UNPACK = "unpack"
     ACCUMULATE = "accumulate"
     START_REDUCE = "start_reduce"
     ALL_REDUCE = "all_reduce"
@@ -36,6 +38,10 @@ class Role(Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+#: What makes parameters of a gathered buffer.
+MAKES_PARAMETERS = (Role.FINISH_GATHER, Role.UNPACK)
 
 
 @dataclass(frozen=True)
@@ -106,10 +112,11 @@ def nodes_of(graph: Graph, wanted: Role) -> dict[BucketName, list[Node]]:
 
 
 def kernel_boundaries(graph: Graph) -> set[Node]:
-    """The nodes that no kernel reaches across: collectives, and the first node of each reduction's copy-in.
+    """The nodes that no kernel reaches across: collectives, the first node of each reduction's copy-in, and that of the copies
+    of each unit out of what several have gathered.
 
     A kernel that copied gradients in and read a parameter as well would hold a whole gathered buffer beside the gradients and
-    their copy.
+    their copy. Between units, kernels end where they would if each had gathered by itself, so that equal units share them.
     """
-    copies_in = {nodes[0] for nodes in nodes_of(graph, Role.START_REDUCE).values()}
-    return copies_in | {node for node in graph.nodes if is_collective(node)}
+    first = {nodes[0] for role in (Role.START_REDUCE, Role.UNPACK) for nodes in nodes_of(graph, role).values()}
+    return first | {node for node in graph.nodes if is_collective(node)}

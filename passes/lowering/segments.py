@@ -44,6 +44,17 @@ _CONSTANTS = {
 }
 
 
+# What reads other memory than that of the elements of its input.
+_READ_STORAGE = {
+    _aten.as_strided.default,
+    _aten.as_strided_.default,
+    _aten.as_strided_copy.default,
+    _aten.as_strided_scatter.default,
+}
+# Of what Inductor takes for aligned, in bytes.
+_ALIGNMENT = 16
+
+
 @dataclass(frozen=True)
 class Segment:
     """A stretch of compute.
@@ -209,7 +220,8 @@ class _Builder:
     def key(self) -> Hashable:
         body = (*self.constants, *self.body)
         place: dict[Any, str] = {node: f"%{index}" for index, node in enumerate((*self.inputs, *body))}
-        inputs = tuple(_describe(_value_of(source)) for source in self.inputs)
+        reads_storage = any(node.target in _READ_STORAGE for node in body)
+        inputs = tuple(_describe(_value_of(source), reads_storage) for source in self.inputs)
         calls = tuple((node.target, argument_text((node.args, node.kwargs), place.__getitem__)) for node in body)
         return inputs, calls, tuple(place[node] for node in self.outputs)
 
@@ -252,10 +264,15 @@ def _value_of(source: Node | _SizeOf) -> Any:
     return source.tensor.meta["val"].shape[source.dim] if isinstance(source, _SizeOf) else source.meta["val"]
 
 
-def _describe(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return str(tuple(value.shape)), str(value.stride()), str(value.storage_offset()), value.dtype, value.device
-    return str(value)
+def _describe(value: Any, with_offset: bool) -> Hashable:
+    """What code depends on of an input. Of where it begins in its memory, that is what it may suppose of addresses."""
+    if not isinstance(value, Tensor):
+        return str(value)
+    offset = value.storage_offset()
+    if isinstance(offset, int) and not with_offset:
+        # C++ kernels suppose nothing.
+        offset = 0 if value.device.type == "cpu" else offset * value.itemsize % _ALIGNMENT
+    return str(tuple(value.shape)), str(value.stride()), str(offset), value.dtype, value.device
 
 
 def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:

@@ -35,7 +35,7 @@ from ..fx.sizes import num_bytes, size_value
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
 from ..ir.ops import unshards
-from ..ir.work import BucketName, Role, bucket, kernel_boundaries, role
+from ..ir.work import MAKES_PARAMETERS, BucketName, Role, bucket, kernel_boundaries, role
 
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 _cast = torch.ops.prims.convert_element_type.default
@@ -410,7 +410,7 @@ def _is_communicated(node: Node) -> bool:
 
 
 def _is_parameter(node: Node) -> bool:
-    return role(node) is Role.FINISH_GATHER or (role(node) is Role.START_GATHER and node.target == _all_gather)
+    return role(node) in MAKES_PARAMETERS or (role(node) is Role.START_GATHER and node.target == _all_gather)
 
 
 def _segments(graph: Graph) -> dict[Node, int]:

@@ -7,6 +7,8 @@ After:  for each unit, dtype and group one ``all_gather_into_tensor`` just ahead
 In a bucket, parameters stand in the order of flat storage, never of a hash. Scalars, which every rank holds whole, are read
 without a gather.
 
+Units that share a gather are cut out of its buffer one by one, if asked for, so that the kernels of equal units are equal.
+
 New nodes are marked with their work (:mod:`passes.ir.work`), which is what the schedule moves.
 :mod:`passes.transforms.gradient_sync` does the same for gradients.
 
@@ -16,6 +18,7 @@ Leaves alone collectives of the model's own.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +33,7 @@ from ..ir.interface import FullParameter, Interface
 from ..ir.ops import ReduceGrad, Unshard, reduce_grads, unshard, unshards
 from ..ir.plan import Gather
 from ..ir.storage import gaps_to_gather
-from ..ir.work import BucketName, Role, Work
+from ..ir.work import BucketName, Role, Work, mark, nodes_of
 
 
 @dataclass
@@ -142,8 +145,9 @@ def _drop_trivial(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _gather(graph: Graph, bucket: Bucket) -> list[Node]:
-    """Gather a bucket ahead of its first reader. Returns the full parameters."""
+def _gather(graph: Graph, bucket: Bucket, runs: Sequence[int] = ()) -> list[Node]:
+    """Gather a bucket ahead of its first reader, and cut its buffer into runs of so many parameters first. Returns the full
+    parameters."""
     specs = [Unshard.of(node) for node in bucket.nodes]
     shapes, dims, group = [spec.shape for spec in specs], [spec.dim for spec in specs], specs[0].group
     shards, sent_as = bucket.shards, rounding(GatherPolicy.parse(specs[0].sent_as), shapes)
@@ -157,7 +161,9 @@ def _gather(graph: Graph, bucket: Bucket) -> list[Node]:
     with graph.inserting_before(first_reader):
         start, finish = Work(Role.START_GATHER, bucket.name), Work(Role.FINISH_GATHER, bucket.name)
         started = emit(graph, start_gather, shards, group=group, gaps=gaps, work=start, **sent)
-        return emit(graph, finish_gather, started, shapes=shapes, dims=dims, group=group, gaps=gaps, work=finish, **sent)
+        return emit(
+            graph, finish_gather, started, shapes=shapes, dims=dims, group=group, gaps=gaps, runs=runs, work=finish, **sent
+        )
 
 
 def bucket_gathers(
@@ -165,6 +171,8 @@ def bucket_gathers(
     plan: Sequence[Gather] | None = None,
     interface: Interface | None = None,
     groups: Sequence[Group] | None = None,
+    *,
+    unit_by_unit: bool = False,
 ) -> None:
     """Replace the unshards of a forward or backward graph by one all-gather for each bucket. In place.
 
@@ -173,6 +181,8 @@ def bucket_gathers(
         plan: what to do about each bucket of :func:`gather_buckets`; None: gather all.
         interface: takes the inputs and outputs that a plan adds.
         groups: gather these together instead of each bucket; they have all parameters that the plan gathers.
+        unit_by_unit: cut the parameters of a unit that shares a gather out of its buffer ahead of their own first reader,
+            rather than ahead of the first reader of all.
     """
     sink_derived(graph)
     buckets = gather_buckets(graph)
@@ -184,13 +194,48 @@ def bucket_gathers(
         reused = {index for index, action in enumerate(plan or ()) if action is Gather.REUSE}
         groups = [group for group in whole_buckets(buckets) if group[0][0] not in reused]
     for group, bucket in zip(groups, regroup(buckets, groups), strict=True):
-        fulls = _gather(graph, bucket)
+        shares = unit_by_unit and len(bucket.name.parts) > 1
+        fulls = _gather(graph, bucket, [len(list(run)) for _, run in itertools.groupby(group, _bucket_of)] if shares else ())
         for (index, position), full in zip(group, fulls, strict=True):
             if plan is not None and plan[index] is Gather.KEEP:
                 assert interface is not None
                 interface.add_output(full, FullParameter(index, position))
         _replace(graph, bucket, fulls)
+        if shares:
+            _unpack(graph, bucket.name, [buckets[index].name for index, _ in group], fulls)
     _drop_trivial(graph)
+
+
+def _bucket_of(member: tuple[int, int]) -> int:
+    return member[0]
+
+
+def _unpack(graph: Graph, name: BucketName, units: Sequence[BucketName], fulls: Sequence[Node]) -> None:
+    """Let what only the parameters of one unit need of a shared buffer stand ahead of the first reader of these.
+
+    Args:
+        graph: the graph.
+        name: of the bucket that the units share.
+        units: the unit's own bucket of each parameter.
+        fulls: the parameters.
+    """
+    finish = nodes_of(graph, Role.FINISH_GATHER)[name]
+    needed_by: dict[Node, set[BucketName]] = {full: {unit} for full, unit in zip(fulls, units, strict=True)}
+    alone: dict[BucketName, list[Node]] = {}
+    for node in reversed(finish):
+        wanted = needed_by.setdefault(node, set()).union(*(needed_by.get(user, ()) for user in node.users))
+        needed_by[node] = wanted
+        if not wanted:
+            graph.erase_node(node)  # a gap
+        elif len(wanted) == 1:
+            alone.setdefault(next(iter(wanted)), []).append(node)
+    for unit, found in alone.items():
+        # An element of a tuple is taken where the tuple is made.
+        nodes = [node for node in found if node.target is not operator.getitem or node.args[0] in found]
+        first_reader = min(user for node in nodes for user in node.users if user not in needed_by)
+        for node in reversed(nodes):
+            first_reader.prepend(node)
+            mark(node, Work(Role.UNPACK, unit))
 
 
 def _reuse(graph: Graph, bucket: Bucket, index: int, interface: Interface) -> None:

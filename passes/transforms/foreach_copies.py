@@ -14,6 +14,7 @@ Leaves alone graphs on the CPU: a launch costs nothing there.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from torch.fx import Graph, Node
 from ..fx.emit import WORK
 from ..fx.graph import with_sources
 from ..fx.sizes import num_bytes
-from ..ir.work import Role, nodes_of, role
+from ..ir.work import MAKES_PARAMETERS, Role, nodes_of, role
 
 _aten = torch.ops.aten
 # Times one: a copy, to the bit. _foreach_copy keeps gaps between elements, and torch 2.11 has no _foreach_clone.
@@ -57,7 +58,7 @@ def _copy_all(graph: Graph, sources: list[Node], like: Node) -> list[Node]:
 
 def copy_out_together(graph: Graph) -> None:
     """Cut the small parameters of a bucket out of its gathered buffer with one operator. In place."""
-    for nodes in nodes_of(graph, Role.FINISH_GATHER).values():
+    for nodes in itertools.chain.from_iterable(nodes_of(graph, made).values() for made in MAKES_PARAMETERS):
         clones = [node for node in nodes if node.target == _aten.clone.default and _is_small(node)]
         sources: list[Node] = [clone.args[0] for clone in clones]  # type: ignore[misc]
         # What parameters are made of (scales, of a gather that rounds) is copied ahead of them.

@@ -15,7 +15,7 @@ from torch.fx import Graph
 
 from ..fx.graph import replace_other_uses
 from ..fx.torch_internals.operators import force_stride_order
-from ..ir.work import Role, kernel_boundaries, role
+from ..ir.work import MAKES_PARAMETERS, kernel_boundaries, role
 from .foreach_copies import copy_in_together, copy_out_together
 
 
@@ -25,7 +25,7 @@ def pin_layouts(graph: Graph) -> None:
     copy_in_together(graph)
     _copy_late(graph)
     for node in list(graph.nodes):
-        if role(node) is Role.FINISH_GATHER and node.target == torch.ops.aten.clone.default:
+        if role(node) in MAKES_PARAMETERS and node.target == torch.ops.aten.clone.default:
             with graph.inserting_after(node):
                 pinned = graph.call_function(force_stride_order, (node, list(node.meta["val"].stride())))
             pinned.meta = dict(node.meta)
@@ -38,5 +38,5 @@ def _copy_late(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node in boundaries:
             following = node
-        elif role(node) is Role.FINISH_GATHER and node.users:
+        elif role(node) in MAKES_PARAMETERS and node.users:
             min(following, *node.users).prepend(node)

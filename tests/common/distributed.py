@@ -37,6 +37,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from passes.auto import small_units
+
 # Modules that all ranks need.
 _PRELOAD = [
     "torch._dynamo",
@@ -82,7 +84,7 @@ def _execute(message: bytes) -> bytes:
     Pickled here rather than by the connection, whose pickler would move tensors to shared memory.
     """
     try:
-        module, name, kwargs = pickle.loads(message)
+        module, name, kwargs, small_units.MERGE_BELOW_BYTES = pickle.loads(message)
         torch.manual_seed(0)
         return pickle.dumps(("ok", getattr(importlib.import_module(module), name)(**kwargs)))
     except BaseException:
@@ -170,7 +172,7 @@ class RankPool:
         """
         if not self._ranks:
             self._start()
-        job = pickle.dumps((function.__module__, function.__qualname__, kwargs))
+        job = pickle.dumps((function.__module__, function.__qualname__, kwargs, small_units.MERGE_BELOW_BYTES))
         try:
             for rank in self._ranks:
                 # A rank that has died shows up as the end of its replies.

@@ -23,6 +23,8 @@ from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import DEFAULTS, all_reduce, divide_factor, full, sync
 from tests.common.parity import regression_batch, shard_units, squared_error
 
+pytestmark = pytest.mark.units_apart
+
 _AUTO: dict[str, Any] = {"lowering": "aot_eager", "schedule": "auto"}
 
 

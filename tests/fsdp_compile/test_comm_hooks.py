@@ -18,6 +18,8 @@ from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import shard_units
 
+pytestmark = pytest.mark.units_apart
+
 
 def _group(shape: tuple[int, ...]) -> Any:
     mesh = device_mesh(shape)

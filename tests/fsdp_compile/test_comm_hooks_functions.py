@@ -18,6 +18,8 @@ from passes.collectives.traced_hook import apply_in_place_hook, apply_reduce_hoo
 from tests.common.distributed import RankPools
 from tests.passes.tracing import WORLD_SIZE, PassTestCase
 
+pytestmark = pytest.mark.units_apart
+
 
 class TestTracedHooks(PassTestCase):
     def graph(self, state: Any, hook: Callable[..., Any], dtype: torch.dtype = torch.float32) -> str:

@@ -39,6 +39,8 @@ from tests.common import models
 from tests.common.distributed import RankFailure, RankPools, device_mesh
 from tests.common.parity import Forward, adamw, regression_batch, shard_units, squared_error
 
+pytestmark = pytest.mark.units_apart
+
 Numbers = dict[str, Any]
 _WORLD = 2
 _EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "aot_eager"}}

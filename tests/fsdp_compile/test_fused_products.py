@@ -22,6 +22,8 @@ from fsdp_compile import CudaCode, capture, cuda_code, cuda_outline, explain, fs
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import relative_error
 
+pytestmark = pytest.mark.units_apart
+
 WIDTH = 64
 
 

@@ -58,6 +58,8 @@ from tests.common.microbatches import (
 from tests.common.parity import FullyShard, adamw, regression_batch, shard_units, squared_error
 from tests.common.versions import needs_fsdp2
 
+pytestmark = pytest.mark.units_apart
+
 AOT_EAGER = {"lowering": "aot_eager"}
 FSDP, FSDP4, HSDP = (2,), (4,), (2, 2)
 RTOL = 1e-5

@@ -59,7 +59,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-pytestmark = pytest.mark.usefixtures("fake_ranks")
+pytestmark = [pytest.mark.units_apart, pytest.mark.usefixtures("fake_ranks")]
 
 
 def compile_gpt(lowering: str = "aot_eager", hsdp: bool = False, depth: int = 2, **policy: Any) -> Capture:

@@ -208,6 +208,7 @@ def run_trainer(path: str) -> None:
     _same_on_both(trainer, path=path)
 
 
+@pytest.mark.exhaustive
 @_needs("accelerate")
 def test_trainer(rank_pools: RankPools, tmp_path: Path) -> None:
     rank_pools[_WORLD].run(run_trainer, path=str(tmp_path))

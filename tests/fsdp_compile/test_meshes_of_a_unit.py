@@ -30,7 +30,7 @@ from tests.common.microbatches import (
 from tests.common.parity import FullyShard, regression_batch, squared_error
 from tests.common.versions import needs_placements_with_a_mesh
 
-pytestmark = needs_placements_with_a_mesh
+pytestmark = [pytest.mark.units_apart, needs_placements_with_a_mesh]
 
 _FLAVOURS = ("unsharded", "partial_then_unsharded", "sharded", "partial", "unsharded_then_partial", "keep_unsharded")
 _QUICK = _FLAVOURS[:2]

@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_compile import Capture, CapturedGraph, capture, cuda_code, cuda_outline, explain, fsdp_backend, fully_shard
 
+pytestmark = pytest.mark.units_apart
+
 MESH = {"dp": 4, "tp": 2}
 
 

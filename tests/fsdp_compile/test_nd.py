@@ -192,7 +192,7 @@ _SPLITS = {
     "PP x TP x FSDP": Split(8, "--dp 2 --tp 2 --pp 2"),
     "TP x EP x FSDP": Split(8, "--dp 4 --ep 2 --tp 2"),
 }
-_QUICK = ("EP x FSDP, an expert on several ranks", "CP x FSDP, ring of 2")
+_QUICK = ("CP x FSDP, ring of 2",)
 _SYSTEMS = {"eager": "--no-compile", "aot_eager": "--lowering aot_eager", "inductor": "--lowering inductor"}
 _WITH_INDUCTOR = ("EP x FSDP", "EP x FSDP, grouped_mm", "CP x FSDP, ring")
 

@@ -18,6 +18,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from fsdp_compile import CapturedGraph, CudaCode, cuda_code, cuda_outline, explain, fully_shard
 
+pytestmark = pytest.mark.units_apart
+
 _EXAMPLE = Path(__file__).parents[2] / "examples/train_nd.py"
 
 

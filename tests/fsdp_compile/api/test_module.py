@@ -452,6 +452,7 @@ def capture_graphs(shape: tuple[int, ...], lowering: str) -> tuple[list[str], li
     return texts[0], [isinstance(graph.code, str) for graph in graphs]
 
 
+@pytest.mark.units_apart
 @pytest.mark.parametrize(
     ("shape", "lowering"),
     [

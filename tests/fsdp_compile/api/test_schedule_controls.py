@@ -40,6 +40,8 @@ from tests.common.parity import (
     train_sharded,
 )
 
+pytestmark = pytest.mark.units_apart
+
 _AOT_EAGER: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "aot_eager"}}
 
 

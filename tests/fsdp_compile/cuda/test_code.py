@@ -31,7 +31,7 @@ from fsdp_compile.cuda.pretend import require_triton
 from passes.fx.graph import is_collective
 from passes.transforms.foreach_copies import MAX_FOREACH_BYTES
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")
+pytestmark = [pytest.mark.units_apart, pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")]
 
 _COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce"}
 _KERNELS = {"pointwise kernel", "reduction kernel", "foreach kernel"}

@@ -13,6 +13,8 @@ import pytest
 from fsdp_compile import Report
 from tests.fsdp_compile.explain.test_explain import report_of
 
+pytestmark = pytest.mark.units_apart
+
 Span = tuple[int, int, str]
 
 

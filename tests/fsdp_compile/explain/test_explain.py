@@ -20,6 +20,8 @@ from passes.models.memory_model import Category
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.models import MLP, GraphBreaks
 
+pytestmark = pytest.mark.units_apart
+
 DIM, HIDDEN, LAYERS, RANKS, BATCH = 64, 256, 3, 8, 16
 NAMES = ("root", "blocks.0", "blocks.1", "blocks.2")
 GATHERED, GRADIENTS = Category.PARAMETERS.value, Category.GRADIENTS.value

@@ -18,6 +18,8 @@ import fsdp_compile
 from fsdp_compile import GatherPolicy, explain, fully_shard
 from fsdp_compile.explain.report import Report
 
+pytestmark = pytest.mark.units_apart
+
 _ROWS, _WIDTH, _LENGTH = 40, 12, 64
 
 
@@ -128,7 +130,13 @@ def explain_stack(ranks: int, **options: Any) -> Report:
     return explain(model, x, (ranks,), "h100", shard=partial(shard_layers, **options), suggest=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"gather_policy": GatherPolicy(torch.int8, 16)}], ids=["plain", "rounded"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.exhaustive),
+        pytest.param({"gather_policy": GatherPolicy(torch.int8, 16)}, id="rounded"),
+    ],
+)
 def test_a_root_without_parameters_of_its_own(options: dict[str, Any]) -> None:
     explained, traced = explain_stack(8, **options), explain_stack(6, **options)
     check_formulae(explained, traced, {"S": 6})

@@ -24,6 +24,8 @@ from tests.common.models import MLP
 from tests.fsdp_compile.explain.test_chrome_trace import leaves, spans
 from tests.fsdp_compile.explain.test_explain import report_of, shard_all
 
+pytestmark = pytest.mark.units_apart
+
 _DELAY_S = 0.2
 
 

@@ -18,6 +18,8 @@ from fsdp_compile import Report, explain, fully_shard
 from fsdp_compile.explain.tracks import Kind, Span, legible, predicted
 from tests.fsdp_compile.explain.test_explain import report_of
 
+pytestmark = pytest.mark.units_apart
+
 Attributes = dict[str, str]
 _VOID = {"meta", "link"}
 

@@ -17,6 +17,8 @@ from fsdp_compile.explain.render import fold
 from tests.common.models import Transformer
 from tests.fsdp_compile.explain.test_explain import report_of
 
+pytestmark = pytest.mark.units_apart
+
 torch_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="graphs, and so numbers, of torch 2.13")
 
 

@@ -20,6 +20,8 @@ from fsdp_compile import RanksDisagree, comm_hooks, fsdp_backend, fully_shard
 from fsdp_compile.runtime.agreement import Ballot, Program
 from tests.common.distributed import RankPools, device_mesh
 
+pytestmark = pytest.mark.units_apart
+
 
 def _graph(*lines: str, title: str = "backward graph") -> Program:
     return Program(title, lines, lines)

@@ -21,6 +21,8 @@ from fsdp_compile.runtime.agreement import Ballot, Program
 from fsdp_compile.runtime.course import Course
 from tests.common.distributed import RankPools, device_mesh
 
+pytestmark = pytest.mark.units_apart
+
 # Threads stand for ranks.
 
 _FORWARD = Program("forward graph", ["gather 8"], ["gather 8"])

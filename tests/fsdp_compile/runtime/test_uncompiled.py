@@ -28,6 +28,8 @@ from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import FullyShard, shard_units
 from tests.fsdp_compile.test_parity import CASES
 
+pytestmark = pytest.mark.units_apart
+
 # Gloo has no reduce-scatter; an exchange of pieces takes its place.
 _KINDS = {
     "_allgather_base_": "gather",

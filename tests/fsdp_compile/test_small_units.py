@@ -1,0 +1,104 @@
+"""Training where small units share collectives (:mod:`passes.auto.small_units`), as they do by default."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compile import capture, fsdp_backend, fully_shard
+from passes.auto import small_units
+from tests.common import models
+from tests.common.distributed import RankPools
+from tests.common.microbatches import (
+    SMALL,
+    Microbatch,
+    Run,
+    Schedule,
+    Trainee,
+    all_reduce,
+    differences,
+    reference,
+    reshard_after_backward,
+    sgd,
+    sync,
+)
+from tests.fsdp_compile.test_large_parameters import UNEVEN
+from tests.fsdp_compile.test_model_parallel import shard_beside, uneven_parallel
+
+#: Every way to accumulate, of all units and of one by itself.
+_ACCUMULATE: Schedule = (
+    Microbatch((all_reduce(False),)),
+    Microbatch((sync(False, "blocks.0"), reshard_after_backward(False))),
+    Microbatch((sync(False),)),
+    Microbatch((all_reduce(True), sync(True), reshard_after_backward(True))),
+)
+
+
+def train(mesh_shape: tuple[int, ...], system: str, schedule: Schedule) -> Run:
+    """A job."""
+    return Trainee(system, mesh_shape, SMALL.build).train(SMALL, [schedule] * 2, sgd)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "system", "schedule"),
+    [
+        ((2,), "aot_eager", (Microbatch(),)),
+        ((2, 2), "aot_eager", _ACCUMULATE),
+        pytest.param((2,), "inductor", _ACCUMULATE, marks=pytest.mark.exhaustive),
+        pytest.param((2, 2), "inductor", _ACCUMULATE, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_trains_like_one_process(mesh_shape: tuple[int, ...], system: str, schedule: Schedule, rank_pools: RankPools) -> None:
+    world = math.prod(mesh_shape)
+    runs = rank_pools[world].run(train, mesh_shape=mesh_shape, system=system, schedule=schedule)
+    found = differences(runs, reference(SMALL, world, [len(schedule)] * 2, sgd), 1e-5)
+    assert not found, "\n".join(found)
+    # One for all units, each time.
+    assert runs[0].counts("all_gather", "forward")[0] == 1
+    assert runs[0].counts("reduce_scatter", "backward")[-1] == 1
+    assert runs[0].counts("all_reduce", "backward")[-1] == len(mesh_shape) - 1
+    assert small_units.MERGE_BELOW_BYTES > 0
+
+
+def train_pieces_around_the_threshold(lowering: str) -> Run:
+    """A job: of two ranks of tensor parallelism, one has units that are small, and one such that are not."""
+    trainee = Trainee(lowering, (2, 2), UNEVEN.build, partial(shard_beside, parallelize=uneven_parallel))
+    with patch("passes.auto.small_units.MERGE_BELOW_BYTES", 4 * 45):
+        return trainee.train(UNEVEN, [_ACCUMULATE] * 2, sgd)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+def test_tensor_parallel_ranks_may_merge_others(lowering: str, rank_pools: RankPools) -> None:
+    runs = rank_pools[4].run(train_pieces_around_the_threshold, lowering=lowering)
+    found = differences(runs, reference(UNEVEN, 4, [len(_ACCUMULATE)] * 2, sgd), 1e-5)
+    assert not found, "\n".join(found)
+    gathers = [run.counts("all_gather", "forward")[0] for run in runs]
+    assert gathers[0] == gathers[2] > gathers[1] == gathers[3]
+
+
+def _segments(merge_below: int) -> list[int]:
+    """How many segments forward and backward of nine equal layers have that differ."""
+    torch._dynamo.reset()
+    model = models.MLP(layers=9)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    options = {"merge_below": merge_below}
+    compiled: nn.Module = torch.compile(model, backend=fsdp_backend, options=options)  # type: ignore[assignment]
+    with capture() as captured:
+        compiled(torch.ones(3, 8)).sum().backward()
+    return [len(set(re.findall(r"segment_\d+", graph.code))) for graph in (*captured.forward, *captured.backward)]
+
+
+def test_equal_units_share_kernels_as_if_they_were_apart(fake_ranks: None) -> None:
+    together, apart = _segments(1 << 20), _segments(0)
+    # One may copy all of them in.
+    assert all(number <= least + 1 for number, least in zip(together, apart, strict=True)), (together, apart)
+    assert max(apart) < 10

@@ -21,6 +21,8 @@ BASE = "unsharded"
 YARDSTICK = "fsdp2-compiled"
 AUTO = "ours-auto"
 RECORDED = "ours-cudagraphs"
+APART = "ours-apart"
+ROUNDED = "ours-rounded"
 # Names that torch has for its backends, and fsdp_backend for values of its option.
 LOWERINGS = ("inductor", "aot_eager")
 
@@ -171,6 +173,17 @@ def _ours(setting: Setting, **options: Any) -> System:
     return System(model, compiled, _sync_flags(model, setting.accumulation))
 
 
+def _ours_rounded(setting: Setting) -> System:
+    from fsdp_compile import GatherPolicy, comm_hooks, fsdp_backend, fully_shard
+
+    model: Any = setting.size.build(setting.device)
+    shard_blocks(model, fully_shard, mesh=setting.mesh, gather_policy=GatherPolicy(torch.float8_e4m3fn, 128))
+    hook = comm_hooks.QuantizedReduce(torch.int8, block=128)
+    model.register_comm_hook(comm_hooks.DefaultState(setting.mesh.get_group()), hook)
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": setting.lowering})
+    return System(model, compiled, _sync_flags(model, setting.accumulation))
+
+
 def _sync_flags(model: Any, accumulation: Accumulation) -> Callable[[bool], None]:
     """FSDP2's methods, which both have."""
 
@@ -192,6 +205,8 @@ _BUILDERS: dict[str, Callable[[Setting], System]] = {
     "ours": _ours,
     AUTO: lambda setting: _ours(setting, schedule="auto", hardware=setting.hardware, memory_limit=setting.memory_limit),
     RECORDED: lambda setting: _ours(setting, cudagraphs=True),
+    APART: lambda setting: _ours(setting, merge_below=0),
+    ROUNDED: _ours_rounded,
 }
 
 SYSTEMS = {
@@ -203,6 +218,8 @@ SYSTEMS = {
     "ours": "fsdp_backend",
     AUTO: 'fsdp_backend, with options={"schedule": "auto"}',
     RECORDED: 'fsdp_backend, with options={"cudagraphs": True}; on CUDA, without Gloo',
+    APART: 'fsdp_backend, with options={"merge_below": 0}; if asked for',
+    ROUNDED: "fsdp_backend, with gathers in float8 and reductions in int8; if asked for",
 }
 
 
@@ -212,8 +229,8 @@ def build(name: str, setting: Setting) -> System:
 
 
 def default_systems(group: str, device: str) -> list[str]:
-    """All that train with this kind of process group on this kind of device."""
-    left_out = set()
+    """All that train the same with this kind of process group on this kind of device."""
+    left_out = {APART, ROUNDED}
     if group == "fake":
         # The reducer of DDP fails with collectives that do nothing.
         left_out.add("ddp")

@@ -266,7 +266,8 @@ def _check_may_finalize(unit: Unit) -> None:
 def _examples(unit: Unit) -> list[Tensor]:
     """Fake flat shards like those that hooks of a unit get, one for each dtype."""
     with FakeTensorMode():
-        dtypes = {reduce_dtype(unit.mp_policy, dtype) or unit.mp_policy.param_dtype or dtype for dtype in unit.storages}
+        kinds = {param.local.dtype for param in unit.params}
+        dtypes = {reduce_dtype(unit.mp_policy, dtype) or unit.mp_policy.param_dtype or dtype for dtype in kinds}
         return [torch.empty(8, dtype=dtype, device=unit.mesh.device) for dtype in sorted(dtypes, key=str)]
 
 

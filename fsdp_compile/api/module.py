@@ -22,9 +22,10 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from passes.fx.torch_internals.core import TracingContext, disable_dynamo, swap_tensor
 from passes.fx.torch_internals.dynamo import OptimizedModule
-from passes.ir.ops import unshard
+from passes.ir.ops import unshard, unshard_extension
 
 from ..runtime.uncompiled import Forward, read
+from ..units.extension import is_extension
 from ..units.sharded_param import ShardedParam, model_parallel_attribute, shard_attribute
 from ..units.unit import Scope, Unit
 from .casts import cast_inputs, cast_output
@@ -96,7 +97,7 @@ def _leaves(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
         if any(one is None for one in found):
             return False
         others = [param for name, param in inner._parameters.items() if name not in sharded]
-        tensors = [*(shard for shard, _, _ in found), *others, *inner._buffers.values()]
+        tensors = [*(shard for shard, *_ in found), *others, *inner._buffers.values()]
         if any(tensor is not None and fn(tensor) is not tensor for tensor in tensors):
             return False
     return True
@@ -198,6 +199,25 @@ def _model_parallel_property(name: str) -> property:
     return property(read)
 
 
+def _extension_property(name: str) -> property:
+    """The property of a parameter whose local tensor is a subclass with gathers of its own."""
+    attribute = shard_attribute(name)
+
+    def read(self: Any) -> Any:
+        if not is_compiling():
+            return _read_eagerly(self, name)
+        if not self._fsdp_scope.active:
+            return self._parameters[name]
+        found = getattr(self, attribute)
+        if found is None:
+            raise RuntimeError(self._fsdp_sharded[name].meta_message())
+        shard, args, kwargs, attributes, optional = found
+        names = tuple([key for key in optional if attributes[key] is not None])
+        return unshard_extension(shard, *args, tensors=[attributes[key] for key in names], names=names, **kwargs)
+
+    return property(read)
+
+
 @disable_dynamo
 def _read_eagerly(module: Any, name: str) -> Any:
     sharded: ShardedParam = module._fsdp_sharded[name]
@@ -215,7 +235,7 @@ def _read_eagerly(module: Any, name: str) -> Any:
     full = read(sharded)
     if full is None:
         sharded.sync_requires_grad()
-        full = unshard(sharded.shard, *sharded.args, **sharded.kwargs)
+        full = sharded.gather_alone()
     return sharded.as_read(full)
 
 
@@ -277,11 +297,16 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
 
 @functools.cache
 def _make_class(
-    original: type[nn.Module], names: tuple[str, ...], model_parallel: tuple[str, ...], is_unit: bool
+    original: type[nn.Module],
+    names: tuple[str, ...],
+    model_parallel: tuple[str, ...],
+    is_unit: bool,
+    extended: tuple[str, ...] = (),
 ) -> type[nn.Module]:
     base, prefix = (FSDPModule, "FSDP") if is_unit else (_Sharded, "Sharded")
     namespace: dict[str, Any] = {name: _sharded_property(name) for name in names}
     namespace |= {name: _model_parallel_property(name) for name in model_parallel}
+    namespace |= {name: _extension_property(name) for name in extended}
     if not issubclass(original, OptimizedModule):
         # The forward of a wrapper runs that of its module.
         namespace["forward"] = _in_unit(original.forward, casts=is_unit)
@@ -304,7 +329,8 @@ def swap_class(module: nn.Module, unit: Unit, is_unit: bool) -> None:
     original: Any = type(module)
     params = sharded_params_of(module)
     model_parallel = tuple(name for name, sharded in params.items() if sharded.model_parallel is not None)
-    module.__class__ = _make_class(original, tuple(params), model_parallel, is_unit)
+    extended = tuple(name for name, sharded in params.items() if is_extension(sharded.local))
+    module.__class__ = _make_class(original, tuple(params), model_parallel, is_unit, extended)
     if "forward" in module.__dict__:
         # A forward patched onto the instance hides the class's.
         _wrap_on_instance(module, "forward", casts=is_unit)

@@ -21,6 +21,7 @@ from passes.fx.torch_internals.dynamo import OptimizedModule
 
 from ..runtime.owner import attach
 from ..torch_versions import check_policy
+from ..units.extension import check_extension, is_extension
 from ..units.mesh import ShardingMesh
 from ..units.model_parallel import ModelParallel
 from ..units.sharded_param import ShardedParam
@@ -120,6 +121,7 @@ def fully_shard(
     found = _collect_parameters(modules, ignored)
     sharding_mesh = ShardingMesh.of(mesh if dp_mesh_dims is None else _mesh_of_dims(mesh, dp_mesh_dims))
     cuts = _cuts(found, sharding_mesh, shard_placement_fn, dp_mesh_dims)
+    _check_extensions(found, cuts, reshard_after_forward)
     if dp_mesh_dims is not None:
         _check_dims(found, cuts, mesh)
     _check_meshes(found, cuts)
@@ -251,10 +253,13 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
                     "on inner modules first."
                 )
             piece = _piece(param)
-            if _has_ways_of_its_own(piece):
+            if is_extension(piece):
+                check_extension(param, prefix + name)
+            elif _has_ways_of_its_own(piece):
                 raise NotImplementedError(
-                    f"Parameter {prefix}{name} is a {type(piece).__name__}, a tensor subclass with operators or gathers of its "
-                    "own, which a shard would lose. Add it to ignored_params, which leaves it whole on every rank, or convert "
+                    f"Parameter {prefix}{name} is a {type(piece).__name__}, a tensor subclass with operators of its own, "
+                    "which a shard would lose, and without fsdp_pre_all_gather and fsdp_post_all_gather. Add it to "
+                    "ignored_params, which leaves it whole on every rank, or convert "
                     "the model after sharding."
                 )
             if not piece.is_contiguous():
@@ -281,7 +286,7 @@ def _has_ways_of_its_own(param: Tensor) -> bool:
     if issubclass(kind, FakeTensor):
         return False
     overrides = kind.__torch_function__ not in (Tensor.__torch_function__, nn.Parameter.__torch_function__)
-    return overrides or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or hasattr(param, "fsdp_pre_all_gather")
+    return overrides or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 class _Cut(NamedTuple):
@@ -404,6 +409,25 @@ def _check_meshes(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _
                 "mesh_dim_names=('dp', 'tp')), parallelize over mesh['tp'], and shard over mesh['dp']. Or add the parameter to "
                 f"ignored_params, which leaves it as it is. ({error})"
             ) from error
+
+
+def _check_extensions(
+    found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut], reshard_after_forward: bool | int | None
+) -> None:
+    for param, owners in found.items():
+        if not is_extension(param):
+            continue
+        name, kind = owners[0][2], type(param).__name__
+        if cuts[param].dim != 0:
+            raise NotImplementedError(
+                f"Parameter {name} is a {kind} with an fsdp_pre_all_gather, which is sharded along dimension 0 only: return "
+                "Shard(0) or None from shard_placement_fn."
+            )
+        if not isinstance(reshard_after_forward, bool | None):
+            raise NotImplementedError(
+                f"Parameter {name} is a {kind} with an fsdp_pre_all_gather, which is not kept in a smaller group "
+                f"(reshard_after_forward={reshard_after_forward}). Use True or False."
+            )
 
 
 def _check_devices(found: dict[nn.Parameter, _Owners]) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.functional import factor_tensor, group_size, resolve_averaging
 from passes.fx.torch_internals.core import current_graph_task_id, queue_callback, will_engine_execute_node
+from passes.ir.extension import plain_gradient
 from passes.ir.reduction import Factor, Kept, Operand, Reduction, Sync, reduce_at_once, stages
 
 from ..torch_versions import reduce_dtype
@@ -369,6 +370,7 @@ def _take(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:
     receive(unit, list(grads))
     buckets: dict[Any, dict[ShardedParam, Tensor]] = {}
     for param, grad in grads.items():
+        grad = plain_gradient(grad, param.name)
         grad = grad.to(reduce_dtype(unit.mp_policy, param.shard.dtype) or grad.dtype)
         buckets.setdefault((grad.dtype, param.shard.dtype, param.mesh), {})[param] = grad
     for bucket in buckets.values():

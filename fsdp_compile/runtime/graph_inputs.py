@@ -63,11 +63,11 @@ class GraphInputs:
         self.units: dict[str, int] = {}
         specs: list[Unshard | ReduceGrad] = [*gathered, *reduced]
         for spec in specs:
-            for index in self._places([spec.shard]):
+            for index in self._places([spec.shard if isinstance(spec, ReduceGrad) else spec.source]):
                 self.names[index] = spec.unit, spec.name
-                if isinstance(spec, ReduceGrad) or spec.offset >= 0:
+                if isinstance(spec, ReduceGrad) or spec.offset >= 0 or spec.token is not None:
                     self.units.setdefault(spec.unit, index)
-        self.read = self._places([spec.shard for spec in gathered])
+        self.read = self._places([spec.source for spec in gathered])
         self.gather_buckets = gather_buckets(graph)
         self.gathers = [self._members_to_keep(bucket) for bucket in self.gather_buckets]
         buckets = reduction_buckets(graph)

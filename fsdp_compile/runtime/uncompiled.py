@@ -25,6 +25,7 @@ from passes.fx.torch_internals.core import (
     TorchDispatchModeKey,
     disable_dynamo,
     get_dispatch_mode,
+    is_traceable_wrapper_subclass,
     peek_interpreter_stack,
     pytree,
     saved_tensors_hooks_is_enabled,
@@ -84,7 +85,7 @@ class Gathered:
         self.fulls: dict[ShardedParam, Tensor] = {}
         self._versions = {param: _Version.of(param) for param in unit.params}
         self._resharded: dict[ShardedParam, Tensor] = {}
-        self._param_in: dict[int, ShardedParam] = {}
+        self._param_in: dict[int, tuple[ShardedParam, int]] = {}
         #: Outputs of forwards. Backward runs hooks on them before it reads a parameter.
         self.given_out: list[weakref.ref[Tensor]] = []
         self._emptied: dict[ShardedParam, tuple[Tensor, int]] = {}
@@ -133,12 +134,17 @@ class Gathered:
         self._emptied = {}
 
     def _note_storages(self) -> None:
-        by_storage: dict[int, list[ShardedParam]] = {}
-        for param, full in self.fulls.items():
-            by_storage.setdefault(full.untyped_storage()._cdata, []).append(param)
+        by_storage: dict[int, list[tuple[ShardedParam, int]]] = {}
+        for param in self.fulls:
+            for place, full in enumerate(self.plain(param)):
+                by_storage.setdefault(full.untyped_storage()._cdata, []).append((param, place))
         self._param_in = {storage: params[0] for storage, params in by_storage.items() if len(params) == 1}
         for storage in self._param_in:
             _by_storage[storage] = self
+
+    def plain(self, param: ShardedParam) -> list[Tensor]:
+        """The full parameter, or, of a tensor subclass, those that it holds."""
+        return _plain_tensors(self.fulls[param])
 
     def _check_may_gather(self) -> None:
         for param, version in self._versions.items():
@@ -161,7 +167,7 @@ class Gathered:
         kept = {id(param.state.full(param.param)) for param in self.fulls}
         for param, full in self.fulls.items():
             # The user may hold parameters that unshard() gathered.
-            if id(full) not in kept:
+            if id(full) not in kept and param.extension is None:
                 storage = full.untyped_storage()
                 self._emptied[param] = full, storage.nbytes()
                 storage.resize_(0)
@@ -190,11 +196,11 @@ class Gathered:
 
     def note(self, tensor: Tensor) -> _Note | None:
         """The note to save in the place of a tensor that lies in the memory of a parameter; None: save the tensor."""
-        param = self._param_in[tensor.untyped_storage()._cdata]
-        full = self.fulls[param]
+        param, place = self._param_in[tensor.untyped_storage()._cdata]
+        full = self.plain(param)[place]
         if tensor.dtype != full.dtype or tensor.is_conj() or tensor.is_neg():
             return None
-        return _Note(self, param, tensor.shape, tensor.stride(), tensor.storage_offset() - full.storage_offset())
+        return _Note(self, param, place, tensor.shape, tensor.stride(), tensor.storage_offset() - full.storage_offset())
 
 
 @dataclass
@@ -251,6 +257,7 @@ class _Note(NamedTuple):
 
     gathered: Gathered
     param: ShardedParam
+    place: int
     size: Sequence[int]
     stride: Sequence[int]
     offset: int | torch.SymInt
@@ -260,7 +267,7 @@ class _Note(NamedTuple):
         if not self.gathered.fulls and not unit.flags.unshard_in_backward:
             raise RuntimeError(must_not_gather(unit, [self.param.name]))
         self.gathered.fill()
-        full = self.gathered.fulls[self.param]
+        full = self.gathered.plain(self.param)[self.place]
         if not in_backward():
             # Code outside of a backward reads a node's saved tensors.
             self.gathered.free()
@@ -275,6 +282,21 @@ class _NoteOfDTensor(NamedTuple):
 
     def restore(self) -> Tensor:
         return DTensor(self.local.restore(), self.spec, requires_grad=False)
+
+
+class _NoteOfSubclass(NamedTuple):
+    """A tensor subclass of which some tensors are in the memory of gathered parameters."""
+
+    kind: Any
+    inner: dict[str, Any]
+    context: Any
+    size: Sequence[int]
+    stride: Sequence[int]
+
+    def restore(self) -> Tensor:
+        inner = {name: value if isinstance(value, Tensor) else value.restore() for name, value in self.inner.items()}
+        restored: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        return restored
 
 
 class _OfOthers(NamedTuple):
@@ -305,19 +327,34 @@ def _hooks(unit: Unit) -> torch.autograd.graph.saved_tensors_hooks:
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
 
-def _note_of(tensor: Tensor, unit: Unit) -> _Note | _NoteOfDTensor | None:
+def _plain_tensors(full: Tensor) -> list[Tensor]:
+    if not is_traceable_wrapper_subclass(full):
+        return [full]
+    return [tensor for name in full.__tensor_flatten__()[0] for tensor in _plain_tensors(getattr(full, name))]
+
+
+def _note_of(tensor: Tensor, unit: Unit) -> _Note | _NoteOfDTensor | _NoteOfSubclass | None:
     if type(tensor) is DTensor:
         note = _note_of(tensor._local_tensor, unit)
         return _NoteOfDTensor(note, tensor._spec) if isinstance(note, _Note) else None
+    if is_traceable_wrapper_subclass(tensor) and unit.has_extensions:
+        return _note_of_subclass(tensor, unit)
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return None
     gathered = _by_storage.get(tensor.untyped_storage()._cdata)
     return None if gathered is None or gathered.unit is not unit else gathered.note(tensor)
 
 
+def _note_of_subclass(tensor: Any, unit: Unit) -> _NoteOfSubclass | None:
+    names, context = tensor.__tensor_flatten__()
+    held = {name: getattr(tensor, name) for name in names}
+    notes = {name: note for name, value in held.items() if (note := _note_of(value, unit)) is not None}
+    return _NoteOfSubclass(type(tensor), held | notes, context, tensor.size(), tensor.stride()) if notes else None
+
+
 @_python
 def _unpack(packed: Any) -> Tensor:
-    return packed.restore() if isinstance(packed, _Note | _NoteOfDTensor | _OfOthers) else packed
+    return packed.restore() if isinstance(packed, _Note | _NoteOfDTensor | _NoteOfSubclass | _OfOthers) else packed
 
 
 # Parameters that a forward reads.
@@ -353,7 +390,10 @@ class _Unshard(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.gathered = gathered
         # New tensors for each call, as autograd marks them as outputs of this node.
-        return tuple(gathered.fulls[param].data for param in params)
+        return tuple(
+            full.detach() if is_traceable_wrapper_subclass(full) else full.data
+            for full in map(gathered.fulls.__getitem__, params)
+        )
 
     @staticmethod
     @_python

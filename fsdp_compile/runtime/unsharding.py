@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from passes.collectives.functional import finish_gather, start_gather
+from passes.collectives.functional import finish_gather, group_size, start_gather
+from passes.collectives.layout import REPLICATED
+from passes.ir.extension import gathered_shape, with_rows
 
 from ..units.sharded_param import ShardedParam
-from ..units.unit import PendingGather, Unit
+from ..units.unit import PendingGather, Pieces, Unit
 from .course import eager_run
 
 _NONE: Mapping[ShardedParam, Tensor] = {}
@@ -48,10 +51,10 @@ def check_memory(unit: Unit) -> None:
 
 
 def gathered_together(unit: Unit) -> list[list[ShardedParam]]:
-    """A unit's parameters, those of one dtype and mesh together."""
+    """A unit's parameters, those of one dtype and mesh together, or packed, of one mesh."""
     found: dict[Any, list[ShardedParam]] = {}
     for param in unit.params:
-        found.setdefault((param.shard.dtype, param.mesh), []).append(param)
+        found.setdefault(("packed" if param.is_packed else param.shard.dtype, param.mesh), []).append(param)
     return list(found.values())
 
 
@@ -77,6 +80,8 @@ def start_gathers(
 
 
 def _start_gather(unit: Unit, params: list[ShardedParam], what: str, resharded: Mapping[ShardedParam, Tensor]) -> PendingGather:
+    if params[0].is_packed:
+        return _start_packed(params, what)
     dtype, sharded = params[0].compute_dtype, [param for param in params if not param.is_whole]
     is_resharded = any(param in resharded for param in sharded)
     group = params[0].post_forward_group if is_resharded else params[0].mesh.shard_group
@@ -95,6 +100,50 @@ def _start_gather(unit: Unit, params: list[ShardedParam], what: str, resharded: 
         with run:
             gathered = start_gather(shards, group, dtype=dtype, sent_as=sent_as)
     return PendingGather(params, dtype, gathered, group, run, sent_as)
+
+
+def _start_packed(params: list[ShardedParam], what: str) -> PendingGather:
+    """Gather what extensions send, together with other parameters of their unit."""
+    group = params[0].mesh.shard_group
+    pieces = {param: _pieces(param) for param in params if param.dim != REPLICATED}
+    tensors = [tensor for sent in pieces.values() for tensor in sent.tensors]
+    run = eager_run(f"{what}, packed", tuple(map(torch.Tensor.numel, tensors)), (group,))
+    run.begin()
+    with run:
+        gathered = start_gather(tensors, group, dtypes=[tensor.dtype for tensor in tensors])
+    return PendingGather(params, params[0].compute_dtype, gathered, group, run, pieces=pieces)
+
+
+def _pieces(param: ShardedParam) -> Pieces:
+    if param.extension is None:
+        return Pieces([param.shard.detach().to(param.compute_dtype)])
+    param.check_gather()
+    tensors, metadata = param.extension.encode(param.extension.tensors_of(param.local), param.name)
+    return Pieces([with_rows(tensor) for tensor in tensors], metadata)
+
+
+def _finish_packed(pending: PendingGather) -> dict[ShardedParam, Tensor]:
+    assert pending.gathered is not None
+    tensors = [tensor for sent in pending.pieces.values() for tensor in sent.tensors]
+    ranks = group_size(pending.group)
+    shapes, dims = [gathered_shape(tensor, ranks) for tensor in tensors], [0] * len(tensors)
+    for place, param in _places_of_plain(pending.pieces):
+        shapes[place], dims[place] = [*param.shape], param.dim
+    with pending.run:
+        gathered = finish_gather(pending.gathered, shapes, dims, pending.group, dtypes=[tensor.dtype for tensor in tensors])
+    found, start = {}, 0
+    for param, sent in pending.pieces.items():
+        own = gathered[start : start + len(sent.tensors)]
+        start += len(sent.tensors)
+        found[param] = (
+            own[0].contiguous() if param.extension is None else param.extension.decode(own, sent.metadata, param.name)
+        )
+    return found
+
+
+def _places_of_plain(pieces: Mapping[ShardedParam, Pieces]) -> list[tuple[int, ShardedParam]]:
+    ends = itertools.accumulate(len(sent.tensors) for sent in pieces.values())
+    return [(end - 1, param) for end, param in zip(ends, pieces, strict=True) if param.extension is None]
 
 
 def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:
@@ -119,6 +168,13 @@ def finish_unshard(unit: Unit) -> None:
 
 def finish_gather_of(pending: PendingGather) -> dict[ShardedParam, Tensor]:
     """Wait for a gather. Returns the full parameters, each contiguous and with memory of its own."""
+    if pending.pieces:
+        whole = {
+            param: param.shard.detach().to(param.compute_dtype, copy=True)
+            for param in pending.params
+            if param not in pending.pieces
+        }
+        return _finish_packed(pending) | whole
     sharded = [param for param in pending.params if not param.is_whole]
     fulls = {param: param.shard.detach().to(pending.dtype, copy=True) for param in pending.params if param.is_whole}
     if pending.gathered is not None:

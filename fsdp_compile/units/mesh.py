@@ -70,6 +70,12 @@ class ShardingMesh:
             connect(group, found.device)
         return found
 
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The dimension that parameters are sharded over."""
+        names = self.mesh.mesh_dim_names
+        return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
+
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """DTensor placements of a parameter cut along ``dim`` (or ``REPLICATED``)."""
         shard: Placement = Replicate() if dim == REPLICATED else Shard(dim)

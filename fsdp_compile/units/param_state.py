@@ -100,7 +100,7 @@ class ParamState:
             return None
         if self._shown is None:
             # Users do not get the tensor of :meth:`full`, whose storage graphs may take over.
-            self._shown = with_own_storage(full)
+            self._shown = with_own_storage(full) if type(full) is Tensor else full
         return self._shown
 
     def will_have_full(self, param: nn.Parameter) -> bool:

@@ -24,8 +24,10 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.collectives.layout import REPLICATED, padded_shard_numel, padded_shard_shape
 from passes.collectives.rounded_gather import GatherPolicy
 from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
+from passes.ir.ops import unshard, unshard_extension
 
 from ..torch_versions import reduce_dtype
+from .extension import ParamExtension, is_extension
 from .mesh import ShardingMesh
 from .model_parallel import ModelParallel
 from .own_storage import has_memory, with_own_storage
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 
 def shard_attribute(name: str) -> str:
     """The name of a module's attribute for one parameter: a tuple of its shard, and of the positional and keyword arguments of
-    ``unshard`` that follow it; None while the parameter has no memory."""
+    ``unshard`` that follow it; for one with an extension, also of the attributes of its local tensor, and the names of those
+    that may be tensors; None while the parameter has no memory."""
     return f"_fsdp_shard_{name}"
 
 
@@ -64,6 +67,7 @@ class ShardedParam:
         shard: the padded shard, a leaf.
         offset: first element of the shard in the unit's storage of its dtype.
         args, kwargs: what ``unshard`` takes after the shard.
+        extension: how its local tensor, a subclass, is gathered; None: it is a plain tensor.
         state: gathered values and gradients between microbatches.
     """
 
@@ -89,8 +93,10 @@ class ShardedParam:
         self.padded_numel = padded_shard_numel(self.shape, dim, mesh.shard_size)
         self.rows = (0, 0) if dim == REPLICATED else self._rows_of_rank(mesh.shard_rank)
         self.offset = 0
+        self.extension: ParamExtension | None = None
         self.param = self._make_param(param, piece)
         self.shard: nn.Parameter
+        self._bound: Tensor | None = None
         self._own_storage: torch.UntypedStorage
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
@@ -98,7 +104,9 @@ class ShardedParam:
 
     def _make_param(self, full: nn.Parameter, piece: Tensor) -> nn.Parameter:
         local = piece.detach()
-        if self.dim != REPLICATED:
+        if is_extension(local):
+            local = self._piece_of_extension(local)
+        elif self.dim != REPLICATED:
             local = local.narrow(self.dim, *self.rows).contiguous()
         if self.model_parallel is None:
             meta = TensorMeta(full.shape, full.stride(), full.dtype)
@@ -106,6 +114,15 @@ class ShardedParam:
         else:
             spec = self.model_parallel.sharded_spec(self.mesh, self.dim, full)  # type: ignore[arg-type]
         return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=full.requires_grad)
+
+    def _piece_of_extension(self, full: Tensor) -> Tensor:
+        """This rank's shard of a subclass, by the operators that FSDP2 asks of it."""
+        padded = full.new_zeros(self.padded_shape)
+        start, rows = self.rows
+        if rows:
+            piece = torch.chunk(full, self.mesh.shard_size, dim=0)[start // self.padded_shape[0]]
+            padded.narrow(0, 0, rows).copy_(piece)
+        return padded.narrow(0, 0, rows)
 
     def _rows_of_rank(self, rank: int) -> tuple[int, int]:
         size, rows = self.shape[self.dim], self.padded_shape[self.dim]
@@ -125,6 +142,7 @@ class ShardedParam:
 
     def bind(self, storage: Tensor, offset: int) -> None:
         """Copy the local tensor into ``storage``, and make parameter and shard lie there."""
+        assert self.extension is None
         self.offset = offset
         padded = storage.narrow(0, offset, self.padded_numel).view(self.padded_shape)
         with torch.no_grad():
@@ -132,7 +150,18 @@ class ShardedParam:
         local = with_own_storage(self.unpad(padded))
         self._own_storage = local.untyped_storage()
         set_local(self.param, local)
-        self.shard = nn.Parameter(padded.data, requires_grad=self.param.requires_grad)
+        self._set_shard(padded.data)
+
+    def bind_extension(self) -> None:
+        """Let graphs find the local tensor, a subclass, in whose own tensors the values are."""
+        local = self._bound = self.local
+        module, policy = self.owners[0][0], self.unit.mp_policy
+        self.extension = ParamExtension.of(local, self.shape, self.padded_shape, self.mesh, module, policy)
+        # Stands for the shard: nobody reads a value of it.
+        self._set_shard(torch.zeros((), dtype=local.dtype, device=local.device).expand(self.padded_shape))
+
+    def _set_shard(self, padded: Tensor) -> None:
+        self.shard = nn.Parameter(padded, requires_grad=self.param.requires_grad)
         self.shard._fsdp_sharded_param = self  # type: ignore[attr-defined]
         if has_memory(self.shard):
             _params_by_memory[self.shard.data_ptr()] = self
@@ -177,7 +206,14 @@ class ShardedParam:
     @property
     def sent_as(self) -> GatherPolicy | None:
         """How it is rounded when it is gathered; None: it is not, or nothing is sent."""
+        if self.extension is not None:
+            return None
         return None if self.is_whole or not self.param.is_floating_point() else self.unit.gather_policy
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it travels together with tensors of other dtypes: where an extension of the unit sends such."""
+        return self.unit.has_extensions and self.sent_as is None
 
     @property
     def alignment(self) -> int:
@@ -200,7 +236,9 @@ class ShardedParam:
         )
 
     def is_bound(self) -> bool:
-        """Whether the parameter's local tensor still lies in the memory of the shard."""
+        """Whether the parameter's local tensor still lies in the memory of the shard, or is still what graphs find."""
+        if self.extension is not None:
+            return self.local is self._bound
         return self.local.untyped_storage()._cdata == self._own_storage._cdata and self.local.storage_offset() == 0
 
     def owns_memory_of(self, value: Any) -> bool:
@@ -208,6 +246,8 @@ class ShardedParam:
         if value is self.param:
             return True
         local = getattr(value, "_local_tensor", value)
+        if self.extension is not None:
+            return local is self.local or any(local is tensor for tensor in self.extension.tensors_of(self.local).values())
         if not isinstance(local, Tensor) or not has_memory(local) or not has_memory(self.shard):
             return False
         start = self.shard.data_ptr()
@@ -251,13 +291,31 @@ class ShardedParam:
             "reshard_after_forward": self.unit.reshards_after_forward,
             "post_forward_group": self.post_forward_group,
             "sent_as": "" if self.sent_as is None else str(self.sent_as),
+            "packed": self.is_packed,
         }
+        found: tuple[Any, ...] = ()
+        if self.extension is not None:
+            # They are of what it sends, tensors that lie nowhere yet.
+            kwargs |= {"extension": self.extension.key, "param_dtype": None, "offset": None, "packed": False}
+            found = vars(self.local), self.extension.optional
         defaults = {"dim": 0, "reshard_after_forward": True, "post_forward_group": "", "replicate_group": "", "sent_as": ""}
+        defaults |= {"packed": False}
         self.kwargs = {key: value for key, value in kwargs.items() if value != defaults.get(key)}
         for module, name in self.owners:
-            module.__dict__[shard_attribute(name)] = None if self.shard.is_meta else (self.shard, self.args, self.kwargs)
+            module.__dict__[shard_attribute(name)] = (
+                None if self.shard.is_meta else (self.shard, self.args, self.kwargs, *found)
+            )
             if self.model_parallel is not None:
                 module.__dict__[model_parallel_attribute(name)] = self.model_parallel
+
+    def gather_alone(self) -> Tensor:
+        """The full parameter, gathered at once and by itself. Differentiable."""
+        if self.extension is None:
+            full: Tensor = unshard(self.shard, *self.args, **self.kwargs)
+            return full
+        self.check_gather()
+        tensors = self.extension.tensors_of(self.local)
+        return unshard_extension(self.shard, *self.args, tensors=[*tensors.values()], names=tuple(tensors), **self.kwargs)
 
     def compute_with(self, given: Tensor | None) -> Tensor | None:
         """What a forward reads of a tensor that is registered in the parameter's place, in the compute dtype."""
@@ -274,15 +332,20 @@ class ShardedParam:
         return full if self.model_parallel is None else self.model_parallel.wrap(full)
 
     def check_gather(self) -> None:
-        """Check that the local tensor has no gather of its own, which FSDP2 supports.
+        """Check that the local tensor has no gather of its own that it did not have when it was sharded.
 
         Raises:
             NotImplementedError: it has one.
+            RuntimeError: an extension is another than it was.
         """
+        if self.extension is not None:
+            self.extension.check_constants(self.local, self.name)
+            return
         if hasattr(self.local, "fsdp_pre_all_gather"):
             raise NotImplementedError(
                 f"The local tensor of parameter {self.name} has an fsdp_pre_all_gather, which is not supported: nothing would "
-                "call it. Delete it; MixedPrecisionPolicy(param_dtype=...) gathers in lower precision."
+                "call it. Delete it, or shard a tensor subclass that has one; MixedPrecisionPolicy(param_dtype=...) gathers in "
+                "lower precision."
             )
 
     def check_registered(self) -> None:

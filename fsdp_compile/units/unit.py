@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from passes.collectives.divide_factors import Averaging
 from passes.collectives.layout import padding_to
 from passes.collectives.rounded_gather import GatherPolicy
 
+from .extension import is_extension
 from .mesh import ShardingMesh
 from .sharded_param import ShardedParam
 
@@ -104,6 +105,7 @@ class PendingGather:
         group: name of the group that it is gathered over.
         run: the gather as a program that ranks compare (:mod:`fsdp_compile.runtime.course`).
         sent_as: how the parameters were rounded for it; None: not at all.
+        pieces: of what travels packed, the tensors of each parameter.
     """
 
     params: list[ShardedParam]
@@ -112,6 +114,19 @@ class PendingGather:
     group: str
     run: AbstractContextManager[Any]
     sent_as: GatherPolicy | None = None
+    pieces: Mapping[ShardedParam, Pieces] = field(default_factory=dict)
+
+
+class Pieces(NamedTuple):
+    """What is sent of a parameter.
+
+    Attributes:
+        tensors: this rank's.
+        metadata: what an extension needs besides to make the parameter.
+    """
+
+    tensors: list[Tensor]
+    metadata: Any = None
 
 
 class Unit:
@@ -127,6 +142,7 @@ class Unit:
         is_root: no other unit encloses this one.
         scope: the state that it shares with the units around and inside it.
         is_meta: whether parameters have no memory yet.
+        has_extensions: whether some have gathers of their own.
         params: its parameters, in registration order.
         storages: flat storage for each dtype.
         flags: how it synchronises.
@@ -162,6 +178,7 @@ class Unit:
         self.pending: list[PendingGather] = []
         self.averagings: dict[tuple[Any, ...], tuple[Averaging, tuple[float, ...]]] = {}
         self.is_meta = False
+        self.has_extensions = False
         self.params: list[ShardedParam] = []
         self.storages: dict[torch.dtype, Tensor] = {}
         self.post_forward_size = 0
@@ -207,11 +224,14 @@ class Unit:
 
     def allocate(self) -> None:
         """Lay out the parameters in new flat storage, in their present dtypes."""
+        self.has_extensions = any(is_extension(sharded.local) for sharded in self.params)
         device = torch.device("meta") if self.params and self.params[0].local.is_meta else self.mesh.device
         sizes: dict[torch.dtype, int] = {}
         offsets: dict[ShardedParam, int] = {}
         # Those that are gathered together are neighbours.
         for sharded in (param for mesh in self.meshes for param in self.params if param.mesh is mesh):
+            if is_extension(sharded.local):
+                continue
             dtype, numel = sharded.local.dtype, sharded.padded_numel
             offsets[sharded] = sizes.get(dtype, 0)
             sizes[dtype] = offsets[sharded] + numel + padding_to(sharded.alignment, numel)
@@ -219,7 +239,10 @@ class Unit:
         self.is_meta = device.type == "meta"
         self.storages = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
         for sharded in self.params:
-            sharded.bind(self.storages[sharded.local.dtype], offsets[sharded])
+            if sharded in offsets:
+                sharded.bind(self.storages[sharded.local.dtype], offsets[sharded])
+            else:
+                sharded.bind_extension()
 
     def sync(self) -> None:
         """Make storage and shards follow parameters that were replaced, cast, or moved."""
@@ -236,5 +259,9 @@ class Unit:
             self.allocate()
             return
         for sharded in self.params:
-            if not sharded.is_bound():
+            if sharded.is_bound():
+                continue
+            if sharded.extension is not None:
+                sharded.bind_extension()
+            else:
                 sharded.bind(self.storages[sharded.local.dtype], sharded.offset)

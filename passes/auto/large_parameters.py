@@ -41,7 +41,9 @@ def separate_large_parameters(graph: Graph, plan: Plan) -> Grouping:
     for index, bucket in enumerate(gather_buckets(graph)):
         if plan.gathers[index] is not Gather.REUSE:
             specs = map(Unshard.of, bucket.nodes)
-            gathers += _separate(index, [not spec.sent_as and _is_large(spec, spec.shard.meta["val"]) for spec in specs])
+            gathers += _separate(
+                index, [not spec.sent_as and not spec.packed and _is_large(spec, spec.shard.meta["val"]) for spec in specs]
+            )
     for index, bucket in enumerate(reduction_buckets(graph)):
         may_regroup, grads = plan.reductions[index].may_regroup, map(ReduceGrad.of, bucket.nodes)
         reductions += _separate(index, [may_regroup and _is_large(spec, spec.grad.meta["val"]) for spec in grads])

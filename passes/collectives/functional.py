@@ -19,7 +19,7 @@ from ..fx.torch_internals.distributed import resolve_process_group
 from . import gloo
 from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
 from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
-from .rounded_gather import GatherPolicy, rounding
+from .rounded_gather import GatherPolicy, numbers_of, rounding
 from .traced_hook import apply_in_place_hook, apply_reduce_hook
 
 _c10d = torch.ops._c10d_functional
@@ -97,8 +97,9 @@ def start_gather(
     *,
     dtype: torch.dtype | None = None,
     sent_as: GatherPolicy | None = None,
+    dtypes: Sequence[torch.dtype] = (),
 ) -> Tensor:
-    """Begin gathering padded shards of one dtype.
+    """Begin gathering padded shards of one dtype, or, with ``dtypes``, of several.
 
     Args:
         shards: the shards.
@@ -106,10 +107,14 @@ def start_gather(
         gaps: how many unused elements are gathered along behind each; none: as few as ``sent_as`` needs.
         dtype: of the gathered parameters; None: that of the shards.
         sent_as: round them for the gather; None: send them in ``dtype``.
+        dtypes: of each shard, which is sent as it is; several travel as bytes, without gaps.
 
     Returns:
         The flat buffer in flight, ``[world_size * sum of numels and gaps]``; with ``sent_as`` bytes.
     """
+    if _travel_as_bytes(dtypes):
+        flat = torch.cat([shard.reshape(-1).view(torch.uint8) for shard in shards])
+        return _c10d.all_gather_into_tensor(flat, group_size(group), group)
     dtype = dtype or shards[0].dtype
     sent_as = rounding(sent_as, [shard.shape for shard in shards])
     if sent_as is None:
@@ -122,6 +127,11 @@ def start_gather(
     if sent_as is not None:
         flat = sent_as.encode(shards, flat, dtype)
     return _c10d.all_gather_into_tensor(flat, group_size(group), group)
+
+
+def _travel_as_bytes(dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether tensors of such dtypes are sent as bytes: of several dtypes, or of one that not every backend knows."""
+    return len(set(dtypes)) > 1 or any(dtype.itemsize == 1 for dtype in dtypes)
 
 
 def _least_gaps(numels: Sequence[int], sent_as: GatherPolicy | None) -> list[int]:
@@ -138,6 +148,7 @@ def finish_gather(
     dtype: torch.dtype | None = None,
     sent_as: GatherPolicy | None = None,
     runs: Sequence[int] = (),
+    dtypes: Sequence[torch.dtype] = (),
 ) -> list[Tensor]:
     """Wait for a gather that :func:`start_gather` began and cut the full parameters out of its buffer.
 
@@ -148,6 +159,10 @@ def finish_gather(
     sent_as = rounding(sent_as, shapes)
     rows = _c10d.wait_tensor(gathered).view(world_size, -1)
     numels = [padded_shard_numel(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
+    if _travel_as_bytes(dtypes):
+        sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
+        numbers = list(map(numbers_of, _cut(rows, sizes, [0] * len(sizes), runs), dtypes))
+        return [assemble(piece, shape, dim) for piece, shape, dim in zip(numbers, shapes, dims, strict=True)]
     gaps = gaps or _least_gaps(numels, sent_as)
     if sent_as is None:
         pieces = _cut(rows, numels, gaps, runs)

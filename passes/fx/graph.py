@@ -71,12 +71,22 @@ def memory_of(node: Node) -> Node:
 
 
 def derived(graph: Graph, roots: list[Node]) -> dict[Node, None]:
-    """``roots`` and the nodes made of them alone by moves and casts, in graph order."""
+    """``roots`` and the nodes made of them alone by moves and casts, or by decoding (:func:`mark_coding`), in graph order."""
     found = dict.fromkeys(roots)
     for node in graph.nodes:
-        if node.target in _MOVES_AND_CASTS and all(source in found for source in node.all_input_nodes):
+        sources = [source in found for source in node.all_input_nodes]
+        if (node.target in _MOVES_AND_CASTS and all(sources)) or (_CODING in node.meta.get("custom", ()) and any(sources)):
             found[node] = None
     return dict.fromkeys(sorted(found))
+
+
+#: What tracing copies from a node to those that it traces of it is this key's entries in ``meta["custom"]``.
+_CODING = "fsdp_coding"
+
+
+def mark_coding(node: Node) -> None:
+    """Mark a node of Dynamo's graph as one that encodes and decodes a parameter. What is traced of it has the mark, too."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _CODING: True}
 
 
 def replace_other_uses(node: Node, replacement: Node) -> None:

@@ -5,6 +5,9 @@
 ``reshard``      the full parameter to this rank's shard in a smaller group, for ``reshard_after_forward=<int>``.
 ``tie``          its first argument. While the partitioner works it makes forward depend on the second, too; never lowered.
 
+``unshard_extension``, a function that AOTAutograd traces through, is ``unshard`` between an encoding and a decoding that are
+the user's (:mod:`passes.ir.extension`).
+
 ``unshard``'s autograd formula is ``reduce_grad``. All are self-describing: the printed node names the parameter and its full
 shape. Their eager kernels communicate at once, so the part of a model that is not compiled trains just as well.
 
@@ -33,6 +36,7 @@ from ..collectives.functional import finish_gather, group_size, resolve_group, s
 from ..collectives.layout import REPLICATED, disassemble, padded_shard_shape
 from ..collectives.rounded_gather import GatherPolicy
 from ..fx.torch_internals.core import disable_dynamo
+from .extension import extension_of, gathered_shape, plain_gradient, with_rows
 from .reduction import average
 
 _library = torch.library.Library("fsdp_compile", "DEF")
@@ -41,9 +45,9 @@ _library = torch.library.Library("fsdp_compile", "DEF")
 _communicates = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 _library.define(
-    "unshard(Tensor shard, str name, int[] shape, str group, *, str unit='', int dim=0, int offset=-1, "
+    "unshard(Tensor shard, str name, int[] shape, str group, Tensor? token=None, *, str unit='', int dim=0, int offset=-1, "
     "ScalarType? param_dtype=None, ScalarType? reduce_dtype=None, str replicate_group='', "
-    "bool reshard_after_forward=True, str post_forward_group='', str sent_as='') -> Tensor",
+    "bool reshard_after_forward=True, str post_forward_group='', str sent_as='', bool packed=False) -> Tensor",
     tags=_communicates,
 )
 _library.define(
@@ -63,6 +67,28 @@ reshard = torch.ops.fsdp_compile.reshard.default
 tie = torch.ops.fsdp_compile.tie.default
 
 
+@torch.compiler.allow_in_graph
+def unshard_extension(
+    shard: Tensor, name: str, shape: Sequence[int], group: str, *, tensors: Sequence[Tensor], **options: Any
+) -> Tensor:
+    """:data:`unshard` of a parameter that is encoded ahead of its gather and decoded behind it (:mod:`passes.ir.extension`).
+
+    Dynamo's graphs hold it as one node. AOTAutograd traces what it does: encoding, an ``unshard`` for each tensor that is
+    sent, decoding.
+
+    Args:
+        shard: stands for the parameter's shard; no value of it is read.
+        name, shape, group: as of ``unshard``.
+        tensors: what the shard is made of.
+        options: the key of the ``extension``, the ``names`` of the tensors, and keyword arguments of ``unshard``.
+
+    Returns:
+        What the extension decodes, ``shape``; perhaps a tensor subclass.
+    """
+    result: Tensor = _UnshardExtension.apply(shard, name, shape, group, options, *tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
 @dataclass
 class Unshard:
     """The arguments of an ``unshard`` node.
@@ -72,6 +98,7 @@ class Unshard:
         name: qualified name of the parameter.
         shape: its full shape.
         group: name of the process group that it is sharded over.
+        token: of what an extension sends of a parameter (:mod:`passes.ir.extension`): the tensor that stands for the shard.
         unit: qualified name of its ``fully_shard`` unit, which decides the bucket.
         dim: the dimension it is cut along, or ``REPLICATED``.
         offset: where the shard starts in the unit's flat storage, in elements; -1 if it is not there.
@@ -81,12 +108,16 @@ class Unshard:
         reshard_after_forward: gather anew for backward rather than keep the parameter.
         post_forward_group: the smaller group that the parameter is resharded to after forward; empty: none.
         sent_as: the :class:`~passes.collectives.rounded_gather.GatherPolicy` that it is gathered in, as text; empty: as it is.
+        packed: it may share a collective with tensors of other dtypes, as bytes.
+        extension: of an ``unshard_extension``: its key.
+        tensors, names: of that: what the shard is made of.
     """
 
     shard: Node
     name: str
     shape: Sequence[int]
     group: str
+    token: Node | None = None
     unit: str = ""
     dim: int = 0
     offset: int = -1
@@ -96,6 +127,15 @@ class Unshard:
     reshard_after_forward: bool = True
     post_forward_group: str = ""
     sent_as: str = ""
+    packed: bool = False
+    extension: str = ""
+    tensors: Sequence[Node] = ()
+    names: Sequence[str] = ()
+
+    @property
+    def source(self) -> Node:
+        """What tells whose the shard is."""
+        return self.shard if self.token is None else self.token
 
     @staticmethod
     def of(node: Node) -> "Unshard":
@@ -127,7 +167,7 @@ class ReduceGrad:
         return ReduceGrad(*node.args, **node.kwargs)  # type: ignore[arg-type]
 
 
-_NUM_POSITIONAL = {unshard: 4, reduce_grad: 5}
+_NUM_POSITIONAL = {unshard: 4, unshard_extension: 4, reduce_grad: 5}
 
 #: A context around an eager kernel that communicates, made from the operator's name, the shard, the parameter's name and full
 #: shape, and the names of the process groups.
@@ -152,7 +192,7 @@ def set_find_shard(find: Callable[[Tensor], Tensor]) -> None:
 
 def update_args(node: Node, **changes: Any) -> None:
     """Set arguments of an ``unshard`` or ``reduce_grad`` node by name; a default value drops the keyword from the node."""
-    spec = Unshard if node.target == unshard else ReduceGrad
+    spec = ReduceGrad if node.target == reduce_grad else Unshard
     names = [field.name for field in fields(spec)]
     defaults = {field.name: field.default for field in fields(spec)}
     for name, value in changes.items():
@@ -165,8 +205,12 @@ def update_args(node: Node, **changes: Any) -> None:
             node.update_kwarg(name, value)
 
 
+def is_unshard(node: Node) -> bool:
+    return node.op == "call_function" and node.target in (unshard, unshard_extension)
+
+
 def unshards(nodes: Sequence[Node] | Any) -> list[Node]:
-    return [node for node in nodes if node.op == "call_function" and node.target == unshard]
+    return [node for node in nodes if is_unshard(node)]
 
 
 def reduce_grads(nodes: Sequence[Node] | Any) -> list[Node]:
@@ -178,13 +222,14 @@ def _unshard_kernel(
     name: str,
     shape: Sequence[int],
     group: str,
+    token: Tensor | None = None,
     *,
     dim: int = 0,
     param_dtype: torch.dtype | None = None,
     sent_as: str = "",
     **_: Any,
 ) -> Tensor:
-    before_unshard = getattr(shard, "_fsdp_before_unshard", None)
+    before_unshard = getattr(shard if token is None else token, "_fsdp_before_unshard", None)
     if before_unshard is not None:
         before_unshard()
     if dim == REPLICATED or group_size(group) == 1:
@@ -234,7 +279,7 @@ _library.impl("tie", lambda full, kept: full.clone(), "CompositeExplicitAutograd
 
 
 @torch.library.register_fake(unshard, lib=_library)
-def _(shard: Tensor, name: str, shape: Sequence[int], group: str, **kwargs: Any) -> Tensor:
+def _(shard: Tensor, name: str, shape: Sequence[int], group: str, token: Tensor | None = None, **kwargs: Any) -> Tensor:
     return shard.new_empty(shape, dtype=kwargs.get("param_dtype") or shard.dtype)
 
 
@@ -255,7 +300,7 @@ def _(full: Tensor, kept: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
-    shard, ctx.name, ctx.shape, ctx.group = inputs
+    shard, ctx.name, ctx.shape, ctx.group, *_ = inputs
     ctx.save_for_backward(shard)
     # Asked here, of the leaf: a checkpoint gives backward another tensor. Traced shards are fake, and have no parameter.
     ctx.receive_gradient = getattr(shard, "_fsdp_receive_gradient", None)
@@ -269,13 +314,38 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
         ctx.kwargs["grad_dtype"] = shard.dtype
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
     (shard,) = ctx.saved_tensors
+    grad = plain_gradient(grad, ctx.name)
     if ctx.receive_gradient is not None:
         ctx.receive_gradient(grad)
         # For autograd, which wants a gradient of the shard's shape; its owner has the real one.
-        return shard.new_zeros(()).expand(shard.shape), None, None, None
-    return reduce_grad(grad, shard, ctx.name, ctx.shape, ctx.group, **ctx.kwargs), None, None, None
+        return shard.new_zeros(()).expand(shard.shape), None, None, None, None
+    return reduce_grad(grad, shard, ctx.name, ctx.shape, ctx.group, **ctx.kwargs), None, None, None, None
 
 
 torch.library.register_autograd(unshard, _backward, setup_context=_setup_context, lib=_library)
+
+
+class _UnshardExtension(torch.autograd.Function):
+    """``unshard_extension``, with the formula of ``unshard``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, name: str, shape: Sequence[int], group: str, options: dict[str, Any], *tensors: Tensor
+    ) -> Tensor:
+        kwargs = {"unit": "", "dim": 0, "reduce_dtype": None, "replicate_group": "", **options}
+        extension = extension_of(kwargs["extension"], name)
+        pieces, metadata = extension.encode(dict(zip(kwargs["names"], tensors, strict=True)), name)
+        sent = {"unit": kwargs["unit"], "packed": True}
+        sent |= {key: value for key, value in kwargs.items() if key == "reshard_after_forward"}
+        ranks = group_size(group)
+        fulls = [unshard(piece, name, gathered_shape(piece, ranks), group, shard, **sent) for piece in map(with_rows, pieces)]
+        full = extension.decode(fulls, metadata, name)
+        ctx.num_tensors = len(tensors)
+        _setup_context(ctx, (shard, name, shape, group), kwargs, full)
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return *_backward(ctx, grad), *(None for _ in range(ctx.num_tensors))

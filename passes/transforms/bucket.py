@@ -21,6 +21,7 @@ import itertools
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -28,7 +29,7 @@ from ..collectives.functional import finish_gather, start_gather
 from ..collectives.layout import REPLICATED
 from ..collectives.rounded_gather import GatherPolicy, rounding
 from ..fx.emit import emit
-from ..fx.graph import derived
+from ..fx.graph import derived, with_sources
 from ..ir.interface import FullParameter, Interface
 from ..ir.ops import ReduceGrad, Unshard, reduce_grads, unshard, unshards
 from ..ir.plan import Gather
@@ -102,6 +103,8 @@ def regroup(buckets: Sequence[Bucket], groups: Sequence[Group]) -> list[Bucket]:
 
 def gather_key(spec: Unshard) -> Hashable:
     """What is equal for parameters that one collective can gather."""
+    if spec.packed:
+        return spec.group
     return spec.shard.meta["val"].dtype, spec.group, spec.sent_as, spec.param_dtype if spec.sent_as else None
 
 
@@ -152,18 +155,33 @@ def _gather(graph: Graph, bucket: Bucket, runs: Sequence[int] = ()) -> list[Node
     shapes, dims, group = [spec.shape for spec in specs], [spec.dim for spec in specs], specs[0].group
     shards, sent_as = bucket.shards, rounding(GatherPolicy.parse(specs[0].sent_as), shapes)
     gaps = gaps_to_gather(specs, 1 if sent_as is None else sent_as.alignment)
-    sent = {"dtype": specs[0].param_dtype or shards[0].meta["val"].dtype, "sent_as": sent_as}
+    sent: dict[str, Any] = {"dtype": specs[0].param_dtype or shards[0].meta["val"].dtype, "sent_as": sent_as}
+    if specs[0].packed:
+        sent, gaps = {"dtypes": [shard.meta["val"].dtype for shard in shards]}, []
     first_reader = min(reader for node in bucket.nodes for reader in node.users)
-    for shard in shards:
-        if shard > first_reader:
-            # A cast shard: the cast stands where its own unshard stood.
-            first_reader.prepend(shard)
+    _make_shards_ahead_of(first_reader, bucket)
     with graph.inserting_before(first_reader):
         start, finish = Work(Role.START_GATHER, bucket.name), Work(Role.FINISH_GATHER, bucket.name)
         started = emit(graph, start_gather, shards, group=group, gaps=gaps, work=start, **sent)
         return emit(
             graph, finish_gather, started, shapes=shapes, dims=dims, group=group, gaps=gaps, runs=runs, work=finish, **sent
         )
+
+
+def _make_shards_ahead_of(anchor: Node, bucket: Bucket) -> None:
+    """Move what makes the shards of a bucket, casts and encodings, ahead of a node; encodings right ahead of it, where nothing
+    else reads them before."""
+    sources = with_sources(bucket.shards)
+    for node in sources:
+        if node > anchor:
+            # It stands where its own unshard stood.
+            anchor.prepend(node)
+    if not Unshard.of(bucket.nodes[0]).packed:
+        return
+    for node in reversed(sources):
+        if all(user >= anchor or user in bucket.nodes for user in node.users):
+            anchor.prepend(node)
+            anchor = node
 
 
 def bucket_gathers(

@@ -13,7 +13,8 @@ operator is refused: its bucket would be unknown.
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir.ops import Unshard, unshard, unshards
+from ..fx.graph import mark_coding
+from ..ir.ops import Unshard, unshard_extension, unshards
 
 
 def _lift_out_of_checkpoints(graph: Graph, owner: GraphModule) -> None:
@@ -26,12 +27,11 @@ def _lift_out_of_checkpoints(graph: Graph, owner: GraphModule) -> None:
         placeholders = body.graph.find_nodes(op="placeholder")
         operands = list(call.args[1:])
         for inner in unshards(body.graph.nodes):
-            shard = Unshard.of(inner).shard
+            outside = dict(zip(placeholders, operands, strict=True))
             with graph.inserting_before(call):
-                outer = graph.call_function(unshard, (operands[placeholders.index(shard)], *inner.args[1:]), inner.kwargs)
-                outer.meta = dict(inner.meta)
+                outer = graph.node_copy(inner, outside.__getitem__)
             with body.graph.inserting_after(placeholders[-1]):
-                full = body.graph.placeholder(f"unsharded_{shard.name}")
+                full = body.graph.placeholder(f"unsharded_{Unshard.of(inner).shard.name}")
                 full.meta = dict(inner.meta)
             inner.replace_all_uses_with(full)
             body.graph.erase_node(inner)
@@ -65,6 +65,8 @@ def deduplicate(gm: GraphModule) -> None:
     last = placeholders[-1]
     kept: dict[Node, Node] = {}
     for node in unshards(graph.nodes):
+        if node.target is unshard_extension:
+            mark_coding(node)
         first = kept.setdefault(Unshard.of(node).shard, node)
         if first is node:
             last.append(node)

@@ -1,7 +1,8 @@
 """Name shards: call a graph's inputs after the parameters whose shards they are.
 
 Before: ``primals_3``.
-After:  ``shard_layers_0_wq_weight``; or ``piece_...`` where it is a smaller group's shard that forward kept.
+After:  ``shard_layers_0_wq_weight``; or ``piece_...`` where it is a smaller group's shard that forward kept. What stands for
+        the shard of a tensor subclass is called as that would be.
 
 Leaves alone all other inputs, and shards that something in the graph computes.
 """
@@ -22,7 +23,9 @@ def name_shards(graph: Graph) -> None:
     """Rename the placeholders that are shards, and the operators that read them. In place."""
     for node in unshards(graph.nodes):
         spec = Unshard.of(node)
-        if spec.shard.op == "placeholder":
+        if spec.token is not None:
+            _rename(spec.token, f"shard_{spec.name}")
+        elif spec.shard.op == "placeholder":
             _rename(spec.shard, f"{'shard' if spec.offset >= 0 else 'piece'}_{spec.name}")
     for node in reduce_grads(graph.nodes):
         reduce = ReduceGrad.of(node)

@@ -45,7 +45,7 @@ from ..fx.fake_values import FakeCopies
 from ..fx.torch_internals.aot import V, aot_function, joint_graph_passes
 from ..fx.torch_internals.core import FakeTensor, OpOverload, TracingContext, log_api_usage_once, pytree, tracing
 from ..fx.torch_internals.operators import seeds, select_decomp_table
-from ..ir.ops import ReduceGrad, Unshard, reduce_grad, unshard, unshards, update_args
+from ..ir.ops import ReduceGrad, Unshard, is_unshard, reduce_grad, unshards, update_args
 
 logger = logging.getLogger(__name__)
 
@@ -181,9 +181,9 @@ class _Layer:
 
     def _is_in_one_piece(self) -> bool:
         """Whether nothing of others is done between its operations, such as leaving a context that one of them has entered."""
-        operations = [node for node in self.nodes if node.target is not unshard]
+        operations = [node for node in self.nodes if not is_unshard(node)]
         between = itertools.takewhile(lambda node: node is not operations[-1], _from(operations[0]))
-        return all(node in self._inside or node.op in ("placeholder", "get_attr") or node.target is unshard for node in between)
+        return all(node in self._inside or node.op in ("placeholder", "get_attr") or is_unshard(node) for node in between)
 
     def key(self) -> Hashable:
         """Equal for layers that do the same with equal tensors."""
@@ -193,14 +193,14 @@ class _Layer:
         units = {unit: f"unit {index}" for index, unit in enumerate(dict.fromkeys(param.unit for param in self.params))}
 
         def arguments(node: Node) -> Any:
-            if node.target is unshard:
+            if is_unshard(node):
                 spec = Unshard.of(node)
                 return (
                     names[spec.shard],
                     units[spec.unit],
                     spec.offset >= 0,
                     *node.args[2:],
-                    _without(node.kwargs, "unit", "offset"),
+                    map_arg(_without(node.kwargs, "unit", "offset"), names.__getitem__),
                 )
             return map_arg((node.args, node.kwargs), lambda source: names[source])
 
@@ -285,7 +285,7 @@ def _repeated(graph: Graph, min_layers: int) -> list[list[_Layer]]:
     for depth in range(max(map(len, stacks.values()), default=0)):
         by_module: dict[Hashable, list[Node]] = defaultdict(list)
         for node, stack in stacks.items():
-            if len(stack) > depth and node not in taken and node.target is not unshard:
+            if len(stack) > depth and node not in taken and not is_unshard(node):
                 by_module[stack[depth][0]].append(node)
         if len(by_module) < min_layers:
             continue
@@ -539,7 +539,7 @@ class _Copy:
         graph.erase_node(call)
 
     def _name_param(self, copy: Node) -> None:
-        if copy.target is unshard:
+        if is_unshard(copy):
             spec = Unshard.of(copy)
             update_args(copy, **self._params[spec.unit, spec.name]._asdict())
         elif copy.target is reduce_grad:

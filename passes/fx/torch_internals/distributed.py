@@ -6,8 +6,9 @@ import torch.distributed._composable.fsdp
 # Under these keys a module says which composable APIs were applied to it, and what state they have for it.
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
-# The names of reductions in functional collectives, for those that a traced hook calls.
-from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
+# The names of reductions in functional collectives, for those that a traced hook calls; and what a functional collective returns
+# outside of a graph: a subclass, but no value of another kind.
+from torch.distributed._functional_collectives import REDUCE_OP_TO_STR, AsyncCollectiveTensor
 
 # Whether Inductor may fuse a group's collectives with products.
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group

@@ -1,0 +1,245 @@
+"""All-gather extensions: parameters whose local tensors are subclasses with ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather``, as FSDP2 has them (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+
+A graph takes the tensors that such a local tensor holds as its attributes; the other attributes are constants to it. Traced
+code puts a local tensor together again of them (``__tensor_unflatten__``), and calls the two functions on it. So what an
+optimizer, or a precomputation of scales, writes to attributes between steps is read anew in each.
+
+Graphs that equal blocks share must not depend on the module, so parameters share an extension only where
+``fsdp_pre_all_gather`` does not read its argument ``module``.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import itertools
+import math
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from passes.fx.torch_internals.core import is_traceable_wrapper_subclass
+from passes.ir.extension import register_extension
+
+from .mesh import ShardingMesh
+
+_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+_numbers = itertools.count()
+
+
+def is_extension(tensor: Tensor) -> bool:
+    """Whether a tensor has gathers of its own."""
+    return any(hasattr(tensor, hook) for hook in _HOOKS)
+
+
+def check_extension(tensor: Tensor, name: str) -> None:
+    """Check that an extension can be traced.
+
+    Raises:
+        TypeError: it lacks one of the functions, or cannot be taken apart.
+        NotImplementedError: another parallelism has laid it out.
+        ValueError: ``fsdp_pre_all_gather`` has neither of the signatures that FSDP2 knows.
+    """
+    if isinstance(tensor, DTensor):
+        raise NotImplementedError(
+            f"Parameter {name} is a DTensor of {type(tensor._local_tensor).__name__}, which has an fsdp_pre_all_gather. That "
+            "is supported for parameters that no other parallelism has laid out."
+        )
+    kind = type(tensor).__name__
+    missing = [hook for hook in _HOOKS if not hasattr(tensor, hook)]
+    if missing:
+        raise TypeError(f"Parameter {name} is a {kind}, which has one of {' and '.join(_HOOKS)}, but no {missing[0]}.")
+    if not is_traceable_wrapper_subclass(tensor):
+        raise TypeError(
+            f"Parameter {name} is a {kind} with an fsdp_pre_all_gather, but without __tensor_flatten__ and "
+            "__tensor_unflatten__, which tracing needs. Define them (torch/testing/_internal/two_tensor.py shows how)."
+        )
+    names, _ = tensor.__tensor_flatten__()
+    if any(vars(tensor).get(inner) is not getattr(tensor, inner) for inner in names):
+        raise TypeError(
+            f"Parameter {name} is a {kind} that has the tensors of its __tensor_flatten__, {names}, in other places than in "
+            "attributes of these names, where a graph cannot find them."
+        )
+    if _num_arguments(tensor) not in (1, 5):
+        raise ValueError(
+            f"Parameter {name} is a {kind} whose fsdp_pre_all_gather takes {inspect.signature(tensor.fsdp_pre_all_gather)}. "  # type: ignore[attr-defined]
+            "It has to take (mesh, outer_size, outer_stride, module, mp_policy), or (mesh)."
+        )
+
+
+def _num_arguments(tensor: Any) -> int:
+    return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
+
+
+def _reads_module(tensor: Any) -> bool:
+    """Whether the function reads its argument ``module``; True if that cannot be told."""
+    if _num_arguments(tensor) == 1:
+        return False
+    function = inspect.unwrap(getattr(tensor.fsdp_pre_all_gather, "__func__", tensor.fsdp_pre_all_gather))
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_argcount < 5 or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        return True
+    module = [*inspect.signature(tensor.fsdp_pre_all_gather).parameters][3]
+    return any(instruction.argval == module for instruction in dis.get_instructions(code) if "RESUME" not in instruction.opname)
+
+
+class ParamExtension:
+    """The functions of one parameter's local tensor, or of those of several parameters that do the same.
+
+    Args:
+        local: the local tensor.
+        shape: of the full parameter.
+        padded_shape: of every rank's padded shard.
+        mesh: what the parameter is sharded on.
+        module: registers it.
+        mp_policy: that of its unit.
+
+    Attributes:
+        key: what graphs know it by.
+        optional: the attributes that hold tensors, or may hold one later.
+    """
+
+    def __init__(
+        self,
+        local: Any,
+        shape: torch.Size,
+        padded_shape: Sequence[int],
+        mesh: ShardingMesh,
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ):
+        self._kind = type(local)
+        self._inner_names, self._context = local.__tensor_flatten__()
+        self._size, self._stride = local.size(), local.stride()
+        attributes = vars(local)
+        self.optional = tuple(key for key, value in attributes.items() if value is None or isinstance(value, Tensor))
+        self._constants = {key: value for key, value in attributes.items() if key not in self.optional}
+        self._shape, self._padded_shape = shape, torch.Size(padded_shape)
+        self._mesh = mesh.shard_mesh
+        self._module = module if _reads_module(local) else None
+        self._mp_policy = mp_policy
+        self._is_old = _num_arguments(local) == 1
+        self._dtype = mp_policy.param_dtype or local.dtype
+        self.key = f"{self._kind.__name__} {next(_numbers)}"
+
+    @staticmethod
+    def of(
+        local: Tensor,
+        shape: torch.Size,
+        padded_shape: Sequence[int],
+        mesh: ShardingMesh,
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> ParamExtension:
+        """That of a local tensor, which it shares with those that cannot be told from it."""
+        made = ParamExtension(local, shape, padded_shape, mesh, module, mp_policy)
+        same = made._identity()
+        try:
+            found = _shared.setdefault(same, made)
+        except TypeError:
+            # Of attributes that cannot be compared.
+            found = made
+        register_extension(found.key, found)
+        return found
+
+    def _identity(self) -> Hashable:
+        context = tuple(self._context.items()) if isinstance(self._context, dict) else self._context
+        constants = tuple(self._constants.items())
+        laid_out = (tuple(self._size), tuple(self._stride), tuple(self._shape), self._mesh, self._mp_policy)
+        return self._kind, tuple(self._inner_names), self.optional, context, constants, laid_out, self._module
+
+    def check_constants(self, local: Any, name: str) -> None:
+        """Check that the attributes that graphs have as constants are what they were.
+
+        Raises:
+            RuntimeError: one is not.
+        """
+        attributes = vars(local)
+        for key, value in self._constants.items():
+            found = attributes.get(key)
+            if found is not value and found != value:
+                raise RuntimeError(
+                    f"Attribute {key} of the local tensor of parameter {name}, a {self._kind.__name__}, was {value!r} when the "
+                    f"model was sharded, and is {found!r}. Graphs have it as a constant: make it a tensor, or set it before "
+                    "sharding."
+                )
+
+    def tensors_of(self, local: Any) -> dict[str, Tensor]:
+        """The tensors that a local tensor holds, by the names of its attributes."""
+        attributes = vars(local)
+        return {key: value for key in self.optional if (value := attributes.get(key)) is not None}
+
+    @torch.no_grad()
+    def encode(self, tensors: Mapping[str, Tensor], name: str) -> tuple[Sequence[Tensor], Any]:
+        """Call ``fsdp_pre_all_gather`` on a local tensor of these tensors.
+
+        Raises:
+            RuntimeError: it fails, or gives something else than tensors and metadata.
+        """
+        local = self._together(tensors)
+        stride = tuple(math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape)))
+        further = () if self._is_old else (self._shape, stride, self._module, self._mp_policy)
+        try:
+            if type(local) is not self._kind:
+                raise TypeError(f"its __tensor_unflatten__ makes a {type(local).__name__}")
+            pieces, metadata = local.fsdp_pre_all_gather(self._mesh, *further)
+        except Exception as error:
+            raise RuntimeError(self._failed(name, "fsdp_pre_all_gather", error)) from error
+        self._check_pieces(pieces, name)
+        return pieces, (local, metadata)
+
+    def _check_pieces(self, pieces: Sequence[Tensor], name: str) -> None:
+        for piece in pieces:
+            if not isinstance(piece, Tensor) or is_traceable_wrapper_subclass(piece):
+                raise RuntimeError(
+                    f"fsdp_pre_all_gather of parameter {name}, a {self._kind.__name__}, returned a {type(piece).__name__} "
+                    "among what it sends. Return plain tensors."
+                )
+        if self._size != self._padded_shape and any(piece.shape != self._padded_shape for piece in pieces):
+            raise RuntimeError(
+                f"Parameter {name} of shape {tuple(self._shape)} is sharded unevenly, so fsdp_pre_all_gather must return "
+                f"tensors of the padded shard's shape, {tuple(self._padded_shape)}, but returned "
+                f"{[tuple(piece.shape) for piece in pieces]}."
+            )
+
+    @torch.no_grad()
+    def decode(self, gathered: Sequence[Tensor], encoded: Any, name: str) -> Tensor:
+        """Call ``fsdp_post_all_gather`` on what was gathered.
+
+        Raises:
+            RuntimeError: it fails, or gives no tensor of the parameter's shape.
+        """
+        local, metadata = encoded
+        try:
+            full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, self._dtype)
+            if full.shape != self._shape:
+                stride = [math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape))]
+                full = torch.as_strided(full, self._shape, stride, 0)
+        except Exception as error:
+            raise RuntimeError(self._failed(name, "fsdp_post_all_gather", error)) from error
+        result: Tensor = full
+        return result
+
+    def _together(self, tensors: Mapping[str, Tensor]) -> Any:
+        missing = [key for key in self._inner_names if key not in tensors]
+        assert not missing, f"a {self._kind.__name__} has lost {missing}"
+        inner = {key: tensors[key] for key in self._inner_names}
+        local = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+        # Not every __tensor_flatten__ tells of all attributes.
+        local.__dict__.update({**self._constants, **dict.fromkeys(self.optional), **tensors})
+        return local
+
+    def _failed(self, name: str, function: str, error: Exception) -> str:
+        return (
+            f"{function} of parameter {name}, a {self._kind.__name__}, failed: {error!r}. A compiled model traces it, so it "
+            "must not depend on the values of tensors (.item(), branches)."
+        )
+
+
+_shared: weakref.WeakValueDictionary[Hashable, ParamExtension] = weakref.WeakValueDictionary()

@@ -1,0 +1,370 @@
+"""All-gather extensions: parameters that are tensor subclasses with gathers of their own, beside torch's FSDP2 with the same."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
+
+import fsdp_compile
+from fsdp_compile import capture, fsdp_backend, fully_shard
+from tests.common.distributed import RankPools, device_mesh
+from tests.common.subclasses import Halved, Scaled, Wrapper
+
+KINDS: dict[str, Any] = {"halved": Halved, "scaled": Scaled}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is sharded: sizes of its linear layers, and what :func:`torch.distributed.fsdp.fully_shard` takes."""
+
+    kind: str = "halved"
+    system: str = "aot_eager"
+    sizes: tuple[int, ...] = (8, 6, 8)
+    mesh: tuple[int, ...] = (2,)
+    reshard: bool | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    microbatches: int = 1
+    tied: bool = False
+    units: bool = True
+
+    def __str__(self) -> str:
+        given = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        return " ".join([self.kind, self.system, *(f"{field.name}={getattr(self, field.name)}" for field in given)])
+
+
+class Net(nn.Module):
+    """Linear layers with a norm between any two."""
+
+    def __init__(self, case: Case):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(*pair) for pair in itertools.pairwise(case.sizes)])
+        for layer in self.layers:
+            layer.weight = nn.Parameter(KINDS[case.kind](layer.weight.detach()))
+        if case.tied:
+            self.layers[-1].weight = self.layers[0].weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = torch.tanh(layer(value))
+        return value
+
+
+def build(case: Case, fully_shard: Callable[..., Any]) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net(case)
+    options: dict[str, Any] = {"mesh": device_mesh(case.mesh)}
+    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=case.param_dtype, reduce_dtype=case.reduce_dtype)
+    if case.units and not case.tied:
+        for layer in model.layers:
+            fully_shard(layer, reshard_after_forward=case.reshard, **options)
+    return fully_shard(model, reshard_after_forward=case.reshard, **options)
+
+
+def steps(model: Any, case: Case, between: Callable[[nn.Module, int], None] = lambda *_: None, count: int = 3) -> list[Tensor]:
+    """Losses, the gradients of the last step, and the parameters in the end."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    losses = []
+    run = model
+    if case.system != "eager" and isinstance(model, fsdp_compile.FSDPModule):
+        run = torch.compile(model, backend=fsdp_backend, options={"lowering": case.system})
+    for step in range(count):
+        for microbatch in range(case.microbatches):
+            model.set_requires_gradient_sync(microbatch == case.microbatches - 1)
+            loss = run(torch.randn(4, case.sizes[0], generator=generator)).square().sum()
+            loss.backward()
+            losses.append(loss.detach())
+        grads = [param.grad.to_local().clone() for param in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        between(model, step)
+    return [*losses, *grads, *(getattr(param.to_local(), "held", param.to_local()).detach() for param in model.parameters())]
+
+
+def both(case: Case) -> tuple[list[Tensor], list[Tensor], list[str]]:
+    """A job: FSDP2's, ours, and the classes of our local tensors."""
+    torch._dynamo.reset()
+    expected = steps(build(case, torch.distributed.fsdp.fully_shard), case)
+    model = build(case, fsdp_compile.fully_shard)
+    found = steps(model, case)
+    return expected, found, [type(param.to_local()).__name__ for param in model.parameters()]
+
+
+def tolerance(case: Case) -> dict[str, float]:
+    """Fused kernels round sums otherwise, and a rounding to few bits that they tip over is large."""
+    return {"rtol": 2e-2, "atol": 2e-2} if case.param_dtype else {"rtol": 2e-5, "atol": 2e-6}
+
+
+def check(case: Case, rank_pools: RankPools) -> None:
+    ranks = 4 if case.mesh == (2, 2) else 2
+    for expected, found, kinds in rank_pools[ranks].run(both, case=case):
+        assert len(found) == len(expected)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, **tolerance(case))
+        assert kinds.count(KINDS[case.kind].__name__) >= 1
+
+
+_QUICK = [
+    Case(system="eager"),
+    Case(),
+    Case(kind="scaled"),
+    Case(system="eager", reshard=False, microbatches=2),
+    Case(sizes=(8, 7, 8, 1), system="eager"),
+    Case(sizes=(8, 7, 8, 1), microbatches=2),
+    Case(mesh=(2, 2)),
+]
+_MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+_EXHAUSTIVE = [
+    Case(kind="scaled", system="eager"),
+    Case(reshard=False, microbatches=2),
+    Case(reshard=True),
+    Case(system="inductor"),
+    Case(kind="scaled", system="inductor", microbatches=2),
+    Case(mesh=(2, 2), system="eager"),
+    Case(mesh=(2, 2), system="inductor"),
+    *(Case(system=system, **_MIXED) for system in ("eager", "aot_eager", "inductor")),  # type: ignore[arg-type]
+    *(Case(system=system, sizes=(8, 8, 8, 8), tied=True) for system in ("eager", "aot_eager")),
+    *(Case(kind="scaled", system=system, sizes=(8,) * 10) for system in ("aot_eager", "inductor")),
+    *(Case(system=system, units=False) for system in ("eager", "aot_eager")),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*_QUICK, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in _EXHAUSTIVE)], ids=str
+)
+def test_equals_fsdp2(case: Case, rank_pools: RankPools) -> None:
+    check(case, rank_pools)
+
+
+class Pair(TwoTensor):
+    """Two tensors, of which a forward computes with both, as torch's tests have it; the parameter stays a subclass."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Pair:
+        return Pair(inner["a"], inner["b"])
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (TwoTensor(*gathered), gathered)
+
+
+KINDS["pair"] = lambda weight: Pair(weight, weight.clone())
+
+
+def first_of_pairs(case: Case) -> tuple[list[Tensor], list[Tensor]]:
+    """A job: FSDP2's losses and gradients, and ours, where gathered parameters are subclasses, too."""
+    torch._dynamo.reset()
+    results = []
+    for library in (torch.distributed.fsdp, fsdp_compile):
+        model: Any = build(case, library.fully_shard)
+        run = model
+        if library is fsdp_compile and case.system != "eager":
+            run = torch.compile(model, backend=fsdp_backend, options={"lowering": case.system})
+        found = []
+        for step in range(2):
+            loss = run(torch.full((4, 8), float(step + torch.distributed.get_rank()))).square().sum()
+            loss.backward()
+            found += [loss.detach().a, *(param.grad.to_local().clone() for param in model.parameters())]
+            for param in model.parameters():
+                assert type(param.grad.to_local()) is Tensor
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.sub_(param.grad, alpha=0.05)
+            model.zero_grad()
+        results.append(found)
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("system", ["eager", "aot_eager"])
+def test_parameters_that_stay_subclasses(system: str, rank_pools: RankPools) -> None:
+    for expected, found in rank_pools[2].run(first_of_pairs, case=Case("pair", system)):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def set_bounds(model: nn.Module, step: int) -> None:
+    for param in model.parameters():
+        local = param.to_local() if not isinstance(param, DTensor) else param._local_tensor
+        if isinstance(local, Scaled):
+            local.bound = torch.tensor(0.2 / (1 + step))
+
+
+def bounded(case: Case) -> tuple[list[Tensor], list[Tensor], int]:
+    """A job: as :func:`both`, with a bound that changes with each step; and how often ours was compiled."""
+    torch._dynamo.reset()
+    expected = steps(build(case, torch.distributed.fsdp.fully_shard), case, set_bounds, count=5)
+    torch._dynamo.utils.counters.clear()
+    found = steps(build(case, fsdp_compile.fully_shard), case, set_bounds, count=5)
+    return expected, found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("system", ["eager", "aot_eager"])
+def test_tensors_of_a_shard_are_read_anew_in_each_step(system: str, rank_pools: RankPools) -> None:
+    for expected, found, compiled in rank_pools[2].run(bounded, case=Case("scaled", system)):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+        assert compiled == (0 if system == "eager" else 2)
+
+
+def checkpointed(path: str) -> bool:
+    """A job: saves and loads a model whose weights are subclasses, and trains on; whether that is as without."""
+    torch._dynamo.reset()
+    case = Case("scaled")
+    straight: Any = build(case, fsdp_compile.fully_shard)
+    steps(straight, case, count=2)
+    dcp.save(straight.state_dict(), checkpoint_id=path)
+    resumed: Any = build(case, fsdp_compile.fully_shard)
+    with torch.no_grad():
+        for param in resumed.parameters():
+            param.zero_()
+    state = resumed.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    resumed.load_state_dict(state)
+    assigned: Any = build(case, fsdp_compile.fully_shard)
+    assigned.load_state_dict(copy.deepcopy(straight.state_dict()), assign=True)
+    expected, found, other = (steps(model, case, count=2) for model in (straight, resumed, assigned))
+    kinds = {type(model.layers[0].weight.to_local()) for model in (straight, resumed, assigned)}
+    assert kinds == {Scaled}, kinds
+    return all(torch.equal(one, two) for one, two in zip(expected * 2, found + other, strict=True))
+
+
+def test_checkpoints(rank_pools: RankPools, tmp_path: Path) -> None:
+    assert rank_pools[2].run(checkpointed, path=str(tmp_path)) == [True, True]
+
+
+def sharded(weight: Tensor, **options: Any) -> Any:
+    model = nn.Sequential(nn.Linear(16, 16))
+    model[0].weight = nn.Parameter(weight)
+    return fully_shard(model, **options)
+
+
+def compiled_call(model: nn.Module) -> None:
+    torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})(torch.ones(2, 16)).sum().backward()
+
+
+class Branching(Halved):
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        return (self.held * self.held.abs().max().item(),), None
+
+
+def test_what_cannot_be_traced_is_refused(fake_ranks: None) -> None:
+    with pytest.raises(
+        Exception, match=r"fsdp_pre_all_gather of parameter 0?\.?weight, a Branching, failed.*values of tensors"
+    ):
+        compiled_call(sharded(Branching(torch.randn(16, 16))))
+
+
+def test_constants_of_a_shard_may_not_change(fake_ranks: None) -> None:
+    model = sharded(Scaled(torch.randn(16, 16)))
+    compiled_call(model)
+    model[0].weight._local_tensor.levels = 7.0
+    for call in (compiled_call, lambda model: model(torch.ones(2, 16))):
+        with pytest.raises(RuntimeError, match=r"Attribute levels of .* parameter 0\.weight, a Scaled, was 127.0"):
+            call(model)
+
+
+class Half(Wrapper):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.held,), None
+
+
+class Opaque(torch.Tensor):
+    fsdp_pre_all_gather, fsdp_post_all_gather = Halved.fsdp_pre_all_gather, Halved.fsdp_post_all_gather
+
+
+class Strange(Halved):
+    def fsdp_pre_all_gather(self, mesh: Any, module: Any) -> Any:  # type: ignore[override]
+        return (self.held,), None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "message"),
+    [
+        (Half, {}, TypeError, r"0\.weight is a Half.*no fsdp_post_all_gather"),
+        (Opaque, {}, TypeError, r"0\.weight is a Opaque.*without __tensor_flatten__"),
+        (Strange, {}, ValueError, r"0\.weight is a Strange.*\(mesh, outer_size, outer_stride, module, mp_policy\)"),
+        (Wrapper, {}, NotImplementedError, r"0\.weight is a Wrapper.*without fsdp_pre_all_gather"),
+        (
+            Halved,
+            {"shard_placement_fn": lambda param: Shard(param.dim() - 1)},
+            NotImplementedError,
+            r"weight is a Halved.*dimension 0 only",
+        ),
+        (Halved, {"reshard_after_forward": 2}, NotImplementedError, r"0\.weight is a Halved.*smaller group"),
+    ],
+)
+def test_refuses(kind: Any, options: dict[str, Any], error: Any, message: str, fake_ranks: None) -> None:
+    with pytest.raises(error, match=message):
+        sharded(torch.randn(16, 16).as_subclass(kind) if kind is Opaque else kind(torch.randn(16, 16)), **options)
+
+
+class TestGraph(expecttest.TestCase):
+    def test_forward(self) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        try:
+            torch._dynamo.reset()
+            model = sharded(Scaled(torch.randn(16, 16)))
+            with capture() as graphs:
+                compiled_call(model)
+        finally:
+            dist.destroy_process_group()
+        self.assertExpectedInline(
+            graphs.forward[0].readable(),
+            """\
+def forward(self, primals_1: "f32[2, 16]", shard_0_weight: "f32[2, 16]", shard_0_bias: "f32[2]", primals_4: "f32[2, 16]"):
+    abs_1: "f32[2, 16]" = aten.abs.default(primals_1)
+    amax: "f32[2, 1]" = aten.amax.default(abs_1, [1], True)
+    clamp_min: "f32[2, 1]" = aten.clamp_min.default(amax, 1e-12)
+    div: "f32[2, 1]" = aten.div.Tensor(clamp_min, 127.0)
+    div_1: "f32[2, 16]" = aten.div.Tensor(primals_1, div)
+    round_1: "f32[2, 16]" = aten.round.default(div_1)
+    convert_element_type: "i8[2, 16]" = prims.convert_element_type.default(round_1, torch.int8)
+    view: "i8[32]" = aten.view.default(convert_element_type, [-1])
+    view_1: "u8[32]" = aten.view.dtype(view, torch.uint8)
+    view_2: "f32[2]" = aten.view.default(div, [-1])
+    view_3: "u8[8]" = aten.view.dtype(view_2, torch.uint8)
+    view_4: "f32[2]" = aten.view.default(shard_0_bias, [-1])
+    view_5: "u8[8]" = aten.view.dtype(view_4, torch.uint8)
+    cat: "u8[48]" = aten.cat.default([view_1, view_3, view_5])
+    all_gather_into_tensor: "u8[384]" = _c10d_functional.all_gather_into_tensor.default(cat, 8, 'shard')
+    wait_tensor: "u8[384]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
+    view_6: "u8[8, 48]" = aten.view.default(wait_tensor, [8, -1])
+    split_with_sizes = aten.split_with_sizes.default(view_6, [32, 8, 8], 1)
+    getitem: "u8[8, 32]" = split_with_sizes[0]
+    getitem_1: "u8[8, 8]" = split_with_sizes[1]
+    getitem_2: "u8[8, 8]" = split_with_sizes[2]
+    clone: "u8[8, 32]" = aten.clone.default(getitem, memory_format = torch.contiguous_format)
+    view_7: "i8[8, 32]" = aten.view.dtype(clone, torch.int8)
+    clone_1: "u8[8, 8]" = aten.clone.default(getitem_1, memory_format = torch.contiguous_format)
+    view_8: "f32[8, 2]" = aten.view.dtype(clone_1, torch.float32)
+    clone_2: "u8[8, 8]" = aten.clone.default(getitem_2, memory_format = torch.contiguous_format)
+    view_9: "f32[8, 2]" = aten.view.dtype(clone_2, torch.float32)
+    view_10: "i8[16, 16]" = aten.view.default(view_7, [16, 16])
+    view_11: "f32[16, 1]" = aten.view.default(view_8, [16, 1])
+    view_12: "f32[16]" = aten.view.default(view_9, [16])
+    convert_element_type_1: "f32[16, 16]" = prims.convert_element_type.default(view_10, torch.float32)
+    mul: "f32[16, 16]" = aten.mul.Tensor(convert_element_type_1, view_11)
+    permute: "f32[16, 16]" = aten.permute.default(mul, [1, 0])
+    addmm: "f32[2, 16]" = aten.addmm.default(view_12, primals_4, permute)
+    return (addmm, shard_0_weight, shard_0_bias, primals_4)
+""",
+        )

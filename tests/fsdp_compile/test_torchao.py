@@ -87,3 +87,66 @@ def test_float8_training_equals_fsdp2(case: Case, rank_pools: RankPools) -> None
             # Where a sum is rounded otherwise, what it is rounded to in float8 may be the neighbour.
             scale = theirs.abs().max()
             torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=0.02 if case.system == "inductor" else 1e-5)
+
+
+class Adapted(nn.Module):
+    """A layer with a frozen weight in four bits, and trained matrices of low rank beside it (QLoRA)."""
+
+    def __init__(self) -> None:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        super().__init__()
+        self.weight = nn.Parameter(to_nf4(torch.randn(256, 256) / 16), requires_grad=False)
+        self.down, self.up = nn.Parameter(torch.randn(4, 256) / 16), nn.Parameter(torch.randn(256, 4) / 16)
+
+    def forward(self, value: Tensor) -> Tensor:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+        return torch.tanh(linear_nf4(value, self.weight) + value @ self.down.T @ self.up.T)
+
+
+def adapt(system: str) -> list[list[Tensor]]:
+    """A job: the losses and gradients of FSDP2, and ours."""
+    torch._dynamo.reset()
+    results = []
+    for library in (torch.distributed.fsdp, fsdp_compile):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(Adapted(), Adapted())
+        for layer in model:
+            library.fully_shard(layer, mesh=device_mesh((2,)))
+        library.fully_shard(model, mesh=device_mesh((2,)))
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.Adam(trained, lr=0.01)
+        run = model
+        if library is fsdp_compile and system != "eager":
+            run = torch.compile(model, backend=fsdp_backend, options={"lowering": system})
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        found = []
+        for _ in range(3):
+            loss = run(torch.randn(4, 256, generator=generator)).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(param.grad.to_local().clone() for param in trained)]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(found)
+        assert type(model[0].weight._local_tensor).__name__ == "NF4Tensor"
+    return results
+
+
+@pytest.mark.parametrize("system", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_frozen_weights_in_four_bits_equal_fsdp2s(system: str, rank_pools: RankPools) -> None:
+    for expected, found in rank_pools[2].run(adapt, system=system):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def test_quantized_weights_without_gathers_are_refused(fake_ranks: None) -> None:
+    """FSDP2 fails with them, too: they cannot be cut."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(32, 32))
+    quantize_(model, Int8WeightOnlyConfig())
+    with pytest.raises(NotImplementedError, match=r"0\.weight is a Int8Tensor.*ignored_params"):
+        fsdp_compile.fully_shard(model)
+    ignored = {param for param in model.parameters() if type(param.data).__name__ == "Int8Tensor"}
+    assert fsdp_compile.fully_shard(model, ignored_params=ignored)(torch.ones(2, 32)).shape == (2, 32)

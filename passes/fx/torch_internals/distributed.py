@@ -6,7 +6,7 @@ import torch.distributed._composable.fsdp
 # Under these keys a module says which composable APIs were applied to it, and what state they have for it.
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
-# The names of reductions in functional collectives, for those that a traced hook calls; and what a functional collective returns
+# The names of reductions in functional collectives, for those that a traced hook calls; and what such a collective returns
 # outside of a graph: a subclass, but no value of another kind.
 from torch.distributed._functional_collectives import REDUCE_OP_TO_STR, AsyncCollectiveTensor
 

@@ -19,11 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from passes.collectives.functional import forget_factors
 from passes.fx.sizes import unknown_size
-from passes.fx.torch_internals.core import FakeCopyMode, FakeTensorMode, pytree, unset_fake_temporarily
+from passes.fx.torch_internals.core import (
+    FakeCopyMode,
+    FakeTensorMode,
+    is_traceable_wrapper_subclass,
+    pytree,
+    unset_fake_temporarily,
+)
 from passes.fx.torch_internals.distributed import FakeStore
 
 from .api.sharding import fully_shard
 from .compiler.capture import Capture, capture
+from .units.extension import with_tensors
 
 #: The ranks: ``(shards,)``, ``(replicas, shards)``, or the sizes of dimensions by their names.
 MeshShape = Sequence[int] | Mapping[str, int]
@@ -157,7 +164,9 @@ def _forget() -> None:
 
 
 def _fake_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A fake tensor that looks like another, on a device."""
+    """A fake tensor that looks like another, on a device; of a subclass, one that holds such."""
+    if is_traceable_wrapper_subclass(tensor):
+        return with_tensors(tensor, lambda held: _fake_like(held, device))
     size, stride = tensor.shape, tensor.stride()
     return torch.empty_strided(size, stride, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
 

@@ -48,10 +48,10 @@ class UnitFacts:
         return UnitFacts(
             name,
             {param.name: param.shape.numel() for param in unit.params},
-            sum(storage.nbytes for storage in unit.storages.values()),
+            sum(storage.nbytes for storage in unit.storages.values()) + sum(map(_bytes_of_extension, unit.params)),
             sum(local.numel() for local in stepped),
             sum(local.nbytes for local in stepped),
-            [(_piece(param), param.param.requires_grad) for param in unit.params],
+            [(_piece(param), param.param.requires_grad) for param in unit.params if param.extension is None],
         )
 
 
@@ -161,6 +161,10 @@ class Census:
 
 def _piece(param: ShardedParam) -> Piece:
     return Piece(tuple(param.shape), param.dim, param.local.dtype, param.offset, param.alignment)
+
+
+def _bytes_of_extension(param: ShardedParam) -> int:
+    return 0 if param.extension is None else param.extension.num_bytes(param.local)
 
 
 def _other_bytes(root: Unit) -> int:

@@ -122,7 +122,7 @@ class PlannedGraph:
         for observe in call_observers:
             observe(self, variant, call)
         call.bind(variant.inputs)
-        if not self.is_backward and Gather.REUSE in plan.gathers:
+        if not self.is_backward and (Gather.REUSE in plan.gathers or None in call.gathers):
             for index in self._inputs.read:
                 call.param(index).end_forward()
         call.release(is_backward=self.is_backward)

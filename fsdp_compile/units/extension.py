@@ -16,7 +16,7 @@ import inspect
 import itertools
 import math
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,16 @@ def _reads_module(tensor: Any) -> bool:
     return any(instruction.argval == module for instruction in dis.get_instructions(code) if "RESUME" not in instruction.opname)
 
 
+def with_tensors(tensor: Any, made_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """A copy of a tensor subclass that holds other tensors."""
+    names, context = tensor.__tensor_flatten__()
+    held = {name: made_of(getattr(tensor, name)) for name in names}
+    attributes = {key: made_of(value) for key, value in vars(tensor).items() if isinstance(value, Tensor) and key not in held}
+    copied: Tensor = type(tensor).__tensor_unflatten__(held, context, tensor.size(), tensor.stride())
+    copied.__dict__.update({**vars(tensor), **{key: held[key] for key in held if key in vars(tensor)}, **attributes})
+    return copied
+
+
 class ParamExtension:
     """The functions of one parameter's local tensor, or of those of several parameters that do the same.
 
@@ -152,7 +162,7 @@ class ParamExtension:
         context = tuple(self._context.items()) if isinstance(self._context, dict) else self._context
         constants = tuple(self._constants.items())
         laid_out = (tuple(self._size), tuple(self._stride), tuple(self._shape), self._mesh, self._mp_policy)
-        return self._kind, tuple(self._inner_names), self.optional, context, constants, laid_out, self._module
+        return self._kind, tuple(self._inner_names), self.optional, context, constants, laid_out, self._dtype, self._module
 
     def check_constants(self, local: Any, name: str) -> None:
         """Check that the attributes that graphs have as constants are what they were.
@@ -169,6 +179,10 @@ class ParamExtension:
                     f"model was sharded, and is {found!r}. Graphs have it as a constant: make it a tensor, or set it before "
                     "sharding."
                 )
+
+    def num_bytes(self, local: Any) -> int:
+        """The bytes of the tensors that a local tensor holds."""
+        return sum(tensor.nbytes for tensor in self.tensors_of(local).values())
 
     def tensors_of(self, local: Any) -> dict[str, Tensor]:
         """The tensors that a local tensor holds, by the names of its attributes."""

@@ -48,11 +48,19 @@ def make_shards_symbolic(graph: Graph, layouts: Mapping[str, Sequence[Piece]]) -
     Args:
         graph: a graph after the preparing passes.
         layouts: for each unit, its parameters in the order of its storage.
+
+    Raises:
+        ValueError: an extension gathers one.
     """
     for node in unshards(graph.nodes):
         gathered = Unshard.of(node)
         if supposed_size(gathered.group) is None:
             continue
+        if gathered.token is not None:
+            raise ValueError(
+                f"Parameter {gathered.name} is gathered by an extension (fsdp_pre_all_gather), whose sizes are those that it "
+                "was traced with, so that there are no formulae for it."
+            )
         dtype = _set_shapes(gathered)
         if gathered.offset >= 0:
             update_args(node, offset=_offset(gathered, dtype, layouts[gathered.unit]))

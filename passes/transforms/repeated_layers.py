@@ -12,6 +12,7 @@ Before: the node of each call, and the node of its backward.
 After:  a copy of that trace in the place of each, as if AOTAutograd had traced every layer. Only four things can differ: a copy
         of a gradient that is laid out otherwise than the layer's output, zeros for the gradient of an output that has none,
         a view that each layer makes of a common input, and the place of an addition. Gradients add up in the same order.
+        (Of an extension, :mod:`passes.ir.extension`, the encoding stands with its layer, instead of ahead of all.)
 
 Tracing is most of what compiling a deep model costs once equal layers share their kernels; copying nodes costs a tenth of it.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_compile
 import passes.pipeline
-from fsdp_compile import capture, explain, fsdp_backend, fully_shard
+from fsdp_compile import GatherPolicy, capture, explain, fsdp_backend, fully_shard
 from passes.transforms.repeated_layers import fold_layers
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.graphs import kinds, operations
@@ -374,6 +375,35 @@ def test_equal_layers_fold(kind: str, number: int, fake_ranks: None, monkeypatch
         texts.append((operations(forward.graph_module.graph)[:-1], every))
     assert len(folded) == number
     assert texts[0] == texts[1]
+
+
+def variants() -> tuple[bool, list[Tensor], list[Tensor], int]:
+    """A job: whether a gather policy beside extensions changes nothing; FSDP2's steps, ours with each layer compiled by itself,
+    and how many graphs they share."""
+    torch._dynamo.reset()
+    case = Case("scaled", sizes=(8,) * 5)
+    plain = steps(build(case, fsdp_compile.fully_shard), case)
+    # Of biases, which are all that is left to round, nothing is.
+    rounded = steps(build(case, functools.partial(fsdp_compile.fully_shard, gather_policy=GatherPolicy())), case)
+    is_same = all(map(torch.equal, plain, rounded))
+    torch._dynamo.reset()
+    eager = replace(case, system="eager")
+    expected = steps(build(eager, torch.distributed.fsdp.fully_shard), eager)
+    model: Any = build(eager, fsdp_compile.fully_shard)
+    for layer in model.layers:
+        layer.compile(backend=fsdp_backend, options={"lowering": "aot_eager"}, fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    found = steps(model, eager)
+    return is_same, expected, found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_beside_a_gather_policy_and_compiled_by_block(rank_pools: RankPools) -> None:
+    for is_same, expected, found, graphs in rank_pools[2].run(variants):
+        assert is_same
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+        # The first layer's input needs no gradient.
+        assert graphs == 2
 
 
 def unshard_by_hand(system: str) -> list[bool]:

@@ -133,7 +133,8 @@ def _finish_packed(pending: PendingGather) -> dict[ShardedParam, Tensor]:
         gathered = finish_gather(pending.gathered, shapes, dims, pending.group, dtypes=[tensor.dtype for tensor in tensors])
     found, start = {}, 0
     for param, sent in pending.pieces.items():
-        own = gathered[start : start + len(sent.tensors)]
+        # On one rank, they are runs of one buffer.
+        own = [full.clone() if ranks == 1 else full for full in gathered[start : start + len(sent.tensors)]]
         start += len(sent.tensors)
         found[param] = (
             own[0].contiguous() if param.extension is None else param.extension.decode(own, sent.metadata, param.name)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -231,6 +233,27 @@ def test_parameters_that_stay_subclasses(system: str, rank_pools: RankPools) -> 
     for expected, found in rank_pools[2].run(first_of_pairs, case=Case("pair", system)):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def test_subclasses_are_freed_after_forward(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward gathers them again, and finds in them what autograd saved."""
+    gathered: list[weakref.ref[Tensor]] = []
+
+    def post(self: Any, tensors: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        gathered.extend(map(weakref.ref, tensors))
+        return TwoTensor(*tensors), tensors
+
+    monkeypatch.setattr(Pair, "fsdp_post_all_gather", post)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        layer.weight = nn.Parameter(Pair(layer.weight.detach(), layer.weight.detach().clone()))
+        fully_shard(layer)
+    value = torch.ones(2, 8, requires_grad=True)
+    loss = fully_shard(model)(value).sum()
+    gc.collect()
+    assert len(gathered) == 4 and not any(tensor() is not None for tensor in gathered)
+    loss.backward()
+    assert len(gathered) == 8
 
 
 def set_bounds(model: nn.Module, step: int) -> None:

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
-from passes.collectives.traced_hook import apply_in_place_hook, apply_reduce_hook
+from passes.collectives.stateful_hook import HookParameter, StatefulHook
+from passes.collectives.traced_hook import apply_in_place_hook, draws_random_numbers
 from passes.fx.torch_internals.core import FakeTensorMode
 
 from ..comm_hooks import BoundHook, bind_hook
 from ..runtime.gradients import call_hooks, discard, in_backward, reduce_pending, take_unreduced
+from ..runtime.hook_tensors import hook_parameter
 from ..torch_versions import RESET_DISCARDS_GRADIENTS, GradientReductionHandle, reduce_dtype
 from ..units.unit import Unit
 from .composable import LEFT_OUT
@@ -172,7 +175,9 @@ class GradientControls(Controls):
                 the dtype of the reduction. Where every rank holds whole parameters (a shard dimension of one rank),
                 ``hook(state, grad)`` reduces in place and also over the replicas. It is traced: ordinary tensor operations and
                 ``torch.distributed`` calls, in place or not; it runs as Python only while it is traced. Its divisions
-                replace those of the reduction; the replicas of a 2-D mesh are averaged afterwards.
+                replace those of the reduction; the replicas of a 2-D mesh are averaged afterwards. An object with a method
+                ``init_tensors(parameter)`` has tensors of its own: ``hook(state, grad, output, bucket)``, with a
+                :class:`~fsdp_compile.comm_hooks.HookParameter` and a :class:`~fsdp_compile.comm_hooks.HookBucket`.
 
         Raises:
             TypeError: the hook has other parameters.
@@ -185,9 +190,11 @@ class GradientControls(Controls):
         units = self._units(recurse=True)
         for unit in units:
             _check_comm_hook(unit, bound)
+        reduce = _traceable(bound, units)
         for unit in units:
-            unit.flags.comm_hook = bound.reduce or bound.in_place
+            unit.flags.comm_hook = reduce
             unit.flags.comm_hook_in_place = bound.reduce is None
+            unit.flags.comm_hook_seed = torch.initial_seed()
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Change this unit's reduced gradient shards in place with a function, which is traced: after the all-reduce of a 2-D
@@ -224,8 +231,9 @@ class GradientControls(Controls):
         )
 
     def reset_iter_state(self) -> None:
-        """Recover after an exception in forward or backward: drop gathered parameters, and gradients that wait for
-        communication; from torch 2.15 on also ``param.grad``. Go on with the first microbatch of a step.
+        """Recover after an exception in forward or backward: drop gathered parameters, gradients that wait for communication,
+        and the tensors of communication hooks; from torch 2.15 on also ``param.grad``. Go on with the first microbatch of a
+        step.
 
         Raises:
             RuntimeError: this is not the root of its tree of units.
@@ -233,6 +241,9 @@ class GradientControls(Controls):
         unit = self._root("reset_iter_state")
         unit.scope.active = False
         discard(unit.scope)
+        for member in unit.scope.units:
+            for param in member.params:
+                param.state.hook_tensors = {}
         if RESET_DISCARDS_GRADIENTS:
             for member in unit.scope.units:
                 for param in member.params:
@@ -288,10 +299,46 @@ def _check_comm_hook(unit: Unit, hook: BoundHook) -> None:
             f"{hook.name}(state, grad) reduces in place, but {where} is sharded over {world_size} ranks. Register a hook that "
             "takes (state, grad, output) and writes this rank's shard to output."
         )
-    for like in _examples(unit):
-        if hook.reduce is not None:
-            apply = functools.partial(apply_reduce_hook, hook.reduce, world_size=world_size)
-            _trace(apply, like.new_empty(world_size * like.numel()))
-        else:
-            assert hook.in_place is not None
-            _trace(functools.partial(apply_in_place_hook, hook.in_place), like)
+
+
+def _traceable(hook: BoundHook, units: list[Unit]) -> Callable[..., None] | StatefulHook:
+    """What units reduce with, once it was traced for all of them."""
+    if hook.init is not None:
+        assert hook.reduce is not None
+        return _trace_stateful(hook.reduce, hook.init, units)
+    draws = False
+    for unit in units:
+        world_size = max(mesh.shard_size for mesh in unit.meshes)
+        for like in _examples(unit):
+            if hook.reduce is None:
+                assert hook.in_place is not None
+                _trace(functools.partial(apply_in_place_hook, hook.in_place), like)
+            else:
+                draws |= draws_random_numbers(hook.reduce, [_of_vector(like, world_size)])
+    reduce = hook.reduce or hook.in_place
+    assert reduce is not None
+    return StatefulHook(reduce, draws=True) if draws else reduce
+
+
+def _of_vector(like: Tensor, world_size: int) -> HookParameter:
+    """A parameter of which each shard is like ``like``."""
+    return HookParameter((world_size * like.numel(),), 0, world_size, like.dtype, like.device)
+
+
+def _trace_stateful(
+    reduce: Callable[..., None], init: Callable[[HookParameter], dict[str, Tensor]], units: list[Unit]
+) -> StatefulHook:
+    hook = StatefulHook(reduce, init)
+    buckets = dict.fromkeys(bucket for unit in units for bucket in _buckets(unit))
+    draws = [draws_random_numbers(hook, bucket) for bucket in buckets]
+    return replace(hook, draws=any(draws))
+
+
+def _buckets(unit: Unit) -> list[tuple[HookParameter, ...]]:
+    """What hooks get of a unit, by dtype and mesh."""
+    found: dict[Any, list[HookParameter]] = {}
+    for param in unit.params:
+        dtype = reduce_dtype(unit.mp_policy, param.shard.dtype) or param.compute_dtype
+        parameter = hook_parameter(param, dtype, unit.mesh.device)
+        found.setdefault((param.mesh, dtype), []).append(parameter)
+    return [tuple(parameters) for parameters in found.values()]

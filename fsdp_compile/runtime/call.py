@@ -12,6 +12,7 @@ from passes.collectives.functional import factor_tensor
 from passes.ir.interface import (
     DivideFactor,
     FullParameter,
+    HookTensor,
     InputSlot,
     OutputSlot,
     PartialGradient,
@@ -35,6 +36,7 @@ from .gradients import (
     unsharded_grad,
 )
 from .graph_inputs import GraphInputs, Owners
+from .hook_tensors import hook_tensor
 
 
 class Gradients:
@@ -221,6 +223,11 @@ def _bind_factor(call: Call, slot: DivideFactor) -> Tensor:
     return factor_tensor(bucket.factors[slot.number], bucket.like.dtype, bucket.like.device)
 
 
+def _bind_hook_tensor(call: Call, slot: HookTensor) -> Tensor:
+    bucket = call.gradients[slot.reduction]
+    return hook_tensor(bucket.params[slot.position], slot.name, bucket.like)
+
+
 _BIND: dict[type, Callable[[Call, Any], Tensor]] = {
     StorageRun: _bind_storage,
     FullParameter: _bind_full,
@@ -228,6 +235,7 @@ _BIND: dict[type, Callable[[Call, Any], Tensor]] = {
     PartialGradient: _bind_partial,
     ReducedGradient: _bind_reduced,
     DivideFactor: _bind_factor,
+    HookTensor: _bind_hook_tensor,
 }
 _LAND: dict[type, Callable[[Call, Any, Tensor], None]] = {
     FullParameter: _land_full,

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.functional import factor_tensor, group_size, resolve_averaging
+from passes.collectives.stateful_hook import StatefulHook
 from passes.fx.torch_internals.core import current_graph_task_id, queue_callback, will_engine_execute_node
 from passes.ir.extension import plain_gradient
 from passes.ir.reduction import Factor, Kept, Operand, Reduction, Sync, reduce_at_once, stages
@@ -29,6 +30,7 @@ from ..units.param_state import FlatSlice, grad_slice, set_grad_in, whole_buffer
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, SyncFlags, Unit
 from .course import eager_run
+from .hook_tensors import hook_tensors
 
 # Plans for graphs and eager operators.
 
@@ -449,7 +451,9 @@ def _communicate(
     partial = [flat_partial(params)] if reduction.has_partial else []
     like = grads[0] if grads else partial[0]
     accumulated = [unsharded_grad(param, like) for param in params] if reduction.has_unsharded else []
-    kept = {Kept.UNSHARDED: accumulated, Kept.PARTIAL: partial}
+    is_stateful = isinstance(reduction.comm_hook, StatefulHook) and bool(grads)
+    of_hook = hook_tensors(params, like) if is_stateful else []
+    kept = {Kept.UNSHARDED: accumulated, Kept.PARTIAL: partial, Kept.HOOK: of_hook}
     for param in params:
         param.state.discard_gradients()
 
@@ -457,6 +461,10 @@ def _communicate(
         if isinstance(operand, Factor):
             return [factor_tensor(values[operand.number], like.dtype, like.device)]
         return kept[operand]
+
+    def update(left: Sequence[Tensor]) -> None:
+        for tensor, new in zip(of_hook, left, strict=True):
+            tensor.copy_(new)
 
     group = reduction.group or params[0].mesh.shard_group
     found = stages(
@@ -467,7 +475,7 @@ def _communicate(
         grad_dtype=params[0].shard.dtype,
         is_scattered=not grads,
     )
-    flat = reduce_at_once(found, grads if grads else partial[0], take)
+    flat = reduce_at_once(found, grads if grads else partial[0], take, update)
     if reduction.sync is Sync.SCATTER:
         keep_partial(params, flat)
     elif reduction.has_grad:

@@ -9,7 +9,7 @@ On modules that ``fully_shard`` sharded, and on those inside that register shard
 ``_fsdp_unit``
     The :class:`~.unit.Unit`. Methods and forwards of a module begin with ``self``.
     Set: ``fsdp_compile/api/module.py``. Read: there, ``fsdp_compile/api/gradient_controls.py``,
-    ``fsdp_compile/api/schedule_controls.py``, ``fsdp_compile/dry_run.py``.
+    ``fsdp_compile/api/schedule_controls.py``, ``fsdp_compile/comm_hooks/checkpoint.py``, ``fsdp_compile/dry_run.py``.
 ``_fsdp_scope``
     The unit's scope, once more: Dynamo reads it for each parameter, and each further attribute on the way costs a guard.
     Set: ``fsdp_compile/api/module.py``, ``fsdp_compile/api/sharding.py``. Read: the former.

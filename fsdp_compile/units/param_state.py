@@ -56,6 +56,7 @@ class ParamState:
     Attributes:
         unsharded_grad: the full gradient of microbatches that did not reduce: full shape, in the dtype of the reduction.
         partial_grad: the padded gradient shard of microbatches that did not all-reduce, in the dtype of the reduction.
+        hook_tensors: what a communication hook keeps for the parameter, by name.
         is_unsharded: the gathered parameter is there because of ``unshard()``: its module shows it, and the next forward of
             a unit that reshards after forward frees it.
     """
@@ -63,6 +64,7 @@ class ParamState:
     def __init__(self) -> None:
         self.unsharded_grad: Tensor | None = None
         self.partial_grad: FlatSlice | None = None
+        self.hook_tensors: dict[str, Tensor] = {}
         self.is_unsharded = False
         self._full: Tensor | None = None
         self._shown: Tensor | None = None

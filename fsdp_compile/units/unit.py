@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.layout import padding_to
 from passes.collectives.rounded_gather import GatherPolicy
+from passes.collectives.stateful_hook import StatefulHook
 
 from .extension import is_extension
 from .mesh import ShardingMesh
@@ -71,7 +72,8 @@ class SyncFlags:
         reduce_scatter_unused_params: a parameter without a gradient has a gradient of zeros.
         gradient_divide_factor: what to divide by; None: the number of ranks.
         force_sum_reduction: reduce with sums only.
-        comm_hook: replaces the reduce-scatter: ``hook(gradient, output)``, or ``hook(gradient)``.
+        comm_hook: replaces the reduce-scatter: ``hook(gradient, output)``, or ``hook(gradient)``, or has tensors of its own.
+        comm_hook_seed: what its random numbers begin with.
         comm_hook_in_place: whether it is the latter, which replaces the all-reduce, too.
         all_reduce_hook: changes the reduced shard in place.
         reduce_scatter_groups: by the name of the group of gathers, that of one for reduce-scatters alone; without one, they use
@@ -86,7 +88,8 @@ class SyncFlags:
     reduce_scatter_unused_params: bool = False
     gradient_divide_factor: float | None = None
     force_sum_reduction: bool = False
-    comm_hook: Callable[..., None] | None = None
+    comm_hook: Callable[..., None] | StatefulHook | None = None
+    comm_hook_seed: int = 0
     comm_hook_in_place: bool = False
     all_reduce_hook: Callable[[Tensor], None] | None = None
     reduce_scatter_groups: Mapping[str, str] = field(default_factory=dict)

@@ -20,7 +20,8 @@ from . import gloo
 from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
 from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
 from .rounded_gather import GatherPolicy, numbers_of, rounding
-from .traced_hook import apply_in_place_hook, apply_reduce_hook
+from .stateful_hook import RANDOM, HookParameter, StatefulHook, tensors_of_hook
+from .traced_hook import apply_in_place_hook, apply_reduce_hook, apply_stateful_hook
 
 _c10d = torch.ops._c10d_functional
 
@@ -228,10 +229,7 @@ def start_reduce_scatter(
         already.
     """
     world_size = group_size(group)
-    if accumulated:
-        grads = [kept + grad for kept, grad in zip(accumulated, grads, strict=True)]
-    rows = [disassemble(grad, dim, world_size) for grad, dim in zip(grads, dims, strict=True)]
-    flat = _divide((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), factors)
+    flat = _flat_gradient(grads, accumulated, factors, dims, world_size)
     if hook is not None:
         return apply_in_place_hook(hook, flat) if in_place else apply_reduce_hook(hook, flat, world_size)
     if not op:
@@ -242,6 +240,51 @@ def start_reduce_scatter(
         pieces = [flat.numel() // world_size] * world_size
         return _c10d.all_to_all_single(flat, pieces, pieces, group)
     return _c10d.reduce_scatter_tensor(flat, op, world_size, group)
+
+
+def reduce_by_stateful_hook(
+    grads: Sequence[Tensor],
+    accumulated: Sequence[Tensor] = (),
+    factors: Sequence[Tensor] = (),
+    tensors: Sequence[Tensor] = (),
+    *,
+    dims: Sequence[int],
+    group: str,
+    hook: StatefulHook,
+) -> tuple[Tensor, list[Tensor]]:
+    """Reduce full gradients of one dtype with a hook that has tensors; see :func:`start_reduce_scatter`.
+
+    Args:
+        tensors: those of :func:`tensors_of_hook`.
+
+    Returns:
+        The flat shard, and what the hook leaves in its tensors.
+    """
+    flat = _flat_gradient(grads, accumulated, factors, dims, group_size(group))
+    parameters = hook_parameters(grads, dims, group)
+    names = [(place, name) for place, name, _ in tensors_of_hook(hook, parameters) if name != RANDOM]
+    return apply_stateful_hook(hook, flat, parameters, tensors, names)
+
+
+def hook_parameters(grads: Sequence[Tensor], dims: Sequence[int], group: str) -> list[HookParameter]:
+    """What a hook knows of the parameters whose full gradients it reduces."""
+    ranks = group_size(group)
+    return [
+        HookParameter(tuple(grad.shape), dim, ranks, grad.dtype, grad.device) for grad, dim in zip(grads, dims, strict=True)
+    ]
+
+
+def _flat_gradient(
+    grads: Sequence[Tensor],
+    accumulated: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    dims: Sequence[int],
+    world_size: int,
+) -> Tensor:
+    if accumulated:
+        grads = [kept + grad for kept, grad in zip(accumulated, grads, strict=True)]
+    rows = [disassemble(grad, dim, world_size) for grad, dim in zip(grads, dims, strict=True)]
+    return _divide((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), factors)
 
 
 def finish_reduce_scatter(

@@ -2,14 +2,17 @@
 
 In the backward graph a hook has to be operators that Inductor can fuse and a schedule can move: no in-place operator, and
 functional collectives instead of ``c10d`` ones. Hooks call ``torch.distributed`` under whatever name they imported it, so that
-replacing its functions would miss some; every one of them ends in a ``c10d`` operator, which a dispatch mode sees.
+replacing its functions would miss some; every one of them ends in a ``c10d`` operator, which a dispatch mode sees. The same
+mode answers random operators (:mod:`.random_numbers`). Tensors of the hook's own (:mod:`.stateful_hook`) go in, and come out
+again.
 """
 
 import contextlib
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +37,8 @@ from ..fx.torch_internals.core import (
 )
 from ..fx.torch_internals.distributed import REDUCE_OP_TO_STR, create_work_from_future
 from ..fx.torch_internals.operators import select_decomp_table
+from .random_numbers import KNOWN, AnsweringRandomOperators, Draws
+from .stateful_hook import HookParameter, StatefulHook, tensors_of_hook
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -66,50 +71,134 @@ def apply_reduce_hook(hook: Callable[[Tensor, Tensor], None], flat: Tensor, worl
     Raises:
         HookNotTraceable: the hook cannot be written as operators.
     """
-
-    def run(grad: Tensor) -> Tensor:
-        output = grad.new_empty(grad.numel() // world_size)
-        _check_returned(hook, hook(grad, output), grad, output)  # type: ignore[func-returns-value]
-        if isinstance(output, FunctionalTensor) and not _is_written(output):
-            raise _refusal(hook, "it never wrote its output", "Fill output in place, for example with output.copy_().")
-        return output
-
-    return _apply(hook, run, flat)
+    (output,) = _apply(hook, _reducing(hook, world_size), [flat])
+    return output
 
 
 def apply_in_place_hook(hook: Callable[[Tensor], None], flat: Tensor) -> Tensor:
     """The gradient that ``hook(flat)`` leaves in its argument; see :func:`apply_reduce_hook`."""
 
-    def run(grad: Tensor) -> Tensor:
+    def run(grad: Tensor) -> list[Tensor]:
         _check_returned(hook, hook(grad), grad)  # type: ignore[func-returns-value]
-        return grad
+        return [grad]
 
-    return _apply(hook, run, flat)
+    (result,) = _apply(hook, run, [flat])
+    return result
 
 
-def _apply(hook: Callable[..., Any], run: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
+def apply_stateful_hook(
+    hook: StatefulHook,
+    flat: Tensor,
+    parameters: Sequence[HookParameter],
+    tensors: Sequence[Tensor],
+    names: Sequence[tuple[int, str]],
+) -> tuple[Tensor, list[Tensor]]:
+    """The gradient shard that a hook writes, and what it leaves in its tensors; see :func:`apply_reduce_hook`.
+
+    Args:
+        hook: the hook.
+        flat: flat gradient; left as it is.
+        parameters: whose gradient it is.
+        tensors: if the hook draws, the key and count of its random numbers; then its tensors. Left as they are.
+        names: for each of its tensors, the place of its parameter, and its name.
+
+    Raises:
+        HookNotTraceable: the hook cannot be written as operators.
+    """
+    run = _with_tensors(hook, parameters, names)
+    output, *left = _apply(hook.reduce, run, [flat, *tensors], is_drawing=hook.draws)
+    return output, left
+
+
+def draws_random_numbers(hook: Callable[..., None] | StatefulHook, bucket: Sequence[HookParameter]) -> bool:
+    """Whether a hook that fills an output draws random numbers, from a trace of it for a bucket.
+
+    Raises:
+        HookNotTraceable: the hook cannot be written as operators.
+    """
+    drawing = replace(hook, draws=True) if isinstance(hook, StatefulHook) else StatefulHook(hook, draws=True)
+    found = tensors_of_hook(drawing, bucket)
+    names = [(place, name) for place, name, _ in found[1:]]
+    with FakeTensorMode():
+        numel = sum(parameter.ranks * parameter.numel for parameter in bucket)
+        flat = torch.empty(numel, dtype=bucket[0].dtype, device=bucket[0].device)
+        fakes = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for *_, tensor in found]
+    run = _with_tensors(drawing, bucket, names)
+    return bool(_trace(drawing.reduce, run, [flat, *fakes], is_drawing=True).meta["draws"])
+
+
+def _reducing(hook: Callable[..., None], world_size: int) -> Callable[..., list[Tensor]]:
+    def run(grad: Tensor, *others: Any) -> list[Tensor]:
+        output = grad.new_empty(grad.numel() // world_size)
+        _check_returned(hook, hook(grad, output, *others), grad, output)  # type: ignore[func-returns-value]
+        if isinstance(output, FunctionalTensor) and not _is_written(output):
+            raise _refusal(hook, "it never wrote its output", "Fill output in place, for example with output.copy_().")
+        return [output]
+
+    return run
+
+
+def _with_tensors(
+    hook: StatefulHook, parameters: Sequence[HookParameter], names: Sequence[tuple[int, str]]
+) -> Callable[..., list[Tensor]]:
+    reduce = _reducing(hook.reduce, parameters[0].ranks)
+
+    def run(grad: Tensor, *owned: Tensor) -> list[Tensor]:
+        if hook.init is None:
+            return reduce(grad)
+        bucket = hook.bucket(parameters, owned, names)
+        found = reduce(grad, bucket)
+        for tensor, (place, name) in zip(owned, names, strict=True):
+            if bucket.tensors[place].get(name) is not tensor:
+                raise _refusal(hook.reduce, f"it put another tensor in the place of its tensor {name!r}", _WRITE_VALUES)
+        return [*found, *owned]
+
+    return run
+
+
+def _apply(
+    hook: Callable[..., Any], run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, is_drawing: bool = False
+) -> list[Tensor]:
+    """What ``run`` returns for copies of the inputs; with ``is_drawing`` the first after the gradient is a key, and goes on."""
+    flat = inputs[0]
     with torch.no_grad():
         if get_proxy_mode() is None and not isinstance(flat, FakeTensor):
-            return run(flat.clone())
+            copies = [given.clone() for given in inputs]
+            draws = Draws(copies.pop(1)) if is_drawing else None
+            with contextlib.nullcontext() if draws is None else AnsweringRandomOperators(draws, _cannot_draw(hook)):
+                return _with_count(run(*copies), draws)
         # A graph of its own, which can be cleaned up (of the output that was allocated, for one) before it is traced again.
-        traced = Interpreter(_trace(hook, run, flat))
+        traced = Interpreter(_trace(hook, run, inputs, is_drawing=is_drawing))
         # Tensors that the hook creates are to be as fake as those that they meet.
         with flat.fake_mode if isinstance(flat, FakeTensor) else contextlib.nullcontext():
-            return traced.run(flat)
+            return list(traced.run(*inputs))
 
 
-def _trace(hook: Callable[..., Any], run: Callable[[Tensor], Tensor], flat: Tensor) -> torch.fx.GraphModule:
-    fake = flat if isinstance(flat, FakeTensor) else FakeTensorMode().from_tensor(flat)
+def _with_count(results: list[Tensor], draws: Draws | None) -> list[Tensor]:
+    return results if draws is None else [results[0], draws.counted(), *results[1:]]
 
-    def observed(grad: Tensor) -> Tensor:
-        with fake.fake_mode, _NoDataAssignment(hook), _FunctionalCollectives(hook):
-            return run(grad)
+
+def _trace(
+    hook: Callable[..., Any], run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, is_drawing: bool
+) -> torch.fx.GraphModule:
+    flat = inputs[0]
+    mode = flat.fake_mode if isinstance(flat, FakeTensor) else FakeTensorMode()
+    fakes = [given if isinstance(given, FakeTensor) else mode.from_tensor(given) for given in inputs]
+    number_of_draws = 0
+
+    def observed(grad: Tensor, *others: Tensor) -> list[Tensor]:
+        nonlocal number_of_draws
+        draws = Draws(others[0]) if is_drawing else None
+        with mode, _NoDataAssignment(hook), _FunctionalCollectives(hook, draws):
+            results = _with_count(run(grad, *others[is_drawing:]), draws)
+        number_of_draws = draws.number if draws is not None else 0
+        return results
 
     before = _state(hook)
     # The graph that it goes into has been decomposed already, and Inductor relies on that.
     trace = make_fx(dispatch_functionalize(observed, FunctionalTensorMode()), decomposition_table=select_decomp_table())
     try:
-        traced = trace(fake)
+        traced = trace(*fakes)
     except HookNotTraceable:
         raise
     except Exception as error:
@@ -121,11 +210,19 @@ def _trace(hook: Callable[..., Any], run: Callable[[Tensor], Tensor], flat: Tens
     if changed:
         advice = "Change it outside of the hook: the traced hook runs once, not in every backward."
         raise _refusal(hook, f"it changed {', '.join(changed)}", advice)
-    result = traced.graph.output_node().args[0].meta["val"]  # type: ignore[union-attr]
-    if result.dtype != fake.dtype or result.dim() != 1:
+    result, *left = (node.meta["val"] for node in traced.graph.output_node().args[0])  # type: ignore[union-attr]
+    if result.dtype != flat.dtype or result.dim() != 1:
         raise _refusal(hook, f"it made its result {result.dtype} {list(result.shape)}", _WRITE_VALUES)
+    for tensor, given in zip(left, inputs[1:], strict=False):
+        if tensor.dtype != given.dtype or tensor.shape != given.shape:
+            raise _refusal(hook, f"it made a tensor of its own {tensor.dtype} {list(tensor.shape)}", _WRITE_VALUES)
     traced.graph.eliminate_dead_code()
+    traced.meta["draws"] = number_of_draws
     return traced
+
+
+def _cannot_draw(hook: Callable[..., Any]) -> Callable[[Any], HookNotTraceable]:
+    return lambda func: _refusal(hook, f"it draws random numbers with {func}", f"Draw them with {KNOWN}, without a generator.")
 
 
 def _refusal(hook: Callable[..., Any], reason: str, advice: str) -> HookNotTraceable:
@@ -191,9 +288,10 @@ class _NoDataAssignment(TorchFunctionMode):
 class _FunctionalCollectives(TorchDispatchMode):
     """Sits on top of functionalization and hands it functional collectives in the place of ``c10d`` operators."""
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
+    def __init__(self, hook: Callable[..., Any], draws: Draws | None) -> None:
         super().__init__()
         self.hook = hook
+        self.draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten.lift_fresh.default and args[0].dim() == 0:
@@ -211,8 +309,7 @@ class _FunctionalCollectives(TorchDispatchMode):
             advice = "Use operators that return tensors of known shape: torch.where, torch.clamp, a division by a tensor."
             raise _refusal(self.hook, f"it asks for values of a tensor ({func})", advice)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            # Inductor replaces random operators in the joint graph, and fails on those that come later.
-            raise _refusal(self.hook, f"it draws random numbers ({func})", "Use deterministic operators.")
+            return self._draw(func, args, kwargs or {})
         if func.overloadpacket in (_aten.set_, _aten.resize_):
             raise _refusal(self.hook, f"it calls {func.overloadpacket}", _WRITE_VALUES)
         if func is _aten.copy_.default and args[0].is_contiguous():
@@ -220,6 +317,18 @@ class _FunctionalCollectives(TorchDispatchMode):
             _assign(args[0], args[1])
             return args[0]
         return func(*args, **(kwargs or {}))
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Inductor replaces random operators in the joint graph, and fails on those that come later.
+        if self.draws is None:
+            advice = (
+                "Use deterministic operators, or a hook of register_comm_hook that takes an output, and draws for every bucket."
+            )
+            raise _refusal(self.hook, f"it draws random numbers ({func})", advice)
+        answer = self.draws.answer(func, args, kwargs)
+        if answer is NotImplemented:
+            raise _cannot_draw(self.hook)(func)
+        return answer
 
     def _collective(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Write the functional collective's result into the output, and return what the ``c10d`` operator returns.

@@ -76,8 +76,23 @@ class DivideFactor:
     number: int
 
 
+@dataclass(frozen=True)
+class HookTensor:
+    """An input: a communication hook's tensor for a parameter, which the graph updates in place.
+
+    Attributes:
+        reduction: index among the graph's ``reduction_groups``.
+        position: which of the group's parameters.
+        name: what the hook calls it.
+    """
+
+    reduction: int
+    position: int
+    name: str
+
+
 #: An extra input.
-InputSlot = StorageRun | FullParameter | UnshardedGradient | PartialGradient | ReducedGradient | DivideFactor
+InputSlot = StorageRun | FullParameter | UnshardedGradient | PartialGradient | ReducedGradient | DivideFactor | HookTensor
 #: An extra output.
 OutputSlot = FullParameter | UnshardedGradient | PartialGradient | ReducedGradient
 

@@ -22,11 +22,13 @@ from ..collectives.functional import (
     finish_reduce_scatter,
     finish_reduction,
     group_size,
+    reduce_by_stateful_hook,
     resolve_averaging,
     start_all_reduce,
     start_reduce_scatter,
 )
 from ..collectives.layout import padded_shard_shape
+from ..collectives.stateful_hook import StatefulHook
 from .work import Role
 
 
@@ -55,7 +57,8 @@ class Reduction:
         has_partial: a partial result of earlier microbatches is to be added after the reduce-scatter.
         has_grad: ``param.grad`` is there already, to be added to.
         group: name of the group that the reduce-scatter runs on; empty: the one that the parameters are sharded over.
-        comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``; or in place, ``hook(gradient)``.
+        comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``; or in place, ``hook(gradient)``; or
+            with tensors of its own.
         all_reduce_hook: changes the reduced shard in place: ``hook(shard)``.
         comm_hook_in_place: the latter, of a bucket that is sharded over one rank; then the hook is the all-reduce, too.
     """
@@ -66,7 +69,7 @@ class Reduction:
     has_partial: bool = False
     has_grad: bool = False
     group: str = ""
-    comm_hook: Callable[..., None] | None = None
+    comm_hook: Callable[..., None] | StatefulHook | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook_in_place: bool = False
 
@@ -77,15 +80,17 @@ class Reduction:
 
 
 class Kept(Enum):
-    """The results of earlier microbatches that a stage continues with.
+    """What earlier microbatches or steps have left, and a stage continues with.
 
     Attributes:
         UNSHARDED: full gradients, one for each that is reduced.
         PARTIAL: one flat shard, reduced over the shard group only.
+        HOOK: the tensors of a communication hook; the stage gives what takes their place.
     """
 
     UNSHARDED = "unsharded"
     PARTIAL = "partial"
+    HOOK = "hook"
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,11 @@ class Stage:
     operands: tuple[Operand | None, ...] = ()
     constants: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def updates(self) -> bool:
+        """Whether it returns a pair: its result, and what takes the place of ``Kept.HOOK``."""
+        return Kept.HOOK in self.operands
+
 
 def stages(
     reduction: Reduction,
@@ -144,6 +154,9 @@ def stages(
     found = []
     if is_scattered:
         finish_scatter, in_flight = (), {"group": group, "in_flight": False}
+    elif isinstance(hook, StatefulHook):
+        taken = (Kept.UNSHARDED if reduction.has_unsharded else None, gradient, Kept.HOOK)
+        found.append(Stage(Role.START_REDUCE, reduce_by_stateful_hook, taken, {"dims": dims, "group": group, "hook": hook}))
     else:
         start = {"op": averaging.reduce_scatter_op if group else "", "hook": hook, "in_place": reduction.comm_hook_in_place}
         operands = (Kept.UNSHARDED if reduction.has_unsharded else None, gradient)
@@ -160,17 +173,27 @@ def stages(
     return found
 
 
-def reduce_at_once(found: Iterable[Stage], value: Any, take: Callable[[Operand], Sequence[Tensor]]) -> Tensor:
+def reduce_at_once(
+    found: Iterable[Stage],
+    value: Any,
+    take: Callable[[Operand], Sequence[Tensor]],
+    update: Callable[[Sequence[Tensor]], None] | None = None,
+) -> Tensor:
     """Run the stages of a reduction one after the other. Returns the flat shard.
 
     Args:
         found: the stages.
         value: the gradients, or the flat shard, that they begin with.
         take: gives an operand.
+        update: is given what takes the place of ``Kept.HOOK``.
     """
     for stage in found:
         operands = [() if operand is None else take(operand) for operand in stage.operands]
         value = stage.function(value, *operands, **stage.constants)
+        if stage.updates:
+            assert update is not None
+            value, left = value
+            update(left)
     return value
 
 

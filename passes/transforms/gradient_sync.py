@@ -10,7 +10,8 @@ After:  for each bucket (unit, dtypes and groups) what its :class:`~passes.ir.pl
   shard of averaged gradients, in their dtype, is an output, or is added to ``param.grad`` in place.
 
 A reduction absorbs the casts of its gradients that have no other reader. Partial results are added before the all-reduce: after
-it, those of the other replicas would be missing. Divide factors are inputs of the graph. The outputs that were gradients are
+it, those of the other replicas would be missing. Divide factors are inputs of the graph, and so are the tensors of a
+communication hook, which are written over as soon as nothing reads their old values. The outputs that were gradients are
 None: the runtime lands gradients itself.
 
 New nodes are marked with their work (:mod:`passes.ir.work`). Nothing overlaps yet.
@@ -21,19 +22,30 @@ Leaves alone reductions of the model's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from ..collectives.divide_factors import factor_dtype
+from ..collectives.functional import hook_parameters
+from ..collectives.stateful_hook import StatefulHook, tensors_of_hook
 from ..fx.emit import emit
 from ..fx.graph import memory_of, viewed
-from ..ir.interface import DivideFactor, InputSlot, Interface, OutputSlot, PartialGradient, ReducedGradient, UnshardedGradient
+from ..ir.interface import (
+    DivideFactor,
+    HookTensor,
+    InputSlot,
+    Interface,
+    OutputSlot,
+    PartialGradient,
+    ReducedGradient,
+    UnshardedGradient,
+)
 from ..ir.ops import ReduceGrad, reduce_grads
 from ..ir.reduction import Kept, Operand, Reduction, Stage, Sync, stages
-from ..ir.work import Role, Work, mark, nodes_of
+from ..ir.work import WORK, Role, Work, mark, nodes_of
 from ..models.memory_model import mark_taken_gradient
 from .bucket import Bucket, Group, reduction_buckets, regroup, whole_buckets
 
@@ -133,8 +145,13 @@ class _ReductionWriter:
             taken |= {operand: self._take(operand) for operand in stage.operands if operand is not None}
             operands = [taken[operand] for operand in stage.operands]
             value = emit(self.graph, stage.function, value, *operands, work=self._work(stage.role), **stage.constants)
+            left: list[Node] = []
+            if stage.updates:
+                value, left = value
             if stage.constants.get("hook") is not None and following is not None:
                 self._give_to(following, stage)
+            if left:
+                value = self._update(taken[Kept.HOOK], left, value)
         work = self._work(Role.FINISH_REDUCE)
         if reduction.sync is Sync.SCATTER:
             self._leave(value, PartialGradient(self.index), taken.get(Kept.PARTIAL, []), work)
@@ -164,8 +181,40 @@ class _ReductionWriter:
             if self.reduction.sync is Sync.ALL:
                 mark_taken_gradient(partial)
             return [partial]
+        if operand is Kept.HOOK:
+            return self._hook_tensors()
         factor = self.like.new_empty((), dtype=factor_dtype(self.like.dtype))
         return [self._input("factor", factor, DivideFactor(self.index, operand.number))]
+
+    def _hook_tensors(self) -> list[Node]:
+        hook, spec = self.reduction.comm_hook, self.specs[0]
+        assert isinstance(hook, StatefulHook)
+        grads = [grad.meta["val"] for grad in self.grads]
+        found = tensors_of_hook(hook, hook_parameters(grads, [spec.dim for spec in self.specs], spec.group))
+        return [
+            self._input(
+                name,
+                self.like.new_empty(tensor.shape, dtype=tensor.dtype),
+                HookTensor(self.index, place, name),
+                self.specs[place].name,
+            )
+            for place, name, tensor in found
+        ]
+
+    def _update(self, kept: list[Node], left: list[Node], value: Node) -> Node:
+        """Write what a hook leaves over its tensors. Returns the hook's result, which must not lie in the memory of one."""
+        changed = {tensor: new for tensor, new in zip(kept, left, strict=True) if new is not tensor}
+        work = value.meta.get(WORK, self._work(Role.FINISH_REDUCE))
+        for tensor, new in changed.items():
+            if _origin(new) in changed:
+                changed[tensor] = emit(self.graph, torch.clone, new, work=work)
+        if _origin(value) in changed:
+            value = emit(self.graph, torch.clone, value, work=work)
+        for tensor, new in changed.items():
+            last = max([*_readers(tensor), new])
+            with self.graph.inserting_after(last):
+                self._write_over(tensor, new, last.meta.get(WORK, work))
+        return value
 
     def _unsharded(self) -> list[Node]:
         return [
@@ -190,6 +239,26 @@ class _ReductionWriter:
         update = self.graph.call_function(_copy, (kept, value))
         update.meta = {"val": kept.meta["val"]}
         mark(update, work)
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """The nodes that read a value, by way of views, too."""
+    for user in node.users:
+        yield user
+        if _source(user) is not None:
+            yield from _readers(user)
+
+
+def _source(node: Node) -> Node | None:
+    """What a node is a view of; also of a kind that only a hook of a user's may have."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    is_alias = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+    return node.all_input_nodes[0] if is_alias else viewed(node)
+
+
+def _origin(node: Node) -> Node:
+    source = _source(node)
+    return node if source is None else _origin(source)
 
 
 def _may_share_memory(node: Node, given_out: Sequence[Node]) -> bool:

@@ -110,7 +110,7 @@ class _Hooks:
         (lambda *arguments: None, "<lambda>", "both"),
         (_Hooks().method, "method", "output"),
         (_Hooks(), "_Hooks", "grad"),
-        (functools.partial(comm_hooks._low_precision_hook, torch.bfloat16), "_low_precision_hook", "output"),
+        (functools.partial(comm_hooks.default_hooks._low_precision_hook, torch.bfloat16), "_low_precision_hook", "output"),
     ],
 )
 def test_parameters_say_what_a_hook_does(hook: Callable[..., Any], name: str, takes: str) -> None:

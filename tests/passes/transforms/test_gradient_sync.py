@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.layout import REPLICATED
-from passes.ir.interface import DivideFactor, Interface, PartialGradient, ReducedGradient, UnshardedGradient
+from passes.collectives.stateful_hook import HookBucket, HookParameter, StatefulHook
+from passes.ir.interface import DivideFactor, HookTensor, Interface, PartialGradient, ReducedGradient, UnshardedGradient
 from passes.ir.ops import reduce_grad
 from passes.ir.reduction import Reduction, Sync
 from passes.ir.work import Role, role
@@ -616,6 +618,76 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
         assert started[-1] == "reduce_scatter_tensor"
         assert finished[0] == "wait_tensor"
         assert len(started) + len(finished) == len(roles)
+
+    def stateful(self, reduce: Callable[..., None], *names: str) -> tuple[str, Interface]:
+        def init(parameter: HookParameter) -> dict[str, Tensor]:
+            return {name: torch.zeros(parameter.ranks, parameter.numel) for name in names}
+
+        def backward(grad, weight):
+            return (reduce_grad(grad, weight, "weight", [16], self.shard),)
+
+        gm = self.trace(backward, torch.zeros(16), torch.zeros(2), names="grad weight")
+        interface = _synchronize(gm.graph, Reduction(comm_hook=StatefulHook(reduce, init)))
+        return self.text(gm.graph), interface
+
+    def test_tensors_of_a_hook_are_inputs_that_are_written_over_ahead_of_the_collective(self) -> None:
+        def reduce(grad: Tensor, output: Tensor, bucket: HookBucket) -> None:
+            wanted = grad + bucket.flat("residual")
+            sent = wanted.bfloat16()
+            bucket.write("residual", wanted - sent.float())
+            reduced = torch.empty_like(output, dtype=torch.bfloat16)
+            dist.reduce_scatter_tensor(reduced, sent)
+            output.copy_(reduced)
+
+        text, interface = self.stateful(reduce, "residual")
+        assert interface.inputs == [HookTensor(0, 0, "residual")]
+        assert interface.outputs == [ReducedGradient(0)]
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[16]", weight: "f32[2]", residual_weight: "f32[8, 2]"):
+    view: "f32[8, 2]" = aten.view.default(grad, [8, -1])
+    view_1: "f32[16]" = aten.view.default(view, [-1])
+    view_2: "f32[16]" = aten.view.default(residual_weight, [-1])
+    add: "f32[16]" = aten.add.Tensor(view_1, view_2)
+    convert_element_type: "bf16[16]" = prims.convert_element_type.default(add, torch.bfloat16)
+    convert_element_type_1: "f32[16]" = prims.convert_element_type.default(convert_element_type, torch.float32)
+    sub: "f32[16]" = aten.sub.Tensor(add, convert_element_type_1)
+    view_3: "f32[8, 2]" = aten.view.default(sub, [8, -1])
+    split_with_sizes = aten.split_with_sizes.default(view_3, [2], 1)
+    getitem: "f32[8, 2]" = split_with_sizes[0]
+    copy__default: "f32[8, 2]" = aten.copy_.default(residual_weight, getitem)
+    reduce_scatter_tensor: "bf16[2]" = _c10d_functional.reduce_scatter_tensor.default(convert_element_type, 'sum', 8, 'shard')
+    wait_tensor: "bf16[2]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    convert_element_type_2: "f32[2]" = prims.convert_element_type.default(wait_tensor, torch.float32)
+    return (None, convert_element_type_2)
+""",
+        )
+
+    def test_what_a_hook_leaves_or_gives_is_no_tensor_that_is_written_over(self) -> None:
+        def swap(grad: Tensor, output: Tensor, bucket: HookBucket) -> None:
+            own = bucket.tensors[0]
+            old = own["a"].clone()
+            output.copy_(own["a"][0])
+            own["a"].copy_(own["b"])
+            own["b"].copy_(old)
+
+        text, _ = self.stateful(swap, "a", "b")
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[16]", weight: "f32[2]", a_weight: "f32[8, 2]", b_weight: "f32[8, 2]"):
+    view: "f32[8, 2]" = aten.view.default(grad, [8, -1])
+    view_1: "f32[16]" = aten.view.default(view, [-1])
+    clone: "f32[8, 2]" = aten.clone.default(a_weight)
+    select: "f32[2]" = aten.select.int(a_weight, 0, 0)
+    clone_1: "f32[8, 2]" = aten.clone.default(b_weight)
+    copy__default_1: "f32[8, 2]" = aten.copy_.default(b_weight, clone)
+    clone_2: "f32[2]" = aten.clone.default(select)
+    copy__default: "f32[8, 2]" = aten.copy_.default(a_weight, clone_1)
+    return (None, clone_2)
+""",
+        )
 
     def test_all_reduce_hook_comes_ahead_of_the_division(self) -> None:
         def clip(shard: Tensor) -> None:

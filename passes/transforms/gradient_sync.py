@@ -32,7 +32,7 @@ from ..collectives.divide_factors import factor_dtype
 from ..collectives.functional import hook_parameters
 from ..collectives.stateful_hook import StatefulHook, tensors_of_hook
 from ..fx.emit import emit
-from ..fx.graph import memory_of, viewed
+from ..fx.graph import is_collective, memory_of, viewed
 from ..ir.interface import (
     DivideFactor,
     HookTensor,
@@ -148,6 +148,7 @@ class _ReductionWriter:
             left: list[Node] = []
             if stage.updates:
                 value, left = value
+                self._hoist(stage)
             if stage.constants.get("hook") is not None and following is not None:
                 self._give_to(following, stage)
             if left:
@@ -160,6 +161,17 @@ class _ReductionWriter:
             self._leave(emit(self.graph, torch.add, grad, value, work=work), ReducedGradient(self.index), [grad], work)
         else:
             self._leave(value, ReducedGradient(self.index), [], work)
+
+    def _hoist(self, stage: Stage) -> None:
+        """Let what a stage computes without the result of a collective stand ahead of all of them, beside the message."""
+        written = nodes_of(self.graph, stage.role)[self.bucket.name]
+        first = next((node for node in written if is_collective(node)), None)
+        behind: set[Node] = set()
+        for node in written:
+            if is_collective(node) or any(source in behind for source in node.all_input_nodes):
+                behind.add(node)
+            elif first is not None and node > first:
+                first.prepend(node)
 
     def _give_to(self, following: Stage, stage: Stage) -> None:
         """Let what a stage's hook does after its last collective be work of the following stage."""

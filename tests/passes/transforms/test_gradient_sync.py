@@ -21,6 +21,7 @@ from passes.transforms.mixed_precision import mixed_precision
 from tests.passes.tracing import PassTestCase
 
 SUM = Averaging(divides_result=True)
+_REDUCE = ("reduce_scatter_tensor", "wait_tensor")
 
 
 def _synchronize(graph: torch.fx.Graph, *plan: Reduction) -> Interface:
@@ -663,6 +664,15 @@ def forward(self, grad: "f32[16]", weight: "f32[2]", residual_weight: "f32[8, 2]
     return (None, convert_element_type_2)
 """,
         )
+
+    def test_what_needs_no_result_stands_ahead_of_the_collective(self) -> None:
+        def reduce(grad: Tensor, output: Tensor, bucket: HookBucket) -> None:
+            dist.reduce_scatter_tensor(output, grad)
+            bucket.write("old", grad * 2)
+
+        text, _ = self.stateful(reduce, "old")
+        targets = [line.split(" = ")[1].split("(")[0] for line in text.splitlines()[1:-1]]
+        assert targets[-3:] == ["aten.copy_.default", *(f"_c10d_functional.{name}.default" for name in _REDUCE)]
 
     def test_what_a_hook_leaves_or_gives_is_no_tensor_that_is_written_over(self) -> None:
         def swap(grad: Tensor, output: Tensor, bucket: HookBucket) -> None:

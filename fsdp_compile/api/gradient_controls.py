@@ -166,7 +166,7 @@ class GradientControls(Controls):
         """Set whether this unit's collectives only sum, and divisions are kernels of their own."""
         self._fsdp_unit.flags.force_sum_reduction = enable
 
-    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+    def register_comm_hook(self, state: object, hook: Callable[..., None], *, over: str = "shards") -> None:
         """Reduce the gradients of this unit and of all units inside with a function, bucket by bucket.
 
         Args:
@@ -178,16 +178,25 @@ class GradientControls(Controls):
                 replace those of the reduction; the replicas of a 2-D mesh are averaged afterwards. An object with a method
                 ``init_tensors(parameter)`` has tensors of its own: ``hook(state, grad, output, bucket)``, with a
                 :class:`~fsdp_compile.comm_hooks.HookParameter` and a :class:`~fsdp_compile.comm_hooks.HookBucket`.
+            over: ``"shards"``; or ``"replicas"``, on a 2-D mesh: ``hook(state, shard)`` takes the place of the all-reduce, and
+                averages flat shards ``[n]``, which are reduced over the shard group already, over the replicas in place. It
+                has to leave the same on all of them. One hook of each kind may be registered.
 
         Raises:
             TypeError: the hook has other parameters.
-            ValueError: a hook that reduces in place, for a unit that is sharded over several ranks; or a second hook.
+            ValueError: a hook that reduces in place, for a unit that is sharded over several ranks; a hook over replicas where
+                there are none; or a second hook.
             HookNotTraceable: the hook cannot be traced; the message says why.
 
         Nothing is registered unless all units can take the hook. Source: ``FullyShardedDataParallel.register_comm_hook``.
         """
+        if over not in ("shards", "replicas"):
+            raise ValueError(f"register_comm_hook(over=...) takes 'shards' or 'replicas', not {over!r}.")
         bound = bind_hook(state, hook)
         units = self._units(recurse=True)
+        if over == "replicas":
+            _register_over_replicas(bound, units)
+            return
         for unit in units:
             _check_comm_hook(unit, bound)
         reduce = _traceable(bound, units)
@@ -299,6 +308,27 @@ def _check_comm_hook(unit: Unit, hook: BoundHook) -> None:
             f"{hook.name}(state, grad) reduces in place, but {where} is sharded over {world_size} ranks. Register a hook that "
             "takes (state, grad, output) and writes this rank's shard to output."
         )
+
+
+def _register_over_replicas(hook: BoundHook, units: list[Unit]) -> None:
+    if hook.in_place is None:
+        raise TypeError(f"A communication hook over replicas takes (state, shard); {hook.name!r} does not.")
+    for unit in units:
+        where = unit.name or "the root"
+        if unit.flags.replica_hook is not None:
+            raise ValueError(f"{where} has a communication hook over replicas already. Register one hook, once.")
+        if not all(mesh.replicate_group for mesh in unit.meshes):
+            raise ValueError(
+                f"{where} has no replicas for {hook.name} to reduce over: shard it on a 2-D mesh (replicate, shard)."
+            )
+        if unit.flags.comm_hook_in_place:
+            raise ValueError(
+                f"{where} has a communication hook that reduces over the replicas, too: {hook.name} has nothing to do."
+            )
+        for like in _examples(unit):
+            _trace(functools.partial(apply_in_place_hook, hook.in_place), like)
+    for unit in units:
+        unit.flags.replica_hook = hook.in_place
 
 
 def _traceable(hook: BoundHook, units: list[Unit]) -> Callable[..., None] | StatefulHook:

@@ -12,6 +12,8 @@ from passes.collectives.rounded_gather import LARGEST, SCALE, numbers_of, restor
 from passes.collectives.stochastic_rounding import round_groups_by_chance
 from passes.fx.torch_internals.distributed import DefaultState
 
+from .default_hooks import all_gather
+
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -49,25 +51,43 @@ class QuantizedReduce:
             known = ", ".join(map(str, LARGEST))
             raise ValueError(f"QuantizedReduce(stochastic_rounding=True) takes one of {known}, not {self.dtype!r}.")
 
-    def __call__(self, state: DefaultState, grad: Tensor, output: Tensor) -> None:
-        """Fill ``output`` with this rank's shard of the average.
+    def __call__(self, state: DefaultState, grad: Tensor, output: Tensor | None = None) -> None:
+        """Fill ``output`` with this rank's shard of the average; without one, leave the average in ``grad``.
 
         Args:
             state: its process group.
-            grad: flat gradient of this rank's batch, ``[ranks * n]``.
+            grad: flat gradient of this rank's batch, ``[ranks * n]``; without an output of any size ``[n]``, and ranks also
+                send each other the average of the piece that they have summed, rounded once more.
             output: flat shard, ``[n]``.
         """
-        self.send(state, grad, output)
+        if output is None:
+            self._all_reduce(state, grad)
+        else:
+            self.send(state, grad, output)
+
+    def _all_reduce(self, state: DefaultState, grad: Tensor) -> None:
+        padded = pad(grad, (0, padding_to(state.world_size, grad.numel())))
+        own = padded.new_empty(padded.numel() // state.world_size)
+        self.send(state, padded, own)
+        sent = self._sent(own.unsqueeze(0))
+        gathered = sent.new_empty(state.world_size * sent.numel())
+        all_gather(gathered, sent.view(-1), group=state.process_group)
+        # All ranks read the same bytes, also of their own piece.
+        averages = self._values(gathered.view(state.world_size, -1), own.numel())
+        grad.copy_(averages.reshape(-1)[: grad.numel()])
 
     def send(self, state: DefaultState, grad: Tensor, output: Tensor) -> Tensor:
         """The same. Returns what this rank's messages say of ``grad``, ``[ranks * n]`` in float32."""
         pieces = grad.view(state.world_size, -1)
-        sent = pieces.to(self.dtype) if self.dtype in _HALVES else self._encode(pieces)
+        sent = self._sent(pieces)
         said = self._values(sent, pieces.size(1)).reshape(-1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=state.process_group)
         output.copy_(self._values(received, pieces.size(1)).sum(0) / state.world_size)
         return said
+
+    def _sent(self, pieces: Tensor) -> Tensor:
+        return pieces.to(self.dtype) if self.dtype in _HALVES else self._encode(pieces)
 
     def _values(self, sent: Tensor, numel: int) -> Tensor:
         return sent.to(SCALE) if self.dtype in _HALVES else self._decode(sent, numel)

@@ -45,6 +45,7 @@ def _averaging(unit: Unit, mesh: ShardingMesh, like: Tensor) -> tuple[Averaging,
         flags.force_sum_reduction,
         flags.comm_hook is not None,
         flags.comm_hook_in_place,
+        flags.replica_hook is not None,
     )
     if settings not in unit.averagings:
         unit.averagings[settings] = _resolve_averaging(flags, mesh, like)
@@ -55,13 +56,13 @@ def _resolve_averaging(flags: SyncFlags, mesh: ShardingMesh, like: Tensor) -> tu
     if flags.comm_hook is None:
         return resolve_averaging(
             mesh.shard_group,
-            mesh.replicate_group,
+            mesh.replicate_group if flags.replica_hook is None else "",
             like.dtype,
             like.device,
             flags.gradient_divide_factor,
             flags.force_sum_reduction,
         )
-    if flags.comm_hook_in_place or not mesh.replicate_group:
+    if flags.comm_hook_in_place or not mesh.replicate_group or flags.replica_hook is not None:
         return Averaging(), ()
     # The hook divides by itself; what is left is the average over replicas of what it gives.
     averaging, factors = resolve_averaging(mesh.replicate_group, "", like.dtype, like.device, None, flags.force_sum_reduction)
@@ -94,6 +95,7 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
         hook,
         flags.all_reduce_hook,
         in_place,
+        flags.replica_hook,
     ), factors
 
 

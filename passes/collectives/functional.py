@@ -316,15 +316,19 @@ def start_all_reduce(
     in_flight: bool = True,
     replicate_group: str,
     op: str,
+    hook: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Finish the reduce-scatter and begin to all-reduce its flat shard over the replicas."""
+    """Finish the reduce-scatter and begin to all-reduce its flat shard over the replicas; or do so, with a hook that reduces
+    in place."""
     flat = finish_reduce_scatter(scattered, factors, partial, group=group, in_flight=in_flight)
+    if hook is not None:
+        return apply_in_place_hook(hook, flat)
     return _c10d.all_reduce(flat, op, replicate_group)
 
 
-def finish_all_reduce(reduced: Tensor) -> Tensor:
+def finish_all_reduce(reduced: Tensor, *, in_flight: bool = True) -> Tensor:
     """Wait for a flat shard that is being all-reduced."""
-    return _c10d.wait_tensor(reduced)
+    return _c10d.wait_tensor(reduced) if in_flight else reduced
 
 
 def finish_reduction(

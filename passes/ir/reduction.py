@@ -59,6 +59,7 @@ class Reduction:
         group: name of the group that the reduce-scatter runs on; empty: the one that the parameters are sharded over.
         comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``; or in place, ``hook(gradient)``; or
             with tensors of its own.
+        replica_hook: averages over the replicas in place, instead of the all-reduce: ``hook(shard)``.
         all_reduce_hook: changes the reduced shard in place: ``hook(shard)``.
         comm_hook_in_place: the latter, of a bucket that is sharded over one rank; then the hook is the all-reduce, too.
     """
@@ -72,11 +73,13 @@ class Reduction:
     comm_hook: Callable[..., None] | StatefulHook | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook_in_place: bool = False
+    replica_hook: Callable[[Tensor], None] | None = None
 
     @property
     def may_regroup(self) -> bool:
         """Whether gradients may be reduced in other buckets than the units' own, which is what hooks see."""
-        return self.sync is not Sync.NONE and self.comm_hook is None and self.all_reduce_hook is None
+        hooks = (self.comm_hook, self.replica_hook, self.all_reduce_hook)
+        return self.sync is not Sync.NONE and all(hook is None for hook in hooks)
 
 
 class Kept(Enum):
@@ -162,9 +165,10 @@ def stages(
         operands = (Kept.UNSHARDED if reduction.has_unsharded else None, gradient)
         found.append(Stage(Role.START_REDUCE, start_reduce_scatter, operands, {"dims": dims, "group": group, **start}))
     if reduction.sync is Sync.ALL and replicate_group and not reduction.comm_hook_in_place:
-        replicas = {"replicate_group": replicate_group, "op": averaging.all_reduce_op}
+        over = reduction.replica_hook
+        replicas = {"replicate_group": replicate_group, "op": averaging.all_reduce_op, "hook": over}
         found.append(Stage(Role.ALL_REDUCE, start_all_reduce, finish_scatter, {**in_flight, **replicas}))
-        found.append(Stage(Role.FINISH_REDUCE, finish_all_reduce))
+        found.append(Stage(Role.FINISH_REDUCE, finish_all_reduce, constants={"in_flight": over is None}))
     elif not is_scattered:
         found.append(Stage(Role.FINISH_REDUCE, finish_reduce_scatter, finish_scatter, in_flight))
     if reduction.sync is Sync.ALL:

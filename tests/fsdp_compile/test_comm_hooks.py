@@ -62,6 +62,9 @@ def gradients(shape: tuple[int, ...], system: str, hook: str, microbatches: int 
     elif hook == "all_reduces":
         mesh = device_mesh(shape)
         model.register_comm_hook([mesh.get_group(dim) for dim in range(mesh.ndim)], all_reduces)
+    elif hook == "both":
+        model.register_comm_hook(group, averages)
+        model.register_comm_hook([device_mesh(shape).get_group("replicate")], all_reduces, over="replicas")
     elif hook == "adds_one":
         for module in model.modules():
             if isinstance(module, fsdp_compile.FSDPModule):
@@ -128,6 +131,14 @@ def test_in_place_hook_where_parameters_are_whole(flag: str, rank_pools: RankPoo
     expected = rank_pools[2].run(gradients, system="aot_eager", hook="", **options)[0]
     for system in ("aot_eager", "eager"):
         _assert_close(rank_pools[2].run(gradients, system=system, hook="all_reduces", **options)[0], expected, 1e-6)
+
+
+@pytest.mark.parametrize("flag", ["set_requires_all_reduce", pytest.param("", marks=pytest.mark.exhaustive)])
+def test_hooks_over_shards_and_over_replicas(flag: str, rank_pools: RankPools) -> None:
+    options = {"shape": (2, 2), "microbatches": 3 if flag else 1, "flag": flag}
+    expected = rank_pools[4].run(gradients, system="aot_eager", hook="", **options)[0]
+    for system in ("aot_eager", "eager"):
+        _assert_close(rank_pools[4].run(gradients, system=system, hook="both", **options)[0], expected, 1e-6)
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import capture, fsdp_backend, fully_shard
+from fsdp_compile import HookNotTraceable, capture, fsdp_backend, fully_shard
 from fsdp_compile.comm_hooks import DefaultState, QuantizedReduce, bind_hook
 from passes.collectives.traced_hook import apply_reduce_hook
 from tests.common.distributed import RankPools, device_mesh
@@ -29,7 +30,7 @@ def reduce(dtype: torch.dtype, special: float) -> Tensor:
     """A job: what this rank gets of the average."""
     state = DefaultState(dist.group.WORLD)
     bound = bind_hook(state, QuantizedReduce(dtype, _BLOCK))
-    assert bound.reduce is not None and bound.in_place is None and bound.name == "QuantizedReduce"
+    assert bound.reduce is not None and bound.name == "QuantizedReduce"
     grad = _gradient(dist.get_rank(), state.world_size, special)
     before = grad.clone()
     result = apply_reduce_hook(bound.reduce, grad, state.world_size)
@@ -86,6 +87,126 @@ def test_in_a_graph(rank_pools: RankPools, lowering: str) -> None:
         # Half a step of a 127th of the largest value.
         error = (grad - exact[name]).abs().max() / exact[name].abs().max()
         assert 0 < error < 0.02, name
+
+
+def _hierarchical(shape: tuple[int, int], system: str, flag: str) -> tuple[list[Tensor], dict[tuple[str, torch.dtype], int]]:
+    """A job: the gradients of two microbatches that are rounded over the replicas alone, and the bytes of each kind of message."""
+    torch.manual_seed(0)
+    mesh = device_mesh(shape)
+    # A unit with one parameter: blocks run through all that a bucket reduces. Rows of 7 are padded over shards and replicas.
+    model = nn.Sequential(nn.Linear(7, 11, bias=False), nn.Tanh(), nn.Linear(11, 5, bias=False))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    group = mesh.get_group("replicate")
+    model.register_comm_hook(DefaultState(group), QuantizedReduce(torch.int8, _BLOCK), over="replicas")
+    forward = model if system == "eager" else torch.compile(model, backend=fsdp_backend, options={"lowering": system})
+    sent: dict[tuple[str, torch.dtype], int] = {}
+    with capture() as graphs:
+        for microbatch in range(2):
+            if flag:
+                getattr(model, flag)(microbatch == 1)
+            forward(_inputs(microbatch, dist.get_rank())).square().sum().backward()
+    for graph in graphs.backward:
+        for node in graph.graph_module.graph.nodes:
+            if "_c10d_functional" in str(node.target) and "wait" not in str(node.target):
+                value, kind = node.args[0].meta["val"], graph.group_names[node.args[-1]]
+                sent[kind, value.dtype] = sent.get((kind, value.dtype), 0) + value.nbytes
+    return [param.grad.full_tensor() for param in model.parameters()], sent  # type: ignore[union-attr]
+
+
+def _inputs(microbatch: int, rank: int) -> Tensor:
+    return torch.randn(3, 7, generator=torch.Generator().manual_seed(10 * microbatch + rank))
+
+
+def _blocks_rounded(values: Tensor) -> Tensor:
+    return torch.cat([rounded_group(block, torch.int8) for block in values.split(_BLOCK)])
+
+
+def _all_reduced(replicas: list[Tensor]) -> Tensor:
+    """Two roundings: of what is sent to who sums it, and of the averages."""
+    count, numel = len(replicas), replicas[0].numel()
+    padded = [torch.cat([flat, flat.new_zeros(-numel % count)]).view(count, -1) for flat in replicas]
+    averages = [sum(_blocks_rounded(pieces[place]) for pieces in padded) / count for place in range(count)]
+    return torch.cat([_blocks_rounded(average) for average in averages])[:numel]
+
+
+def _expected_hierarchical(shape: tuple[int, int], flag: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 11, bias=False), nn.Tanh(), nn.Linear(11, 5, bias=False))
+    params = list(model.parameters())
+    replicas, shards = shape
+
+    def averages(microbatch: int) -> list[list[Tensor]]:
+        """Of each replica, that of its shard group."""
+        grads = [
+            torch.autograd.grad(model(_inputs(microbatch, rank)).square().sum(), params) for rank in range(replicas * shards)
+        ]
+        groups = [grads[replica * shards : (replica + 1) * shards] for replica in range(replicas)]
+        return [[sum(of) / shards for of in zip(*group, strict=True)] for group in groups]  # type: ignore[misc]
+
+    def reduced(values: list[list[Tensor]]) -> list[Tensor]:
+        found = []
+        for of_replicas in zip(*values, strict=True):
+            rows = of_replicas[0].size(0)
+            padded = [torch.cat([full, full.new_zeros(-rows % shards, full.size(1))]).chunk(shards) for full in of_replicas]
+            pieces = [_all_reduced([parts[shard].flatten() for parts in padded]) for shard in range(shards)]
+            found.append(torch.cat(pieces).view(-1, of_replicas[0].size(1))[:rows])
+        return found
+
+    first, second = averages(0), averages(1)
+    if flag:
+        summed = [[a + b for a, b in zip(one, other, strict=True)] for one, other in zip(first, second, strict=True)]
+        return reduced(summed)
+    return [a + b for a, b in zip(reduced(first), reduced(second), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "system", "flag"),
+    [
+        ((2, 2), "aot_eager", "set_requires_all_reduce"),
+        ((2, 1), "eager", ""),
+        pytest.param((2, 2), "eager", "set_requires_gradient_sync", marks=pytest.mark.exhaustive),
+        pytest.param((2, 2), "inductor", "", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_over_replicas_alone(rank_pools: RankPools, shape: tuple[int, int], system: str, flag: str) -> None:
+    results = rank_pools[shape[0] * shape[1]].run(_hierarchical, shape=shape, system=system, flag=flag)
+    expected = _expected_hierarchical(shape, flag)
+    for grads, _ in results:
+        # The same on all replicas, to the bit.
+        assert all(map(torch.equal, grads, results[0][0]))
+        for actual, wanted in zip(grads, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+    kinds = set(results[0][1])
+    assert kinds == (set() if system == "eager" else {("shard", torch.float32), ("replicate", torch.uint8)})
+
+
+def _forgets(state: DefaultState, grad: Tensor, output: Tensor) -> None: ...
+
+
+def _all_reduces(state: DefaultState, grad: Tensor) -> None:
+    dist.all_reduce(grad, group=state.process_group)
+
+
+def test_refusals_over_replicas(fake_ranks: None) -> None:
+    state = DefaultState(dist.group.WORLD)
+    model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (8,)))
+    with pytest.raises(ValueError, match="has no replicas for QuantizedReduce"):
+        model.register_comm_hook(state, QuantizedReduce(), over="replicas")
+    with pytest.raises(ValueError, match="takes 'shards' or 'replicas', not 'nodes'"):
+        model.register_comm_hook(state, QuantizedReduce(), over="nodes")
+    model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (8, 1)))
+    with pytest.raises(TypeError, match="over replicas takes"):
+        model.register_comm_hook(state, _forgets, over="replicas")
+    with pytest.raises(HookNotTraceable, match="draws random numbers"):
+        model.register_comm_hook(state, QuantizedReduce(stochastic_rounding=True), over="replicas")
+    model.register_comm_hook(state, _all_reduces)
+    with pytest.raises(ValueError, match="QuantizedReduce has nothing to do"):
+        model.register_comm_hook(state, QuantizedReduce(), over="replicas")
+    model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4, 2)))
+    model.register_comm_hook(state, QuantizedReduce(), over="replicas")
+    with pytest.raises(ValueError, match="a communication hook over replicas already"):
+        model.register_comm_hook(state, QuantizedReduce(), over="replicas")
 
 
 def test_refuses_what_there_is_not() -> None:

@@ -252,7 +252,7 @@ class GradientControls(Controls):
         discard(unit.scope)
         for member in unit.scope.units:
             for param in member.params:
-                param.state.hook_tensors = {}
+                param.state.discard_hook_tensors()
         if RESET_DISCARDS_GRADIENTS:
             for member in unit.scope.units:
                 for param in member.params:

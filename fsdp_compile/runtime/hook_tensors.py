@@ -33,6 +33,9 @@ def hook_tensor(param: ShardedParam, name: str, like: Tensor) -> Tensor:
         param: the parameter; its unit has a hook.
         name: what the hook calls it.
         like: a tensor with dtype and device of the reduction.
+
+    Raises:
+        RuntimeError: the hook has made tensors for reductions in another dtype or on another device.
     """
     return _tensors(param, like.dtype, like.device)[name]
 
@@ -56,9 +59,18 @@ def tensors_to_save(unit: Unit) -> Iterator[tuple[ShardedParam, dict[str, Tensor
 
 
 def _tensors(param: ShardedParam, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    if not param.state.hook_tensors:
-        param.state.hook_tensors = _make(param, hook_parameter(param, dtype, device))
-    return param.state.hook_tensors
+    state = param.state
+    if state.hook_tensors_for is None:
+        state.hook_tensors = _make(param, hook_parameter(param, dtype, device))
+        state.hook_tensors_for = dtype, device
+    elif state.hook_tensors_for != (dtype, device):
+        before, on = state.hook_tensors_for
+        raise RuntimeError(
+            f"The communication hook keeps tensors for {param.name} that are for reductions in {before} on {on}, and it is "
+            f"reduced in {dtype} on {device}. Call reset_iter_state() on the root after casting or moving a model: the tensors "
+            "begin anew."
+        )
+    return state.hook_tensors
 
 
 @torch.inference_mode(False)

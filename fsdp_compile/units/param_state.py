@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -57,6 +58,7 @@ class ParamState:
         unsharded_grad: the full gradient of microbatches that did not reduce: full shape, in the dtype of the reduction.
         partial_grad: the padded gradient shard of microbatches that did not all-reduce, in the dtype of the reduction.
         hook_tensors: what a communication hook keeps for the parameter, by name.
+        hook_tensors_for: dtype and device of the reductions that they were made for.
         is_unsharded: the gathered parameter is there because of ``unshard()``: its module shows it, and the next forward of
             a unit that reshards after forward frees it.
     """
@@ -65,6 +67,7 @@ class ParamState:
         self.unsharded_grad: Tensor | None = None
         self.partial_grad: FlatSlice | None = None
         self.hook_tensors: dict[str, Tensor] = {}
+        self.hook_tensors_for: tuple[torch.dtype, torch.device] | None = None
         self.is_unsharded = False
         self._full: Tensor | None = None
         self._shown: Tensor | None = None
@@ -79,6 +82,10 @@ class ParamState:
     def discard_gradients(self) -> None:
         """Drop gradients that wait for communication."""
         self.unsharded_grad = self.partial_grad = None
+
+    def discard_hook_tensors(self) -> None:
+        """Let a communication hook begin anew."""
+        self.hook_tensors, self.hook_tensors_for = {}, None
 
     def start_full(self, param: nn.Parameter) -> None:
         """Record that a gather of ``param``, with its present values, is in flight."""

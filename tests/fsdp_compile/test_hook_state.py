@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compile import HookNotTraceable, fsdp_backend, fully_shard
 from fsdp_compile.comm_hooks import (
@@ -62,15 +64,18 @@ HOOKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def build() -> nn.Module:
+# Nothing divides by two; each unit has one parameter, as blocks depend on what else there is. One is too small for PowerSGD.
+_WIDTHS = (9, 17, 11, 3)
+
+
+def build(widths: tuple[int, ...] = _WIDTHS) -> nn.Module:
     torch.manual_seed(0)
-    # Nothing divides by two; each unit has one parameter, as blocks depend on what else there is. One is too small for PowerSGD.
-    layers = [nn.Linear(9, 17, bias=False), nn.Tanh(), nn.Linear(17, 11, bias=False), nn.Linear(11, 3, bias=False)]
-    return nn.Sequential(*layers).double()
+    layers = [nn.Linear(*pair, bias=False) for pair in itertools.pairwise(widths)]
+    return nn.Sequential(layers[0], nn.Tanh(), *layers[1:]).double()
 
 
 def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 9, generator=torch.Generator().manual_seed(100 * step + rank)).double()
+    return torch.randn(4, _WIDTHS[0], generator=torch.Generator().manual_seed(100 * step + rank)).double()
 
 
 def shard(shape: tuple[int, ...], hook: str, system: str) -> tuple[nn.Module, Any]:
@@ -153,9 +158,16 @@ class Emulated:
         return [basis @ (basis.t() @ tensor) for tensor in wanted]
 
 
-def emulate(shape: tuple[int, ...], hook: str, steps: int = 3, microbatches: int = 1, flag: str = "") -> list[list[Tensor]]:
+def emulate(
+    shape: tuple[int, ...],
+    hook: str,
+    steps: int = 3,
+    microbatches: int = 1,
+    flag: str = "",
+    model: nn.Module | None = None,
+) -> list[list[Tensor]]:
     replicas, ranks = (1, *shape)[-2:]
-    model = build()
+    model = model or build()
     params = list(model.parameters())
     groups = [[Emulated(hook, ranks) for _ in params] for _ in range(replicas)]
     found = []
@@ -216,6 +228,45 @@ def train_in_turns(hook: str) -> list[list[Tensor]]:
         run_step(model, model if step % 2 else compiled, step)
         found.append(values(model))
     return found
+
+
+_EVEN = (9, 16, 4)
+
+
+def train_with_tensor_parallelism(system: str, path: str) -> list[list[Tensor]]:
+    """A job: the parameters after each step of a model whose matrices are cut in two before they are sharded."""
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    model = parallelize_module(build(_EVEN), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh["dp"])
+    model.register_comm_hook(DefaultState(mesh.get_group("dp")), HOOKS["grid"]())
+    forward = model if system == "eager" else torch.compile(model, backend=fsdp_backend, options={"lowering": system})
+    found = []
+    for step in range(3):
+        forward(batch(step, mesh.get_local_rank("dp"))).square().sum().backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.01 * param.grad
+                param.grad = None
+        found.append(values(model))
+    tensors = HookTensors(model)
+    kept = {key: value.to_local().clone() for key, value in tensors.state_dict().items()}  # type: ignore[attr-defined]
+    dcp.save({"comm_hooks": tensors}, checkpoint_id=path)
+    model.reset_iter_state()
+    dcp.load({"comm_hooks": tensors}, checkpoint_id=path)
+    for key, value in tensors.state_dict().items():
+        assert value.shape == (4, 2, kept[key].numel() // 2)
+        assert kept[key].any() and torch.equal(value.to_local(), kept[key])  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("system", ["aot_eager", "eager"])
+def test_tensors_of_parameters_that_another_parallelism_has_laid_out(
+    rank_pools: RankPools, system: str, tmp_path: Path
+) -> None:
+    found = rank_pools[4].run(train_with_tensor_parallelism, system=system, path=str(tmp_path))[0]
+    assert_equal(found, emulate((2,), "grid", model=build(_EVEN)))
 
 
 @pytest.mark.parametrize("hook", ["grid", "power_sgd"])
@@ -310,6 +361,45 @@ def reset_and_refuse() -> None:
             param.copy_(distribute_tensor(value, mesh, [Shard(0)]))
     run_step(model, compiled, 0)
     assert all(map(torch.equal, values(model), first))
+    model.float()
+    for forward in (compiled, model):
+        with pytest.raises(RuntimeError, match=r"for \d\.weight .*in torch.float64 .*in torch.float32 .*reset_iter_state"):
+            forward(batch(0, 0).float()).sum().backward()
+    model.reset_iter_state()
+    compiled(batch(0, 0).float()).sum().backward()
+    assert {value.dtype for value in tensors.state_dict().values()} == {torch.float32}
+
+
+def train_blocks() -> list[list[Tensor]]:
+    """A job: blocks that are compiled one by one, and share graphs."""
+    model, mesh = nn.Sequential(*(Block() for _ in range(3))), device_mesh((2,))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+        block.compile(backend=fsdp_backend, options={"lowering": "aot_eager"})
+    fully_shard(model, mesh=mesh)
+    model.register_comm_hook(DefaultState(mesh.get_group()), HOOKS["grid"]())
+    found = []
+    for step in range(2):
+        run_step(model, model, step)
+        found.append(values(model))
+    residuals = [value.to_local() for value in HookTensors(model).state_dict().values()]  # type: ignore[attr-defined]
+    assert len(residuals) == 3 and not any(torch.equal(residuals[0], other) for other in residuals[1:])
+    return found
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(_WIDTHS[0], _WIDTHS[0], bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+def test_blocks_that_share_a_graph_have_tensors_of_their_own(rank_pools: RankPools) -> None:
+    expected = emulate((2,), "grid", steps=2, model=nn.Sequential(*(Block() for _ in range(3))))
+    assert_equal(rank_pools[2].run(train_blocks)[0], expected)
 
 
 def test_reset_and_refusals_of_loading(rank_pools: RankPools) -> None:

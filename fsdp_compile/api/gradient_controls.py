@@ -203,7 +203,6 @@ class GradientControls(Controls):
         for unit in units:
             unit.flags.comm_hook = reduce
             unit.flags.comm_hook_in_place = bound.reduce is None
-            unit.flags.comm_hook_seed = torch.initial_seed()
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Change this unit's reduced gradient shards in place with a function, which is traced: after the all-reduce of a 2-D
@@ -311,7 +310,7 @@ def _check_comm_hook(unit: Unit, hook: BoundHook) -> None:
 
 
 def _register_over_replicas(hook: BoundHook, units: list[Unit]) -> None:
-    if hook.in_place is None:
+    if hook.in_place is None and hook.init is None:
         raise TypeError(f"A communication hook over replicas takes (state, shard); {hook.name!r} does not.")
     for unit in units:
         where = unit.name or "the root"
@@ -325,10 +324,13 @@ def _register_over_replicas(hook: BoundHook, units: list[Unit]) -> None:
             raise ValueError(
                 f"{where} has a communication hook that reduces over the replicas, too: {hook.name} has nothing to do."
             )
-        for like in _examples(unit):
-            _trace(functools.partial(apply_in_place_hook, hook.in_place), like)
+    reduce = hook.reduce if hook.init is not None else hook.in_place
+    assert reduce is not None
+    stateful = StatefulHook(reduce, hook.init, in_place=True, seed=torch.initial_seed())
+    draws = [draws_random_numbers(stateful, [_of_vector(like, 1)]) for unit in units for like in _examples(unit)]
+    is_plain = hook.init is None and not any(draws)
     for unit in units:
-        unit.flags.replica_hook = hook.in_place
+        unit.flags.replica_hook = reduce if is_plain else replace(stateful, draws=any(draws))
 
 
 def _traceable(hook: BoundHook, units: list[Unit]) -> Callable[..., None] | StatefulHook:
@@ -347,7 +349,7 @@ def _traceable(hook: BoundHook, units: list[Unit]) -> Callable[..., None] | Stat
                 draws |= draws_random_numbers(hook.reduce, [_of_vector(like, world_size)])
     reduce = hook.reduce or hook.in_place
     assert reduce is not None
-    return StatefulHook(reduce, draws=True) if draws else reduce
+    return StatefulHook(reduce, draws=True, seed=torch.initial_seed()) if draws else reduce
 
 
 def _of_vector(like: Tensor, world_size: int) -> HookParameter:
@@ -358,7 +360,7 @@ def _of_vector(like: Tensor, world_size: int) -> HookParameter:
 def _trace_stateful(
     reduce: Callable[..., None], init: Callable[[HookParameter], dict[str, Tensor]], units: list[Unit]
 ) -> StatefulHook:
-    hook = StatefulHook(reduce, init)
+    hook = StatefulHook(reduce, init, seed=torch.initial_seed())
     buckets = dict.fromkeys(bucket for unit in units for bucket in _buckets(unit))
     draws = [draws_random_numbers(hook, bucket) for bucket in buckets]
     return replace(hook, draws=any(draws))

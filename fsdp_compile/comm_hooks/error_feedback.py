@@ -42,20 +42,23 @@ class ErrorFeedback:
         shape = parameter.ranks, parameter.numel
         return {"residual": torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)}
 
-    def __call__(self, state: Any, grad: Tensor, output: Tensor, bucket: HookBucket) -> None:
+    def __call__(self, state: Any, grad: Tensor, output: Tensor | None, bucket: HookBucket) -> None:
         """Fill ``output`` with what the hook makes of gradient and residual, and keep the new residual.
 
         Args:
             state: passed to the hook.
             grad: flat gradient of this rank's batch, ``[ranks * n]``.
-            output: flat shard, ``[n]``.
+            output: flat shard, ``[n]``; None over replicas: the hook is called without one, and reduces in place.
             bucket: the residuals.
 
         Raises:
             TypeError: the hook does not return what its message says.
         """
         wanted = grad + bucket.flat("residual")
-        sent = getattr(self.hook, "send", self.hook)(state, wanted.clone(), output)
+        given = wanted.clone()
+        sent = getattr(self.hook, "send", self.hook)(state, given, *(() if output is None else (output,)))
+        if output is None:
+            grad.copy_(given)
         if not isinstance(sent, Tensor) or sent.shape != grad.shape:
             raise TypeError(
                 f"ErrorFeedback wants {hook_name(self.hook)} to return what its message says, a tensor {list(grad.shape)} like "

@@ -59,7 +59,7 @@ class PowerSGD:
             "residual": torch.zeros(rows, columns, dtype=torch.float32, device=parameter.device),
         }
 
-    def __call__(self, state: DefaultState, grad: Tensor, output: Tensor, bucket: HookBucket) -> None:
+    def __call__(self, state: DefaultState, grad: Tensor, output: Tensor | None, bucket: HookBucket) -> None:
         """Fill ``output`` with this rank's shard of the approximate average.
 
         Args:
@@ -67,7 +67,12 @@ class PowerSGD:
             grad: flat gradient of this rank's batch, ``[ranks * n]``.
             output: flat shard, ``[n]``.
             bucket: residuals and factors.
+
+        Raises:
+            TypeError: there is no output, as over replicas: flat shards are no matrices.
         """
+        if output is None:
+            raise TypeError("PowerSGD reduces over shards, not over replicas.")
         pieces = bucket.pieces(grad.float())
         matrices: dict[int, Tensor] = {}
         for place, (own, parameter) in enumerate(zip(bucket.tensors, bucket.parameters, strict=True)):

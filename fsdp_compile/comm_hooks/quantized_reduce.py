@@ -60,24 +60,24 @@ class QuantizedReduce:
                 send each other the average of the piece that they have summed, rounded once more.
             output: flat shard, ``[n]``.
         """
-        if output is None:
-            self._all_reduce(state, grad)
-        else:
-            self.send(state, grad, output)
+        self.send(state, grad, output)
 
-    def _all_reduce(self, state: DefaultState, grad: Tensor) -> None:
+    def _all_reduce(self, state: DefaultState, grad: Tensor) -> Tensor:
         padded = pad(grad, (0, padding_to(state.world_size, grad.numel())))
         own = padded.new_empty(padded.numel() // state.world_size)
-        self.send(state, padded, own)
+        said = self.send(state, padded, own)
         sent = self._sent(own.unsqueeze(0))
         gathered = sent.new_empty(state.world_size * sent.numel())
         all_gather(gathered, sent.view(-1), group=state.process_group)
         # All ranks read the same bytes, also of their own piece.
         averages = self._values(gathered.view(state.world_size, -1), own.numel())
         grad.copy_(averages.reshape(-1)[: grad.numel()])
+        return said[: grad.numel()]
 
-    def send(self, state: DefaultState, grad: Tensor, output: Tensor) -> Tensor:
-        """The same. Returns what this rank's messages say of ``grad``, ``[ranks * n]`` in float32."""
+    def send(self, state: DefaultState, grad: Tensor, output: Tensor | None = None) -> Tensor:
+        """The same. Returns what this rank's first messages say of ``grad``, in its shape, in float32."""
+        if output is None:
+            return self._all_reduce(state, grad)
         pieces = grad.view(state.world_size, -1)
         sent = self._sent(pieces)
         said = self._values(sent, pieces.size(1)).reshape(-1)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.functional import factor_tensor, group_size, resolve_averaging
-from passes.collectives.stateful_hook import StatefulHook
+from passes.collectives.stateful_hook import OVER_REPLICAS
 from passes.fx.torch_internals.core import current_graph_task_id, queue_callback, will_engine_execute_node
 from passes.ir.extension import plain_gradient
 from passes.ir.reduction import Factor, Kept, Operand, Reduction, Sync, reduce_at_once, stages
@@ -443,6 +443,9 @@ def _reduce(
         _communicate(params, grads, reduction, values, replicate_group)
 
 
+_OF_HOOKS = {Kept.HOOK: "", Kept.REPLICA_HOOK: OVER_REPLICAS}
+
+
 def _communicate(
     params: Sequence[ShardedParam],
     grads: Sequence[Tensor],
@@ -453,19 +456,19 @@ def _communicate(
     partial = [flat_partial(params)] if reduction.has_partial else []
     like = grads[0] if grads else partial[0]
     accumulated = [unsharded_grad(param, like) for param in params] if reduction.has_unsharded else []
-    is_stateful = isinstance(reduction.comm_hook, StatefulHook) and bool(grads)
-    of_hook = hook_tensors(params, like) if is_stateful else []
-    kept = {Kept.UNSHARDED: accumulated, Kept.PARTIAL: partial, Kept.HOOK: of_hook}
+    kept = {Kept.UNSHARDED: accumulated, Kept.PARTIAL: partial}
     for param in params:
         param.state.discard_gradients()
 
     def take(operand: Operand) -> Sequence[Tensor]:
         if isinstance(operand, Factor):
             return [factor_tensor(values[operand.number], like.dtype, like.device)]
+        if operand in _OF_HOOKS:
+            kept[operand] = hook_tensors(params, like, _OF_HOOKS[operand])
         return kept[operand]
 
-    def update(left: Sequence[Tensor]) -> None:
-        for tensor, new in zip(of_hook, left, strict=True):
+    def update(operand: Kept, left: Sequence[Tensor]) -> None:
+        for tensor, new in zip(kept[operand], left, strict=True):
             tensor.copy_(new)
 
     group = reduction.group or params[0].mesh.shard_group
@@ -475,6 +478,7 @@ def _communicate(
         group=group if group_size(group) > 1 else "",
         replicate_group=replicate_group,
         grad_dtype=params[0].shard.dtype,
+        numels=[param.padded_numel for param in params],
         is_scattered=not grads,
     )
     flat = reduce_at_once(found, grads if grads else partial[0], take, update)

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.collectives.random_numbers import new_key
-from passes.collectives.stateful_hook import RANDOM, HookParameter, StatefulHook, tensors_of_hook
+from passes.collectives.stateful_hook import OVER_REPLICAS, RANDOM, HookParameter, StatefulHook, tensors_of_hook
 
 from ..torch_versions import reduce_dtype
+from ..units.param_state import MadeByHook
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 
@@ -31,54 +32,66 @@ def hook_tensor(param: ShardedParam, name: str, like: Tensor) -> Tensor:
 
     Args:
         param: the parameter; its unit has a hook.
-        name: what the hook calls it.
+        name: what the hook calls it; of a hook over replicas behind :data:`OVER_REPLICAS`.
         like: a tensor with dtype and device of the reduction.
 
     Raises:
         RuntimeError: the hook has made tensors for reductions in another dtype or on another device.
     """
-    return _tensors(param, like.dtype, like.device)[name]
+    prefix = OVER_REPLICAS if name.startswith(OVER_REPLICAS) else ""
+    return _tensors(param, prefix, like.dtype, like.device)[name]
 
 
-def hook_tensors(params: Sequence[ShardedParam], like: Tensor) -> list[Tensor]:
-    """The tensors that a hook is called with for a bucket."""
-    hook = params[0].unit.flags.comm_hook
-    assert isinstance(hook, StatefulHook)
-    wanted = tensors_of_hook(hook, [hook_parameter(param, like.dtype, like.device) for param in params])
-    return [hook_tensor(params[place], name, like) for place, name, _ in wanted]
+def hook_tensors(params: Sequence[ShardedParam], like: Tensor, prefix: str = "") -> list[Tensor]:
+    """The tensors that a hook is called with for a bucket; with :data:`OVER_REPLICAS` those of the hook over replicas."""
+    wanted = tensors_of_hook(
+        _hook(params[0].unit, prefix), [_parameter(param, prefix, like.dtype, like.device) for param in params]
+    )
+    return [hook_tensor(params[place], prefix + name, like) for place, name, _ in wanted]
 
 
 def tensors_to_save(unit: Unit) -> Iterator[tuple[ShardedParam, dict[str, Tensor]]]:
-    """What the hook of a unit keeps for each of its trainable parameters, as far as the parameter has any."""
+    """What the hooks of a unit keep for each of its trainable parameters."""
     for param in unit.params:
-        if isinstance(unit.flags.comm_hook, StatefulHook) and param.param.requires_grad:
-            yield (
-                param,
-                _tensors(param, reduce_dtype(unit.mp_policy, param.shard.dtype) or param.compute_dtype, param.shard.device),
-            )
+        if not param.param.requires_grad:
+            continue
+        dtype = reduce_dtype(unit.mp_policy, param.shard.dtype) or param.compute_dtype
+        for prefix, hook in (("", unit.flags.comm_hook), (OVER_REPLICAS, unit.flags.replica_hook)):
+            if isinstance(hook, StatefulHook):
+                yield param, _tensors(param, prefix, dtype, param.shard.device)
 
 
-def _tensors(param: ShardedParam, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    state = param.state
-    if state.hook_tensors_for is None:
-        state.hook_tensors = _make(param, hook_parameter(param, dtype, device))
-        state.hook_tensors_for = dtype, device
-    elif state.hook_tensors_for != (dtype, device):
-        before, on = state.hook_tensors_for
+def _hook(unit: Unit, prefix: str) -> StatefulHook:
+    hook = unit.flags.replica_hook if prefix else unit.flags.comm_hook
+    assert isinstance(hook, StatefulHook)
+    return hook
+
+
+def _parameter(param: ShardedParam, prefix: str, dtype: torch.dtype, device: torch.device) -> HookParameter:
+    if not prefix:
+        return hook_parameter(param, dtype, device)
+    return HookParameter((param.padded_numel,), 0, 1, dtype, device)
+
+
+def _tensors(param: ShardedParam, prefix: str, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    made = param.state.hook_tensors
+    if prefix not in made:
+        made[prefix] = MadeByHook((dtype, device), _make(param, prefix, _parameter(param, prefix, dtype, device)))
+    if made[prefix].made_for != (dtype, device):
+        before, on = made[prefix].made_for
         raise RuntimeError(
             f"The communication hook keeps tensors for {param.name} that are for reductions in {before} on {on}, and it is "
             f"reduced in {dtype} on {device}. Call reset_iter_state() on the root after casting or moving a model: the tensors "
             "begin anew."
         )
-    return state.hook_tensors
+    return made[prefix].tensors
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _make(param: ShardedParam, parameter: HookParameter) -> dict[str, Tensor]:
-    hook = param.unit.flags.comm_hook
-    assert isinstance(hook, StatefulHook)
+def _make(param: ShardedParam, prefix: str, parameter: HookParameter) -> dict[str, Tensor]:
+    hook = _hook(param.unit, prefix)
     made = hook.new_tensors(parameter)
     if hook.draws:
-        made = {RANDOM: new_key(param.unit.flags.comm_hook_seed, dist.get_rank(), param.name, parameter.device), **made}
-    return made
+        made = {RANDOM: new_key(hook.seed, dist.get_rank(), prefix + param.name, parameter.device), **made}
+    return {prefix + name: tensor for name, tensor in made.items()}

@@ -40,6 +40,13 @@ class FlatSlice(NamedTuple):
         return self.flat.narrow(0, self.offset, self.numel)
 
 
+class MadeByHook(NamedTuple):
+    """What a communication hook keeps for a parameter: by name, and the dtype and device of the reductions that it is for."""
+
+    made_for: tuple[torch.dtype, torch.device]
+    tensors: dict[str, Tensor]
+
+
 def whole_buffer(slices: Sequence[FlatSlice | None]) -> Tensor | None:
     """The flat buffer that consists of these slices in this order; None if there is no such buffer."""
     first = slices[0]
@@ -57,8 +64,7 @@ class ParamState:
     Attributes:
         unsharded_grad: the full gradient of microbatches that did not reduce: full shape, in the dtype of the reduction.
         partial_grad: the padded gradient shard of microbatches that did not all-reduce, in the dtype of the reduction.
-        hook_tensors: what a communication hook keeps for the parameter, by name.
-        hook_tensors_for: dtype and device of the reductions that they were made for.
+        hook_tensors: what communication hooks keep for the parameter, by what the names of their tensors begin with.
         is_unsharded: the gathered parameter is there because of ``unshard()``: its module shows it, and the next forward of
             a unit that reshards after forward frees it.
     """
@@ -66,8 +72,7 @@ class ParamState:
     def __init__(self) -> None:
         self.unsharded_grad: Tensor | None = None
         self.partial_grad: FlatSlice | None = None
-        self.hook_tensors: dict[str, Tensor] = {}
-        self.hook_tensors_for: tuple[torch.dtype, torch.device] | None = None
+        self.hook_tensors: dict[str, MadeByHook] = {}
         self.is_unsharded = False
         self._full: Tensor | None = None
         self._shown: Tensor | None = None
@@ -84,8 +89,8 @@ class ParamState:
         self.unsharded_grad = self.partial_grad = None
 
     def discard_hook_tensors(self) -> None:
-        """Let a communication hook begin anew."""
-        self.hook_tensors, self.hook_tensors_for = {}, None
+        """Let communication hooks begin anew."""
+        self.hook_tensors = {}
 
     def start_full(self, param: nn.Parameter) -> None:
         """Record that a gather of ``param``, with its present values, is in flight."""

@@ -73,7 +73,6 @@ class SyncFlags:
         gradient_divide_factor: what to divide by; None: the number of ranks.
         force_sum_reduction: reduce with sums only.
         comm_hook: replaces the reduce-scatter: ``hook(gradient, output)``, or ``hook(gradient)``, or has tensors of its own.
-        comm_hook_seed: what its random numbers begin with.
         comm_hook_in_place: whether it is the latter, which replaces the all-reduce, too.
         replica_hook: averages reduced shards over the replicas in place, instead of the all-reduce.
         all_reduce_hook: changes the reduced shard in place.
@@ -90,9 +89,8 @@ class SyncFlags:
     gradient_divide_factor: float | None = None
     force_sum_reduction: bool = False
     comm_hook: Callable[..., None] | StatefulHook | None = None
-    comm_hook_seed: int = 0
     comm_hook_in_place: bool = False
-    replica_hook: Callable[[Tensor], None] | None = None
+    replica_hook: Callable[[Tensor], None] | StatefulHook | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
     reduce_scatter_groups: Mapping[str, str] = field(default_factory=dict)
     max_pending_reductions: int | None = None

@@ -326,6 +326,37 @@ def start_all_reduce(
     return _c10d.all_reduce(flat, op, replicate_group)
 
 
+def all_reduce_by_stateful_hook(
+    scattered: Tensor,
+    factors: Sequence[Tensor] = (),
+    partial: Sequence[Tensor] = (),
+    tensors: Sequence[Tensor] = (),
+    *,
+    numels: Sequence[int],
+    group: str,
+    in_flight: bool = True,
+    hook: StatefulHook,
+) -> tuple[Tensor, list[Tensor]]:
+    """Finish the reduce-scatter, and average its flat shard over the replicas with a hook that has tensors.
+
+    Args:
+        tensors: those of :func:`tensors_of_hook`.
+        numels: the elements of each parameter's shard.
+
+    Returns:
+        The flat shard, and what the hook leaves in its tensors.
+    """
+    flat = finish_reduce_scatter(scattered, factors, partial, group=group, in_flight=in_flight)
+    parameters = replica_parameters(numels, flat)
+    names = [(place, name) for place, name, _ in tensors_of_hook(hook, parameters) if name != RANDOM]
+    return apply_stateful_hook(hook, flat, parameters, tensors, names)
+
+
+def replica_parameters(numels: Sequence[int], like: Tensor) -> list[HookParameter]:
+    """What a hook over replicas knows of parameters: their flat shards."""
+    return [HookParameter((numel,), 0, 1, like.dtype, like.device) for numel in numels]
+
+
 def finish_all_reduce(reduced: Tensor, *, in_flight: bool = True) -> Tensor:
     """Wait for a flat shard that is being all-reduced."""
     return _c10d.wait_tensor(reduced) if in_flight else reduced

@@ -19,6 +19,9 @@ from .layout import REPLICATED, padded_shard_numel, padded_shard_shape
 #: The name of the key of random numbers among the tensors of a parameter.
 RANDOM = "random"
 
+#: What the names of tensors begin with that a hook over replicas has.
+OVER_REPLICAS = "replicas."
+
 
 @dataclass(frozen=True)
 class HookParameter:
@@ -85,14 +88,19 @@ class StatefulHook:
     """A hook that is called with tensors; equal to itself only.
 
     Attributes:
-        reduce: ``reduce(grad, output, bucket)``; without ``init`` ``reduce(grad, output)``.
+        reduce: ``reduce(grad, output, bucket)``; without ``init`` ``reduce(grad, output)``; in place
+            ``reduce(grad, None, bucket)`` or ``reduce(grad)``.
         init: makes the tensors of a parameter, by name; None: it has none.
         draws: whether it draws random numbers.
+        in_place: whether it leaves its result in the gradient.
+        seed: what its random numbers begin with.
     """
 
     reduce: Callable[..., None]
     init: Callable[[HookParameter], dict[str, Tensor]] | None = None
     draws: bool = False
+    in_place: bool = False
+    seed: int = 0
     _made: dict[tuple[HookParameter, ...], list[tuple[int, str, Tensor]]] = field(default_factory=dict, init=False, repr=False)
 
     def new_tensors(self, parameter: HookParameter) -> dict[str, Tensor]:

@@ -93,7 +93,7 @@ def apply_stateful_hook(
     tensors: Sequence[Tensor],
     names: Sequence[tuple[int, str]],
 ) -> tuple[Tensor, list[Tensor]]:
-    """The gradient shard that a hook writes, and what it leaves in its tensors; see :func:`apply_reduce_hook`.
+    """The gradient shard that a hook gives, and what it leaves in its tensors; see :func:`apply_reduce_hook`.
 
     Args:
         hook: the hook.
@@ -138,10 +138,19 @@ def _reducing(hook: Callable[..., None], world_size: int) -> Callable[..., list[
     return run
 
 
+def _reducing_in_place(hook: StatefulHook) -> Callable[..., list[Tensor]]:
+    def run(grad: Tensor, *bucket: Any) -> list[Tensor]:
+        arguments = (grad, None, *bucket) if bucket else (grad,)
+        _check_returned(hook.reduce, hook.reduce(*arguments), grad)  # type: ignore[func-returns-value]
+        return [grad]
+
+    return run
+
+
 def _with_tensors(
     hook: StatefulHook, parameters: Sequence[HookParameter], names: Sequence[tuple[int, str]]
 ) -> Callable[..., list[Tensor]]:
-    reduce = _reducing(hook.reduce, parameters[0].ranks)
+    reduce = _reducing_in_place(hook) if hook.in_place else _reducing(hook.reduce, parameters[0].ranks)
 
     def run(grad: Tensor, *owned: Tensor) -> list[Tensor]:
         if hook.init is None:

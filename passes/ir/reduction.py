@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..collectives.divide_factors import Averaging
 from ..collectives.functional import (
+    all_reduce_by_stateful_hook,
     factor_tensor,
     finish_all_reduce,
     finish_reduce_scatter,
@@ -73,7 +74,7 @@ class Reduction:
     comm_hook: Callable[..., None] | StatefulHook | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook_in_place: bool = False
-    replica_hook: Callable[[Tensor], None] | None = None
+    replica_hook: Callable[[Tensor], None] | StatefulHook | None = None
 
     @property
     def may_regroup(self) -> bool:
@@ -89,11 +90,13 @@ class Kept(Enum):
         UNSHARDED: full gradients, one for each that is reduced.
         PARTIAL: one flat shard, reduced over the shard group only.
         HOOK: the tensors of a communication hook; the stage gives what takes their place.
+        REPLICA_HOOK: likewise, of one over replicas.
     """
 
     UNSHARDED = "unsharded"
     PARTIAL = "partial"
     HOOK = "hook"
+    REPLICA_HOOK = "replica_hook"
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,9 @@ class Stage:
     constants: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def updates(self) -> bool:
-        """Whether it returns a pair: its result, and what takes the place of ``Kept.HOOK``."""
-        return Kept.HOOK in self.operands
+    def updated(self) -> Kept | None:
+        """The tensors of a hook that it updates: then it returns a pair, its result and what takes their place."""
+        return next((kept for kept in (Kept.HOOK, Kept.REPLICA_HOOK) if kept in self.operands), None)
 
 
 def stages(
@@ -137,6 +140,7 @@ def stages(
     group: str,
     replicate_group: str,
     grad_dtype: torch.dtype,
+    numels: Sequence[int] = (),
     is_scattered: bool = False,
 ) -> list[Stage]:
     """The stages of a reduction that communicates, from full gradients of one dtype to a flat shard.
@@ -147,6 +151,7 @@ def stages(
         group: name of the shard group; empty: one rank, which sends nothing.
         replicate_group: name of the group of replicas; empty: none.
         grad_dtype: dtype of the result, if the reduction goes to its end.
+        numels: the elements of each shard, for a hook over replicas that has tensors.
         is_scattered: begin with a flat shard that was reduced over the shard group before.
     """
     averaging, hook = reduction.averaging, reduction.comm_hook
@@ -166,8 +171,13 @@ def stages(
         found.append(Stage(Role.START_REDUCE, start_reduce_scatter, operands, {"dims": dims, "group": group, **start}))
     if reduction.sync is Sync.ALL and replicate_group and not reduction.comm_hook_in_place:
         over = reduction.replica_hook
-        replicas = {"replicate_group": replicate_group, "op": averaging.all_reduce_op, "hook": over}
-        found.append(Stage(Role.ALL_REDUCE, start_all_reduce, finish_scatter, {**in_flight, **replicas}))
+        if isinstance(over, StatefulHook):
+            taken_over = (*finish_scatter, *([None] * (2 - len(finish_scatter))), Kept.REPLICA_HOOK)
+            constants = {**in_flight, "numels": numels, "hook": over}
+            found.append(Stage(Role.ALL_REDUCE, all_reduce_by_stateful_hook, taken_over, constants))
+        else:
+            replicas = {"replicate_group": replicate_group, "op": averaging.all_reduce_op, "hook": over}
+            found.append(Stage(Role.ALL_REDUCE, start_all_reduce, finish_scatter, {**in_flight, **replicas}))
         found.append(Stage(Role.FINISH_REDUCE, finish_all_reduce, constants={"in_flight": over is None}))
     elif not is_scattered:
         found.append(Stage(Role.FINISH_REDUCE, finish_reduce_scatter, finish_scatter, in_flight))
@@ -181,7 +191,7 @@ def reduce_at_once(
     found: Iterable[Stage],
     value: Any,
     take: Callable[[Operand], Sequence[Tensor]],
-    update: Callable[[Sequence[Tensor]], None] | None = None,
+    update: Callable[[Kept, Sequence[Tensor]], None] | None = None,
 ) -> Tensor:
     """Run the stages of a reduction one after the other. Returns the flat shard.
 
@@ -189,15 +199,15 @@ def reduce_at_once(
         found: the stages.
         value: the gradients, or the flat shard, that they begin with.
         take: gives an operand.
-        update: is given what takes the place of ``Kept.HOOK``.
+        update: is given what takes the place of a hook's tensors.
     """
     for stage in found:
         operands = [() if operand is None else take(operand) for operand in stage.operands]
         value = stage.function(value, *operands, **stage.constants)
-        if stage.updates:
+        if stage.updated is not None:
             assert update is not None
             value, left = value
-            update(left)
+            update(stage.updated, left)
     return value
 
 

@@ -29,8 +29,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..collectives.divide_factors import factor_dtype
-from ..collectives.functional import hook_parameters
-from ..collectives.stateful_hook import StatefulHook, tensors_of_hook
+from ..collectives.functional import hook_parameters, replica_parameters
+from ..collectives.stateful_hook import OVER_REPLICAS, HookParameter, StatefulHook, tensors_of_hook
 from ..fx.emit import emit
 from ..fx.graph import is_collective, memory_of, viewed
 from ..ir.interface import (
@@ -138,6 +138,7 @@ class _ReductionWriter:
             group=reduction.group or spec.group,
             replicate_group=spec.replicate_group,
             grad_dtype=spec.grad_dtype or self.like.dtype,
+            numels=self._numels(),
         )
         value: Any = self.grads
         taken: dict[Operand | None, list[Node]] = {None: []}
@@ -146,13 +147,14 @@ class _ReductionWriter:
             operands = [taken[operand] for operand in stage.operands]
             value = emit(self.graph, stage.function, value, *operands, work=self._work(stage.role), **stage.constants)
             left: list[Node] = []
-            if stage.updates:
+            if stage.updated is not None:
                 value, left = value
+            if stage.updated is Kept.HOOK:
                 self._hoist(stage)
             if stage.constants.get("hook") is not None and following is not None:
                 self._give_to(following, stage)
-            if left:
-                value = self._update(taken[Kept.HOOK], left, value)
+            if stage.updated is not None:
+                value = self._update(taken[stage.updated], left, value)
         work = self._work(Role.FINISH_REDUCE)
         if reduction.sync is Sync.SCATTER:
             self._leave(value, PartialGradient(self.index), taken.get(Kept.PARTIAL, []), work)
@@ -188,26 +190,30 @@ class _ReductionWriter:
                 mark_taken_gradient(node)
             return unsharded
         if operand is Kept.PARTIAL:
-            numel = sum(math.prod(spec.shard.meta["val"].shape) for spec in self.specs)
-            partial = self._input("partial", self.like.new_empty(numel), PartialGradient(self.index))
+            partial = self._input("partial", self.like.new_empty(sum(self._numels())), PartialGradient(self.index))
             if self.reduction.sync is Sync.ALL:
                 mark_taken_gradient(partial)
             return [partial]
         if operand is Kept.HOOK:
-            return self._hook_tensors()
+            grads = [grad.meta["val"] for grad in self.grads]
+            parameters = hook_parameters(grads, [spec.dim for spec in self.specs], self.specs[0].group)
+            return self._hook_tensors(self.reduction.comm_hook, parameters)
+        if operand is Kept.REPLICA_HOOK:
+            return self._hook_tensors(self.reduction.replica_hook, replica_parameters(self._numels(), self.like), OVER_REPLICAS)
         factor = self.like.new_empty((), dtype=factor_dtype(self.like.dtype))
         return [self._input("factor", factor, DivideFactor(self.index, operand.number))]
 
-    def _hook_tensors(self) -> list[Node]:
-        hook, spec = self.reduction.comm_hook, self.specs[0]
+    def _numels(self) -> list[int]:
+        return [math.prod(spec.shard.meta["val"].shape) for spec in self.specs]
+
+    def _hook_tensors(self, hook: object, parameters: list[HookParameter], prefix: str = "") -> list[Node]:
         assert isinstance(hook, StatefulHook)
-        grads = [grad.meta["val"] for grad in self.grads]
-        found = tensors_of_hook(hook, hook_parameters(grads, [spec.dim for spec in self.specs], spec.group))
+        found = tensors_of_hook(hook, parameters)
         return [
             self._input(
-                name,
+                prefix + name,
                 self.like.new_empty(tensor.shape, dtype=tensor.dtype),
-                HookTensor(self.index, place, name),
+                HookTensor(self.index, place, prefix + name),
                 self.specs[place].name,
             )
             for place, name, tensor in found

@@ -55,6 +55,14 @@ class Momentum:
         output.copy_(torch.cat([own["average"].view(-1) for own in bucket.tensors]))
 
 
+def on_a_grid_in_place(state: DefaultState, grad: Tensor) -> Tensor:
+    sent = (grad / _GRID).round() * _GRID
+    grad.copy_(sent)
+    dist.all_reduce(grad, group=state.process_group)
+    grad.div_(state.world_size)
+    return sent
+
+
 HOOKS: dict[str, Callable[[], Any]] = {
     "grid": lambda: ErrorFeedback(on_a_grid),
     "int8": lambda: ErrorFeedback(QuantizedReduce(torch.int8, _BLOCK)),
@@ -289,6 +297,64 @@ def test_tensors_move_on_when_something_is_reduced(rank_pools: RankPools, shape:
     expected = emulate(**options)  # type: ignore[arg-type]
     for system in ("aot_eager", "eager"):
         assert_equal(rank_pools[2 * len(shape)].run(train, system=system, **options)[0], expected)
+
+
+def train_over_replicas(system: str, flag: str) -> list[list[Tensor]]:
+    """A job: the parameters after each step of two microbatches, and a checkpoint between them."""
+    model, mesh = build(), device_mesh((2, 2))
+    fully_shard(model, mesh=mesh)
+    model.register_comm_hook(DefaultState(mesh.get_group("replicate")), ErrorFeedback(on_a_grid_in_place), over="replicas")
+    model.register_comm_hook(DefaultState(mesh.get_group("shard")), HOOKS["momentum"]())
+    forward = model if system == "eager" else torch.compile(model, backend=fsdp_backend, options={"lowering": system})
+    found = []
+    for step in range(3):
+        run_step(model, forward, step, 2, flag)
+        found.append(values(model))
+        tensors = HookTensors(model)
+        saved = {key: value.clone() for key, value in tensors.state_dict().items()}
+        assert {key.split(".", 2)[2] for key in saved} == {"average", "replicas.residual"}
+        model.reset_iter_state()
+        tensors.load_state_dict(saved)
+    return found
+
+
+def emulate_over_replicas(flag: str) -> list[list[Tensor]]:
+    model, found = build(), []
+    params = list(model.parameters())
+    # Of each replica, what its shard group makes of a gradient; and what the replicas make of that.
+    within = [[Emulated("momentum", 2) for _ in params] for _ in range(2)]
+    between = [Emulated("grid", 2) for _ in params]
+    for step in range(3):
+        total = [[torch.zeros_like(param) for param in params] for _ in range(2)]
+        kept: dict[int, list[Tensor]] = {}
+        for microbatch in range(2):
+            for rank in range(4):
+                new = torch.autograd.grad(model(batch(2 * step + microbatch, rank)).square().sum(), params)
+                kept[rank] = [old + grad for old, grad in zip(kept.get(rank, [0.0] * len(new)), new, strict=True)]
+            if microbatch == 1 or flag == "set_requires_all_reduce":
+                for replica in range(2):
+                    pairs = zip(kept[2 * replica], kept[2 * replica + 1], strict=True)
+                    reduced = [of.reduce(list(pair)) for of, pair in zip(within[replica], pairs, strict=True)]
+                    total[replica] = [old + grad for old, grad in zip(total[replica], reduced, strict=True)]
+                kept = {}
+        with torch.no_grad():
+            for param, of, *pair in zip(params, between, *total, strict=True):
+                param -= 0.01 * of.reduce(pair)
+        found.append([param.detach().clone() for param in params])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("system", "flag"),
+    [
+        ("aot_eager", "set_requires_all_reduce"),
+        pytest.param("eager", "set_requires_all_reduce", marks=pytest.mark.exhaustive),
+        pytest.param("inductor", "set_requires_gradient_sync", marks=pytest.mark.exhaustive),
+        pytest.param("eager", "set_requires_gradient_sync", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_tensors_over_replicas(rank_pools: RankPools, system: str, flag: str) -> None:
+    assert_equal(rank_pools[4].run(train_over_replicas, system=system, flag=flag)[0], emulate_over_replicas(flag))
 
 
 def resume(hook: str, system: str, path: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import HookNotTraceable, capture, fsdp_backend, fully_shard
-from fsdp_compile.comm_hooks import DefaultState, QuantizedReduce, bind_hook
+from fsdp_compile.comm_hooks import DefaultState, PowerSGD, QuantizedReduce, bind_hook
 from passes.collectives.traced_hook import apply_reduce_hook
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.rounding import LARGEST, rounded_group
@@ -89,7 +89,9 @@ def test_in_a_graph(rank_pools: RankPools, lowering: str) -> None:
         assert 0 < error < 0.02, name
 
 
-def _hierarchical(shape: tuple[int, int], system: str, flag: str) -> tuple[list[Tensor], dict[tuple[str, torch.dtype], int]]:
+def _hierarchical(
+    shape: tuple[int, int], system: str, flag: str, by_chance: bool = False
+) -> tuple[list[Tensor], dict[tuple[str, torch.dtype], int]]:
     """A job: the gradients of two microbatches that are rounded over the replicas alone, and the bytes of each kind of message."""
     torch.manual_seed(0)
     mesh = device_mesh(shape)
@@ -98,7 +100,7 @@ def _hierarchical(shape: tuple[int, int], system: str, flag: str) -> tuple[list[
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
     group = mesh.get_group("replicate")
-    model.register_comm_hook(DefaultState(group), QuantizedReduce(torch.int8, _BLOCK), over="replicas")
+    model.register_comm_hook(DefaultState(group), QuantizedReduce(torch.int8, _BLOCK, by_chance), over="replicas")
     forward = model if system == "eager" else torch.compile(model, backend=fsdp_backend, options={"lowering": system})
     sent: dict[tuple[str, torch.dtype], int] = {}
     with capture() as graphs:
@@ -181,6 +183,16 @@ def test_over_replicas_alone(rank_pools: RankPools, shape: tuple[int, int], syst
     assert kinds == (set() if system == "eager" else {("shard", torch.float32), ("replicate", torch.uint8)})
 
 
+def test_by_chance_over_replicas(rank_pools: RankPools) -> None:
+    options = {"shape": (2, 1), "system": "aot_eager", "flag": ""}
+    (grads, _), (others, _) = rank_pools[2].run(_hierarchical, by_chance=True, **options)
+    plain = rank_pools[2].run(_hierarchical, **options)[0][0]
+    for grad, other, rounded in zip(grads, others, plain, strict=True):
+        assert torch.equal(grad, other) and not torch.equal(grad, rounded)
+        # Two steps of two microbatches.
+        assert (grad - rounded).abs().max() < 4 * 2 / 127 * rounded.abs().max()
+
+
 def _forgets(state: DefaultState, grad: Tensor, output: Tensor) -> None: ...
 
 
@@ -198,8 +210,8 @@ def test_refusals_over_replicas(fake_ranks: None) -> None:
     model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (8, 1)))
     with pytest.raises(TypeError, match="over replicas takes"):
         model.register_comm_hook(state, _forgets, over="replicas")
-    with pytest.raises(HookNotTraceable, match="draws random numbers"):
-        model.register_comm_hook(state, QuantizedReduce(stochastic_rounding=True), over="replicas")
+    with pytest.raises(HookNotTraceable, match="PowerSGD reduces over shards, not over replicas"):
+        model.register_comm_hook(state, PowerSGD(), over="replicas")
     model.register_comm_hook(state, _all_reduces)
     with pytest.raises(ValueError, match="QuantizedReduce has nothing to do"):
         model.register_comm_hook(state, QuantizedReduce(), over="replicas")

@@ -450,7 +450,7 @@ def test_unshard_by_hand(system: str, rank_pools: RankPools) -> None:
     assert rank_pools[2].run(unshard_by_hand, system=system) == [[True] * 5] * 2
 
 
-@pytest.mark.parametrize("backend", [None, fsdp_backend, "aot_eager"], ids=str)
+@pytest.mark.parametrize("backend", [None, fsdp_backend, "aot_eager"], ids=["none", "fsdp", "aot_eager"])
 def test_a_world_of_one_rank_encodes_too(backend: Any, one_rank: None) -> None:
     weight, value = torch.randn(16, 16), torch.randn(2, 16)
     model = sharded(Halved(weight.clone()))

@@ -51,6 +51,9 @@ _GRACE_S = 5.0
 # Ranks that together use less of one core than this only wait for each other. How long a job takes says less: it
 # compiles, on a machine that may be several times slower than another or busy with something else.
 _WAITING = 0.05
+# Process groups are never destroyed, and each has threads in every rank. With hundreds of them ranks take minutes for what
+# takes new ones seconds.
+_MANY_THREADS = 150
 
 
 class RankFailure(RuntimeError):
@@ -143,12 +146,20 @@ class _Rank:
 
     def cpu_s(self) -> float:
         """Seconds of CPU time that the rank has used; 0 on systems that do not tell."""
+        fields = self._fields()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+    def num_threads(self) -> int:
+        """How many threads the rank has; 0 on systems that do not tell."""
+        fields = self._fields()
+        return int(fields[17]) if fields else 0
+
+    def _fields(self) -> list[str]:
+        """What the system says of the process, behind its name (man 5 proc_pid_stat)."""
         try:
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
-            return 0.0
-        user, system = fields[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+            return []
 
 
 class RankPool:
@@ -184,6 +195,8 @@ class RankPool:
         except BaseException:
             self._end()
             raise
+        if any(rank.num_threads() > _MANY_THREADS for rank in self._ranks):
+            self.close()
         return [replies[rank][1] for rank in range(self.world_size)]
 
     def close(self) -> None:

@@ -260,7 +260,7 @@ def train_microbatches(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> 
     return values, {str(bucket(node)) for node in nodes if role(node) is Role.START_REDUCE}
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 1)])
+@pytest.mark.parametrize("mesh_shape", [(2,), pytest.param((2, 1), marks=pytest.mark.exhaustive)])
 def test_trains_as_the_default_schedule(mesh_shape: tuple[int, ...], rank_pools: RankPools) -> None:
     default = rank_pools[2].run(train_microbatches, mesh_shape=mesh_shape, options={})
     auto = rank_pools[2].run(train_microbatches, mesh_shape=mesh_shape, options={"schedule": "auto"})

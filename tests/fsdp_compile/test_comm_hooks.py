@@ -89,7 +89,7 @@ def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: 
     ("shape", "flag"),
     [
         ((2,), ""),
-        ((2,), "set_requires_gradient_sync"),
+        pytest.param((2,), "set_requires_gradient_sync", marks=pytest.mark.exhaustive),
         pytest.param((2,), "set_requires_all_reduce", marks=pytest.mark.exhaustive),
         pytest.param((2, 2), "", marks=pytest.mark.exhaustive),
         pytest.param((2, 2), "set_requires_gradient_sync", marks=pytest.mark.exhaustive),
@@ -124,7 +124,14 @@ def test_compression_rounds(rank_pools: RankPools) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("flag", ["", "set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "",
+        pytest.param("set_requires_gradient_sync", marks=pytest.mark.exhaustive),
+        pytest.param("set_requires_all_reduce", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_in_place_hook_where_parameters_are_whole(flag: str, rank_pools: RankPools) -> None:
     """Two replicas of a shard dimension of one rank, as DistributedDataParallel."""
     options = {"shape": (2, 1), "microbatches": 3 if flag else 1, "flag": flag}

@@ -384,8 +384,17 @@ def compare(name: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 10)
 
 
-# Long to compile.
-_LONG = ("selective checkpoint", "two models", "lengths that change")
+# Long to compile, or like another.
+_LONG = (
+    "selective checkpoint",
+    "two models",
+    "lengths that change",
+    "Muon",
+    "LBFGS",
+    "teacher and student",
+    "forked workers",
+    "fused AdamW",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive if name in _LONG else []) for name in _JOBS])

@@ -193,7 +193,7 @@ _cached_reference = functools.cache(reference)
 def _marks(job: str, shape: tuple[int, ...] = HSDP) -> Any:
     # All flavours with replicas on a whole transformer, in one run; each is a part of other jobs, too. Code takes long to
     # generate, and two ranks sharding show what four do.
-    return pytest.mark.exhaustive if job in ("gpt", "kernels") or shape == FSDP4 else []
+    return pytest.mark.exhaustive if job in ("gpt", "gpt_fsdp", "kernels") or shape == FSDP4 else []
 
 
 def _ours(job: str, mesh_shapes: Sequence[tuple[int, ...]], systems: Sequence[str]) -> list[Any]:

@@ -523,6 +523,7 @@ def without_return(state: DefaultState, grad: Tensor, output: Tensor) -> None:
     on_a_coarse_grid(state, grad, output)
 
 
+@pytest.mark.exhaustive
 def test_feedback_brings_a_coarse_quantiser_back_to_the_exact_loss(rank_pools: RankPools) -> None:
     final = {}
     for hook in ("exact", "coarse", "feedback"):

@@ -304,6 +304,7 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
 
 # What these make of graphs, other cases make, too, and what they compile to kernels takes long.
 _MANY_KERNELS = {
+    "hsdp-4-inductor",
     "reshard_int-4-inductor",
     "uneven-4-inductor",
     "bf16_mlp-2-inductor",

@@ -86,6 +86,7 @@ def test_estimates_what_a_report_says(policy: Policy) -> None:
         assert estimate.peak_bytes == pytest.approx(report.memory.peak_bytes, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_finds_the_fastest_that_fits() -> None:
     model, tokens = given()
     search = Search(model, tokens, hardware_of("h100"), 64, 1e9, Policy(False, True, False))

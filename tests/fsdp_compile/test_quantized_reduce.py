@@ -183,6 +183,7 @@ def test_over_replicas_alone(rank_pools: RankPools, shape: tuple[int, int], syst
     assert kinds == (set() if system == "eager" else {("shard", torch.float32), ("replicate", torch.uint8)})
 
 
+@pytest.mark.exhaustive
 def test_by_chance_over_replicas(rank_pools: RankPools) -> None:
     options = {"shape": (2, 1), "system": "aot_eager", "flag": ""}
     (grads, _), (others, _) = rank_pools[2].run(_hierarchical, by_chance=True, **options)

@@ -143,7 +143,12 @@ def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, trai
     return captured, (loss.detach(), gradients), len(folded)
 
 
-@pytest.mark.parametrize("kind", FOLDED + TRACED_EACH)
+_QUICK = ("plain", "frozen parameter", "tied parameter", "tensor parallel", "checkpoint", "vmap")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in _QUICK else pytest.mark.exhaustive) for kind in FOLDED + TRACED_EACH]
+)
 def test_graphs_are_the_same(kind: str, fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of one model, as the names of process groups count.
     model = make_model(kind)

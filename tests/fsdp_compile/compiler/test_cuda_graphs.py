@@ -161,6 +161,7 @@ def test_inference_between_steps(counts: Counts) -> None:
     assert (unrecorded, replayed) == (1, 8)
 
 
+@pytest.mark.exhaustive
 def test_buffers_are_written_and_moved(counts: Counts) -> None:
     """A replay writes to the present memory of what a program writes to: here, of buffers that were replaced."""
     pair = Pair(models.Buffers)
@@ -218,6 +219,7 @@ def test_outputs_live_as_long_as_they_are_held(counts: Counts, monkeypatch: pyte
     del others
 
 
+@pytest.mark.exhaustive
 def test_graph_breaks(counts: Counts) -> None:
     """Several graphs, of which one takes what another gives; some have no sharded parameter."""
     pair = Pair(models.GraphBreaks)

@@ -99,12 +99,13 @@ def _no_two_functions(template: str) -> str:
     return template.replace("static PyMethodDef py_methods", "static const int only_once = 0; static PyMethodDef py_methods")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("change", "reason", "files"),
     [
         (_unknown_form, "bindings has an unknown form", [1, 1, 1]),
-        pytest.param(_no_two_functions, "CppCompileError.*only_once", [1, 1, 1, 1, 2], marks=pytest.mark.exhaustive),
+        (_no_two_functions, "CppCompileError.*only_once", [1, 1, 1, 1, 2]),
     ],
     ids=["unknown", "no_library"],
 )
@@ -123,6 +124,7 @@ def test_kernels_are_compiled_as_torch_does_where_a_library_cannot_be(
     assert not KernelLibrary.takes(_KERNEL.format(change="value"))
 
 
+@pytest.mark.exhaustive
 def test_async_compile_of_an_unknown_form_stays_as_it_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = AsyncCompile.wait
     monkeypatch.setattr(AsyncCompile, "wait", lambda self, scope, extra=None: wait(self, scope))

@@ -254,6 +254,7 @@ def test_refuses_a_model_that_has_changed() -> None:
         explained.at(S=4)
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_one_length_has_no_formulae_in_it() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(_ROWS, 8), nn.Flatten(), nn.Linear(8 * 16, 4))
@@ -278,6 +279,7 @@ def test_refuses_shard_groups_of_different_sizes() -> None:
         explained.formulae  # noqa: B018
 
 
+@pytest.mark.exhaustive
 def test_warns_where_symbols_change_the_graph() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

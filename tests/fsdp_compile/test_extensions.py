@@ -141,6 +141,9 @@ def tolerance(case: Case) -> dict[str, float]:
     """Fused kernels round sums otherwise, and a rounding to few bits that they tip over is large."""
     if len(case.sizes) > 5:
         return {"rtol": 1e-3, "atol": 1e-3}
+    if case.param_dtype and case.system == "inductor":
+        # Fused kernels round to bfloat16 less often than FSDP2's operators.
+        return {"rtol": 1e-1, "atol": 5e-2}
     return {"rtol": 2e-2, "atol": 2e-2} if case.param_dtype else {"rtol": 2e-5, "atol": 2e-6}
 
 

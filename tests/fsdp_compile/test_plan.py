@@ -62,6 +62,7 @@ def script(tmp_path: Path) -> Iterator[str]:
     sys.modules.pop(path.stem, None)
 
 
+@pytest.mark.units_apart
 @pytest.mark.parametrize(
     "policy",
     [

@@ -67,21 +67,27 @@ def _batch_of_pair(index: int, rank: int, world: int) -> Batch:
     return regression_batch(index, rank // 2, world // 2, dim=5, out=3)
 
 
-UNEVEN = Task(partial(models.MLP, dim=5, hidden=7, out=3, layers=2), _batch_of_pair, squared_error)
+_UNEVEN = Task(partial(models.MLP, dim=5, hidden=7, out=3, layers=2), _batch_of_pair, squared_error)
 
 
-def train_pieces_around_the_threshold(lowering: str) -> Run:
-    """A job: of two ranks of tensor parallelism, one has pieces of four rows or columns, which count as large, and one of three."""
-    trainee = Trainee(lowering, (2, 2), UNEVEN.build, partial(shard_beside, parallelize=uneven_parallel))
-    with patch("passes.auto.large_parameters.MIN_OWN_BUCKET_BYTES", 4 * 5 * 4):
-        return trainee.train(UNEVEN, [_ACCUMULATE] * 2, sgd)
+def train_pieces_around_a_threshold(lowering: str, threshold: str, num_bytes: int) -> Run:
+    """A job: of two ranks of tensor parallelism, one has pieces of four rows or columns, and one of three."""
+    trainee = Trainee(lowering, (2, 2), _UNEVEN.build, partial(shard_beside, parallelize=uneven_parallel))
+    with patch(threshold, num_bytes):
+        return trainee.train(_UNEVEN, [_ACCUMULATE] * 2, sgd)
+
+
+def check_pieces_around_a_threshold(rank_pools: RankPools, lowering: str, threshold: str, num_bytes: int) -> None:
+    """Of a threshold of bytes that only the larger pieces reach, which then have more collectives."""
+    job = {"lowering": lowering, "threshold": threshold, "num_bytes": num_bytes}
+    runs = rank_pools[4].run(train_pieces_around_a_threshold, **job)
+    found = differences(runs, reference(_UNEVEN, 4, [len(_ACCUMULATE)] * 2, sgd), 1e-5)
+    assert not found, "\n".join(found)
+    gathers = [run.counts("all_gather", "forward")[0] for run in runs]
+    assert gathers[0] == gathers[2] > gathers[1] == gathers[3]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_tensor_parallel_ranks_may_separate_others(lowering: str, rank_pools: RankPools) -> None:
-    runs = rank_pools[4].run(train_pieces_around_the_threshold, lowering=lowering)
-    found = differences(runs, reference(UNEVEN, 4, [len(_ACCUMULATE)] * 2, sgd), 1e-5)
-    assert not found, "\n".join(found)
-    gathers = [run.counts("all_gather", "forward")[0] for run in runs]
-    assert gathers[0] == gathers[2] > gathers[1] == gathers[3]
+    check_pieces_around_a_threshold(rank_pools, lowering, "passes.auto.large_parameters.MIN_OWN_BUCKET_BYTES", 4 * 5 * 4)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,8 +26,7 @@ from tests.common.microbatches import (
     sgd,
     sync,
 )
-from tests.fsdp_compile.test_large_parameters import UNEVEN
-from tests.fsdp_compile.test_model_parallel import shard_beside, uneven_parallel
+from tests.fsdp_compile.test_large_parameters import check_pieces_around_a_threshold
 
 #: Every way to accumulate, of all units and of one by itself.
 _ACCUMULATE: Schedule = (
@@ -66,21 +63,10 @@ def test_trains_like_one_process(mesh_shape: tuple[int, ...], system: str, sched
     assert small_units.MERGE_BELOW_BYTES > 0
 
 
-def train_pieces_around_the_threshold(lowering: str) -> Run:
-    """A job: of two ranks of tensor parallelism, one has units that are small, and one such that are not."""
-    trainee = Trainee(lowering, (2, 2), UNEVEN.build, partial(shard_beside, parallelize=uneven_parallel))
-    with patch("passes.auto.small_units.MERGE_BELOW_BYTES", 4 * 45):
-        return trainee.train(UNEVEN, [_ACCUMULATE] * 2, sgd)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_tensor_parallel_ranks_may_merge_others(lowering: str, rank_pools: RankPools) -> None:
-    runs = rank_pools[4].run(train_pieces_around_the_threshold, lowering=lowering)
-    found = differences(runs, reference(UNEVEN, 4, [len(_ACCUMULATE)] * 2, sgd), 1e-5)
-    assert not found, "\n".join(found)
-    gathers = [run.counts("all_gather", "forward")[0] for run in runs]
-    assert gathers[0] == gathers[2] > gathers[1] == gathers[3]
+    check_pieces_around_a_threshold(rank_pools, lowering, "passes.auto.small_units.MERGE_BELOW_BYTES", 4 * 45)
 
 
 def _segments(merge_below: int) -> list[int]:

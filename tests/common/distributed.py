@@ -97,7 +97,7 @@ def _execute(message: bytes) -> bytes:
 def _serve(
     rank: int,
     world_size: int,
-    store: str,
+    store_port: int,
     stack_file: str,
     inductor_cache: str,
     limit_s: float,
@@ -112,7 +112,7 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        store=dist.TCPStore("127.0.0.1", store_port, timeout=timedelta(seconds=limit_s)),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=limit_s),
@@ -175,6 +175,7 @@ class RankPool:
         self._inductor_cache = str(inductor_cache)
         self._ranks: list[_Rank] = []
         self._scratch: Path | None = None
+        self._store: dist.TCPStore | None = None
 
     def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """Call ``function(**kwargs)`` on every rank and return the values in rank order.
@@ -210,6 +211,8 @@ class RankPool:
 
     def _start(self) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
+        # Served here rather than by a rank, whose end would take it from ranks that are still leaving; any free port.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # The server imports torch once; a rank is then forked in milliseconds, with everything imported.
         # Unlike this process, the server starts no threads and creates no tensors, so forking it is safe.
         context = mp.get_context("forkserver")
@@ -228,7 +231,7 @@ class RankPool:
                 arguments = (
                     index,
                     self.world_size,
-                    str(self._scratch / "store"),
+                    self._store.port,
                     str(stack_file),
                     self._inductor_cache,
                     self.limit_s,
@@ -293,6 +296,7 @@ class RankPool:
             rank.process.join()
             rank.jobs.close()
         self._ranks = []
+        self._store = None
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None

@@ -31,6 +31,11 @@ def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
     pools.close()
 
 
+@pytest.fixture(autouse=True)
+def _end_idle_ranks(rank_pools: RankPools) -> None:
+    rank_pools.end_idle()
+
+
 @pytest.fixture
 def fake_ranks() -> Iterator[None]:
     """Eight ranks of which this is the first; collectives do nothing."""

@@ -51,9 +51,11 @@ _GRACE_S = 5.0
 # Ranks that together use less of one core than this only wait for each other. How long a job takes says less: it
 # compiles, on a machine that may be several times slower than another or busy with something else.
 _WAITING = 0.05
-# Process groups are never destroyed, and each has threads in every rank. With hundreds of them ranks take minutes for what
-# takes new ones seconds.
-_MANY_THREADS = 150
+# Process groups are never destroyed, and each has threads in every rank, one of which Gloo wakes a hundred times a second. With
+# hundreds of them ranks take minutes for what takes new ones seconds, and ranks without a job use half of the machine.
+_MANY_THREADS = 100
+_IDLE_S = 15.0
+_WAKING_THREAD = "gloo_tcp_loop"
 
 
 class RankFailure(RuntimeError):
@@ -145,21 +147,31 @@ class _Rank:
     stack_file: Path
 
     def cpu_s(self) -> float:
-        """Seconds of CPU time that the rank has used; 0 on systems that do not tell."""
-        fields = self._fields()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+        """Seconds of CPU time that the rank has used, without Gloo's threads; 0 on systems that do not tell."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        own = _cpu_ticks(tasks.with_name("stat"))
+        for task in tasks.glob("*/comm"):
+            with contextlib.suppress(OSError):
+                if task.read_text().strip() == _WAKING_THREAD:
+                    own -= _cpu_ticks(task.with_name("stat"))
+        return own / os.sysconf("SC_CLK_TCK")
 
     def num_threads(self) -> int:
         """How many threads the rank has; 0 on systems that do not tell."""
-        fields = self._fields()
-        return int(fields[17]) if fields else 0
+        return _stat(Path(f"/proc/{self.process.pid}/stat"))[17]
 
-    def _fields(self) -> list[str]:
-        """What the system says of the process, behind its name (man 5 proc_pid_stat)."""
-        try:
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return []
+
+def _stat(path: Path) -> list[int]:
+    """The numbers that the system says of a process or thread behind its name and state, from the fourth field on at index 1
+    (man 5 proc_pid_stat); zeros if there is no such file."""
+    try:
+        return [0, *map(int, path.read_text().rpartition(")")[2].split()[1:])]
+    except OSError:
+        return [0] * 50
+
+
+def _cpu_ticks(path: Path) -> int:
+    return sum(_stat(path)[11:13])
 
 
 class RankPool:
@@ -176,6 +188,7 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._scratch: Path | None = None
         self._store: dist.TCPStore | None = None
+        self._used = 0.0
 
     def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """Call ``function(**kwargs)`` on every rank and return the values in rank order.
@@ -198,7 +211,13 @@ class RankPool:
             raise
         if any(rank.num_threads() > _MANY_THREADS for rank in self._ranks):
             self.close()
+        self._used = time.monotonic()
         return [replies[rank][1] for rank in range(self.world_size)]
+
+    def end_if_idle(self) -> None:
+        """End ranks that have had no job for a while; the next one starts new ones."""
+        if self._ranks and time.monotonic() > self._used + _IDLE_S:
+            self._end()
 
     def close(self) -> None:
         """Let the ranks leave their loops, then end whichever has not."""
@@ -313,6 +332,11 @@ class RankPools:
         if world_size not in self._pools:
             self._pools[world_size] = RankPool(world_size, self._inductor_cache)
         return self._pools[world_size]
+
+    def end_idle(self) -> None:
+        """End the ranks that have had no job for a while."""
+        for pool in self._pools.values():
+            pool.end_if_idle()
 
     def close(self) -> None:
         for pool in self._pools.values():

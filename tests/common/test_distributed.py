@@ -23,9 +23,14 @@ def wait_for_a_rank_that_does_not_come() -> None:
         dist.barrier()
 
 
+def make_groups() -> None:
+    for _ in range(20):
+        dist.new_group()
+
+
 @pytest.fixture
 def ranks(tmp_path: object) -> Iterator[RankPool]:
-    pool = RankPool(2, str(tmp_path), stall_s=1.5)
+    pool = RankPool(2, str(tmp_path), stall_s=2.5)
     yield pool
     pool.close()
 
@@ -35,7 +40,7 @@ def test_ranks_that_compute_may_take_their_time(ranks: RankPool) -> None:
 
 
 def test_ranks_that_wait_are_stuck(ranks: RankPool) -> None:
-    ranks.run(compute, seconds=0)  # they have started
+    ranks.run(make_groups)  # they have started; the threads of groups are no work
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"(?s)rank 0 did not finish; .*barrier.*rank 1 finished"):
         ranks.run(wait_for_a_rank_that_does_not_come)

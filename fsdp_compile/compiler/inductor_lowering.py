@@ -18,6 +18,7 @@ from passes.transforms.pin_layouts import pin_layouts
 
 from ..runtime.planned_graph import boxed
 from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks, split_among_cores
+from .loop_splits import even_loop_splits
 from .lowering import Lowered, Lowering
 
 #: Called as ``compile_fx_inner`` is, with a graph without collectives, its fake inputs, and keywords. What it returns takes a
@@ -53,7 +54,7 @@ class InductorLowering(Lowering):
         # Which inputs are parameters or saved, by position, is said of the whole graph.
         kwargs = {**inductor_kwargs, "static_input_idxs": ()}
         # What Inductor would look for is fused already, and it would warn of each segment.
-        with inductor_config.patch(_micro_pipeline_tp=False):
+        with inductor_config.patch(_micro_pipeline_tp=False), even_loop_splits():
             # Whole, or after a failure not at all.
             self._kernels |= self._compile(new, kwargs, in_background=_devices(gm.graph) == {torch.device("cpu")})
         compiled = {name: self._kernels[key] for name, key in keys.items()}

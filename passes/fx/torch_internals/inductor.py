@@ -30,5 +30,9 @@ from torch._inductor.graph import GraphLowering
 # How that pass has a tensor laid out.
 from torch._inductor.inductor_prims import force_stride_order
 
+# What loops of generated C++ read where.
+from torch._inductor.ir import ComputedBuffer
+
 # Where locks lie: with the cache that they are for.
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.utils._sympy.functions import FloorDiv

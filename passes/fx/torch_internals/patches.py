@@ -64,6 +64,10 @@ wait_for_kernels = Method("torch._inductor.async_compile:AsyncCompile", "wait", 
 # While Inductor finds out what the processor can do: a quicker probe comes first (same file). Alike in torch 2.11 to 2.15.
 check_build = Method("torch._inductor.cpu_vec_isa:VecISA", "check_build", parameters=2)
 
+# While a graph is lowered for the CPU: loops are split only where that is right
+# (``fsdp_compile/compiler/loop_splits.py``). Alike in torch 2.11 to 2.15.
+try_loop_split = Method("torch._inductor.codegen.cpp:CppScheduling", "try_loop_split", parameters=2)
+
 # While a group is made that only its own ranks know of (``passes/collectives/local_groups.py``): torch names it by how many
 # groups the rank has, and ranks with unequal numbers wait for each other. Alike in torch 2.11 to 2.15.
 hash_ranks_to_str = Method("torch.distributed.distributed_c10d", "_hash_ranks_to_str", parameters=1)

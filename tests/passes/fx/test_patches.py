@@ -20,7 +20,7 @@ METHODS = {method.name: method for method in vars(patches).values() if isinstanc
 KERNELS = [patches.all_gather, patches.all_to_all]
 
 
-@pytest.mark.parametrize("name", ["_hash_ranks_to_str", "check_build", "cpp_pybinding", "wait"])
+@pytest.mark.parametrize("name", ["_hash_ranks_to_str", "check_build", "cpp_pybinding", "try_loop_split", "wait"])
 def test_torch_has_its_method_again(name: str) -> None:
     method = METHODS[name]
     owner = pkgutil.resolve_name(method.owner)

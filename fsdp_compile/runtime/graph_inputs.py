@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from passes.fx.graph import placeholder_index, shard_input
-from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
+from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, reshard_rounded, unshards
 from passes.transforms.bucket import Bucket, gather_buckets, reduction_buckets, whole_buckets
 
 from ..units.sharded_param import ShardedParam, param_in_memory
@@ -49,8 +49,8 @@ class GraphInputs:
         units: for each unit of the graph, by its name there, one that is a shard of it.
         read: those that the graph unshards.
         gather_buckets: the buckets of the graph's gathers.
-        gathers: for each of them those of its parameters; None where these are in a smaller group, which do not tell whose they
-            are.
+        gathers: for each of them those of its parameters; None where it is gathered in any case: these are in a smaller group,
+            and do not tell whose they are, or they leave the bytes that they were gathered in to one.
         gradients: the buckets of its gradients.
         reduction_groups: the gradients that share a collective unless a schedule merges buckets.
     """
@@ -79,7 +79,8 @@ class GraphInputs:
 
     def _members_to_keep(self, bucket: Bucket) -> list[int] | None:
         in_storage = all(Unshard.of(node).offset >= 0 for node in bucket.nodes)
-        return self._places(bucket.shards) if in_storage else None
+        leaves_bytes = any(user.target == reshard_rounded for node in bucket.nodes for user in node.users)
+        return self._places(bucket.shards) if in_storage and not leaves_bytes else None
 
     def _gradients(self, bucket: Bucket) -> GradientInputs:
         spec = ReduceGrad.of(bucket.nodes[0])

@@ -119,9 +119,11 @@ class Gathered:
             else:
                 missing.append(params)
         what = f"unshard of {unit.name or 'the root'}"
+        # The bytes of what was rounded are not in the full parameters, of which all else is resharded anew.
+        resharded = {param: piece for param, piece in self._resharded.items() if piece.dtype == torch.uint8}
         for pending in start_gathers(unit, missing, what, self._resharded):
-            self.fulls.update(finish_gather_of(pending))
-        self._resharded = {}
+            self.fulls.update(finish_gather_of(pending, resharded))
+        self._resharded = resharded
         self._refill()
         if unit.reshards_after_forward:
             self._note_storages()
@@ -178,7 +180,7 @@ class Gathered:
     def end_forward(self) -> None:
         """Free the full parameters, but for the shards in a smaller group that ``reshard_after_forward=<int>`` keeps."""
         for param, full in self.fulls.items():
-            if (group := param.post_forward_group) and not param.is_whole:
+            if (group := param.post_forward_group) and not param.is_whole and param not in self._resharded:
                 self._resharded[param] = reshard(full, param.name, group, dim=param.dim)
         self.free()
 

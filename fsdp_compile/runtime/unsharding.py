@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from passes.collectives.functional import finish_gather, group_size, start_gather
-from passes.collectives.layout import REPLICATED
+from passes.collectives.functional import finish_gather, group_size, reshard_rounded, start_gather
+from passes.collectives.layout import REPLICATED, padded_shard_shape
+from passes.collectives.rounded_gather import is_rounded
 from passes.ir.extension import gathered_shape, with_rows
 
 from ..units.sharded_param import ShardedParam
@@ -85,10 +86,13 @@ def _start_gather(unit: Unit, params: list[ShardedParam], what: str, resharded: 
     dtype, sharded = params[0].compute_dtype, [param for param in params if not param.is_whole]
     is_resharded = any(param in resharded for param in sharded)
     group = params[0].post_forward_group if is_resharded else params[0].mesh.shard_group
-    # What was resharded to a smaller group is rounded already.
-    sent_as = sharded[0].sent_as if sharded and not is_resharded else None
+    sent_as, dtypes, encoded_over = sharded[0].sent_as if sharded else None, [], ""
     if is_resharded:
         shards = [resharded[param] for param in sharded]
+        if sent_as is not None and any(shard.dtype == torch.uint8 for shard in shards):
+            dtypes, encoded_over = [shard.dtype for shard in shards], params[0].mesh.shard_group
+        else:
+            sent_as = None  # It is rounded already, but the bytes are not known.
     elif sent_as is not None:
         shards = [param.shard.detach() for param in sharded]
     else:
@@ -98,8 +102,9 @@ def _start_gather(unit: Unit, params: list[ShardedParam], what: str, resharded: 
     if shards:
         run.begin()
         with run:
-            gathered = start_gather(shards, group, dtype=dtype, sent_as=sent_as)
-    return PendingGather(params, dtype, gathered, group, run, sent_as)
+            how: dict[str, Any] = {"dtypes": dtypes} if dtypes else {"dtype": dtype, "sent_as": sent_as}
+            gathered = start_gather(shards, group, **how)
+    return PendingGather(params, dtype, gathered, group, run, sent_as, encoded_over=encoded_over)
 
 
 def _start_packed(params: list[ShardedParam], what: str) -> PendingGather:
@@ -167,8 +172,16 @@ def finish_unshard(unit: Unit) -> None:
             param.state.is_unsharded = True
 
 
-def finish_gather_of(pending: PendingGather) -> dict[ShardedParam, Tensor]:
-    """Wait for a gather. Returns the full parameters, each contiguous and with memory of its own."""
+def finish_gather_of(pending: PendingGather, resharded: dict[ShardedParam, Tensor] | None = None) -> dict[ShardedParam, Tensor]:
+    """Wait for a gather.
+
+    Args:
+        pending: the gather.
+        resharded: takes what ``reshard_after_forward=<int>`` leaves of parameters that were rounded: bytes.
+
+    Returns:
+        The full parameters, each contiguous and with memory of its own.
+    """
     if pending.pieces:
         whole = {
             param: param.shard.detach().to(param.compute_dtype, copy=True)
@@ -180,12 +193,26 @@ def finish_gather_of(pending: PendingGather) -> dict[ShardedParam, Tensor]:
     fulls = {param: param.shard.detach().to(pending.dtype, copy=True) for param in pending.params if param.is_whole}
     if pending.gathered is not None:
         shapes, dims = [param.shape for param in sharded], [param.dim for param in sharded]
+        how: dict[str, Any] = {"dtype": pending.dtype, "sent_as": pending.sent_as, "encoded_over": pending.encoded_over}
+        to_reshard = _places_to_reshard(pending, sharded) if resharded is not None else []
         with pending.run:
-            gathered = finish_gather(
-                pending.gathered, shapes, dims, pending.group, dtype=pending.dtype, sent_as=pending.sent_as
-            )
-        fulls.update(zip(sharded, gathered, strict=True))
+            gathered = finish_gather(pending.gathered, shapes, dims, pending.group, resharded=to_reshard, **how)
+        fulls.update(zip(sharded, gathered, strict=False))
+        parts = iter(gathered[len(sharded) :])
+        for param in map(sharded.__getitem__, to_reshard):
+            assert resharded is not None
+            resharded[param] = reshard_rounded([next(parts), next(parts)], param.post_forward_group)
     return {param: full.contiguous() for param, full in fulls.items()}
+
+
+def _places_to_reshard(pending: PendingGather, params: Sequence[ShardedParam]) -> list[int]:
+    if pending.sent_as is None or pending.encoded_over:
+        return []
+    return [
+        place
+        for place, param in enumerate(params)
+        if param.post_forward_group and is_rounded(padded_shard_shape(param.shape, param.dim, group_size(pending.group)))
+    ]
 
 
 def end_forward(unit: Unit) -> None:

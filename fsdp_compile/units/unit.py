@@ -109,6 +109,7 @@ class PendingGather:
         run: the gather as a program that ranks compare (:mod:`fsdp_compile.runtime.course`).
         sent_as: how the parameters were rounded for it; None: not at all.
         pieces: of what travels packed, the tensors of each parameter.
+        encoded_over: of parameters that were resharded to a smaller group as they were rounded: the group before that.
     """
 
     params: list[ShardedParam]
@@ -118,6 +119,7 @@ class PendingGather:
     run: AbstractContextManager[Any]
     sent_as: GatherPolicy | None = None
     pieces: Mapping[ShardedParam, Pieces] = field(default_factory=dict)
+    encoded_over: str = ""
 
 
 class Pieces(NamedTuple):

@@ -7,6 +7,7 @@ flight, so that a schedule can put work between the two halves.
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 
@@ -19,7 +20,7 @@ from ..fx.torch_internals.distributed import resolve_process_group
 from . import gloo
 from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
 from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
-from .rounded_gather import GatherPolicy, numbers_of, rounding
+from .rounded_gather import GatherPolicy, is_rounded, numbers_of, rounding
 from .stateful_hook import RANDOM, HookParameter, StatefulHook, tensors_of_hook
 from .traced_hook import apply_in_place_hook, apply_reduce_hook, apply_stateful_hook
 
@@ -150,15 +151,25 @@ def finish_gather(
     sent_as: GatherPolicy | None = None,
     runs: Sequence[int] = (),
     dtypes: Sequence[torch.dtype] = (),
+    encoded_over: str = "",
+    resharded: Sequence[int] = (),
 ) -> list[Tensor]:
     """Wait for a gather that :func:`start_gather` began and cut the full parameters out of its buffer.
 
     Args:
         runs: cut so many of them out as one first, and them out of that.
+        encoded_over: of what :func:`reshard_rounded` left in a smaller group: the group that was gathered over before.
+        resharded: the places of parameters of which :func:`reshard_rounded` is to get the bytes.
+
+    Returns:
+        The parameters, and behind them for each in ``resharded`` two tensors ``[ranks, bytes]``.
     """
     world_size = group_size(group)
     sent_as = rounding(sent_as, shapes)
     rows = _c10d.wait_tensor(gathered).view(world_size, -1)
+    if encoded_over:
+        assert sent_as is not None and dtype is not None
+        return _cut_resharded(rows, shapes, dims, group_size(encoded_over), sent_as, dtype)
     numels = [padded_shard_numel(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
     if _travel_as_bytes(dtypes):
         sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
@@ -173,7 +184,55 @@ def finish_gather(
         ends = list(itertools.accumulate(map(operator.add, numels, gaps)))
         places = [end - numel - gap for end, numel, gap in zip(ends, numels, gaps, strict=True)]
         pieces = sent_as.decode(rows, shard_shapes, places, ends[-1], dtype)
-    return [assemble(piece, shape, dim) for piece, shape, dim in zip(pieces, shapes, dims, strict=True)]
+    fulls = [assemble(piece, shape, dim) for piece, shape, dim in zip(pieces, shapes, dims, strict=True)]
+    if resharded:
+        assert sent_as is not None and dtype is not None
+        encoded = sent_as.encoded(rows, shard_shapes, places, ends[-1], dtype)
+        fulls += [part for index in resharded for part in encoded[index]]
+    return fulls
+
+
+def reshard_rounded(parts: Sequence[Tensor], group: str) -> Tensor:
+    """This rank's rows, in a smaller group, of what a gather that rounds has brought of one parameter.
+
+    A smaller group's gather of these gives all ranks the bytes that the first one gave them, so it decodes to the same values.
+
+    Args:
+        parts: ``[ranks of the first gather, bytes]`` each, side by side.
+        group: name of the smaller group.
+    """
+    process_group = resolve_group(group)
+    rows = parts[0].size(0) // process_group.size()
+    return torch.cat([part.narrow(0, process_group.rank() * rows, rows) for part in parts], dim=1)
+
+
+def _cut_resharded(
+    rows: Tensor,
+    shapes: Sequence[Sequence[int]],
+    dims: Sequence[int],
+    num_encoded: int,
+    sent_as: GatherPolicy,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Full parameters from the bytes that a smaller group has gathered: encoded in so many rows, or in ``dtype``."""
+    ranks = rows.size(0)
+    shard_shapes = [padded_shard_shape(shape, dim, num_encoded) for shape, dim in zip(shapes, dims, strict=True)]
+    sizes = [
+        num_encoded // ranks * sent_as.encoded_numel(shard_shape)
+        if is_rounded(shard_shape)
+        else padded_shard_numel(shape, dim, ranks) * dtype.itemsize
+        for shape, dim, shard_shape in zip(shapes, dims, shard_shapes, strict=True)
+    ]
+    fulls = []
+    for piece, shape, dim, shard_shape in zip(rows.split(sizes, dim=1), shapes, dims, shard_shapes, strict=True):
+        if is_rounded(shard_shape):
+            encoded = piece.reshape(num_encoded, -1)
+            numel = math.prod(shard_shape)
+            (numbers,) = sent_as.decode(encoded, [shard_shape], [0], numel + sent_as.paddings([numel])[0], dtype)
+        else:
+            numbers = numbers_of(piece, dtype)
+        fulls.append(assemble(numbers, shape, dim))
+    return fulls
 
 
 def _cut(rows: Tensor, numels: Sequence[int], gaps: Sequence[int], runs: Sequence[int] = ()) -> list[Tensor]:

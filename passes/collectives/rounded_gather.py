@@ -90,6 +90,37 @@ class GatherPolicy:
         whole = [shard.reshape(-1).to(dtype) for shard in shards if not is_rounded(shard.shape)]
         return torch.cat([values.view(-1).view(torch.uint8) for values in (*rounded, *scales, *whole)])
 
+    def encoded_numel(self, shape: Sequence[int]) -> int:
+        """The bytes that :meth:`encode` makes of one shard that is rounded."""
+        return sum(count * (elements + SCALE.itemsize) for count, elements in self._groups_of_one(shape))
+
+    def encoded(
+        self, rows: Tensor, shapes: Sequence[Sequence[int]], places: Sequence[int], numel: int, dtype: torch.dtype
+    ) -> list[list[Tensor]]:
+        """The bytes of each shard that is rounded, its elements and its scales: side by side, what it alone is encoded as.
+
+        Args:
+            rows, shapes, places, numel, dtype: as :meth:`decode` has them.
+
+        Returns:
+            Of each shard views ``[ranks, bytes]``; of one that is sent as it is, none.
+        """
+        *parts, scales = self._parts(rows, shapes, numel, dtype)[: len(self._group_shapes(shapes, numel)) + 1]
+        found: list[list[Tensor]] = []
+        end = 0
+        for shape, place in zip(shapes, places, strict=True):
+            if not is_rounded(shape):
+                found.append([])
+                continue
+            ((count, elements),) = self._groups_of_one(shape)
+            if isinstance(self.scale, int):
+                first, values = place // elements, parts[0].narrow(1, place, count * elements)
+            else:
+                first, values = end, parts.pop(0)
+            found.append([values, scales.narrow(1, first * SCALE.itemsize, count * SCALE.itemsize)])
+            end += count
+        return found
+
     def decode(
         self, rows: Tensor, shapes: Sequence[Sequence[int]], places: Sequence[int], numel: int, dtype: torch.dtype
     ) -> list[Tensor]:
@@ -103,16 +134,22 @@ class GatherPolicy:
             dtype: of the result.
         """
         groups = self._group_shapes(shapes, numel)
-        num_whole = sum(math.prod(shape) for shape in shapes if not is_rounded(shape))
-        num_scales = sum(count for count, _ in groups)
-        bytes_of_whole = [num_whole * dtype.itemsize] if num_whole else []
-        parts = rows.split([*map(math.prod, groups), num_scales * SCALE.itemsize, *bytes_of_whole], dim=1)
+        parts = self._parts(rows, shapes, numel, dtype)
         scales = numbers_of(parts[len(groups)], SCALE).split([count for count, _ in groups], dim=1)
         rounded = [
             restore_groups(part.view(self.dtype).unflatten(1, group), scale).to(dtype).flatten(1)
             for part, scale, group in zip(parts, scales, groups, strict=False)
         ]
-        return self._cut(rounded, numbers_of(parts[-1], dtype) if num_whole else None, shapes, places)
+        whole = numbers_of(parts[-1], dtype) if len(parts) > len(groups) + 1 else None
+        return self._cut(rounded, whole, shapes, places)
+
+    def _parts(self, rows: Tensor, shapes: Sequence[Sequence[int]], numel: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        """The elements of each run of groups, all scales, and what is sent as it is, if any; each ``[ranks, bytes]``."""
+        groups = self._group_shapes(shapes, numel)
+        num_whole = sum(math.prod(shape) for shape in shapes if not is_rounded(shape))
+        num_scales = sum(count for count, _ in groups)
+        bytes_of_whole = [num_whole * dtype.itemsize] if num_whole else []
+        return rows.split([*map(math.prod, groups), num_scales * SCALE.itemsize, *bytes_of_whole], dim=1)
 
     def _cut(
         self, rounded: Sequence[Tensor], whole: Tensor | None, shapes: Sequence[Sequence[int]], places: Sequence[int]
@@ -134,6 +171,10 @@ class GatherPolicy:
         rounded = [flat] if isinstance(self.scale, int) else [shard for shard in shards if is_rounded(shard.shape)]
         shapes = self._group_shapes([shard.shape for shard in shards], flat.numel())
         return [values.reshape(shape) for values, shape in zip(rounded, shapes, strict=True)]
+
+    def _groups_of_one(self, shape: Sequence[int]) -> list[tuple[int, int]]:
+        numel = math.prod(shape)
+        return self._group_shapes([shape], numel + padding_to(self.alignment, numel))
 
     def _group_shapes(self, shapes: Sequence[Sequence[int]], numel: int) -> list[tuple[int, int]]:
         if isinstance(self.scale, int):

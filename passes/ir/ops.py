@@ -2,7 +2,8 @@
 
 ``unshard``      a rank's padded shard of a parameter to the full parameter in the compute dtype.
 ``reduce_grad``  the full gradient on this rank to this rank's padded shard of the averaged gradient.
-``reshard``      the full parameter to this rank's shard in a smaller group, for ``reshard_after_forward=<int>``.
+``reshard``      the full parameter to this rank's shard in a smaller group, for ``reshard_after_forward=<int>``;
+                 ``reshard_rounded`` does so with the bytes that it was gathered in.
 ``tie``          its first argument. While the partitioner works it makes forward depend on the second, too; never lowered.
 
 ``unshard_extension``, a function that AOTAutograd traces through, is ``unshard`` between an encoding and a decoding that are
@@ -33,6 +34,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..collectives.functional import finish_gather, group_size, resolve_group, start_gather
+from ..collectives.functional import reshard_rounded as functional_reshard
 from ..collectives.layout import REPLICATED, disassemble, padded_shard_shape
 from ..collectives.rounded_gather import GatherPolicy
 from ..fx.torch_internals.core import disable_dynamo
@@ -47,7 +49,8 @@ _communicates = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _library.define(
     "unshard(Tensor shard, str name, int[] shape, str group, Tensor? token=None, *, str unit='', int dim=0, int offset=-1, "
     "ScalarType? param_dtype=None, ScalarType? reduce_dtype=None, str replicate_group='', "
-    "bool reshard_after_forward=True, str post_forward_group='', str sent_as='', bool packed=False) -> Tensor",
+    "bool reshard_after_forward=True, str post_forward_group='', str sent_as='', bool packed=False, "
+    "str encoded_over='') -> Tensor",
     tags=_communicates,
 )
 _library.define(
@@ -59,11 +62,17 @@ _library.define(
     "reshard(Tensor full, str name, str group, *, int dim=0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define(
+    "reshard_rounded(Tensor[] parts, str name, int[] shape, str encoded_over, str group, *, int dim=0, "
+    "str sent_as='') -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _library.define("tie(Tensor full, Tensor kept) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 unshard = torch.ops.fsdp_compile.unshard.default
 reduce_grad = torch.ops.fsdp_compile.reduce_grad.default
 reshard = torch.ops.fsdp_compile.reshard.default
+reshard_rounded = torch.ops.fsdp_compile.reshard_rounded.default
 tie = torch.ops.fsdp_compile.tie.default
 
 
@@ -109,6 +118,7 @@ class Unshard:
         post_forward_group: the smaller group that the parameter is resharded to after forward; empty: none.
         sent_as: the :class:`~passes.collectives.rounded_gather.GatherPolicy` that it is gathered in, as text; empty: as it is.
         packed: it may share a collective with tensors of other dtypes, as bytes.
+        encoded_over: of a shard in a smaller group: the group that a gather which rounds went over before; empty: none did.
         extension: of an ``unshard_extension``: its key.
         tensors, names: of that: what the shard is made of.
     """
@@ -128,6 +138,7 @@ class Unshard:
     post_forward_group: str = ""
     sent_as: str = ""
     packed: bool = False
+    encoded_over: str = ""
     extension: str = ""
     tensors: Sequence[Node] = ()
     names: Sequence[str] = ()
@@ -227,6 +238,7 @@ def _unshard_kernel(
     dim: int = 0,
     param_dtype: torch.dtype | None = None,
     sent_as: str = "",
+    encoded_over: str = "",
     **_: Any,
 ) -> Tensor:
     before_unshard = getattr(shard if token is None else token, "_fsdp_before_unshard", None)
@@ -236,8 +248,12 @@ def _unshard_kernel(
         return shard.to(param_dtype or shard.dtype, copy=True)
     dtype, sent = param_dtype or shard.dtype, GatherPolicy.parse(sent_as)
     with _around("unshard" if sent is None else f"unshard as {sent}", shard, name, shape, (group,)):
-        started = start_gather([shard], group, dtype=dtype, sent_as=sent)
-        (full,) = finish_gather(started, [shape], [dim], group, dtype=dtype, sent_as=sent)
+        started = (
+            start_gather([shard], group, dtypes=[shard.dtype])
+            if encoded_over
+            else start_gather([shard], group, dtype=dtype, sent_as=sent)
+        )
+        (full,) = finish_gather(started, [shape], [dim], group, dtype=dtype, sent_as=sent, encoded_over=encoded_over)
     return full
 
 
@@ -270,9 +286,18 @@ def _reshard_kernel(full: Tensor, name: str, group: str, *, dim: int = 0) -> Ten
     return piece.reshape(padded_shard_shape(full.shape, dim, process_group.size())).clone()
 
 
+def _reshard_rounded_kernel(
+    parts: Sequence[Tensor], name: str, shape: Sequence[int], encoded_over: str, group: str, **_: Any
+) -> Tensor:
+    if parts[0].dtype != torch.uint8:
+        raise TypeError(f"Parameter {name} is resharded as it was rounded, but only a graph that gathers it has these bytes.")
+    return functional_reshard(parts, group)
+
+
 _library.impl("unshard", disable_dynamo(_unshard_kernel), "CompositeExplicitAutograd")
 _library.impl("reduce_grad", disable_dynamo(_reduce_grad_kernel), "CompositeExplicitAutograd")
 _library.impl("reshard", disable_dynamo(_reshard_kernel), "CompositeExplicitAutograd")
+_library.impl("reshard_rounded", disable_dynamo(_reshard_rounded_kernel), "CompositeExplicitAutograd")
 
 
 _library.impl("tie", lambda full, kept: full.clone(), "CompositeExplicitAutograd")
@@ -292,6 +317,23 @@ def _(grad: Tensor, shard: Tensor, name: str, shape: Sequence[int], group: str, 
 @torch.library.register_fake(reshard, lib=_library)
 def _(full: Tensor, name: str, group: str, *, dim: int = 0) -> Tensor:
     return full.new_empty(padded_shard_shape(full.shape, dim, group_size(group)))
+
+
+@torch.library.register_fake(reshard_rounded, lib=_library)
+def _(
+    parts: Sequence[Tensor],
+    name: str,
+    shape: Sequence[int],
+    encoded_over: str,
+    group: str,
+    *,
+    dim: int = 0,
+    sent_as: str = "",
+) -> Tensor:
+    policy, ranks = GatherPolicy.parse(sent_as), group_size(encoded_over)
+    assert policy is not None
+    numel = policy.encoded_numel(padded_shard_shape(shape, dim, ranks))
+    return parts[0].new_empty([ranks // group_size(group), numel], dtype=torch.uint8)
 
 
 @torch.library.register_fake(tie, lib=_library)

@@ -7,6 +7,9 @@ After:  for each unit, dtype and group one ``all_gather_into_tensor`` just ahead
 In a bucket, parameters stand in the order of flat storage, never of a hash. Scalars, which every rank holds whole, are read
 without a gather.
 
+A parameter that is resharded to a smaller group as it was rounded (``reshard_rounded``) gets its bytes from the gather's
+buffer; backward's gather of such bytes decodes them as forward did.
+
 Units that share a gather are cut out of its buffer one by one, if asked for, so that the kernels of equal units are equal.
 
 New nodes are marked with their work (:mod:`passes.ir.work`), which is what the schedule moves.
@@ -31,7 +34,7 @@ from ..collectives.rounded_gather import GatherPolicy, rounding
 from ..fx.emit import emit
 from ..fx.graph import derived, with_sources
 from ..ir.interface import FullParameter, Interface
-from ..ir.ops import ReduceGrad, Unshard, reduce_grads, unshard, unshards
+from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard_rounded, unshard, unshards
 from ..ir.plan import Gather
 from ..ir.storage import gaps_to_gather
 from ..ir.work import BucketName, Role, Work, mark, nodes_of
@@ -105,6 +108,8 @@ def gather_key(spec: Unshard) -> Hashable:
     """What is equal for parameters that one collective can gather."""
     if spec.packed:
         return spec.group
+    if spec.encoded_over:
+        return spec.group, spec.encoded_over, spec.sent_as, spec.param_dtype
     return spec.shard.meta["val"].dtype, spec.group, spec.sent_as, spec.param_dtype if spec.sent_as else None
 
 
@@ -148,24 +153,39 @@ def _drop_trivial(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _gather(graph: Graph, bucket: Bucket, runs: Sequence[int] = ()) -> list[Node]:
-    """Gather a bucket ahead of its first reader, and cut its buffer into runs of so many parameters first. Returns the full
-    parameters."""
+def _gather(graph: Graph, bucket: Bucket, runs: Sequence[int] = ()) -> tuple[list[Node], dict[int, list[Node]]]:
+    """Gather a bucket ahead of its first reader, and cut its buffer into runs of so many parameters first.
+
+    Returns:
+        The full parameters; and by place the bytes of those that are resharded as these.
+    """
     specs = [Unshard.of(node) for node in bucket.nodes]
     shapes, dims, group = [spec.shape for spec in specs], [spec.dim for spec in specs], specs[0].group
     shards, sent_as = bucket.shards, rounding(GatherPolicy.parse(specs[0].sent_as), shapes)
     gaps = gaps_to_gather(specs, 1 if sent_as is None else sent_as.alignment)
     sent: dict[str, Any] = {"dtype": specs[0].param_dtype or shards[0].meta["val"].dtype, "sent_as": sent_as}
+    received: dict[str, Any] = {}
+    dtypes = {"dtypes": [shard.meta["val"].dtype for shard in shards]}
     if specs[0].packed:
-        sent, gaps = {"dtypes": [shard.meta["val"].dtype for shard in shards]}, []
+        sent, gaps = dtypes, []
+    elif specs[0].encoded_over:
+        sent, received, gaps = dtypes, {**sent, "dtypes": (), "encoded_over": specs[0].encoded_over}, []
+    resharded = [place for place, node in enumerate(bucket.nodes) if _rounded_reshards(node)]
+    if resharded:
+        received["resharded"] = resharded
     first_reader = min(reader for node in bucket.nodes for reader in node.users)
     _make_shards_ahead_of(first_reader, bucket)
     with graph.inserting_before(first_reader):
         start, finish = Work(Role.START_GATHER, bucket.name), Work(Role.FINISH_GATHER, bucket.name)
         started = emit(graph, start_gather, shards, group=group, gaps=gaps, work=start, **sent)
-        return emit(
-            graph, finish_gather, started, shapes=shapes, dims=dims, group=group, gaps=gaps, runs=runs, work=finish, **sent
-        )
+        how = {"shapes": shapes, "dims": dims, "group": group, "gaps": gaps, "runs": runs, **sent, **received}
+        found = emit(graph, finish_gather, started, work=finish, **how)
+    fulls, parts = found[: len(shards)], iter(found[len(shards) :])
+    return fulls, {place: [next(parts), next(parts)] for place in resharded}
+
+
+def _rounded_reshards(full: Node) -> list[Node]:
+    return [user for user in full.users if user.target == reshard_rounded]
 
 
 def _make_shards_ahead_of(anchor: Node, bucket: Bucket) -> None:
@@ -213,14 +233,20 @@ def bucket_gathers(
         groups = [group for group in whole_buckets(buckets) if group[0][0] not in reused]
     for group, bucket in zip(groups, regroup(buckets, groups), strict=True):
         shares = unit_by_unit and len(bucket.name.parts) > 1
-        fulls = _gather(graph, bucket, [len(list(run)) for _, run in itertools.groupby(group, _bucket_of)] if shares else ())
+        runs = [len(list(run)) for _, run in itertools.groupby(group, _bucket_of)] if shares else ()
+        fulls, encoded = _gather(graph, bucket, runs)
         for (index, position), full in zip(group, fulls, strict=True):
             if plan is not None and plan[index] is Gather.KEEP:
                 assert interface is not None
                 interface.add_output(full, FullParameter(index, position))
+        for place, parts in encoded.items():
+            for piece in _rounded_reshards(bucket.nodes[place]):
+                piece.update_arg(0, parts)
         _replace(graph, bucket, fulls)
         if shares:
-            _unpack(graph, bucket.name, [buckets[index].name for index, _ in group], fulls)
+            units = [buckets[index].name for index, _ in group]
+            made = [*zip(fulls, units, strict=True), *((part, units[place]) for place in encoded for part in encoded[place])]
+            _unpack(graph, bucket.name, made)
     _drop_trivial(graph)
 
 
@@ -228,17 +254,16 @@ def _bucket_of(member: tuple[int, int]) -> int:
     return member[0]
 
 
-def _unpack(graph: Graph, name: BucketName, units: Sequence[BucketName], fulls: Sequence[Node]) -> None:
+def _unpack(graph: Graph, name: BucketName, made: Sequence[tuple[Node, BucketName]]) -> None:
     """Let what only the parameters of one unit need of a shared buffer stand ahead of the first reader of these.
 
     Args:
         graph: the graph.
         name: of the bucket that the units share.
-        units: the unit's own bucket of each parameter.
-        fulls: the parameters.
+        made: what is cut out of the buffer, and the own bucket of the unit that it is of.
     """
     finish = nodes_of(graph, Role.FINISH_GATHER)[name]
-    needed_by: dict[Node, set[BucketName]] = {full: {unit} for full, unit in zip(fulls, units, strict=True)}
+    needed_by: dict[Node, set[BucketName]] = {node: {unit} for node, unit in made}
     alone: dict[BucketName, list[Node]] = {}
     for node in reversed(finish):
         wanted = needed_by.setdefault(node, set()).union(*(needed_by.get(user, ()) for user in node.users))

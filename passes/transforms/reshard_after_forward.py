@@ -9,7 +9,8 @@ After:  ``recompute`` tags tell the partitioner:
   never saved, backward gathers it again. A parameter that backward does not read gets no gather there.
 - ``False``: the ``unshard`` is ``MUST_SAVE``: backward reads the parameter that forward gathered.
 - a post-forward group (``reshard_after_forward=<int>``): this rank's shard in the smaller group (``reshard``) is ``MUST_SAVE``,
-  and readers get ``tie(unshard, reshard)``, which the partitioner may run again in backward.
+  and readers get ``tie(unshard, reshard)``, which the partitioner may run again in backward. Of a parameter that is rounded for
+  its gather, the shard is a part of the bytes that arrived (``reshard_rounded``), which :mod:`~passes.transforms.bucket` finds.
 
 ``resolve_ties``, in the forward and the backward graph:
 
@@ -24,9 +25,11 @@ from typing import Any
 from torch.fx import Graph, Node, map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..collectives.layout import REPLICATED
+from ..collectives.functional import group_size
+from ..collectives.layout import REPLICATED, padded_shard_shape
+from ..collectives.rounded_gather import is_rounded
 from ..fx.graph import derived
-from ..ir.ops import Unshard, reshard, tie, unshards, update_args
+from ..ir.ops import Unshard, reshard, reshard_rounded, tie, unshards, update_args
 
 # Above any id that activation checkpointing hands out, so that the partitioner sees no checkpoint boundary at an unshard
 # and leaves its tag in place.
@@ -42,7 +45,11 @@ def _tie_to_smaller_shard(graph: Graph, full: Node) -> Node:
     """Let the readers of ``full`` read it tied to its shard in the post-forward group. Returns the tie."""
     spec = Unshard.of(full)
     with graph.inserting_after(full):
-        piece = graph.call_function(reshard, (full, spec.name, spec.post_forward_group), {"dim": spec.dim})
+        if _is_rounded(spec):
+            args = ([full], spec.name, spec.shape, spec.group, spec.post_forward_group)
+            piece = graph.call_function(reshard_rounded, args, {"dim": spec.dim, "sent_as": spec.sent_as})
+        else:
+            piece = graph.call_function(reshard, (full, spec.name, spec.post_forward_group), {"dim": spec.dim})
     piece.meta["val"] = _fake(piece)
     _tag(piece, CheckpointPolicy.MUST_SAVE)
     with graph.inserting_after(piece):
@@ -50,6 +57,10 @@ def _tie_to_smaller_shard(graph: Graph, full: Node) -> Node:
     tied.meta = dict(full.meta)
     full.replace_all_uses_with(tied, delete_user_cb=lambda user: user not in (piece, tied))
     return tied
+
+
+def _is_rounded(spec: Unshard) -> bool:
+    return bool(spec.sent_as) and is_rounded(padded_shard_shape(spec.shape, spec.dim, group_size(spec.group)))
 
 
 def _fake(node: Node) -> Any:
@@ -81,9 +92,11 @@ def resolve_ties(graph: Graph) -> None:
             spec = Unshard.of(full)
             with graph.inserting_before(node):
                 gathered = graph.node_copy(full)
-            update_args(gathered, shard=piece, group=spec.post_forward_group, param_dtype=None, offset=-1)
-            # The piece is rounded already.
-            update_args(gathered, post_forward_group="", sent_as="")
+            update_args(
+                gathered, shard=piece, group=spec.post_forward_group, param_dtype=None, offset=-1, post_forward_group=""
+            )
+            if spec.sent_as:
+                update_args(gathered, param_dtype=full.meta["val"].dtype, encoded_over=spec.group)
             full = gathered
         node.replace_all_uses_with(full)
         graph.erase_node(node)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from ..fx.graph import derived, is_view, with_sources
-from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard, unshards
+from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard, reshard_rounded, unshards
 from ..ir.work import BucketName, Role, nodes_of, role
 from ..models.cost_model import is_fusible
 from .bucket import gather_buckets
@@ -76,7 +76,8 @@ def _uses(graph: Graph, unit: str) -> list[Node]:
     readers = [reader for full in fulls for reader in full.users if reader not in fulls]
     specs = map(ReduceGrad.of, reduce_grads(graph.nodes))
     gradients = [spec.grad for spec in specs if spec.unit == unit]
-    return [node for node in [*readers, *gradients] if node.op == "call_function" and node.target != reshard]
+    reshards = (reshard, reshard_rounded)
+    return [node for node in [*readers, *gradients] if node.op == "call_function" and node.target not in reshards]
 
 
 def _unit_buckets(name: BucketName) -> tuple[str, ...]:

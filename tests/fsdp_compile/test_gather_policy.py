@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import Capture, GatherPolicy, RanksDisagree, capture, fsdp_backend, fully_shard
-from tests.common.distributed import RankPools
+from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import (
     FLAVOURS,
     GPT,
@@ -97,6 +97,52 @@ def test_a_smaller_group_gathers_what_was_rounded(system: str, rank_pools: RankP
     assert not differences([result["once"] for result in results], expected, 2e-5)
 
 
+def read_twice(system: str, policy: str, param_dtype: torch.dtype | None) -> list[Tensor]:
+    """A job: rows of a weight of which two neighbours of four ranks keep a copy, as forward reads them and as backward does."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 50)
+    nn.init.zeros_(model.bias)
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype)
+    how: dict[str, Any] = {"mesh": device_mesh((4,)), "gather_policy": _POLICIES[policy], "mp_policy": precision}
+    fully_shard(model, reshard_after_forward=2, **how)
+    torch._dynamo.reset()
+    forward = model if system == "eager" else torch.compile(model, backend=fsdp_backend, options={"lowering": system})
+    found = []
+    for is_there in (False, True):
+        if is_there:
+            model.unshard()
+        x = torch.eye(40, requires_grad=True)
+        y = forward(x)
+        y.backward(torch.eye(40, 50, dtype=y.dtype))
+        assert x.grad is not None
+        found += [y.detach().t()[:40].float(), x.grad]
+    return found
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("policy", "system"),
+    [
+        pytest.param(policy, system, marks=[] if (policy, system) == ("int8", "aot_eager") else pytest.mark.exhaustive)
+        for policy in _POLICIES
+        for system in _SYSTEMS
+    ],
+)
+def test_backward_reads_what_forward_read(
+    policy: str, system: str, param_dtype: torch.dtype | None, rank_pools: RankPools
+) -> None:
+    """To the bit: the smaller group gathers the bytes that arrived. With parameters that ``unshard()`` left, too."""
+    results = rank_pools[4].run(read_twice, system=system, policy=policy, param_dtype=param_dtype)
+    for values in results:
+        assert all(torch.equal(value, results[0][0]) for value in values)
+    assert not torch.equal(results[0][0], exact_weight(param_dtype))
+
+
+def exact_weight(dtype: torch.dtype | None) -> Tensor:
+    torch.manual_seed(0)
+    return nn.Linear(40, 50).weight.detach()[:40].to(dtype or torch.float32).float()
+
+
 def sharded(policy: GatherPolicy | None, **options: Any) -> nn.Module:
     """Two layers, a unit each, and a root without parameters."""
     torch.manual_seed(0)
@@ -128,6 +174,20 @@ def test_a_gather_sends_about_a_quarter(fake_ranks: None) -> None:
     values = gathered(sharded(GatherPolicy()))
     assert {value.dtype for value in values} == {torch.uint8}
     assert sum(value.nbytes for value in values) <= 0.27 * everything
+
+
+def test_a_smaller_group_keeps_and_sends_bytes(fake_ranks: None) -> None:
+    """Of eight ranks, four keep all rows that were gathered: a row of bytes for each of the eight, two of them here."""
+    graphs = captured(sharded(GatherPolicy(), reshard_after_forward=4))
+    backward = graphs.backward[0].graph_module.graph
+    # It reads the second matrix alone, and no bias.
+    (again,) = backward.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default)
+    assert again.meta["val"].dtype == torch.uint8 and again.args[1] == 4
+    numel = 512 * 64
+    assert again.meta["val"].nbytes == numel + numel // 128 * 4
+    inputs = [node.meta["val"] for node in backward.find_nodes(op="placeholder")]
+    kept = [value.nbytes for value in inputs if isinstance(value, Tensor) and value.dtype == torch.uint8]
+    assert kept == [again.meta["val"].nbytes // 4]
 
 
 def test_low_precision_is_computed_from_the_shard(fake_ranks: None) -> None:

@@ -10,6 +10,10 @@ from passes.transforms.reshard_after_forward import reshard_after_forward, resol
 from tests.passes.tracing import PassTestCase
 
 
+class _IsTraced(Exception):
+    pass
+
+
 class TestReshardAfterForward(PassTestCase):
     def partitioned(self, **policy: Any) -> tuple[Graph, Graph]:
         """Forward and backward graphs of ``relu(x @ w.t()) @ w`` after the pass and the partitioner."""
@@ -22,16 +26,22 @@ class TestReshardAfterForward(PassTestCase):
         def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             reshard_after_forward(gm.graph)
             gm.recompile()
-            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            parts = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            for part in parts:
+                resolve_ties(part.graph)
+                graphs.append(part.graph)
+            return parts
 
-        def keep(gm: GraphModule, _: Any) -> Any:
-            resolve_ties(gm.graph)
-            graphs.append(gm.graph)
-            return gm
+        def compile_nothing(gm: GraphModule, _: Any) -> Any:
+            def run(*_: Any) -> Any:
+                raise _IsTraced
+
+            return run
 
         shard = torch.zeros(2, 4, requires_grad=True)
         x = torch.zeros(3, 4, requires_grad=True)
-        aot_function(forward, fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(shard, x).sum().backward()
+        traced = aot_function(forward, fw_compiler=compile_nothing, bw_compiler=compile_nothing, partition_fn=partition)
+        self.assertRaises(_IsTraced, traced, shard, x)
         return graphs[0], graphs[1]
 
     def test_resharded_parameter_is_gathered_again(self) -> None:
@@ -107,6 +117,25 @@ def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]", t: "f32[4, 16]
     return (reduce_grad, mm_5)
 """,
         )
+
+    def test_smaller_group_keeps_its_bytes(self) -> None:
+        # Two neighbours of eight ranks, so four of eight rows each: 8 elements, rounded to a byte, and the bytes of a scale.
+        forward, backward = self.partitioned(post_forward_group=self.replicate, sent_as="int8:8")
+        self.assertExpectedInline(
+            self.text(forward),
+            """\
+def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]"):
+    unshard: "f32[16, 4]" = fsdp_compile.unshard.default(primals_1, 'up.weight', [16, 4], 'shard', unit = 'up', offset = 0, post_forward_group = 'replicate', sent_as = 'int8:8')
+    reshard_rounded_default: "u8[4, 12]" = fsdp_compile.reshard_rounded.default([unshard], 'up.weight', [16, 4], 'shard', 'replicate', dim = 0, sent_as = 'int8:8')
+    t: "f32[4, 16]" = aten.t.default(unshard)
+    mm: "f32[3, 16]" = aten.mm.default(primals_2, t)
+    relu: "f32[3, 16]" = aten.relu.default(mm)
+    mm_1: "f32[3, 4]" = aten.mm.default(relu, unshard)
+    return (mm_1, primals_1, primals_2, reshard_rounded_default, relu)
+""",
+        )
+        (gather,) = backward.find_nodes(op="call_function", target=unshard)
+        self.assertEqual((str(gather.args[0]), gather.kwargs["encoded_over"]), ("reshard_rounded_default", self.shard))
 
     def test_smaller_group_keeps_its_shard(self) -> None:
         # The group of two stands for this rank's neighbours.

@@ -47,6 +47,24 @@ def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_training_losses_compares_ways_seed_by_seed(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--ways", "full,int8-reductions", "--seeds", "0", "--steps", "3", "--lowering", "aot_eager"]
+    results = run("training_losses.py", out, *flags)
+    runs = {name: seeds["0"] for name, seeds in results["runs"].items()}
+    assert [len(found["losses"]) for found in runs.values()] == [3, 3]
+    # The same weights and batches, and other gradients.
+    assert runs["full"]["losses"][0] == runs["int8-reductions"]["losses"][0]
+    assert 0 < abs(runs["full"]["losses"][2] - runs["int8-reductions"]["losses"][2]) < 0.01
+    assert runs["int8-reductions"]["sent"] < runs["full"]["sent"]
+    # What is there is not made again.
+    made = out.stat().st_mtime_ns
+    picture = tmp_path / "losses.png"
+    run("training_losses.py", out, *flags, "--picture", str(picture))
+    assert out.stat().st_mtime_ns == made and picture.stat().st_size > 10_000
+
+
+@pytest.mark.exhaustive
 def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
     results = run("memory.py", tmp_path / "out.json", *TINY, "--systems", "ours", "--width", "256")
     found = memory.comparisons(results["ranks"])

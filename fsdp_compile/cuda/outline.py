@@ -246,6 +246,21 @@ def _described(value: Any, buffer: str) -> Value:
     return Value(_DTYPES.get(str(value.dtype).removeprefix("torch."), str(value.dtype)), tuple(value.shape), buffer)
 
 
+def _seen_as(value: Value, dtype: str) -> Value:
+    """The same memory in another dtype, which torch calls so."""
+    seen = replace(value, dtype=_DTYPES.get(dtype, dtype), shape=None)
+    if not value.dtype or not value.shape or not isinstance(value.shape[-1], int):
+        return seen
+    *rows, last = value.shape
+    return replace(seen, shape=(*rows, last * _itemsize(value.dtype) // _itemsize(seen.dtype)))
+
+
+def _itemsize(dtype: str) -> int:
+    names = {short: name for name, short in _DTYPES.items()}
+    found: torch.dtype = getattr(torch, names.get(dtype, dtype))
+    return found.itemsize
+
+
 def _label(node: Node, group_names: dict[str, str]) -> str:
     operators = [argument for argument in node.args if argument in ("sum", "avg", "max", "min", "product")]
     group = group_of(node)
@@ -306,6 +321,8 @@ class _Segment:
                 self.values[name] = Value(_DTYPES.get(dtype, dtype), _sizes(value.args[0]), buffer)
             elif called == "reinterpret_tensor":
                 self.values[name] = self._value(value)
+            elif called == "torch.ops.aten.view.dtype":
+                self.values[name] = _seen_as(self._value(value.args[0]), ast.unparse(value.args[1]).removeprefix("torch."))
             else:
                 yield from self._call(value, name)
         elif isinstance(value, ast.Name) and value.id in self.values:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -38,15 +38,16 @@ MAX_FOREACH_BYTES = 1 << 20
 _ELEMENTWISE = {_aten.div.Tensor, _aten.mul.Tensor, torch.ops.prims.convert_element_type.default}
 
 
-def _is_on_gpu(node: Node) -> bool:
+def is_on_gpu(node: Node) -> bool:
+    """Whether a node's value is on a device that kernels are launched on."""
     return node.meta["val"].device.type not in ("cpu", "meta")
 
 
 def _is_small(node: Node) -> bool:
-    return _is_on_gpu(node) and num_bytes(node.meta["val"]) <= MAX_FOREACH_BYTES
+    return is_on_gpu(node) and num_bytes(node.meta["val"]) <= MAX_FOREACH_BYTES
 
 
-def _copy_all(graph: Graph, sources: list[Node], like: Node) -> list[Node]:
+def copy_all(graph: Graph, sources: list[Node], like: Node) -> list[Node]:
     """Copies of ``sources``, contiguous, by one operator at the graph's insertion point."""
     copied = graph.call_function(_copy, (sources, 1))
     copies = [graph.call_function(operator.getitem, (copied, index)) for index in range(len(sources))]
@@ -72,22 +73,27 @@ def copy_out_together(graph: Graph) -> None:
             if source > first:
                 first.prepend(source)
         with graph.inserting_before(first):
-            copies = _copy_all(graph, sources, first)
+            copies = copy_all(graph, sources, first)
         for clone, copy in zip(clones, copies, strict=True):
             clone.replace_all_uses_with(copy)
             graph.erase_node(clone)
 
 
-def copy_in_together(graph: Graph) -> None:
-    """Write what a collective sends into one buffer with one operator. In place."""
+def copy_in_together(graph: Graph, written: Container[Node] = ()) -> None:
+    """Write what a collective sends into one buffer with one operator. In place.
+
+    Args:
+        graph: the graph.
+        written: ``cat`` nodes to leave alone: what they join is written by kernels that a foreach operator cannot be part of.
+    """
     for cat in graph.find_nodes(op="call_function", target=_aten.cat.default):
-        if role(cat) not in (Role.START_GATHER, Role.START_REDUCE) or not _is_on_gpu(cat):
+        if cat in written or role(cat) not in (Role.START_GATHER, Role.START_REDUCE) or not is_on_gpu(cat):
             continue
         rows: list[Node] = list(cat.args[0])  # type: ignore[arg-type]
         with graph.inserting_before(cat):
             for apply in _take_elementwise(graph, cat):
                 rows = [apply(row) for row in rows]
-            cat.update_arg(0, _copy_all(graph, rows, cat))
+            cat.update_arg(0, copy_all(graph, rows, cat))
         for node in _with_views(cat):
             node.meta["val"] = node.meta["val"].to(rows[0].meta["val"].dtype)
 

@@ -5,7 +5,8 @@ After:  each copy is pinned with ``prims.inductor_force_stride_order``, so that 
         layout. Otherwise it would fuse the copy with the transposition that a matrix product reads it through, and write a
         transposed weight, element by element. It stands just ahead of its first reader, or of where kernels end: that is
         where Inductor puts it, to hold less memory, and where the accounting is to find it.
-        On a GPU, small copies are one operator (:mod:`passes.transforms.foreach_copies`).
+        On a GPU, small copies are one operator (:mod:`passes.transforms.foreach_copies`), and what is rounded and sent is
+        packed into words (:mod:`passes.transforms.packed_words`).
 
 Leaves alone copies of the model's own. Runs for the Inductor lowering only.
 """
@@ -17,12 +18,14 @@ from ..fx.graph import replace_other_uses
 from ..fx.torch_internals.operators import force_stride_order
 from ..ir.work import MAKES_PARAMETERS, kernel_boundaries, role
 from .foreach_copies import copy_in_together, copy_out_together
+from .packed_words import pack_words
 
 
 def pin_layouts(graph: Graph) -> None:
     """Pin the layout of the copies that finish a gather, and let each stand ahead of its first reader. In place."""
     copy_out_together(graph)
-    copy_in_together(graph)
+    words = pack_words(graph)
+    copy_in_together(graph, words)
     _copy_late(graph)
     for node in list(graph.nodes):
         if role(node) in MAKES_PARAMETERS and node.target == torch.ops.aten.clone.default:

@@ -19,6 +19,7 @@ import fsdp_compile.cuda.ptx
 from fsdp_compile import (
     CapturedGraph,
     CudaCode,
+    GatherPolicy,
     MixedPrecisionPolicy,
     comm_hooks,
     cuda_code,
@@ -126,6 +127,51 @@ def test_one_kernel_copies_in(case: str) -> None:
                 for writer in writers:
                     assert sum(value.numel for value in writer.writes if value.buffer == sent.buffer) == sent.numel
                     assert {value.dtype for value in writer.writes} == {sent.dtype}, "the cast is in the kernel"
+
+
+def generate_rounded(dtype: torch.dtype, param_dtype: torch.dtype) -> CudaCode:
+    """The code of a training step that rounds all that it gathers and reduces."""
+
+    def shard(model: Any, mesh: Any) -> None:
+        mp_policy = MixedPrecisionPolicy(param_dtype, torch.float32)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, mp_policy=mp_policy, gather_policy=GatherPolicy(dtype))
+        model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), comm_hooks.QuantizedReduce(dtype))
+
+    with torch.device("meta"):
+        model, x = Model(), torch.ones(16, 512)
+    return cuda_code(model, x, (8,), shard=shard)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype"), [(torch.int8, torch.float32), (torch.float8_e4m3fn, torch.bfloat16)], ids=["int8", "float8"]
+)
+def test_one_kernel_rounds_and_copies_in(dtype: torch.dtype, param_dtype: torch.dtype) -> None:
+    code = generate_rounded(dtype, param_dtype)
+    kernels = set()
+    for graph, is_backward in ((code.forward[0], False), (code.backward[0], True)):
+        steps = cuda_steps(graph)
+        sending = [step for step in steps if step.name in ("all_gather", "all_to_all_single")]
+        assert len(sending) == (5 if is_backward else 3)
+        for collective in sending:
+            (sent,) = collective.reads
+            assert sent.dtype == "u8"
+            writers = launches(steps, sent.buffer)
+            assert sum(value.numel * 4 for step in writers for value in step.writes) == sent.numel, "each byte is written once"
+            assert all(value.buffer == sent.buffer for step in writers for value in step.writes), "nothing else is written"
+            (rounding,) = [step for step in writers if step.name == "reduction kernel"]
+            kernels.add(rounding.source)
+            (source,) = rounding.reads
+            assert source.dtype == "f32"
+            made = [step.name for value in (*writers[0].reads, *writers[-1].reads) for step in launches(steps, value.buffer)]
+            if collective.name == "all_gather":
+                assert len(writers) <= 2, "one for all that is sent as it is"
+                assert not made, "shards are read where they lie"
+            else:
+                assert writers == [rounding]
+                assert {*made} == {"foreach kernel"}, "the copy-in of the gradients"
+    named = [kernel for graph in (*code.forward, *code.backward) for kernel in triton_kernels(graph) if kernel[1] in kernels]
+    fsdp_compile.cuda.ptx.compile_kernels(named[:1] + named[-1:], ["sm_90"])
 
 
 def copies_out(steps: list[Step], gather: Step) -> list[Step]:

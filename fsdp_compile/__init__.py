@@ -17,6 +17,8 @@ from .cuda.code import CudaCode, cuda_code
 from .cuda.outline import cuda_outline
 from .explain.explain import explain
 from .explain.report import Report
+from .optim.clip import clip_grad_norm_
+from .optim.flat_optimizer import flat_optimizer
 from .runtime.agreement import RanksDisagree
 from .torch_versions import DataParallelMeshDims, GradientReductionHandle
 
@@ -37,10 +39,12 @@ __all__ = [
     "Report",
     "UnshardHandle",
     "capture",
+    "clip_grad_norm_",
     "comm_hooks",
     "cuda_code",
     "cuda_outline",
     "explain",
+    "flat_optimizer",
     "fsdp_backend",
     "fully_shard",
     "gradient_divide_factors",

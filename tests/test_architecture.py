@@ -21,6 +21,7 @@ ORDER = {
         "torch_versions",
         "units",
         "runtime",
+        "optim",
         "compiler",
         "comm_hooks",
         "calibrate_cpu",

@@ -16,12 +16,14 @@ from typing import Any
 import compile_time
 import gpu_check
 import memory
+import optimizer_step
 import prediction
 import published
 import pytest
 import step_time
 import torch
 from harness import allocations, device_profile, link, parity, phases, ranks, report, rounds
+from harness.gpt import Size
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--lowering", "aot_eager"]
@@ -331,3 +333,24 @@ def test_published_runs_are_predicted_with_what_is_outside_of_graphs() -> None:
     inside = published.predict(replace(run, eager_loss=False), published.MACHINES[run.machine])
     assert inside.outside_s == 0 and inside.memory_gib < found.memory_gib
     assert published.table([(run, found)]).count("\n") == 2
+
+
+# --- Optimizer steps ------------------------------------------------------------------------------
+
+
+def test_table_of_optimizer_steps() -> None:
+    """A ratio is the median of those of each round, with the same kernels."""
+    taken = optimizer_step.Seconds
+    seconds = {
+        "fsdp2 fused": [taken(0.01, 0.03), taken(0.01, 0.01), taken(0.1, 0.1)],
+        "ours-flat fused": [taken(0.001, 0.003), taken(0.004, 0.006), taken(0.005, 0.005)],
+    }
+    _, first, second = optimizer_step.render(seconds).splitlines()
+    assert first.split() == ["fsdp2", "fused", "10.00", "ms", "30.00", "ms", "40.00", "ms", "1.00"]
+    assert second.split() == ["ours-flat", "fused", "4.00", "ms", "5.00", "ms", "10.00", "ms", "0.10"]
+
+
+@pytest.mark.exhaustive
+def test_optimizer_step_times_all_systems(fake_ranks: None) -> None:
+    seconds = optimizer_step.measure(Size(layers=1, width=32, batch=1, sequence=16), 1)
+    assert [len(rounds) for rounds in seconds.values()] == [1] * 6

@@ -48,7 +48,7 @@ On shards, which graphs and autograd hand over without their parameter:
 On storages, since a tensor's own attributes are saved with it, and views do not share them:
 
 ``_fsdp_lies_in``
-    Of a gradient: the run of a flat buffer that it is.
+    Of a gradient, or of a tensor that an optimizer keeps: the run of a flat buffer that it is.
     Set and read: ``fsdp_compile/units/param_state.py``.
 ``_fsdp_loan``
     Of an output of a CUDA graph: keeps the graph's memory from being written to while the output lives.

@@ -150,15 +150,23 @@ def set_grad_in(param: nn.Parameter, local: Tensor, piece: FlatSlice) -> None:
     if grad is None:
         grad = param.grad = DTensor(local, param._spec, requires_grad=False)  # type: ignore[attr-defined, assignment]
     set_local(grad, local)
+    note_slice(local, piece)
+
+
+def note_slice(local: Tensor, piece: FlatSlice) -> None:
+    """Note which run of a flat buffer a tensor with a storage of its own is."""
     # On the storage, which goes when the user clears the gradient; torch.save would save an attribute of the tensor.
     storage: Any = local.untyped_storage()
     storage._fsdp_lies_in = (weakref.ref(local), piece)
 
 
+def noted_slice(local: Tensor) -> FlatSlice | None:
+    """The run that :func:`note_slice` noted; None if there is none, or the storage is another tensor's now."""
+    noted, piece = getattr(local.untyped_storage(), "_fsdp_lies_in", (None, None))
+    return piece if noted is not None and noted() is local else None
+
+
 def grad_slice(param: nn.Parameter) -> FlatSlice | None:
     """The slice of a flat buffer that ``param.grad`` lies in; None if the user replaced it."""
     local = getattr(param.grad, "_local_tensor", None)
-    if local is None:
-        return None
-    noted, piece = getattr(local.untyped_storage(), "_fsdp_lies_in", (None, None))
-    return piece if noted is not None and noted() is local else None
+    return None if local is None else noted_slice(local)

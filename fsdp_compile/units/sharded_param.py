@@ -379,3 +379,8 @@ def param_in_memory(tensor: Tensor) -> ShardedParam | None:
     param = _params_by_memory.get(tensor.data_ptr()) if has_memory(tensor) else None
     lies_there = param is not None and param.shard.data_ptr() == tensor.data_ptr() and param.shard.shape == tensor.shape
     return param if lies_there else None
+
+
+def params_with_memory() -> dict[int, ShardedParam]:
+    """All parameters whose shards have memory, by the ``id`` of their DTensors."""
+    return {id(sharded.param): sharded for sharded in _params_by_memory.values()}

@@ -1,0 +1,217 @@
+"""Torch's elementwise optimizers, with a step over flat storage."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+)
+
+from .runs import Run, States, find_runs
+
+_ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    ASGD,
+    NAdam,
+    RAdam,
+    RMSprop,
+    SGD,
+)
+_REASONS = {
+    "Adafactor": "it keeps sums over the rows and columns of each parameter",
+    "Muon": "it orthogonalises each matrix as a whole",
+    "LBFGS": "it takes inner products over all parameters, and steps several times in a call",
+    "Rprop": "torch's own steps no DTensors, which it would have to where a parameter is in no run",
+    "SparseAdam": "it is for sparse gradients, which sharded parameters do not have",
+}
+
+
+class _Group(NamedTuple):
+    """What a step does about one of the optimizer's groups.
+
+    Attributes:
+        params: its parameters.
+        idle: those without gradients.
+        runs: the runs of those that have some.
+        lists: the rest, which is stepped as it is: a list for each mesh, as operators on lists take no DTensors of several.
+        is_final: whether the rest will go on being stepped so.
+    """
+
+    params: list[Any]
+    idle: list[Any]
+    runs: list[Run]
+    lists: list[list[Any]]
+    is_final: bool
+
+    @classmethod
+    def of(cls, params: Sequence[Any], states: States) -> _Group:
+        """Cut the parameters of a group into runs."""
+        runs, rest, is_final = find_runs([param for param in params if param.grad is not None], states)
+        lists: defaultdict[Any, list[Any]] = defaultdict(list)
+        for param in rest:
+            lists[param.device_mesh if isinstance(param, DTensor) else None].append(param)
+        idle = [param for param in params if param.grad is None]
+        return cls(list(params), idle, runs, list(lists.values()), is_final)
+
+    def is_of(self, params: Sequence[Any]) -> bool:
+        """Whether it is of these parameters, with and without gradients."""
+        if not self.is_final or len(params) != len(self.params) or not all(map(operator.is_, params, self.params)):
+            return False
+        rest = (param for params in self.lists for param in params)
+        return all(param.grad is None for param in self.idle) and all(param.grad is not None for param in rest)
+
+
+class _Plan:
+    """What a step hands to the optimizer in the place of its parameters: for each group, runs, and the rest as it is."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], states: States):
+        self.groups = [_Group.of(group["params"], states) for group in groups]
+        self.runs = [run for group in self.groups for run in group.runs]
+        self.rest = [param for group in self.groups for params in group.lists for param in params]
+
+    def load_gradients(self, groups: Sequence[dict[str, Any]], states: States) -> bool:
+        """Give runs their gradients. False: the plan is not for what there is now."""
+        if len(groups) != len(self.groups):
+            return False
+        if not all(own.is_of(group["params"]) for own, group in zip(self.groups, groups, strict=True)):
+            return False
+        return all(run.holds(states) for run in self.runs) and all(run.load_gradients() for run in self.runs)
+
+    def flat_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The optimizer's groups, with their present settings, over runs and what is no member of any."""
+        return [
+            {**group, "params": params}
+            for group, own in zip(groups, self.groups, strict=True)
+            for params in ([run.flat for run in own.runs], *own.lists)
+        ]
+
+    def flat_states(self, states: States) -> defaultdict[Any, dict[str, Any]]:
+        """What the optimizer keeps for these."""
+        kept: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        kept.update({run.flat: run.state for run in self.runs})
+        kept.update({param: states[param] for param in self.rest if param in states})
+        return kept
+
+    def follow(self, kept: States, states: States) -> None:
+        """After a step: let the optimizer's own state be what it keeps now."""
+        for run in self.runs:
+            run.follow(states)
+        states.update({param: kept[param] for param in self.rest if param in kept})
+
+
+class FlatOptimizer(Optimizer):
+    """What :func:`flat_optimizer` adds to a class of optimizers: stands ahead of it among the bases."""
+
+    _plan: _Plan | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's.
+
+        Raises:
+            ValueError: a group is ``differentiable``.
+        """
+        super().add_param_group(param_group)
+        if self.param_groups[-1].get("differentiable"):
+            raise ValueError(
+                f"differentiable=True has autograd run through the step, and flat_optimizer({_base(self).__name__}) steps flat "
+                f"tensors that autograd does not connect with the parameters. Use torch.optim.{_base(self).__name__}."
+            )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the parameters that have gradients.
+
+        Args:
+            closure: computes gradients and returns a loss, which is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_runs()
+        return loss
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _step_runs(self) -> None:
+        step: Any = _base(self).step
+        while getattr(step, "hooked", False):
+            # Hooks have run: with the parameters, rather than what stands for them below.
+            step = step.__wrapped__
+        groups, states = self.param_groups, self.state
+        plan = self._plan
+        if plan is None or not plan.load_gradients(groups, states):
+            plan = self._plan = _Plan(groups, states)
+            for run in plan.runs:
+                run.load_gradients()
+        kept = plan.flat_states(states)
+        self.param_groups, self.state = plan.flat_groups(groups), kept
+        try:
+            step(self)
+        finally:
+            self.param_groups, self.state = groups, states  # type: ignore[assignment]
+            plan.follow(kept, states)
+
+
+def _base(optimizer: FlatOptimizer) -> type[Optimizer]:
+    return next(base for base in type(optimizer).__mro__ if base in _FLAT)
+
+
+# Of this module by their names, so that optimizers can be pickled.
+_FLAT: dict[type[Optimizer], type[Optimizer]] = {}
+for _class in _ELEMENTWISE:
+    _name = f"Flat{_class.__name__}"
+    _FLAT[_class] = globals()[_name] = type(_name, (FlatOptimizer, _class), {"__module__": __name__, "__doc__": _class.__doc__})
+
+
+def flat_optimizer(optimizer_class: type[Optimizer], params: Any, **options: Any) -> Optimizer:
+    """One of torch's elementwise optimizers, with a step over runs of flat storage instead of parameters one by one.
+
+    The result is an instance of a subclass of ``optimizer_class``. Its groups hold the parameters, its state has a DTensor for
+    each: schedulers, hooks, ``GradScaler`` and state dicts are as with torch's, and so are the values, element by element. A
+    parameter without gradient is not stepped. A parameter that is not sharded by ``fully_shard``, or whose local tensor is a
+    subclass, is stepped as torch would. While a step runs, gradients that do not lie in the order of storage have a copy that
+    does: those of compiled backwards, mostly.
+
+    Args:
+        optimizer_class: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``NAdam``, ``RAdam``, ``Adamax``, ``Adadelta``, ``Adagrad``,
+            ``RMSprop`` or ``ASGD``.
+        params: parameters, named parameters or groups, as the class takes them.
+        options: those of the class (``lr``, ``weight_decay``, ``fused``, ...).
+
+    Raises:
+        TypeError: an optimizer of another class, whose step is not known to be elementwise.
+        ValueError: ``differentiable=True``; what the class refuses.
+    """
+    flat = _FLAT.get(optimizer_class)
+    if flat is None:
+        name = getattr(optimizer_class, "__name__", str(optimizer_class))
+        reason = _REASONS.get(name, "its step is not known to be elementwise")
+        known = ", ".join(known.__name__ for known in _ELEMENTWISE)
+        raise TypeError(
+            f"flat_optimizer cannot step {name}: {reason}. A run of flat storage has the elements of many parameters, all of "
+            f"which have to be stepped alike, each by itself. Use {name}(params, ...); flat_optimizer takes, of torch.optim: "
+            f"{known}."
+        )
+    make: Any = flat
+    optimizer: Optimizer = make(params, **options)
+    return optimizer

@@ -1,0 +1,491 @@
+"""Optimizers over flat storage beside torch's own on the same model, which has to have the same values to the bit.
+
+Gradients are set by hand after a first backward has laid them out, on the first or the last of eight pretended ranks: the last
+has padding.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_compile
+from fsdp_compile import flat_optimizer
+from fsdp_compile.optim.flat_optimizer import _ELEMENTWISE, FlatOptimizer
+from tests.common import models
+from tests.common.parity import shard_units
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "Adam": {"weight_decay": 0.1},
+    "AdamW": {},
+    "SGD": {"momentum": 0.9, "lr": 0.1},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+}
+
+
+@pytest.fixture(params=[0, 7], ids=["first rank", "last rank"])
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One of eight ranks; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=8)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def _model(fully_shard: Callable[..., Any] = fsdp_compile.fully_shard, hidden: int = 15, **options: Any) -> nn.Module:
+    """Rows of ``up`` are 15 on eight ranks: the last has one and a row of padding."""
+    torch.manual_seed(0)
+    model = models.MLP(hidden=hidden)
+    shard_units(model, init_device_mesh("cpu", (8,)), fully_shard, **options)
+    return model
+
+
+def _backward(model: nn.Module, step: int, without: tuple[str, ...] = ()) -> None:
+    """Gradients that depend on the step and the parameter alone, in the memory where a backward leaves them."""
+    model.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    for index, (name, param) in enumerate(model.named_parameters()):
+        generator = torch.Generator().manual_seed(100 * step + index)
+        local = param.grad._local_tensor if isinstance(param.grad, DTensor) else param.grad
+        local.copy_(torch.randn(local.shape, generator=generator))
+        if name in without:
+            param.grad = None
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """As usual: no weight decay for vectors. So neighbours are in different groups."""
+    params = list(model.parameters())
+    return [
+        {"params": [param for param in params if param.dim() > 1]},
+        {"params": [param for param in params if param.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _assert_same(model: nn.Module, other: nn.Module, optimizer: Any = None, other_optimizer: Any = None) -> None:
+    for (name, param), twin in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(_local(param), _local(twin)), name
+    if optimizer is None:
+        return
+    state, other_state = optimizer.state_dict(), other_optimizer.state_dict()
+    assert state["param_groups"] == other_state["param_groups"]
+    assert state["state"].keys() == other_state["state"].keys()
+    for index, kept in state["state"].items():
+        assert kept.keys() == other_state["state"][index].keys()
+        for name, value in kept.items():
+            twin = other_state["state"][index][name]
+            assert type(value) is type(twin) and value.shape == twin.shape and value.dtype == twin.dtype, (index, name)
+            assert torch.equal(_local(value), _local(twin)), (index, name)
+            if isinstance(value, DTensor):
+                assert value.placements == twin.placements and value.stride() == twin.stride()
+
+
+def _pair(fully_shard: Any = fsdp_compile.fully_shard) -> tuple[nn.Module, nn.Module]:
+    return _model(), _model(fully_shard)
+
+
+@pytest.mark.parametrize("kind", _ELEMENTWISE, ids=lambda kind: kind.__name__)
+def test_same_as_torch(kind: type[torch.optim.Optimizer], rank: int) -> None:
+    """Beside FSDP2, with groups, a schedule, and a parameter that is first stepped later, and later on not."""
+    model, twin = _pair(torch.distributed.fsdp.fully_shard)
+    options = {"lr": 1e-2, **_OPTIONS.get(kind.__name__, {})}
+    make: Any = kind
+    optimizer, reference = flat_optimizer(kind, _groups(model), **options), make(_groups(twin), **options)
+    assert isinstance(optimizer, kind)
+    schedules = [StepLR(each, 2, 0.5) for each in (optimizer, reference)]
+    for step in range(5):
+        without = {0: ("blocks.0.down.weight",), 3: ("blocks.1.up.weight", "bias")}.get(step, ())
+        for each in (model, twin):
+            _backward(each, step, without)
+        for each in (optimizer, reference):
+            each.step()
+        for schedule in schedules:
+            schedule.step()
+        _assert_same(model, twin, optimizer, reference)
+
+
+_MODES: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"foreach": True}),
+    ("AdamW", {"fused": True, "amsgrad": True}),
+    ("Adam", {"fused": True, "maximize": True}),
+    ("SGD", {"foreach": True, "momentum": 0.9, "nesterov": True}),
+    ("SGD", {}),
+    ("AdamW", {"lr": torch.tensor(1e-2), "fused": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), _MODES, ids=str)
+def test_same_as_torch_in_other_modes(name: str, options: dict[str, Any], fake_ranks: None) -> None:
+    """Fused kernels round what their vectors leave over otherwise, and what is left over depends on where a tensor ends."""
+    model, twin = _pair()
+    kind = getattr(torch.optim, name)
+    options = {"lr": 1e-2, **options}
+    optimizer, reference = flat_optimizer(kind, model.parameters(), **options), kind(twin.parameters(), **options)
+    for step in range(3):
+        for each, other in ((model, optimizer), (twin, reference)):
+            _backward(each, step)
+            other.step()
+        if options.get("fused"):
+            for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(_local(param), _local(other), rtol=1e-6, atol=1e-7)
+        else:
+            _assert_same(model, twin, optimizer, reference)
+
+
+def test_fused_where_torch_has_none_for_dtensors(fake_ranks: None) -> None:
+    model, twin = _pair()
+    optimizer = flat_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    reference = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for each, other in ((model, optimizer), (twin, reference)):
+            _backward(each, step)
+            other.step()
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(_local(param), _local(other), rtol=1e-6, atol=1e-7)
+
+
+# --- How few operators ----------------------------------------------------------------------------
+
+
+def _deep(layers: int, hidden: int = 16) -> nn.Module:
+    torch.manual_seed(0)
+    model = models.MLP(hidden=hidden, layers=layers)
+    shard_units(model, init_device_mesh("cpu", (8,)), fsdp_compile.fully_shard)
+    return model
+
+
+def test_a_step_takes_one_tensor_for_each_unit(fake_ranks: None) -> None:
+    model = _deep(4)
+    optimizer = flat_optimizer(torch.optim.AdamW, model.parameters())
+    seen: list[list[int]] = []
+    step = torch.optim.AdamW._init_group
+
+    def count(self: Any, group: Any, *args: Any) -> Any:
+        seen.append([param.numel() for param in group["params"]])
+        assert all(type(param) is Tensor for param in group["params"])
+        return step(self, group, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "_init_group", count)
+        for index in range(2):
+            _backward(model, index)
+            optimizer.step()
+    shards = [sum(param._local_tensor.numel() for param in block.parameters()) for block in model.blocks]
+    root = sum(param._local_tensor.numel() for param in (model.bias, *model.head.parameters()))
+    assert [sorted(numels) for numels in seen] == [sorted([*shards, root])] * 2
+
+
+def test_gradients_in_order_are_not_copied(fake_ranks: None) -> None:
+    """Those of an uncompiled backward are; a compiled one computes them last layer first."""
+    model = _deep(2)
+    optimizer = flat_optimizer(torch.optim.SGD, model.parameters())
+    _backward(model, 0)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        optimizer.step()
+    assert not any(event.name == "aten::cat" for event in profiled.events())
+
+
+# --- State dicts ----------------------------------------------------------------------------------
+
+
+def _saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+def test_state_dicts_to_torch_and_back(rank: int) -> None:
+    """Of a flat optimizer, into torch's on FSDP2, into a new flat one; each goes on like one that was never saved."""
+    model, twin = _pair(torch.distributed.fsdp.fully_shard)
+    flat: Any = flat_optimizer(torch.optim.AdamW, _groups(model), lr=1e-2)
+    plain = torch.optim.AdamW(_groups(twin), lr=1e-2)
+    for step in range(6):
+        if step == 2:
+            # What was loaded is not written to.
+            plain.load_state_dict(_saved_and_loaded(flat.state_dict()))
+        if step == 4:
+            flat = flat_optimizer(torch.optim.AdamW, _groups(model), lr=1.0)
+            flat.load_state_dict(_saved_and_loaded(plain.state_dict()))
+        for each, optimizer in ((model, flat), (twin, plain)):
+            _backward(each, step)
+            optimizer.step()
+        _assert_same(model, twin, flat, plain)
+
+
+def test_each_parameter_is_saved_alone(fake_ranks: None) -> None:
+    model = _model()
+    optimizer = flat_optimizer(torch.optim.AdamW, model.parameters())
+    _backward(model, 0)
+    optimizer.step()
+    for param in model.parameters():
+        kept = optimizer.state[param]["exp_avg"]._local_tensor
+        assert kept.untyped_storage().nbytes() == kept.nbytes and kept.storage_offset() == 0
+
+
+def test_distributed_state_dict(fake_ranks: None) -> None:
+    """By ``torch.distributed.checkpoint.state_dict``, into an optimizer that has made no step."""
+    model, twin = _pair()
+    first, second = (flat_optimizer(torch.optim.AdamW, each.parameters(), lr=1e-2) for each in (model, twin))
+    _backward(model, 0)
+    first.step()
+    # Loading takes tensors as they are.
+    state = _saved_and_loaded(get_optimizer_state_dict(model, first))
+    assert "blocks.0.up.weight" in state["state"]
+    twin.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(twin, second, state)
+    for step in range(1, 3):
+        for each, optimizer in ((model, first), (twin, second)):
+            _backward(each, step)
+            optimizer.step()
+    _assert_same(model, twin)
+
+
+# --- What users do between steps ------------------------------------------------------------------
+
+
+def _scale_moment(model: nn.Module, optimizer: Any) -> None:
+    optimizer.state[model.blocks[0].up.weight]["exp_avg"].mul_(0.5)
+
+
+def _replace_moment(model: nn.Module, optimizer: Any) -> None:
+    kept = optimizer.state[model.blocks[0].up.weight]
+    kept["exp_avg"] = kept["exp_avg"] * 0.5
+
+
+def _reset_step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.state[model.blocks[0].up.weight]["step"].fill_(1)
+
+
+def _forget(model: nn.Module, optimizer: Any) -> None:
+    del optimizer.state[model.blocks[1].down.weight]
+
+
+def _forget_all(model: nn.Module, optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def _replace_gradient(model: nn.Module, optimizer: Any) -> None:
+    weight = model.blocks[0].up.weight
+    weight.grad = weight.grad * 2
+
+
+def _replace_parameter(model: nn.Module, optimizer: Any) -> None:
+    weight = model.blocks[0].up.weight
+    weight.data = weight.data * 2
+
+
+def _cast(model: nn.Module, optimizer: Any) -> None:
+    model.to(torch.float64)
+    optimizer.state.clear()
+
+
+def _to_other_group(model: nn.Module, optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop(0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _scale_moment,
+        _replace_moment,
+        _reset_step,
+        _forget,
+        _forget_all,
+        _replace_gradient,
+        _replace_parameter,
+        _cast,
+        _to_other_group,
+    ],
+)
+def test_changes_between_steps(change: Callable[[nn.Module, Any], None], fake_ranks: None) -> None:
+    model, twin = _pair()
+    optimizers = [
+        flat_optimizer(torch.optim.AdamW, _groups(model), lr=1e-2),
+        torch.optim.AdamW(_groups(twin), lr=1e-2),
+    ]
+    for step in range(4):
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+            if change is not _cast:
+                _backward(each, step)
+            if step == 2:
+                change(each, optimizer)
+            if change is _cast:
+                _set_gradients(each, step)
+            optimizer.step()
+    _assert_same(model, twin, *optimizers)
+
+
+def _set_gradients(model: nn.Module, step: int) -> None:
+    for index, param in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(100 * step + index)
+        param.grad = torch.zeros_like(param)
+        param.grad._local_tensor.copy_(torch.randn(param._local_tensor.shape, generator=generator))
+
+
+def test_parameters_that_are_not_sharded(fake_ranks: None) -> None:
+    """An ignored parameter is a plain tensor, which torch's lists of tensors do not take beside DTensors."""
+    torch.manual_seed(0)
+    alone = models.MLP()
+    model, twin = copy.deepcopy(alone), copy.deepcopy(alone)
+    for each in (model, twin):
+        shard_units(each, init_device_mesh("cpu", (8,)), fsdp_compile.fully_shard, ignored_params={each.bias})
+    optimizer = flat_optimizer(torch.optim.AdamW, model.parameters(), foreach=True)
+    reference = torch.optim.AdamW(twin.parameters(), foreach=False)
+    for step in range(3):
+        for each, other in ((model, optimizer), (twin, reference)):
+            _backward(each, step)
+            other.step()
+    assert type(model.bias) is nn.Parameter and not torch.equal(model.bias, alone.bias)
+    torch.testing.assert_close(model.bias, twin.bias)
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(_local(param), _local(other))
+
+
+def test_padding_stays_zero() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=7, world_size=8)
+    try:
+        model = _model()
+        optimizer = flat_optimizer(torch.optim.AdamW, model.parameters(), weight_decay=0.1)
+        for step in range(2):
+            _backward(model, step)
+            for param in model.parameters():
+                lies_in = fsdp_compile.units.param_state.grad_slice(param)
+                assert lies_in is not None
+                lies_in.tensor()[param._local_tensor.numel() :] = torch.inf
+            optimizer.step()
+        for block in model.blocks:
+            shard = block.up.__dict__["_fsdp_shard_weight"][0]
+            assert shard.shape[0] == 2 and not shard[1].any() and shard[0].isfinite().all()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gathered_parameters_are_stale_after_a_step(one_rank: None) -> None:
+    torch.manual_seed(0)
+    model = fsdp_compile.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = flat_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    model.unshard()
+    x = torch.ones(1, 4)
+    model.set_reshard_after_backward(False)
+    before = model(x)
+    before.sum().backward()
+    optimizer.step()
+    weight, bias = (param.full_tensor() for param in model.parameters())
+    torch.testing.assert_close(model(x), x @ weight.T + bias)
+
+
+# --- Torch's interface ----------------------------------------------------------------------------
+
+
+def test_hooks_and_closure(fake_ranks: None) -> None:
+    model = _model()
+    optimizer = flat_optimizer(torch.optim.AdamW, model.parameters())
+    called: list[str] = []
+    own = [optimizer.register_step_pre_hook(lambda *_: called.append("before"))]
+    own += [optimizer.register_step_post_hook(lambda *_: called.append("after"))]
+    everywhere = register_optimizer_step_post_hook(lambda each, *_: called.append(type(each).__name__))
+
+    def closure() -> str:
+        _backward(model, 0)
+        return "loss"
+
+    try:
+        step: Any = optimizer.step
+        assert step(closure) == "loss"
+    finally:
+        everywhere.remove()
+    assert called == ["before", "after", "FlatAdamW"]
+    assert all(param.grad is not None and param in optimizer.state for param in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
+def test_grad_scaler(options: dict[str, Any], fake_ranks: None) -> None:
+    """An overflow skips a step, and the count of steps with it."""
+    model, twin = _pair()
+    optimizers = [
+        flat_optimizer(torch.optim.AdamW, model.parameters(), **options),
+        torch.optim.AdamW(twin.parameters(), **options),
+    ]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in optimizers]
+    for step in range(3):
+        for each, optimizer, scaler in zip((model, twin), optimizers, scalers, strict=True):
+            scaler.scale(torch.zeros(()))
+            _backward(each, step)
+            if step == 1:
+                next(each.parameters()).grad._local_tensor.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(_local(param), _local(other), rtol=1e-6, atol=1e-7)
+        assert optimizers[0].state[param]["step"] == 2
+
+
+def test_compiled_step(fake_ranks: None) -> None:
+    model, twin = _pair()
+    optimizers = [flat_optimizer(torch.optim.AdamW, model.parameters()), torch.optim.AdamW(twin.parameters())]
+    steps = [torch.compile(optimizers[0].step, backend="eager"), optimizers[1].step]
+    for step in range(2):
+        for each, run in zip((model, twin), steps, strict=True):
+            _backward(each, step)
+            run()
+    _assert_same(model, twin, *optimizers)
+
+
+def test_copies_and_pickles(fake_ranks: None) -> None:
+    """Of an optimizer of plain parameters, which are copied with it."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(3)) for _ in range(2)]
+    optimizer = flat_optimizer(torch.optim.AdamW, params)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert isinstance(copied, FlatOptimizer) and isinstance(copied, torch.optim.AdamW)
+        (group,) = copied.param_groups
+        before = group["params"][0].clone()
+        group["params"][0].grad = torch.ones(3)
+        copied.step()
+        assert not torch.equal(before, group["params"][0])
+
+
+class _Own(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (torch.optim.Adafactor, "rows and columns"),
+        (torch.optim.Muon, "each matrix as a whole"),
+        (torch.optim.LBFGS, "inner products"),
+        (torch.optim.SparseAdam, "sparse gradients"),
+        (torch.optim.Rprop, "no DTensors"),
+        (_Own, "not known to be elementwise"),
+    ],
+)
+def test_other_optimizers_are_refused(kind: type[torch.optim.Optimizer], reason: str) -> None:
+    with pytest.raises(TypeError, match=f"cannot step {kind.__name__}: .*{reason}"):
+        flat_optimizer(kind, [nn.Parameter(torch.ones(2))])
+
+
+def test_differentiable_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"differentiable=True .* Use torch\.optim\.AdamW"):
+        flat_optimizer(torch.optim.AdamW, [nn.Parameter(torch.ones(2))], differentiable=True)

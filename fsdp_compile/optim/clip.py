@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ..units.param_state import FlatSlice, noted_slice
+from ..units.param_state import noted_slice
 
 #: A mesh and those of its dimensions over which a gradient is cut; None: the gradient is no DTensor.
 _Cut: TypeAlias = tuple[Any, tuple[int, ...]] | None
@@ -50,27 +51,32 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not norm_type > 0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    gradients = [param.grad for param in parameters if param.grad is not None]
+    gradients: list[Any] = [param.grad for param in parameters if param.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
-    whole: dict[_Cut, list[Tensor]] = {}
-    summed: dict[_Cut, list[Tensor]] = {}
+    whole: dict[int, tuple[_Cut, list[Tensor]]] = {}
+    summed: list[tuple[_Cut, Tensor]] = []
     scaled: list[Tensor] = []
     for gradient in gradients:
-        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-            # Each rank has a summand: what is to be measured is their sum.
-            scaled.append(gradient._local_tensor)
-            placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-            cut, local = _local(gradient.redistribute(placements=placements))
-            summed.setdefault(cut, []).append(local)
+        if not isinstance(gradient, DTensor):
+            layout, local = _PLAIN, gradient
         else:
-            cut, local = _local(gradient)
-            whole.setdefault(cut, []).append(local)
-    pieces = {cut: list(_merged(tensors)) for cut, tensors in whole.items()}
+            layout, local = _layout(gradient._spec), gradient._local_tensor
+        if layout.is_summand:
+            # Each rank has a summand: what is to be measured is their sum.
+            scaled.append(local)
+            placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+            summed.append((layout.cut, gradient.redistribute(placements=placements).to_local()))
+        elif id(layout.cut) in whole:
+            whole[id(layout.cut)][1].append(local)
+        else:
+            whole[id(layout.cut)] = layout.cut, [local]
+    first: Tensor = gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0]
+    pieces: dict[_Cut, list[Tensor]] = {cut: list(_merged(tensors)) for cut, tensors in whole.values()}
     scaled += [piece for merged in pieces.values() for piece in merged]
-    for cut, tensors in summed.items():
-        pieces.setdefault(cut, []).extend(tensors)
-    total = _total_norm(pieces, float(norm_type), foreach)
+    for cut, local in summed:
+        pieces.setdefault(cut, []).append(local)
+    total = _total_norm(pieces, first, float(norm_type), foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
@@ -84,40 +90,82 @@ def clip_grad_norm_(
     return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _local(gradient: Any) -> tuple[_Cut, Tensor]:
-    """How a gradient is cut, and this rank's piece."""
-    if not isinstance(gradient, DTensor):
-        return None, gradient
-    dims = tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
-    return (gradient.device_mesh, dims), gradient._local_tensor
+class _Layout(NamedTuple):
+    """How a gradient lies on ranks.
+
+    Attributes:
+        cut: over what it is cut; equal ones are one object.
+        is_summand: whether ranks have summands of it.
+    """
+
+    cut: _Cut
+    is_summand: bool
+
+
+_PLAIN = _Layout(None, False)
+#: Of specs of DTensors, by their ``id``; an equal spec takes longer to be found than to be looked at.
+_layouts: dict[int, tuple[weakref.ref[Any], _Layout]] = {}
+
+
+def _layout(spec: Any) -> _Layout:
+    ref, layout = _layouts.get(id(spec), (None, _PLAIN))
+    if ref is not None and ref() is spec:
+        return layout
+    placements = spec.placements
+    dims = tuple(dim for dim, placement in enumerate(placements) if not (placement.is_replicate() or placement.is_partial()))
+    cut: _Cut = (spec.mesh, dims)
+    cut = next((kept.cut for _, kept in list(_layouts.values()) if kept.cut == cut), cut)
+    layout = _Layout(cut, any(placement.is_partial() for placement in placements))
+    number = id(spec)
+    _layouts[number] = weakref.ref(spec, lambda _: _layouts.pop(number, None)), layout
+    return layout
 
 
 def _merged(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """The same elements in fewer tensors: neighbours in a flat buffer are one."""
-    buffers: dict[int, list[FlatSlice]] = {}
+    # By the buffer's first address: the buffer, and first and last address of each tensor in it. Padding may follow a tensor,
+    # of which a communication hook can have made anything.
+    buffers: dict[int, tuple[Tensor, list[tuple[int, int]]]] = {}
+    start = end = 0
+    parts: list[tuple[int, int]] = []
     for tensor in tensors:
-        piece = noted_slice(tensor)
-        if piece is None or not tensor.is_contiguous():
+        address = tensor.data_ptr()
+        if not address:
+            # Without elements: of a parameter of fewer rows than ranks.
+            continue
+        if not tensor.is_contiguous():
             yield tensor
-        else:
-            # Without the padding that may follow, of which a communication hook can have made anything.
-            buffers.setdefault(id(piece.flat), []).append(piece._replace(numel=tensor.numel()))
-    for pieces in buffers.values():
-        pieces.sort(key=lambda piece: piece.offset)
-        flat, start, end = pieces[0].flat, pieces[0].offset, pieces[0].offset
-        for piece in pieces:
-            if piece.offset != end:
-                yield flat.narrow(0, start, end - start)
-                start = piece.offset
-            end = piece.offset + piece.numel
-        yield flat.narrow(0, start, end - start)
+            continue
+        if not start <= address < end:
+            piece = noted_slice(tensor)
+            if piece is None:
+                yield tensor
+                continue
+            start = piece.flat.data_ptr()
+            end = start + piece.flat.nbytes
+            _, parts = buffers.setdefault(start, (piece.flat, []))
+        # What begins at an address in the buffer, which is alive, lies in the buffer.
+        parts.append((address, address + tensor.nbytes))
+    for start, (flat, parts) in buffers.items():
+        parts.sort()
+        size = flat.itemsize
+        first, last = parts[0][0], parts[0][0]
+        for address, after in parts:
+            if address != last:
+                yield flat.narrow(0, (first - start) // size, (last - first) // size)
+                first = address
+            last = after
+        yield flat.narrow(0, (first - start) // size, (last - first) // size)
 
 
-def _total_norm(pieces: dict[_Cut, list[Tensor]], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of all elements on all ranks."""
+def _total_norm(pieces: dict[_Cut, list[Tensor]], like: Tensor, norm_type: float, foreach: bool | None) -> Tensor:
+    """The norm of all elements on all ranks, on the device and in the dtype of ``like``."""
     is_largest = math.isinf(norm_type)
-    norms = {cut: get_total_norm(tensors, norm_type, foreach=foreach) for cut, tensors in pieces.items()}
-    dtype, device = next((norm.dtype, norm.device) for norm in norms.values())
+    norms = {
+        cut: get_total_norm(tensors, norm_type, foreach=foreach) if tensors else like.new_zeros(())
+        for cut, tensors in pieces.items()
+    }
+    dtype, device = like.dtype, like.device
     # Powers of a half-precision norm overflow early.
     powers = {cut: norm.to(device, torch.promote_types(norm.dtype, torch.float32)) for cut, norm in norms.items()}
     if not is_largest:

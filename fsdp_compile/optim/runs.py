@@ -9,6 +9,8 @@ run after each step.
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping, Sequence
+from itertools import accumulate, chain, repeat
+from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,6 +23,8 @@ from ..units.sharded_param import ShardedParam, params_with_memory
 
 #: What an optimizer keeps, by parameter and name.
 States: TypeAlias = MutableMapping[Any, dict[str, Any]]
+
+_LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgetter("_spec")
 
 
 class Run:
@@ -43,12 +47,12 @@ class Run:
         # A version counter of its own: for autograd, a step is no write to the storage.
         self.flat = storage.narrow(0, first.offset, sum(self._numels)).data
         self.state: dict[str, Any] = {}
-        self._entries: list[dict[str, Any]] = [{} for _ in sharded]
+        self._entries = [states.get(param) for param in self.params]
         self._scalars: dict[str, Tensor] = {}
         self._published: tuple[int, ...] = ()
-        self._expected: list[tuple[int, ...]] = [() for _ in sharded]
+        self._expected: tuple[int, ...] = ()
         self._versions: list[int] = []
-        entries = [states.get(param) or {} for param in self.params]
+        entries = [entry or {} for entry in self._entries]
         if entries[0]:
             homes = {name: self._home([entry[name] for entry in entries]) for name in entries[0]}
             self._publish(homes, states)
@@ -90,43 +94,42 @@ class Run:
                 if not _lies_there(entry.get(name), piece):
                     entry[name] = _dtensor(piece, param)
                 offset += numel
-        self._entries = entries
-        self._expected = [_identities(entry) for entry in entries]
-        self._published = _identities(self.state)
+        self._entries = list(entries)
+        self._expected = _identities(entries)
+        self._published = _identities([self.state])
         self._versions = [scalar._version for scalar in self._scalars.values()]
 
     def holds(self, states: States) -> bool:
         """Whether parameters still lie where they did, and nobody has replaced what is kept for them, or changed a scalar."""
-        for param, local, address, entry, expected in zip(
-            self.params, self._locals, self._addresses, self._entries, self._expected, strict=True
-        ):
-            if param._local_tensor is not local or local.data_ptr() != address:
-                return False
-            present = states.get(param)
-            if present is not entry and (present or expected):
-                return False
-            if present and tuple(map(id, present.values())) != expected:
-                return False
+        # Once for each parameter and step: nothing here is a loop of Python's.
+        if not all(map(is_, map(_LOCAL, self.params), self._locals)):
+            return False
+        if list(map(Tensor.data_ptr, self._locals)) != self._addresses:
+            return False
+        if not all(map(is_, map(states.get, self.params), self._entries)):
+            return False
+        if _identities(self._entries) != self._expected:
+            return False
         return [scalar._version for scalar in self._scalars.values()] == self._versions
 
     def load_gradients(self) -> bool:
         """Let ``flat.grad`` be the gradients of the run, in place if they lie in its order. False: one of them is missing, or
         not laid out as its parameter."""
-        gradients = []
-        for param, spec in zip(self.params, self._specs, strict=True):
-            gradient = param.grad
-            if gradient is None or (gradient._spec is not spec and not is_laid_out_alike(gradient, param)):
-                return False
-            gradients.append(gradient._local_tensor)
-        self.flat.grad = _in_place(gradients, self._numels)
+        gradients = list(map(_GRAD, self.params))
+        if any(map(is_, gradients, repeat(None))):
+            return False
+        if not all(map(is_, map(_SPEC, gradients), self._specs)) and not all(map(is_laid_out_alike, gradients, self.params)):
+            return False
+        pieces = list(map(_LOCAL, gradients))
+        self.flat.grad = _in_place(pieces, self._numels)
         if self.flat.grad is None:
-            self.flat.grad = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            self.flat.grad = torch.cat([piece.reshape(-1) for piece in pieces])
         return True
 
     def follow(self, states: States) -> None:
         """After a step: let parameters have what the optimizer keeps for the run now."""
         self.flat.grad = None
-        if _identities(self.state) != self._published:
+        if _identities([self.state]) != self._published:
             # It keeps each tensor of the size of a parameter as a buffer, in which those of parameters are to lie.
             homes = {name: kept if kept.dim() == 0 else FlatSlice(kept, 0, kept.numel()) for name, kept in self.state.items()}
             self._publish(homes, states)
@@ -227,8 +230,8 @@ def _has_elements_of(kept: Any, param: Any) -> bool:
     return alike and type(local) is Tensor and local.shape == param._local_tensor.shape
 
 
-def _identities(entry: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(map(id, entry.values()))
+def _identities(entries: Iterable[dict[str, Any] | None]) -> tuple[int, ...]:
+    return tuple(map(id, chain.from_iterable(map(dict.values, filter(None, entries)))))
 
 
 def _lies_there(kept: Any, piece: FlatSlice) -> bool:
@@ -246,12 +249,10 @@ def _dtensor(piece: FlatSlice, param: Any) -> DTensor:
 def _in_place(gradients: Sequence[Tensor], numels: Sequence[int]) -> Tensor | None:
     """The part of a flat buffer that consists of these gradients in this order; None if there is none."""
     first = noted_slice(gradients[0])
-    if first is None:
+    if first is None or first.offset + sum(numels) > first.flat.numel():
         return None
-    end = first.offset
-    for gradient, numel in zip(gradients, numels, strict=True):
-        piece = noted_slice(gradient)
-        if piece is None or piece.flat is not first.flat or piece.offset != end or not gradient.is_contiguous():
-            return None
-        end += numel
-    return first.flat.narrow(0, first.offset, end - first.offset)
+    # What begins at an address in the buffer, which is alive, lies in the buffer.
+    ends = accumulate(numels, lambda end, numel: end + numel * first.flat.itemsize, initial=gradients[0].data_ptr())
+    if not all(map(eq, map(Tensor.data_ptr, gradients), ends)) or not all(map(Tensor.is_contiguous, gradients)):
+        return None
+    return first.flat.narrow(0, first.offset, sum(numels))

@@ -101,6 +101,10 @@ def test_padding_does_not_count() -> None:
             param.grad.to_local().fill_(1.0)
         count = sum(param.grad.to_local().numel() for param in model.parameters())
         torch.testing.assert_close(_full(clip_grad_norm_(model.parameters(), 1e9)), torch.tensor(count**0.5))
+        # The last rank has no rows of the head's.
+        assert not model.head.weight.grad.to_local().numel()
+        assert _full(clip_grad_norm_(model.head.parameters(), 1.0)) == 0
+        assert _full(clip_grad_norm_(model.head.parameters(), 1.0, math.inf)) == 0
     finally:
         dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ has padding.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
@@ -29,6 +31,7 @@ from fsdp_compile import flat_optimizer
 from fsdp_compile.optim.flat_optimizer import _ELEMENTWISE, FlatOptimizer
 from tests.common import models
 from tests.common.parity import shard_units
+from tests.common.subclasses import Halved
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "Adam": {"weight_decay": 0.1},
@@ -359,6 +362,52 @@ def test_parameters_that_are_not_sharded(fake_ranks: None) -> None:
     torch.testing.assert_close(model.bias, twin.bias)
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(_local(param), _local(other))
+
+
+def test_parameters_with_extensions(fake_ranks: None) -> None:
+    """Their local tensors are subclasses, which are stepped as they are; what else is in the unit is a run."""
+    made = []
+    for flat in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16))
+        model[0].weight = nn.Parameter(Halved(torch.randn(16, 16)))
+        fsdp_compile.fully_shard(model)
+        kind: Any = functools.partial(flat_optimizer, torch.optim.SGD) if flat else torch.optim.SGD
+        made.append((model, kind(model.parameters(), lr=0.1)))
+    before = made[0][0][0].weight._local_tensor.held.clone()
+    for step in range(2):
+        for model, optimizer in made:
+            model.zero_grad()
+            model(torch.ones(2, 16)).sum().backward()
+            for index, param in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(10 * step + index)
+                param.grad._local_tensor.copy_(torch.randn(param.grad._local_tensor.shape, generator=generator))
+            optimizer.step()
+    (model, optimizer), (twin, _) = made
+    assert [id(param) for param in optimizer._plan.rest] == [id(model[0].weight)] and len(optimizer._plan.runs) == 1
+    assert not torch.equal(before, model[0].weight._local_tensor.held)
+    assert torch.equal(model[0].weight._local_tensor.held, twin[0].weight._local_tensor.held)
+    assert torch.equal(model[0].bias._local_tensor, twin[0].bias._local_tensor)
+
+
+def test_beside_tensor_parallelism(fake_ranks: None) -> None:
+    """Parameters on two dimensions of a mesh are members of runs, too, those that one of them does not cut among them."""
+    made = []
+    for flat in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fsdp_compile.fully_shard(model, mesh=mesh["dp"])
+        kind: Any = functools.partial(flat_optimizer, torch.optim.AdamW) if flat else torch.optim.AdamW
+        made.append((model, kind(model.parameters(), lr=1e-2)))
+    for step in range(3):
+        for model, optimizer in made:
+            _backward(model, step)
+            optimizer.step()
+    (model, optimizer), (twin, reference) = made
+    assert not optimizer._plan.rest and len(optimizer._plan.runs) == 1
+    _assert_same(model, twin, optimizer, reference)
 
 
 def test_padding_stays_zero() -> None:

@@ -121,9 +121,7 @@ class Run:
         if not all(map(is_, map(_SPEC, gradients), self._specs)) and not all(map(is_laid_out_alike, gradients, self.params)):
             return False
         pieces = list(map(_LOCAL, gradients))
-        self.flat.grad = _in_place(pieces, self._numels)
-        if self.flat.grad is None:
-            self.flat.grad = torch.cat([piece.reshape(-1) for piece in pieces])
+        self.flat.grad = _in_order(pieces, self._numels)
         return True
 
     def follow(self, states: States) -> None:
@@ -246,13 +244,23 @@ def _dtensor(piece: FlatSlice, param: Any) -> DTensor:
     return DTensor(local, param._spec, requires_grad=False)
 
 
-def _in_place(gradients: Sequence[Tensor], numels: Sequence[int]) -> Tensor | None:
-    """The part of a flat buffer that consists of these gradients in this order; None if there is none."""
-    first = noted_slice(gradients[0])
-    if first is None or first.offset + sum(numels) > first.flat.numel():
-        return None
+def _in_order(gradients: Sequence[Tensor], numels: Sequence[int]) -> Tensor:
+    """Gradients as one tensor: the part of a flat buffer that consists of them in this order, else a copy."""
+    first = min(gradients, key=Tensor.data_ptr)
+    buffer = noted_slice(first)
+    count = sum(numels)
+    if buffer is None or buffer.offset + count > buffer.flat.numel() or not all(map(Tensor.is_contiguous, gradients)):
+        return torch.cat([gradient.reshape(-1) for gradient in gradients])
+    addresses = list(map(Tensor.data_ptr, gradients))
+    order = sorted(range(len(addresses)), key=addresses.__getitem__)
+    sizes = [numels[index] for index in order]
+    ends = accumulate(sizes, lambda end, numel: end + numel * first.itemsize, initial=addresses[order[0]])
     # What begins at an address in the buffer, which is alive, lies in the buffer.
-    ends = accumulate(numels, lambda end, numel: end + numel * first.flat.itemsize, initial=gradients[0].data_ptr())
-    if not all(map(eq, map(Tensor.data_ptr, gradients), ends)) or not all(map(Tensor.is_contiguous, gradients)):
-        return None
-    return first.flat.narrow(0, first.offset, sum(numels))
+    if not all(map(eq, (addresses[index] for index in order), ends)):
+        return torch.cat([gradient.reshape(-1) for gradient in gradients])
+    together = buffer.flat.narrow(0, buffer.offset, count)
+    if order == list(range(len(order))):
+        return together
+    # As a compiled backward leaves them, last layer first. Views of a split cost less than one for each gradient.
+    pieces = dict(zip(order, together.split(sizes), strict=True))
+    return torch.cat([pieces[index] for index in range(len(order))])

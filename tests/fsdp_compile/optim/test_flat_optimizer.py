@@ -29,6 +29,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_compile
 from fsdp_compile import flat_optimizer
 from fsdp_compile.optim.flat_optimizer import _ELEMENTWISE, FlatOptimizer
+from fsdp_compile.optim.runs import _in_order
+from fsdp_compile.units.own_storage import with_own_storage
+from fsdp_compile.units.param_state import FlatSlice, note_slice
 from tests.common import models
 from tests.common.parity import shard_units
 from tests.common.subclasses import Halved
@@ -203,6 +206,27 @@ def test_gradients_in_order_are_not_copied(fake_ranks: None) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         optimizer.step()
     assert not any(event.name == "aten::cat" for event in profiled.events())
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]], ids=str)
+def test_gradients_in_any_order(order: list[int]) -> None:
+    """Of a buffer as it is, of one in the order of a compiled backward, of one with a gap, and of none."""
+    values, numels = [torch.randn(size) for size in (3, 4, 2)], [3, 4, 2]
+
+    def buffer(gap: int) -> list[Tensor]:
+        flat, offset, found = torch.zeros(9 + 3 * gap), 0, {}
+        for index in order:
+            piece = FlatSlice(flat, offset, numels[index])
+            found[index] = with_own_storage(piece.tensor())
+            found[index].copy_(values[index])
+            note_slice(found[index], piece)
+            offset += numels[index] + gap
+        return [found[index] for index in range(3)]
+
+    for gradients in (buffer(0), buffer(1), values, [*buffer(0)[:2], values[2]]):
+        assert torch.equal(_in_order(gradients, numels), torch.cat(values))
+    gradients = buffer(0)
+    assert (_in_order(gradients, numels).data_ptr() == gradients[0].data_ptr()) == (order == [0, 1, 2])
 
 
 # --- State dicts ----------------------------------------------------------------------------------

@@ -72,7 +72,9 @@ def clip_grad_norm_(
         else:
             whole[id(layout.cut)] = layout.cut, [local]
     first: Tensor = gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0]
-    pieces: dict[_Cut, list[Tensor]] = {cut: list(_merged(tensors)) for cut, tensors in whole.values()}
+    pieces: dict[_Cut, list[Tensor]] = {}
+    for cut, tensors in whole.values():
+        pieces.setdefault(cut, []).extend(_merged(tensors))
     scaled += [piece for merged in pieces.values() for piece in merged]
     for cut, local in summed:
         pieces.setdefault(cut, []).append(local)

@@ -52,8 +52,9 @@ _GRACE_S = 5.0
 # compiles, on a machine that may be several times slower than another or busy with something else.
 _WAITING = 0.05
 # Process groups are never destroyed, and each has threads in every rank, one of which Gloo wakes a hundred times a second. With
-# hundreds of them ranks take minutes for what takes new ones seconds, and ranks without a job use half of the machine.
+# hundreds of them ranks take minutes for what takes new ones seconds, and even those without a job use half of the machine.
 _MANY_THREADS = 100
+_MANY_IDLE_THREADS = 200  # of all ranks together
 _IDLE_S = 15.0
 _WAKING_THREAD = "gloo_tcp_loop"
 
@@ -215,8 +216,9 @@ class RankPool:
         return [replies[rank][1] for rank in range(self.world_size)]
 
     def end_if_idle(self) -> None:
-        """End ranks that have had no job for a while; the next one starts new ones."""
-        if self._ranks and time.monotonic() > self._used + _IDLE_S:
+        """End ranks that have many threads, and have had no job for a while; the next one starts new ones."""
+        is_idle = self._ranks and time.monotonic() > self._used + _IDLE_S
+        if is_idle and sum(rank.num_threads() for rank in self._ranks) > _MANY_IDLE_THREADS:
             self._end()
 
     def close(self) -> None:
@@ -334,7 +336,7 @@ class RankPools:
         return self._pools[world_size]
 
     def end_idle(self) -> None:
-        """End the ranks that have had no job for a while."""
+        """End ranks without a job whose threads take time from others."""
         for pool in self._pools.values():
             pool.end_if_idle()
 

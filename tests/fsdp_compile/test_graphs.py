@@ -180,6 +180,7 @@ def outline(code: str) -> str:
 
 
 class TestGeneratedCode(expecttest.TestCase):
+    @pytest.mark.exhaustive
     def test_prefetches_survive_inductor(self) -> None:
         captured = compile_gpt("inductor", depth=3)
         forward, backward = captured.forward[0].code, captured.backward[0].code

@@ -384,7 +384,9 @@ def resume(hook: str, system: str, path: str) -> None:
     assert kept and all(torch.equal(kept[key].to_local(), saved[key].to_local()) for key in kept)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("hook", "system"), [("stochastic", "aot_eager"), ("power_sgd", "eager")])
+@pytest.mark.parametrize(
+    ("hook", "system"), [pytest.param("stochastic", "aot_eager", marks=pytest.mark.exhaustive), ("power_sgd", "eager")]
+)
 def test_a_checkpoint_goes_on_to_the_bit(rank_pools: RankPools, hook: str, system: str, tmp_path: Path) -> None:
     rank_pools[2].run(resume, hook=hook, system=system, path=str(tmp_path))
     with pytest.raises(Exception, match=r"comm_hooks\.0\.weight\.|[Ss]ize mismatch"):

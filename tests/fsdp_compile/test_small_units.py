@@ -83,6 +83,7 @@ def _segments(merge_below: int) -> list[int]:
     return [len(set(re.findall(r"segment_\d+", graph.code))) for graph in (*captured.forward, *captured.backward)]
 
 
+@pytest.mark.exhaustive
 def test_equal_units_share_kernels_as_if_they_were_apart(fake_ranks: None) -> None:
     together, apart = _segments(1 << 20), _segments(0)
     # One may copy all of them in.

@@ -260,6 +260,7 @@ def _train_both() -> Any:
         return *[(run.losses, run.gradients, run.parameters) for run in runs], counts.take()
 
 
+@pytest.mark.exhaustive
 def test_ranks_differ_in_what_they_record(rank_pools: RankPools) -> None:
     """It is for each rank to find out which of its calls a recording serves; they communicate alike all the same."""
     for recorded, plain, (unrecorded, _, replayed) in rank_pools[2].run(_train_both):

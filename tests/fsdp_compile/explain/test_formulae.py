@@ -100,6 +100,7 @@ def explained() -> Report:
     return report()
 
 
+@pytest.mark.exhaustive
 def test_evaluates_to_what_a_trace_says(explained: Report) -> None:
     sizes = {"S": 7, "B": 5, "T": 24}
     traced = report((7,), batch=5, length=24)

@@ -249,6 +249,7 @@ def _disagree_beside_tensor_parallel() -> tuple[str, float]:
     return _seconds_to(lambda: compiled(x).sum().backward())
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_share_tensors_with_those_at_odds_raise(tmp_path: Path) -> None:
     pools = RankPools(tmp_path)
     try:

@@ -50,7 +50,7 @@ _PRELOAD = [
 _GRACE_S = 5.0
 # Ranks that together use less of one core than this only wait for each other. How long a job takes says less: it
 # compiles, on a machine that may be several times slower than another or busy with something else.
-_WAITING = 0.05
+_WAITING = 0.01
 # Process groups are never destroyed, and each has threads in every rank, one of which Gloo wakes a hundred times a second. With
 # hundreds of them ranks take minutes for what takes new ones seconds, and even those without a job use half of the machine.
 _MANY_THREADS = 100

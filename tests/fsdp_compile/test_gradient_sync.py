@@ -232,7 +232,7 @@ def test_matches(job: str, mesh_shape: tuple[int, ...], system: str, name: str, 
 @pytest.mark.parametrize(
     ("job", "mesh_shape", "system"),
     [
-        ("gpt_fsdp", FSDP, "aot_eager"),
+        pytest.param("gpt_fsdp", FSDP, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param("gpt", HSDP, "aot_eager", marks=_marks("gpt")),
         pytest.param("kernels", HSDP, "inductor", marks=_marks("kernels")),
         ("factors", HSDP, "aot_eager"),

@@ -222,8 +222,9 @@ def train_all_uncompiled(checkpointed: bool) -> None:
             raise
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "checkpointed", [pytest.param(False, marks=pytest.mark.sweep), pytest.param(True, marks=pytest.mark.exhaustive)]
+)
 def test_uncompiled(checkpointed: bool, rank_pools: RankPools) -> None:
     rank_pools[2].run(train_all_uncompiled, checkpointed=checkpointed)
 

@@ -98,14 +98,17 @@ class Owners:
     """
 
     def __init__(self, params: Mapping[tuple[str, str], ShardedParam]):
-        # Compiled code must not keep a model alive.
-        self._seen = {names: {id(param): weakref.ref(param)} for names, param in params.items()}
+        # Compiled code must not keep a model alive, nor grow with each that is made anew.
+        self._seen: dict[tuple[str, str], dict[int, weakref.ref[ShardedParam]]] = {names: {} for names in params}
+        for names, param in params.items():
+            self.note(names, param)
 
     def note(self, names: tuple[str, str], param: ShardedParam) -> None:
         """Note what a graph is called with."""
-        known = self._seen[names].get(id(param))
-        if known is None or known() is not param:
-            self._seen[names][id(param)] = weakref.ref(param)
+        known = self._seen[names]
+        number = id(param)
+        if number not in known:
+            known[number] = weakref.ref(param, lambda _: known.pop(number, None))
 
     def of(self, shard: Any, names: tuple[str, str]) -> ShardedParam:
         """The parameter of an input that goes by these names in the graph.
@@ -120,7 +123,7 @@ class Owners:
         found = param_in_memory(replaced)
         if found is not None:
             return found
-        params = [param for known in self._seen.get(names, {}).values() if (param := known()) is not None]
+        params = [param for known in list(self._seen.get(names, {}).values()) if (param := known()) is not None]
         if len(params) == 1:
             return params[0]
         raise RuntimeError(

@@ -134,11 +134,18 @@ class PlannedGraph:
 
     def _variant(self, plan: Plan, units: dict[str, Unit]) -> Variant:
         variant = self._variants.get(plan)
+        if variant is not None:
+            return variant
+        variants = self._variants
+        if plan.has_hooks:
+            # Models of the same classes share this graph, each with hooks of its own.
+            variants = next(iter(units.values())).scope.with_hooks.setdefault(self, {})
+        variant = variants.get(plan)
         if variant is None:
             log_idle_lists(units, is_backward=self.is_backward)
             function, interface, run = self._lower(plan)
             groups = interface.reduction_groups if interface.reduction_groups != self._inputs.reduction_groups else None
-            variant = self._variants[plan] = Variant(function, interface.inputs, interface.outputs, run, groups)
+            variant = variants[plan] = Variant(function, interface.inputs, interface.outputs, run, groups)
         return variant
 
     def _plan(self, call: Call, is_wanted: bool) -> Plan:

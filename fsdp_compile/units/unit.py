@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from passes.collectives.divide_factors import Averaging
 from passes.collectives.layout import padding_to
 from passes.collectives.rounded_gather import GatherPolicy
 from passes.collectives.stateful_hook import StatefulHook
+from passes.ir.plan import Plan
 
 from .extension import is_extension
 from .mesh import ShardingMesh
@@ -42,6 +44,7 @@ class Scope:
         was_unsharded_by_hand: whether ``unshard()`` was ever called, as pipelines do.
         left_out_gradients: whether, between the microbatches of a step, a backward dropped gradients of parameters, which
             autograd had not asked for.
+        with_hooks: what graphs were lowered to that call hooks of the units, by graph and plan. It goes when the hooks go.
     """
 
     def __init__(self) -> None:
@@ -53,6 +56,7 @@ class Scope:
         self.post_optim_event: Event | None = None
         self.was_unsharded_by_hand = False
         self.left_out_gradients = False
+        self.with_hooks: WeakKeyDictionary[Any, dict[Plan, Any]] = WeakKeyDictionary()
 
     def wait_for_optimizer(self) -> None:
         """Let the current stream wait for the user's event, once."""

@@ -45,3 +45,8 @@ class Plan:
     prefetch: tuple[tuple[str, tuple[str, ...]], ...] = ()
     max_pending_reductions: int | None = None
     factor_classes: tuple[int, ...] = ()
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether gradients pass through functions of the user's."""
+        return any(reduction.has_hooks for reduction in self.reductions)

@@ -77,10 +77,14 @@ class Reduction:
     replica_hook: Callable[[Tensor], None] | StatefulHook | None = None
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether gradients pass through functions of the user's."""
+        return any(hook is not None for hook in (self.comm_hook, self.replica_hook, self.all_reduce_hook))
+
+    @property
     def may_regroup(self) -> bool:
         """Whether gradients may be reduced in other buckets than the units' own, which is what hooks see."""
-        hooks = (self.comm_hook, self.replica_hook, self.all_reduce_hook)
-        return self.sync is not Sync.NONE and all(hook is None for hook in hooks)
+        return self.sync is not Sync.NONE and not self.has_hooks
 
 
 class Kept(Enum):

@@ -6,7 +6,8 @@
 Every figure is of a fresh set of processes: two ranks, which share Inductor's cache. The first set starts with an empty one
 (cold), the second with what the first left there (warm). Reported are the seconds from the call of the model to the end of the
 first step (forward, backward, optimizer), of the slowest rank, for models of different depths, and what grows with depth.
-With --phases, where the seconds go.
+With --phases, where the seconds go. A second table has the host's memory: the most that a rank had in memory up to the end of
+the step, and how much of that the step added.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import importlib
 import itertools
+import resource
 import statistics
 import sys
 import tempfile
@@ -30,6 +32,8 @@ from harness.systems import BASE, YARDSTICK, Setting, build, parse_systems
 from torch.distributed.device_mesh import DeviceMesh
 
 _CACHES = ("cold", "warm")
+_MEMORY = ("peak_mb", "added_mb")
+_KIB = 1024  # the unit of ``ru_maxrss`` on Linux
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -64,11 +68,13 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     # fsdp_compile has imported Inductor by now. Others import it when they compile, which is no part of compiling either.
     importlib.import_module("torch._inductor.compile_fx")
     dist.barrier()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with phases.timed() if args.phases else contextlib.nullcontext() as of_phases:
         began = time.perf_counter()
         system.step(batch).item()
         seconds = time.perf_counter() - began
-    return {"seconds": seconds, "phases": of_phases}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"seconds": seconds, "phases": of_phases, "peak_mb": peak * _KIB / 1e6, "added_mb": (peak - before) * _KIB / 1e6}
 
 
 # ---------------------------------------------------------------------------------------------- launching
@@ -82,7 +88,8 @@ def run(args: argparse.Namespace, argv: Sequence[str], system: str, depth: int) 
             # The last of two equal flags counts.
             command = [__file__, *argv, "--systems", system, "--depths", str(depth)]
             of_ranks = ranks.run_ranks(command, args, {"TORCHINDUCTOR_CACHE_DIR": cache})
-            results[temperature] = max(of_ranks, key=lambda result: result["seconds"])
+            slowest = max(of_ranks, key=lambda result: result["seconds"])
+            results[temperature] = {**slowest, **{key: max(result[key] for result in of_ranks) for key in _MEMORY}}
     return results
 
 
@@ -91,8 +98,8 @@ def run(args: argparse.Namespace, argv: Sequence[str], system: str, depth: int) 
 Runs = dict[str, dict[int, list[dict[str, Any]]]]
 
 
-def median_seconds(runs: Sequence[dict[str, Any]], temperature: str) -> float:
-    return statistics.median(run[temperature]["seconds"] for run in runs)
+def median_of(runs: Sequence[dict[str, Any]], temperature: str, key: str) -> float:
+    return statistics.median(run[temperature][key] for run in runs)
 
 
 def median_phases(runs: Sequence[dict[str, Any]], temperature: str) -> dict[str, float]:
@@ -111,10 +118,16 @@ def print_tables(runs: Runs, depths: Sequence[int], with_phases: bool) -> None:
     header += [f"{temperature}, per layer" for temperature in _CACHES]
     rows = []
     for system, by_depth in runs.items():
-        seconds = {(t, depth): median_seconds(by_depth[depth], t) for t, depth in columns}
+        seconds = {(t, depth): median_of(by_depth[depth], t, "seconds") for t, depth in columns}
         growth = [growth_per_layer({depth: seconds[t, depth] for depth in depths}) for t in _CACHES]
         rows.append([system, *(f"{seconds[column]:.1f}" for column in columns), *(f"{layer:.2f}" for layer in growth)])
     print(report.table(header, rows))
+    header = ["host's peak (added), MB", *(f"{temperature}, {depth} layers" for temperature, depth in columns)]
+    rows = []
+    for system, by_depth in runs.items():
+        found = {column: [median_of(by_depth[column[1]], column[0], key) for key in _MEMORY] for column in columns}
+        rows.append([system, *(f"{peak:.0f} ({added:.0f})" for peak, added in found.values())])
+    print("\n" + report.table(header, rows))
     for system in runs if with_phases else ():
         print("\n" + phase_table(system, {column: median_phases(runs[system][column[1]], column[0]) for column in columns}))
 

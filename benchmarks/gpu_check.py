@@ -7,7 +7,8 @@
 It needs torch, Triton and this project, and no network. The checks:
 
 parity  Train a small Llama with fsdp_backend and with FSDP2: one rank on NCCL, and two ranks on the one GPU on Gloo; in fp32,
-        with a policy of bf16, and in fp16 with divide factors. Gradients have to agree. On NCCL also as a CUDA graph.
+        with a policy of bf16, and in fp16 with divide factors. Gradients have to agree. In fp32 also with shards on the host;
+        on NCCL also as a CUDA graph.
 code    Compile a sharded model for this GPU and, in a process that sees no GPU, with fsdp_compile.cuda_code: both have to
         launch the same kernels, collectives and waits in the same order.
 time    Time forward and backward of a Llama of 1.2 billion parameters in bf16, as one of eight pretended ranks: all kernels of
@@ -41,7 +42,7 @@ from harness import allocations, cuda_graph, device_profile, parity, ranks, repl
 from harness.flags import names_of
 from harness.link import LOOPBACK
 from harness.llama import LlamaSize
-from harness.systems import BASE, RECORDED, YARDSTICK, Setting, System, build, shard_blocks
+from harness.systems import BASE, OFFLOADED, RECORDED, YARDSTICK, Setting, System, build, shard_blocks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -106,6 +107,7 @@ def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]
             result[name] = parity.compare(name, Setting(size, mesh, device, lowering=args.lowering))
             ranks.progress(f"parity on {dist.get_backend()}, {name}: done")
     setting = Setting(size, mesh, device, lowering=args.lowering)
+    result["fp32, CPU offload"] = parity.compare("fp32", setting, OFFLOADED)
     if dist.get_backend() == "nccl":
         result["fp32, CUDA graph of a step"] = graphed_parity(lambda: captured_parity(setting))
     if mesh.size() == 1:

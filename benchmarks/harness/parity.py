@@ -100,7 +100,7 @@ def compare(name: str, setting: Setting, ours: str = "ours") -> dict[str, Any]:
 
 
 def _train(system: System, batch: tuple[Tensor, Tensor], precision: Precision) -> tuple[list[float], list[Tensor]]:
-    """The losses of a few steps, and this rank's gradients in each, as one tensor of float32."""
+    """The losses of a few steps, and this rank's gradients in each, as one tensor of float32 on the host."""
     for module in system.model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             # Gloo has no averaging operator. FSDP2 asks for one on CUDA, where it expects NCCL.
@@ -113,7 +113,7 @@ def _train(system: System, batch: tuple[Tensor, Tensor], precision: Precision) -
         (loss * precision.loss_scale).backward()
         of_step = [_local_gradient(parameter).div_(precision.loss_scale) for parameter in system.model.parameters()]
         losses.append(loss.item())
-        gradients.append(torch.cat([gradient.flatten().float() for gradient in of_step]))
+        gradients.append(torch.cat([gradient.flatten().float().cpu() for gradient in of_step]))
         system.optimizer.step()
         system.optimizer.zero_grad()
     return losses, gradients

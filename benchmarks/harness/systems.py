@@ -23,6 +23,7 @@ AUTO = "ours-auto"
 RECORDED = "ours-cudagraphs"
 APART = "ours-apart"
 ROUNDED = "ours-rounded"
+OFFLOADED = "ours-offloaded"
 # Names that torch has for its backends, and fsdp_backend for values of its option.
 LOWERINGS = ("inductor", "aot_eager")
 
@@ -184,6 +185,15 @@ def _ours_rounded(setting: Setting) -> System:
     return System(model, compiled, _sync_flags(model, setting.accumulation))
 
 
+def _ours_offloaded(setting: Setting) -> System:
+    from fsdp_compile import CPUOffloadPolicy, fsdp_backend, fully_shard
+
+    model: Any = setting.size.build(setting.device)
+    shard_blocks(model, fully_shard, mesh=setting.mesh, mp_policy=setting.policy, offload_policy=CPUOffloadPolicy())
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": setting.lowering})
+    return System(model, compiled, _sync_flags(model, setting.accumulation))
+
+
 def _sync_flags(model: Any, accumulation: Accumulation) -> Callable[[bool], None]:
     """FSDP2's methods, which both have."""
 
@@ -207,6 +217,7 @@ _BUILDERS: dict[str, Callable[[Setting], System]] = {
     RECORDED: lambda setting: _ours(setting, cudagraphs=True),
     APART: lambda setting: _ours(setting, merge_below=0),
     ROUNDED: _ours_rounded,
+    OFFLOADED: _ours_offloaded,
 }
 
 SYSTEMS = {
@@ -220,6 +231,7 @@ SYSTEMS = {
     RECORDED: 'fsdp_backend, with options={"cudagraphs": True}; on CUDA, without Gloo',
     APART: 'fsdp_backend, with options={"merge_below": 0}; if asked for',
     ROUNDED: "fsdp_backend, with gathers in float8 and reductions in int8; if asked for",
+    OFFLOADED: "fsdp_backend, with shards, gradients and optimizer on the host; if asked for",
 }
 
 
@@ -230,7 +242,7 @@ def build(name: str, setting: Setting) -> System:
 
 def default_systems(group: str, device: str) -> list[str]:
     """All that train the same with this kind of process group on this kind of device."""
-    left_out = {APART, ROUNDED}
+    left_out = {APART, ROUNDED, OFFLOADED}
     if group == "fake":
         # The reducer of DDP fails with collectives that do nothing.
         left_out.add("ddp")

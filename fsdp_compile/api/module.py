@@ -27,7 +27,7 @@ from passes.ir.ops import unshard, unshard_extension
 from ..runtime.uncompiled import Forward, read
 from ..units.extension import is_extension
 from ..units.sharded_param import ShardedParam, model_parallel_attribute, shard_attribute
-from ..units.unit import Scope, Unit
+from ..units.unit import MovedError, Scope, Unit
 from .casts import cast_inputs, cast_output
 from .composable import UnitState, state_of
 from .gradient_controls import GradientControls
@@ -120,8 +120,14 @@ class _SyncAfterApply:
         _SyncAfterApply._depth -= 1
         if _SyncAfterApply._depth == 0:
             touched, _SyncAfterApply._touched = _SyncAfterApply._touched, {}
+            moved = []
             for unit in touched:
-                unit.sync()
+                try:
+                    unit.sync()
+                except MovedError as error:
+                    moved.append(error)
+            if moved:
+                raise moved[0]
 
 
 class _HideUnchanged:

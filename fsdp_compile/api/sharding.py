@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from passes.collectives.layout import REPLICATED
@@ -94,7 +94,7 @@ def fully_shard(
             of one of these and of a mesh that the parameter is sharded over in the place of ``mesh``. Dimensions other than 0
             must divide by the number of ranks.
         mp_policy: dtypes of computation and reduction.
-        offload_policy: only the default, which does not offload.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the host (docs/memory.md).
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: torch's ``DataParallelMeshDims``, for parameters that are DTensors on all dimensions of ``mesh``: which of
             them to shard over, and to have replicas on. Parameters must be replicated there. In a forward they are DTensors on
@@ -110,10 +110,7 @@ def fully_shard(
     Source: torch/distributed/fsdp/_fully_shard/_fully_shard.py; scalars are kept whole on every rank, which FSDP2 refuses.
     """
     modules = _check_modules(module)
-    if type(offload_policy) is not OffloadPolicy:
-        raise NotImplementedError(
-            f"offload_policy={offload_policy!r} is not supported yet; leave it at OffloadPolicy(), which does not offload."
-        )
+    offload = _check_offload_policy(offload_policy)
     check_policy(mp_policy)
     if not isinstance(gather_policy, GatherPolicy | None):
         raise TypeError(f"fully_shard(gather_policy=...) takes a GatherPolicy, not {gather_policy!r}.")
@@ -129,7 +126,9 @@ def fully_shard(
     _check_devices(found)
 
     meshes = dict.fromkeys(cut.mesh for cut in cuts.values()) or (sharding_mesh,)
-    unit = Unit(modules, sharding_mesh, meshes, mp_policy, reshard_after_forward, attach, gather_policy)
+    unit = Unit(modules, sharding_mesh, meshes, mp_policy, reshard_after_forward, attach, gather_policy, offload)
+    if unit.copies:
+        _check_copied(found, cuts, gather_policy)
     wrappers = [wrapper for wrapper in _as_list(module) if isinstance(wrapper, OptimizedModule)]
     owners = [owner for owners in found.values() for owner, _, _ in owners]
     with _all_or_nothing([*modules, *wrappers, *owners], found):
@@ -207,6 +206,30 @@ def _check_modules(module: Any) -> list[nn.Module]:
                     f"{type(member).__name__}. List only modules that do not contain each other."
                 )
     return modules
+
+
+def _check_offload_policy(policy: Any) -> CPUOffloadPolicy | None:
+    if type(policy) not in (OffloadPolicy, CPUOffloadPolicy):
+        raise TypeError(f"fully_shard(offload_policy=...) takes a CPUOffloadPolicy or OffloadPolicy, not {policy!r}.")
+    return policy if isinstance(policy, CPUOffloadPolicy) else None
+
+
+def _check_copied(
+    found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut], gather_policy: GatherPolicy | None
+) -> None:
+    """Check that parameters can be copied from the host and back."""
+    for param, owners in found.items():
+        reasons = {
+            "is gathered by a gather_policy, which rounds it": gather_policy is not None,
+            f"is a {type(param).__name__} with an fsdp_pre_all_gather": is_extension(_piece(param)),
+            "is a DTensor, which another parallelism has laid out": cuts[param].layout is not None,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None:
+            raise NotImplementedError(
+                f"Parameter {owners[0][2]} is to be kept on the host (offload_policy=CPUOffloadPolicy()), but {reason}. That "
+                "is not supported together: shard its module without the one or the other."
+            )
 
 
 def _as_list(module: Any) -> list[Any]:

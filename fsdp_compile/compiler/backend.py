@@ -199,6 +199,7 @@ class _Compilation:
         self._lowering = lowering
         self._owners = owners
         device = next((param.mesh.device for param in params.values()), None)
+        _check_offload(options, params.values())
         self._merge_below = options.small_unit_bytes
         self._auto = options.auto_schedule(device) if device is not None else None
         self._recorders = Recorders(device) if options.cudagraphs else None
@@ -271,6 +272,23 @@ class _Compilation:
         if not prepared.is_backward:
             planned.lower_ahead(self._params)
         return boxed(planned)
+
+
+def _check_offload(options: Options, params: Iterable[ShardedParam]) -> None:
+    """Check that parameters on the host are compiled with options that know of their copies.
+
+    Raises:
+        ValueError: the automatic schedule, or CUDA graphs, were asked for.
+    """
+    chosen = [name for name, is_set in (("schedule", options.schedule == "auto"), ("cudagraphs", options.cudagraphs)) if is_set]
+    for param in params:
+        if chosen and param.unit.copies:
+            value = getattr(options, chosen[0])
+            raise ValueError(
+                f"options[{chosen[0]!r}] = {value!r} is not supported for {param.unit.name or 'the root'}, whose parameters "
+                "are copied from the host (offload_policy=CPUOffloadPolicy()). Compile without the option, or shard without "
+                "the policy."
+            )
 
 
 def _refuse_writes(inputs: Sequence[Any], params: Iterable[ShardedParam]) -> None:

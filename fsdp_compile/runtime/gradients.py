@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.functional import factor_tensor, group_size, resolve_averaging
+from passes.collectives.host_copies import wait_on_host
 from passes.collectives.stateful_hook import OVER_REPLICAS
 from passes.fx.torch_internals.core import current_graph_task_id, queue_callback, will_engine_execute_node
 from passes.ir.extension import plain_gradient
@@ -79,6 +80,7 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
     """
     flags, mesh = unit.flags, params[0].mesh
     hook, in_place = flags.comm_hook, flags.comm_hook_in_place
+    host = "" if not unit.copies else "pinned" if unit.pins_memory else "pageable"
     has_unsharded = any(param.state.unsharded_grad is not None for param in params)
     # An all-reduce style hook cannot stop half-way.
     if not flags.reduce_grads or (in_place and mesh.replicate_group and not flags.all_reduce_grads):
@@ -90,12 +92,14 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
         averaging,
         has_unsharded,
         any(param.state.partial_grad is not None for param in params),
-        sync is Sync.ALL and any(param.param.grad is not None for param in params),
+        # What is copied to the host is added to there, when it has arrived.
+        sync is Sync.ALL and not host and any(param.param.grad is not None for param in params),
         flags.reduce_scatter_groups.get(mesh.shard_group, "") if hook is None else "",
         hook,
         flags.all_reduce_hook,
         in_place,
         flags.replica_hook,
+        host,
     ), factors
 
 
@@ -148,7 +152,33 @@ def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
 
 
 def land_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
-    """Set ``param.grad`` of a bucket's parameters to their runs of the flat shard of their gradients."""
+    """Set ``param.grad`` of a bucket's parameters to their runs of the flat shard of their gradients.
+
+    A shard that is being copied to the host lands when the backward that runs ends, so that nothing waits for it before.
+    """
+    if not params[0].unit.copies:
+        _set_gradients(params, flat)
+        return
+    backward = _backwards.get(current_graph_task_id())
+    if backward is None:
+        _land_on_host([(params, flat)])
+    else:
+        backward.arriving.append((params, flat))
+
+
+def _land_on_host(arriving: Sequence[tuple[Sequence[ShardedParam], Tensor]]) -> None:
+    """Wait for gradients that are being copied to the host, and add them to those that are there."""
+    for _, flat in arriving:
+        wait_on_host(flat)
+    with torch.no_grad():
+        for params, flat in arriving:
+            if any(param.param.grad is not None for param in params):
+                flat_grad(params, flat.dtype).add_(flat)
+            else:
+                _set_gradients(params, flat)
+
+
+def _set_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
     runs = flat.split([param.padded_numel for param in params])
     for param, piece, run in zip(params, _slices(params, flat), runs, strict=True):
         set_grad_in(param.param, param.unpad(run.view(param.padded_shape)), piece)
@@ -173,6 +203,7 @@ class _Backward:
         received: for each unit, the parameters that got a gradient.
         reduced: parameters whose hooks are due at the end, when their gradients are whole.
         at_end: what else is due then.
+        arriving: flat shards of gradients that are being copied to the host, with their parameters.
     """
 
     def __init__(self) -> None:
@@ -180,6 +211,7 @@ class _Backward:
         self.received: dict[Unit, set[ShardedParam]] = {}
         self.reduced: dict[ShardedParam, None] = {}
         self.at_end: dict[Callable[[], None], None] = {}
+        self.arriving: list[tuple[Sequence[ShardedParam], Tensor]] = []
 
 
 _backwards: dict[int, _Backward] = {}
@@ -234,6 +266,7 @@ def _finish_backward(task: int) -> None:
                 unit.drop_full()
             if unit.scope.is_last_backward and not unit.scope.finalizes_by_hand:
                 backward.reduced.update(dict.fromkeys(reduce_pending(unit)))
+        _land_on_host(backward.arriving)
         call_hooks(backward.reduced)
     finally:
         _backwards.pop(task, None)
@@ -254,7 +287,7 @@ def _receive_zeros(unit: Unit, backward: _Backward) -> None:
 
 def zeros_like_gradient(param: ShardedParam) -> Tensor:
     """A full gradient of zeros."""
-    return torch.zeros(param.shape, dtype=param.compute_dtype, device=param.shard.device)
+    return torch.zeros(param.shape, dtype=param.compute_dtype, device=param.compute_device)
 
 
 def discard(scope: Scope) -> None:

@@ -58,7 +58,7 @@ def tensors_to_save(unit: Unit) -> Iterator[tuple[ShardedParam, dict[str, Tensor
         dtype = reduce_dtype(unit.mp_policy, param.shard.dtype) or param.compute_dtype
         for prefix, hook in (("", unit.flags.comm_hook), (OVER_REPLICAS, unit.flags.replica_hook)):
             if isinstance(hook, StatefulHook):
-                yield param, _tensors(param, prefix, dtype, param.shard.device)
+                yield param, _tensors(param, prefix, dtype, param.compute_device)
 
 
 def _hook(unit: Unit, prefix: str) -> StatefulHook:

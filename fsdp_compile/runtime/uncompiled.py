@@ -362,6 +362,10 @@ def _unpack(packed: Any) -> Tensor:
 # Parameters that a forward reads.
 
 
+def _without_memory(param: ShardedParam) -> Tensor:
+    return param.shard.new_zeros((), dtype=param.compute_dtype, device=param.compute_device).expand(param.shape)
+
+
 class _Parameters(torch.autograd.Function):
     """Stands for a unit's trainable parameters in one forward of a model. For each it returns a tensor of the full shape and
     dtype without memory. Its backward gets the sum of gradients over all calls of the unit's modules."""
@@ -370,7 +374,7 @@ class _Parameters(torch.autograd.Function):
     def forward(ctx: Any, params: list[ShardedParam], *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.params = params
-        return tuple(param.shard.new_zeros((), dtype=param.compute_dtype).expand(param.shape) for param in params)
+        return tuple(_without_memory(param) for param in params)
 
     @staticmethod
     @_python

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.collectives.functional import finish_gather, group_size, reshard_rounded, start_gather
+from passes.collectives.functional import finish_gather, group_size, reshard_rounded, shard_on_device, start_gather
 from passes.collectives.layout import REPLICATED, padded_shard_shape
 from passes.collectives.rounded_gather import is_rounded
 from passes.ir.extension import gathered_shape, with_rows
@@ -97,6 +97,8 @@ def _start_gather(unit: Unit, params: list[ShardedParam], what: str, resharded: 
         shards = [param.shard.detach() for param in sharded]
     else:
         shards = _runs(unit, sharded)
+        if unit.copies:
+            shards = [shard_on_device(shard, unit.mesh.device.type) for shard in shards]
     run = eager_run(what if sent_as is None else f"{what} as {sent_as}", (sum(map(Tensor.numel, shards)),), (group,))
     gathered = None
     if shards:
@@ -190,7 +192,7 @@ def finish_gather_of(pending: PendingGather, resharded: dict[ShardedParam, Tenso
         }
         return _finish_packed(pending) | whole
     sharded = [param for param in pending.params if not param.is_whole]
-    fulls = {param: param.shard.detach().to(pending.dtype, copy=True) for param in pending.params if param.is_whole}
+    fulls = {param: _whole(param, pending.dtype) for param in pending.params if param.is_whole}
     if pending.gathered is not None:
         shapes, dims = [param.shape for param in sharded], [param.dim for param in sharded]
         how: dict[str, Any] = {"dtype": pending.dtype, "sent_as": pending.sent_as, "encoded_over": pending.encoded_over}
@@ -203,6 +205,12 @@ def finish_gather_of(pending: PendingGather, resharded: dict[ShardedParam, Tenso
             assert resharded is not None
             resharded[param] = reshard_rounded([next(parts), next(parts)], param.post_forward_group)
     return {param: full.contiguous() for param, full in fulls.items()}
+
+
+def _whole(param: ShardedParam, dtype: torch.dtype) -> Tensor:
+    """A parameter that this rank has whole, in memory of its own."""
+    shard = param.shard.detach()
+    return shard_on_device(shard, param.mesh.device.type).to(dtype) if param.unit.copies else shard.to(dtype, copy=True)
 
 
 def _places_to_reshard(pending: PendingGather, params: Sequence[ShardedParam]) -> list[int]:

@@ -137,8 +137,8 @@ def stamp(param: nn.Parameter) -> Stamp:
 def set_local(tensor: Any, local: Tensor) -> None:
     """Replace the local tensor of a DTensor by one at offset 0 of its storage. The DTensor keeps its identity."""
     tensor._local_tensor = local
-    if tensor.storage_offset():
-        # A DTensor that was made from a view has the view's offset.
+    if tensor.storage_offset() or tensor.device != local.device:
+        # A DTensor has the offset and the device of what it was made from.
         tensor.data = DTensor(local, tensor._spec, requires_grad=False)
 
 

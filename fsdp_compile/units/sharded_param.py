@@ -108,6 +108,8 @@ class ShardedParam:
             local = self._piece_of_extension(local)
         elif self.dim != REPLICATED:
             local = local.narrow(self.dim, *self.rows).contiguous()
+        if self.unit.offload is not None and not local.is_meta:
+            local = local.cpu()
         if self.model_parallel is None:
             meta = TensorMeta(full.shape, full.stride(), full.dtype)
             spec = DTensorSpec(self.mesh.mesh, self.mesh.placements(self.dim), tensor_meta=meta)
@@ -204,6 +206,11 @@ class ShardedParam:
         return param_dtype if param_dtype is not None and self.param.is_floating_point() else self.shard.dtype
 
     @property
+    def compute_device(self) -> torch.device:
+        """Where a forward reads the parameter, and gradients are reduced."""
+        return self.mesh.device if self.unit.copies else self.shard.device
+
+    @property
     def sent_as(self) -> GatherPolicy | None:
         """How it is rounded when it is gathered; None: it is not, or nothing is sent."""
         if self.extension is not None:
@@ -292,6 +299,8 @@ class ShardedParam:
             "post_forward_group": self.post_forward_group,
             "sent_as": "" if self.sent_as is None else str(self.sent_as),
             "packed": self.is_packed,
+            # A type without a number: graphs are the same on all ranks.
+            "device": self.mesh.device.type if self.unit.copies else "",
         }
         found: tuple[Any, ...] = ()
         if self.extension is not None:
@@ -299,7 +308,7 @@ class ShardedParam:
             kwargs |= {"extension": self.extension.key, "param_dtype": None, "offset": None, "packed": False}
             found = vars(self.local), self.extension.optional
         defaults = {"dim": 0, "reshard_after_forward": True, "post_forward_group": "", "replicate_group": "", "sent_as": ""}
-        defaults |= {"packed": False}
+        defaults |= {"packed": False, "device": ""}
         self.kwargs = {key: value for key, value in kwargs.items() if value != defaults.get(key)}
         for module, name in self.owners:
             module.__dict__[shard_attribute(name)] = (

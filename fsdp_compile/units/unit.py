@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from passes.collectives.divide_factors import Averaging
+from passes.collectives.host_copies import copies_to
 from passes.collectives.layout import padding_to
 from passes.collectives.rounded_gather import GatherPolicy
 from passes.collectives.stateful_hook import StatefulHook
@@ -138,6 +139,10 @@ class Pieces(NamedTuple):
     metadata: Any = None
 
 
+class MovedError(RuntimeError):
+    """A parameter that is kept on the host was moved to a device."""
+
+
 class Unit:
     """The parameters that one ``fully_shard`` call groups.
 
@@ -147,6 +152,8 @@ class Unit:
         meshes: what its parameters are sharded on.
         mp_policy: mixed-precision policy.
         gather_policy: how parameters are rounded when they are gathered; None: they are not.
+        offload: keeps shards and gradients, and so the optimizer, on the host; None: they are where the unit computes.
+        copies: whether that is another memory, to and from which they are copied.
         name: qualified name of the first module, from the outermost sharded one; empty for the root.
         is_root: no other unit encloses this one.
         scope: the state that it shares with the units around and inside it.
@@ -171,6 +178,7 @@ class Unit:
         reshard_after_forward: bool | int | None,
         attach: Callable[[ShardedParam], None] = lambda _: None,
         gather_policy: GatherPolicy | None = None,
+        offload: CPUOffloadPolicy | None = None,
     ):
         self.modules = modules
         self.attach = attach
@@ -178,6 +186,8 @@ class Unit:
         self.meshes = tuple(meshes)
         self.mp_policy = mp_policy
         self.gather_policy = gather_policy
+        self.offload = offload
+        self.copies = offload is not None and copies_to(mesh.device)
         self.name = ""
         self.is_root = True
         self.scope = Scope()
@@ -203,6 +213,13 @@ class Unit:
     def reshards_after_forward(self) -> bool:
         """Whether backward gathers again. By default all units do but the root, whose parameters backward reads first."""
         return not self.is_root if self._reshard_after_forward is None else self._reshard_after_forward is True
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether shards and gradients on the host are in memory that a device can copy from by itself."""
+        if self.offload is None or not self.offload.pin_memory:
+            return False
+        return self.mesh.device.type != "cpu" or torch.accelerator.is_available()
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Set whether backward gathers again. Compiled graphs are traced again."""
@@ -234,7 +251,9 @@ class Unit:
     def allocate(self) -> None:
         """Lay out the parameters in new flat storage, in their present dtypes."""
         self.has_extensions = any(is_extension(sharded.local) for sharded in self.params)
-        device = torch.device("meta") if self.params and self.params[0].local.is_meta else self.mesh.device
+        device = self.mesh.device if self.offload is None else torch.device("cpu")
+        if self.params and self.params[0].local.is_meta:
+            device = torch.device("meta")
         sizes: dict[torch.dtype, int] = {}
         offsets: dict[ShardedParam, int] = {}
         # Those that are gathered together are neighbours.
@@ -246,7 +265,10 @@ class Unit:
             sizes[dtype] = offsets[sharded] + numel + padding_to(sharded.alignment, numel)
         # Padding is gathered, too, and must be finite.
         self.is_meta = device.type == "meta"
-        self.storages = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+        pinned = self.pins_memory and not self.is_meta
+        self.storages = {
+            dtype: torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned) for dtype, size in sizes.items()
+        }
         for sharded in self.params:
             if sharded in offsets:
                 sharded.bind(self.storages[sharded.local.dtype], offsets[sharded])
@@ -254,9 +276,24 @@ class Unit:
                 sharded.bind_extension()
 
     def sync(self) -> None:
-        """Make storage and shards follow parameters that were replaced, cast, or moved."""
+        """Make storage and shards follow parameters that were replaced, cast, or moved.
+
+        Raises:
+            MovedError: one is to stay on the host, and was moved to a device. Its values are on the host again.
+        """
         for sharded in self.params:
             sharded.adopt_assigned_parameter()
+        devices = {sharded.name: sharded.local.device for sharded in self.params if self.offload is not None}
+        self._sync()
+        for name, device in devices.items():
+            if device.type not in ("cpu", "meta"):
+                raise MovedError(
+                    f"Parameter {name} was moved to {device}, but fully_shard(offload_policy=CPUOffloadPolicy()) keeps it on "
+                    "the host, where it is again. Move only inputs and buffers to the device; give a model on the meta device "
+                    'memory with to_empty(device="cpu"), and load state dicts that are on the CPU.'
+                )
+
+    def _sync(self) -> None:
         if len({sharded.local.is_meta for sharded in self.params}) > 1:
             # Only some parameters have memory: a load or an initialisation is under way, and will sync again.
             return

@@ -5,6 +5,8 @@ takes a small part of the network's time. Gloo's network is served by the cores 
 sending. A parameter that is cut along its first dimension and gathered alone needs no copy: the gathered buffer is the
 parameter, and its gradient is sent from where it was computed. Nor does it wait for the rest of its unit.
 
+Nor is what is copied from the host: that is one copy for a unit.
+
 A gather that rounds (:mod:`passes.collectives.rounded_gather`) writes all that it sends and all that arrives, and stays whole.
 
 Below :data:`MIN_OWN_BUCKET_BYTES` a collective of its own costs more than the copy: the small parameters of a unit share one.
@@ -40,10 +42,9 @@ def separate_large_parameters(graph: Graph, plan: Plan) -> Grouping:
     reductions: list[Group] = []
     for index, bucket in enumerate(gather_buckets(graph)):
         if plan.gathers[index] is not Gather.REUSE:
-            specs = map(Unshard.of, bucket.nodes)
-            gathers += _separate(
-                index, [not spec.sent_as and not spec.packed and _is_large(spec, spec.shard.meta["val"]) for spec in specs]
-            )
+            specs = list(map(Unshard.of, bucket.nodes))
+            stays_whole = any(spec.sent_as or spec.packed or spec.device for spec in specs)
+            gathers += _separate(index, [not stays_whole and _is_large(spec, spec.shard.meta["val"]) for spec in specs])
     for index, bucket in enumerate(reduction_buckets(graph)):
         may_regroup, grads = plan.reductions[index].may_regroup, map(ReduceGrad.of, bucket.nodes)
         reductions += _separate(index, [may_regroup and _is_large(spec, spec.grad.meta["val"]) for spec in grads])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..fx.symbolic_ranks import supposed_ranks, supposed_size
 from ..fx.torch_internals.distributed import resolve_process_group
-from . import gloo
+from . import gloo, host_copies
 from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
 from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
 from .rounded_gather import GatherPolicy, is_rounded, numbers_of, rounding
@@ -122,13 +122,50 @@ def start_gather(
     if sent_as is None:
         shards = [shard.to(dtype) for shard in shards]
     gaps = gaps or _least_gaps([shard.numel() for shard in shards], sent_as)
-    pieces = []
-    for shard, gap in zip(shards, gaps, strict=True):
-        pieces += [shard.reshape(-1), shard.new_zeros(gap)] if gap else [shard.reshape(-1)]
+    pieces = _flat_pieces(shards, gaps)
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if sent_as is not None:
         flat = sent_as.encode(shards, flat, dtype)
     return _c10d.all_gather_into_tensor(flat, group_size(group), group)
+
+
+def _flat_pieces(shards: Sequence[Tensor], gaps: Sequence[int]) -> list[Tensor]:
+    pieces = []
+    for shard, gap in zip(shards, gaps, strict=True):
+        pieces += [shard.reshape(-1), shard.new_zeros(gap)] if gap else [shard.reshape(-1)]
+    return pieces
+
+
+def start_copy_to_device(shards: Sequence[Tensor], gaps: Sequence[int] = (), *, device: str) -> Tensor:
+    """Begin to copy padded shards of one dtype from the host to the device that gathers them.
+
+    Args:
+        shards: the shards.
+        gaps: as for :func:`start_gather`.
+        device: the type of the device; this process's current one.
+
+    Returns:
+        The flat shard in flight, ``[sum of numels and gaps]``.
+    """
+    return host_copies.copy_to_device(_flat_pieces(shards, gaps or [0] * len(shards)), device)
+
+
+def start_gather_of_copy(copied: Tensor, group: str, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Begin to gather what :func:`start_copy_to_device` began to copy. Casts are computed on the device."""
+    return start_gather([host_copies.wait_copy(copied)], group, dtype=dtype)
+
+
+def shard_on_device(shard: Tensor, device: str) -> Tensor:
+    """A shard on the host, copied to the device at once. A new tensor of the same shape."""
+    copied: Tensor = host_copies.wait_copy(start_copy_to_device([shard], device=device))
+    return copied.view(shard.shape)
+
+
+def start_copy_to_host(flat: Tensor, *, pinned: bool) -> Tensor:
+    """Begin to copy a flat shard of averaged gradients to the host, where it is in flight until
+    :func:`passes.collectives.host_copies.wait_on_host`."""
+    copied: Tensor = host_copies.copy_to_host(flat, pinned)
+    return copied
 
 
 def _travel_as_bytes(dtypes: Sequence[torch.dtype]) -> bool:

@@ -130,6 +130,11 @@ def is_collective(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
 
 
+def is_host_copy(node: Node) -> bool:
+    """Whether a node begins a copy between host and device, or waits for one (:mod:`passes.collectives.host_copies`)."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "fsdp_host"
+
+
 def is_fused_product(node: Node) -> bool:
     """Whether a node is a product that communicates (:mod:`passes.transforms.fuse_products`): nothing waits for it."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "symm_mem"

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..collectives.functional import finish_gather, group_size, resolve_group, start_gather
+from ..collectives.functional import finish_gather, group_size, resolve_group, shard_on_device, start_gather
 from ..collectives.functional import reshard_rounded as functional_reshard
 from ..collectives.layout import REPLICATED, disassemble, padded_shard_shape
 from ..collectives.rounded_gather import GatherPolicy
@@ -50,7 +50,7 @@ _library.define(
     "unshard(Tensor shard, str name, int[] shape, str group, Tensor? token=None, *, str unit='', int dim=0, int offset=-1, "
     "ScalarType? param_dtype=None, ScalarType? reduce_dtype=None, str replicate_group='', "
     "bool reshard_after_forward=True, str post_forward_group='', str sent_as='', bool packed=False, "
-    "str encoded_over='') -> Tensor",
+    "str encoded_over='', str device='') -> Tensor",
     tags=_communicates,
 )
 _library.define(
@@ -119,6 +119,7 @@ class Unshard:
         sent_as: the :class:`~passes.collectives.rounded_gather.GatherPolicy` that it is gathered in, as text; empty: as it is.
         packed: it may share a collective with tensors of other dtypes, as bytes.
         encoded_over: of a shard in a smaller group: the group that a gather which rounds went over before; empty: none did.
+        device: of a shard on the host: the type of the device that it is copied to ahead of its gather; empty: it is there.
         extension: of an ``unshard_extension``: its key.
         tensors, names: of that: what the shard is made of.
     """
@@ -139,6 +140,7 @@ class Unshard:
     sent_as: str = ""
     packed: bool = False
     encoded_over: str = ""
+    device: str = ""
     extension: str = ""
     tensors: Sequence[Node] = ()
     names: Sequence[str] = ()
@@ -239,11 +241,14 @@ def _unshard_kernel(
     param_dtype: torch.dtype | None = None,
     sent_as: str = "",
     encoded_over: str = "",
+    device: str = "",
     **_: Any,
 ) -> Tensor:
     before_unshard = getattr(shard if token is None else token, "_fsdp_before_unshard", None)
     if before_unshard is not None:
         before_unshard()
+    if device:
+        shard = shard_on_device(shard, device)
     if dim == REPLICATED or group_size(group) == 1:
         return shard.to(param_dtype or shard.dtype, copy=True)
     dtype, sent = param_dtype or shard.dtype, GatherPolicy.parse(sent_as)
@@ -277,7 +282,7 @@ def _reduce_grad_kernel(
     grad = grad.to(reduce_dtype or grad.dtype)
     with _around("reduce_grad", shard, name, shape, (group, replicate_group)):
         shard_grad = average(grad, shape, dim, group, replicate_group)
-    return shard_grad.to(grad_dtype or grad.dtype)
+    return shard_grad.to(shard.device, grad_dtype or grad.dtype)
 
 
 def _reshard_kernel(full: Tensor, name: str, group: str, *, dim: int = 0) -> Tensor:
@@ -305,7 +310,7 @@ _library.impl("tie", lambda full, kept: full.clone(), "CompositeExplicitAutograd
 
 @torch.library.register_fake(unshard, lib=_library)
 def _(shard: Tensor, name: str, shape: Sequence[int], group: str, token: Tensor | None = None, **kwargs: Any) -> Tensor:
-    return shard.new_empty(shape, dtype=kwargs.get("param_dtype") or shard.dtype)
+    return shard.new_empty(shape, dtype=kwargs.get("param_dtype") or shard.dtype, device=kwargs.get("device") or shard.device)
 
 
 @torch.library.register_fake(reduce_grad, lib=_library)

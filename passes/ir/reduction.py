@@ -26,6 +26,7 @@ from ..collectives.functional import (
     reduce_by_stateful_hook,
     resolve_averaging,
     start_all_reduce,
+    start_copy_to_host,
     start_reduce_scatter,
 )
 from ..collectives.layout import padded_shard_shape
@@ -63,6 +64,7 @@ class Reduction:
         replica_hook: averages over the replicas in place, instead of the all-reduce: ``hook(shard)``.
         all_reduce_hook: changes the reduced shard in place: ``hook(shard)``.
         comm_hook_in_place: the latter, of a bucket that is sharded over one rank; then the hook is the all-reduce, too.
+        host: where the averaged gradient is copied to, "pinned" or "pageable" memory of the host; empty: it stays.
     """
 
     sync: Sync = Sync.ALL
@@ -75,6 +77,7 @@ class Reduction:
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook_in_place: bool = False
     replica_hook: Callable[[Tensor], None] | StatefulHook | None = None
+    host: str = ""
 
     @property
     def has_hooks(self) -> bool:
@@ -188,6 +191,8 @@ def stages(
     if reduction.sync is Sync.ALL:
         end = {"grad_dtype": grad_dtype, "hook": reduction.all_reduce_hook}
         found.append(Stage(Role.FINISH_REDUCE, finish_reduction, (result,), end))
+    if reduction.sync is Sync.ALL and reduction.host:
+        found.append(Stage(Role.COPY_TO_HOST, start_copy_to_host, constants={"pinned": reduction.host == "pinned"}))
     return found
 
 

@@ -12,13 +12,14 @@ from enum import Enum
 from torch.fx import Graph, Node
 
 from ..fx.emit import WORK
-from ..fx.graph import is_collective
+from ..fx.graph import is_collective, is_host_copy
 
 
 class Role(Enum):
     """The part of a node in the communication of its bucket.
 
     Attributes:
+        COPY_TO_DEVICE: starts the copy of shards that are kept on the host.
         START_GATHER: copies shards in, and starts the all-gather.
         FINISH_GATHER: waits for it, and cuts the parameters out.
         UNPACK: cuts the parameters of one of several units out of what they have gathered together.
@@ -26,8 +27,10 @@ class Role(Enum):
         START_REDUCE: copies gradients in, and starts the reduce-scatter.
         ALL_REDUCE: finishes the reduce-scatter, and starts the all-reduce over replicas.
         FINISH_REDUCE: waits for the last collective, and makes its result what lands.
+        COPY_TO_HOST: starts the copy of that to the host, if it is to land there.
     """
 
+    COPY_TO_DEVICE = "copy_to_device"
     START_GATHER = "start_gather"
     FINISH_GATHER = "finish_gather"
     UNPACK = "unpack"
@@ -35,6 +38,7 @@ class Role(Enum):
     START_REDUCE = "start_reduce"
     ALL_REDUCE = "all_reduce"
     FINISH_REDUCE = "finish_reduce"
+    COPY_TO_HOST = "copy_to_host"
 
     def __str__(self) -> str:
         return self.value
@@ -112,11 +116,11 @@ def nodes_of(graph: Graph, wanted: Role) -> dict[BucketName, list[Node]]:
 
 
 def kernel_boundaries(graph: Graph) -> set[Node]:
-    """The nodes that no kernel reaches across: collectives, the first node of each reduction's copy-in, and that of the copies
-    of each unit out of what several have gathered.
+    """The nodes that no kernel reaches across: collectives, copies between host and device, the first node of each reduction's
+    copy-in, and that of the copies of each unit out of what several have gathered.
 
     A kernel that copied gradients in and read a parameter as well would hold a whole gathered buffer beside the gradients and
     their copy. Between units, kernels end where they would if each had gathered by itself, so that equal units share them.
     """
     first = {nodes[0] for role in (Role.START_REDUCE, Role.UNPACK) for nodes in nodes_of(graph, role).values()}
-    return first | {node for node in graph.nodes if is_collective(node)}
+    return first | {node for node in graph.nodes if is_collective(node) or is_host_copy(node)}

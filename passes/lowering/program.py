@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..fx.graph import argument_text, is_collective
+from ..collectives.host_copies import wait_copy
+from ..fx.graph import argument_text, is_collective, is_host_copy
 from ..fx.torch_internals.core import OpOverload, RecordFunctionFast
 from ..ir.work import bucket
 
@@ -50,11 +51,12 @@ def _owns_what_it_reduces(node: Node) -> bool:
 
 
 def _range_of(node: Node) -> str:
-    """The name in profiles of a collective of a bucket, or of the wait for it; the empty string for any other node."""
-    if not is_collective(node) or bucket(node) is None:
+    """The name in profiles of a collective or copy of a bucket, or of the wait for it; the empty string for any other node."""
+    if not (is_collective(node) or is_host_copy(node)) or bucket(node) is None:
         return ""
-    collective: Any = node.args[0] if node.target == _wait else node
-    return f"FSDP::{collective.target._opname}{' wait' if node.target == _wait else ''} ({bucket(node)})"
+    is_wait = node.target in (_wait, wait_copy)
+    started: Any = node.args[0] if is_wait else node
+    return f"FSDP::{started.target._opname}{' wait' if is_wait else ''} ({bucket(node)})"
 
 
 class _Writer:

@@ -7,9 +7,9 @@ Nothing that optimises a segment can move a collective: the order is kept by con
 the tensors they work on share one module: the layers of a deep model are compiled once, not once each.
 
 What a reduction does ahead of its collective, its copy-in, is a stretch of its own
-(:func:`~passes.ir.work.kernel_boundaries`). A collective of the model's own is cut at like any other. Views between two
-collectives stay in the outer graph, as they are no work; so do lookups of random seeds, whose index would tell equal layers
-apart. Constants are made where they are read.
+(:func:`~passes.ir.work.kernel_boundaries`). A collective of the model's own is cut at like any other, and so is a copy between
+host and device. Views between two collectives stay in the outer graph, as they are no work; so do lookups of random seeds,
+whose index would tell equal layers apart. Constants are made where they are read.
 
 Of an output that is a view Inductor keeps the order of the strides and not the strides, and may have laid out otherwise what it
 is of; who reads it was traced with the strides. So a segment gives out no view with gaps, but what it is of, and the outer
@@ -27,7 +27,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..fx.graph import argument_text, is_collective, is_view
+from ..fx.graph import argument_text, is_collective, is_host_copy, is_view
 from ..fx.sizes import known_of_unbacked
 from ..fx.torch_internals.core import OpOverload, _make_graph_module, _use_lazy_graph_module, make_contiguous_strides_for
 from ..fx.torch_internals.operators import lookup_seed
@@ -116,7 +116,7 @@ def _stretches(graph: Graph) -> list[dict[Node, None]]:
     for node in graph.nodes:
         if node in boundaries:
             stretches.append({})
-        if node.op != "call_function" or is_collective(node):
+        if node.op != "call_function" or is_collective(node) or is_host_copy(node):
             continue
         if not (_is_constant(node) or _stays_outside(node, stretches[-1])):
             stretches[-1][node] = None

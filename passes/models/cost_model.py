@@ -6,7 +6,8 @@
   kernel: what they read from outside is read once, what others read of them is written once, and nothing else moves. Where
   the machine says what operations take, they take that if it is longer.
 - *Anything else* is a kernel that reads its inputs and writes its outputs.
-- Views, waits and inputs take no time. A collective costs compute its launch, and the time by which it slows compute down while
+- Views, waits and inputs take no time. Nor do copies between host and device, but for their launch: how long they are in flight
+  is not modelled. A collective costs compute its launch, and the time by which it slows compute down while
   it is in flight, for the duration of :func:`transfer_ns`.
 - Where the host's time is not hidden, each segment and each call of a graph that communicates costs some of it.
 
@@ -27,7 +28,8 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from ..collectives.functional import group_ranks, group_size
-from ..fx.graph import group_of, is_fused_product, is_view, presence, starts_collective
+from ..collectives.host_copies import wait_copy
+from ..fx.graph import group_of, is_fused_product, is_host_copy, is_view, presence, starts_collective
 from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.operators import force_stride_order
@@ -61,6 +63,7 @@ _FUSIBLE = {
 }
 _MOVES_NOTHING = {
     _wait,
+    wait_copy,
     force_stride_order,
 }
 
@@ -122,7 +125,7 @@ def demands(graph: Graph) -> dict[Node, Demand]:
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or is_free(node):
             found[node] = _NOTHING
-        elif starts_collective(node):
+        elif _is_started(node):
             found[node] = Demand(launches=1)
         elif not is_fusible(node):
             found[node] = _kernel_demand(node)
@@ -155,10 +158,15 @@ def _segment_begins(graph: Graph) -> list[Node]:
     boundaries = kernel_boundaries(graph)
     for node in graph.nodes:
         begins = begins or node in boundaries
-        if begins and node.op == "call_function" and not is_free(node) and not starts_collective(node):
+        if begins and node.op == "call_function" and not is_free(node) and not _is_started(node):
             found.append(node)
             begins = False
     return found
+
+
+def _is_started(node: Node) -> bool:
+    """Whether a node is no kernel, but begins what goes on beside them."""
+    return starts_collective(node) or is_host_copy(node)
 
 
 def kernels(graph: Graph) -> list[list[Node]]:
@@ -176,7 +184,7 @@ def kernels(graph: Graph) -> list[list[Node]]:
             stretch.append(node)
             continue
         found += [stretch] if stretch else []
-        found += [] if starts_collective(node) else [[node]]
+        found += [] if _is_started(node) else [[node]]
         stretch = []
     return found + ([stretch] if stretch else [])
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..collectives.gloo import copies_what_it_gathers
+from ..collectives.host_copies import copy_to_host, wait_copy
 from ..fx.graph import derived, group_of, is_collective, is_view, presence, readers, starts_collective
 from ..fx.sizes import num_bytes, size_value
 from ..fx.torch_internals.core import OpOverload
@@ -43,6 +44,7 @@ _wait = torch.ops._c10d_functional.wait_tensor.default
 # Operators that return their input, although their schemas do not say so.
 _GIVES_BACK = {
     _wait,
+    wait_copy,
     torch.ops.aten._unsafe_view.default,
     force_stride_order,
 }
@@ -199,7 +201,8 @@ class MemoryModel:
         else:
             value: Any = node.meta.get("val")
             values = value if isinstance(value, (list, tuple)) else [value]
-            lives = node not in self._unwritten
+            # What is on the host takes no memory of the device.
+            lives = node not in self._unwritten and node.target != copy_to_host
             made += [
                 _Storage(num_bytes(one) * presence(node) if lives else 0, _is_parameter(node), bucket(node), node)
                 for one in values

@@ -10,6 +10,8 @@ without a gather.
 A parameter that is resharded to a smaller group as it was rounded (``reshard_rounded``) gets its bytes from the gather's
 buffer; backward's gather of such bytes decodes them as forward did.
 
+Shards that are kept on the host are copied to the device ahead of the gather, those of a bucket by one copy.
+
 Units that share a gather are cut out of its buffer one by one, if asked for, so that the kernels of equal units are equal.
 
 New nodes are marked with their work (:mod:`passes.ir.work`), which is what the schedule moves.
@@ -26,9 +28,17 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..collectives.functional import finish_gather, start_gather
+from ..collectives.functional import (
+    finish_gather,
+    start_copy_to_device,
+    start_gather,
+    start_gather_of_copy,
+)
+from ..collectives.host_copies import wait_copy
 from ..collectives.layout import REPLICATED
 from ..collectives.rounded_gather import GatherPolicy, rounding
 from ..fx.emit import emit
@@ -110,7 +120,8 @@ def gather_key(spec: Unshard) -> Hashable:
         return spec.group
     if spec.encoded_over:
         return spec.group, spec.encoded_over, spec.sent_as, spec.param_dtype
-    return spec.shard.meta["val"].dtype, spec.group, spec.sent_as, spec.param_dtype if spec.sent_as else None
+    param_dtype = spec.param_dtype if spec.sent_as or spec.device else None
+    return spec.shard.meta["val"].dtype, spec.group, spec.sent_as, param_dtype, spec.device
 
 
 def gather_buckets(graph: Graph) -> list[Bucket]:
@@ -147,10 +158,27 @@ def _drop_trivial(graph: Graph) -> None:
     """Remove unshards that nothing reads, and those of scalars, which are whole already."""
     for node in unshards(graph.nodes):
         spec = Unshard.of(node)
-        if spec.dim == REPLICATED:
+        if spec.dim == REPLICATED and spec.device:
+            node.replace_all_uses_with(_whole_on_device(graph, node, spec))
+        elif spec.dim == REPLICATED:
             node.replace_all_uses_with(spec.shard)
         if not node.users:
             graph.erase_node(node)
+
+
+def _whole_on_device(graph: Graph, node: Node, spec: Unshard) -> Node:
+    """A parameter that every rank has whole, on the host, as its readers take it."""
+    work = Work(Role.COPY_TO_DEVICE, BucketName.of_unit(spec.unit or "root"))
+    dtype = spec.param_dtype or spec.shard.meta["val"].dtype
+    with graph.inserting_before(node):
+        copied = emit(graph, start_copy_to_device, [spec.shard], device=spec.device, work=work)
+        whole: Node = emit(graph, _finish_whole, copied, shape=spec.shape, dtype=dtype)
+    return whole
+
+
+def _finish_whole(copied: Tensor, *, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    on_device: Tensor = wait_copy(copied)
+    return on_device.view(shape).to(dtype)
 
 
 def _gather(graph: Graph, bucket: Bucket, runs: Sequence[int] = ()) -> tuple[list[Node], dict[int, list[Node]]]:
@@ -177,7 +205,12 @@ def _gather(graph: Graph, bucket: Bucket, runs: Sequence[int] = ()) -> tuple[lis
     _make_shards_ahead_of(first_reader, bucket)
     with graph.inserting_before(first_reader):
         start, finish = Work(Role.START_GATHER, bucket.name), Work(Role.FINISH_GATHER, bucket.name)
-        started = emit(graph, start_gather, shards, group=group, gaps=gaps, work=start, **sent)
+        if specs[0].device:
+            copy = Work(Role.COPY_TO_DEVICE, bucket.name)
+            copied = emit(graph, start_copy_to_device, shards, gaps=gaps, device=specs[0].device, work=copy)
+            started = emit(graph, start_gather_of_copy, copied, group=group, dtype=sent["dtype"], work=start)
+        else:
+            started = emit(graph, start_gather, shards, group=group, gaps=gaps, work=start, **sent)
         how = {"shapes": shapes, "dims": dims, "group": group, "gaps": gaps, "runs": runs, **sent, **received}
         found = emit(graph, finish_gather, started, work=finish, **how)
     fulls, parts = found[: len(shards)], iter(found[len(shards) :])

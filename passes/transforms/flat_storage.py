@@ -5,7 +5,8 @@ The shards of a unit lie in one flat buffer for each dtype (see ``fsdp_compile.u
 Before: ``cat([shard_a, shard_b, shard_c])`` (or of their casts) feeds a bucket's all-gather. Zeros stand between two shards
         where more than they lies from the one to the other, and is gathered along (:mod:`passes.ir.storage`).
 After:  shards that are neighbours in storage, with what lies between them, enter as one extra placeholder, a run. A bucket that
-        is one run is gathered where it lies, or cast in one pass; one of several runs concatenates the runs.
+        is one run is gathered where it lies, or cast in one pass; one of several runs concatenates the runs. From the host, the
+        runs are copied.
 
 Leaves alone shards without neighbours, and pieces that have no place in storage.
 """
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..collectives.host_copies import copy_to_device
 from ..fx.graph import placeholder_index, shard_input
 from ..fx.sizes import size_hint
 from ..ir.interface import Interface, StorageRun
@@ -90,9 +92,10 @@ def flat_storage(graph: Graph, locations: dict[Node, Location], interface: Inter
     """Feed all-gathers from runs of flat storage, which ``interface`` takes as inputs. In place."""
     index = placeholder_index(graph)
     num_runs = 0
-    for cat in graph.find_nodes(op="call_function", target=_aten.cat.default):
+    cats = graph.find_nodes(op="call_function", target=_aten.cat.default)
+    for cat in (*cats, *graph.find_nodes(op="call_function", target=copy_to_device)):
         start = work(cat)
-        if start is None or start.role is not Role.START_GATHER:
+        if start is None or start.role not in (Role.START_GATHER, Role.COPY_TO_DEVICE):
             continue
         flat: list[Any] = []
         for run in _split_into_runs(list(cat.args[0]), locations):
@@ -111,7 +114,7 @@ def flat_storage(graph: Graph, locations: dict[Node, Location], interface: Inter
                 source.meta["val"] = storage.meta["val"].to(run.dtype)
                 mark(source, start)
             flat.append(source)
-        if len(flat) == 1:
+        if len(flat) == 1 and cat.target != copy_to_device:
             cat.replace_all_uses_with(flat[0])
             graph.erase_node(cat)
         else:

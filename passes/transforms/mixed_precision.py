@@ -6,7 +6,8 @@ After:  the shard is cast to ``p`` before its gather, which then moves the small
         is :mod:`passes.transforms.gradient_sync`'s, which makes one of it for a bucket.)
 
 Leaves alone operators whose dtypes agree already, and gathers that send bytes: those round the shard as it is, and give
-``p`` at the other end (:mod:`passes.collectives.rounded_gather`).
+``p`` at the other end (:mod:`passes.collectives.rounded_gather`). Shards on the host are cast on the device, behind their copy:
+a cast on the host would halve what is copied, but hold up the thread that launches everything else.
 """
 
 import torch
@@ -31,6 +32,8 @@ def mixed_precision(graph: Graph) -> None:
         if unshard.sent_as:
             continue
         if unshard.param_dtype not in (None, unshard.shard.meta["val"].dtype):
+            if unshard.device:
+                continue
             with graph.inserting_before(node):
                 update_args(node, shard=_emit_cast(graph, unshard.shard, unshard.param_dtype))
         update_args(node, param_dtype=None)

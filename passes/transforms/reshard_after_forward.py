@@ -93,7 +93,13 @@ def resolve_ties(graph: Graph) -> None:
             with graph.inserting_before(node):
                 gathered = graph.node_copy(full)
             update_args(
-                gathered, shard=piece, group=spec.post_forward_group, param_dtype=None, offset=-1, post_forward_group=""
+                gathered,
+                shard=piece,
+                group=spec.post_forward_group,
+                param_dtype=None,
+                offset=-1,
+                post_forward_group="",
+                device="",
             )
             if spec.sent_as:
                 update_args(gathered, param_dtype=full.meta["val"].dtype, encoded_over=spec.group)

@@ -4,11 +4,13 @@ Before: a gather starts and finishes just ahead of its unit's first reader; a re
 After:  *gathers* start one unit ahead: the next unit's just before the graph waits for this unit's. A unit with a list of its
         own (:class:`Prefetch`) starts those of its list instead, in the list's order; if it gathers nothing itself, where the
         graph first computes with its parameters, or computes their gradients. A gather without a start starts where it is
-        waited for, and the graph's first gather at the top.
+        waited for, and the graph's first gather at the top. Shards that are kept on the host begin to be copied to the device
+        where the gather before theirs starts, so that they are there when theirs does; the first two at the top.
         *Reductions* start where they did, as soon as the kernel that makes their last gradient has run; waits sink to the end,
         where the results are needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before
         a unit's gradients are copied in, the reduce-scatter of ``max_pending_reductions`` units ago is finished, so that never
-        more than so many inputs are held. An all-reduce over replicas (HSDP), which holds a shard only, goes on until the end.
+        more than so many inputs are held. An all-reduce over replicas (HSDP), which holds a shard only, goes on until the end;
+        or, if its result is copied to the host, until one unit later. Copies to the host start where reductions finish.
 
 Where a unit has several pieces (:mod:`passes.auto.large_parameters`), those that are read next to each other start together,
 and the limit counts units.
@@ -116,6 +118,20 @@ def schedule_gathers(graph: Graph, prefetches: Sequence[Prefetch] = ()) -> None:
                 start = with_sources(starts[name])
                 if anchor not in start:
                     _move_before(anchor, start)
+    _schedule_copies(graph)
+
+
+def _schedule_copies(graph: Graph) -> None:
+    """Let shards that are kept on the host be copied to the device one gather ahead, in the order of the gathers."""
+    copies = nodes_of(graph, Role.COPY_TO_DEVICE)
+    starts = nodes_of(graph, Role.START_GATHER)
+    anchor = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    for name, start in starts.items():
+        if name in copies:
+            copy = with_sources(copies[name])
+            if anchor not in copy:
+                _move_before(anchor, copy)
+        anchor = start[0]
 
 
 def default_max_pending_reductions(*, replicated: bool) -> int:
@@ -136,7 +152,8 @@ def _move_behind_kernel(start: list[Node], gradients: set[Node]) -> None:
     def is_behind(node: Node) -> bool:
         """Whether the reduction starts behind ``node``, too; what finishes reductions is about to move on."""
         is_small = is_view(node) or is_fusible(node)
-        return role(node) in (Role.FINISH_REDUCE, Role.ALL_REDUCE) or (is_small and not role(node) and node not in gradients)
+        is_end = role(node) in (Role.FINISH_REDUCE, Role.ALL_REDUCE, Role.COPY_TO_HOST)
+        return is_end or (is_small and not role(node) and node not in gradients)
 
     following = start[-1].next
     while is_behind(following):
@@ -165,6 +182,7 @@ def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None)
     starts = nodes_of(graph, Role.START_REDUCE)
     all_reduces = nodes_of(graph, Role.ALL_REDUCE)
     finishes = nodes_of(graph, Role.FINISH_REDUCE)
+    copies = nodes_of(graph, Role.COPY_TO_HOST)
     output = graph.output_node()
     gradients = {source for start in starts.values() for node in start for source in node.all_input_nodes}
     for start in starts.values():
@@ -172,8 +190,11 @@ def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None)
     for name in starts:
         pending = max_pending_reductions or default_max_pending_reductions(replicated=name in all_reduces)
         anchor = _start_of_later_unit(starts, name, pending) or output
+        last = [*finishes.get(name, []), *copies.get(name, [])]
         if name in all_reduces:
             _move_before(anchor, all_reduces[name])
-            _move_before(output, finishes[name])
+            # A copy to the host is to run while the graph computes, too.
+            later = _start_of_later_unit(starts, name, pending + 1) if name in copies else None
+            _move_before(later or output, last)
         else:
-            _move_before(anchor, finishes.get(name, []))
+            _move_before(anchor, last)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_compile import FSDPModule, OffloadPolicy, capture, fsdp_backend, fully_shard
@@ -255,8 +255,8 @@ def test_container_with_forward(fake_ranks: None) -> None:
 
 def test_offload_policy(fake_ranks: None) -> None:
     model = _model()
-    with _refused(model, NotImplementedError, r"CPUOffloadPolicy.* not supported yet; leave it at OffloadPolicy\(\)"):
-        fully_shard(model, mesh=_mesh(), offload_policy=CPUOffloadPolicy())
+    with _refused(model, TypeError, r"takes a CPUOffloadPolicy or OffloadPolicy, not True"):
+        fully_shard(model, mesh=_mesh(), offload_policy=True)
     fully_shard(nn.Linear(8, 8), mesh=_mesh(), offload_policy=OffloadPolicy())
 
 

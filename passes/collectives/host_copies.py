@@ -1,0 +1,178 @@
+"""Copies between the host's memory and the device's, beside what the device computes.
+
+``copy_to_device``  begins to copy flat tensors of the host, one behind the other, into one buffer on the device.
+``copy_to_host``    begins to copy a tensor to the host.
+``wait_copy``       its argument, once the device's later work may read it. The host does not wait.
+
+:func:`wait_on_host` is for the host: until it returns, the result of ``copy_to_host`` may hold anything.
+
+An :class:`Engine` does the copying. That of an accelerator has a stream for each direction, so the copies of one direction run
+one after the other. A device ``cpu`` has the host's memory and no engine, so nothing is copied there; tests give it one whose
+copies take time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..fx.torch_internals.core import disable_dynamo
+
+_library = torch.library.Library("fsdp_host", "DEF")
+# Between two replays of recorded kernels, the host has to wait.
+_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+_library.define("copy_to_device(Tensor[] pieces, str device) -> Tensor", tags=_tags)
+_library.define("copy_to_host(Tensor value, bool pinned) -> Tensor", tags=_tags)
+_library.define("wait_copy(Tensor copy) -> Tensor", tags=_tags)
+
+copy_to_device = torch.ops.fsdp_host.copy_to_device.default
+copy_to_host = torch.ops.fsdp_host.copy_to_host.default
+wait_copy = torch.ops.fsdp_host.wait_copy.default
+
+
+class Copy(Protocol):
+    """A copy that an engine has begun."""
+
+    def wait_on_device(self) -> None:
+        """Have what the device is given from now on run after the copy."""
+
+    def wait_on_host(self) -> None:
+        """Return when the copy is done."""
+
+
+class Engine(Protocol):
+    """What copies between the host and one kind of device. What it reads must stay as it is until the copy is done; memory that
+    is freed before is the engine's to keep from being used again."""
+
+    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
+        """Begin to copy flat tensors of one dtype into a new one, in order."""
+
+    def to_host(self, value: Tensor, *, pinned: bool) -> tuple[Tensor, Copy]:
+        """Begin to copy a tensor into a new one on the host, in pinned memory or not."""
+
+
+class _Event:
+    def __init__(self, stream: torch.Stream):
+        self._event = stream.record_event()
+        self._device = stream.device
+
+    def wait_on_device(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+    def wait_on_host(self) -> None:
+        self._event.synchronize()
+
+
+class StreamEngine:
+    """The engine of a device with streams.
+
+    Results of copies to the device are made on the stream that computes, which waits for the copy ahead of any use: so its
+    allocator need not know of the other stream. What is copied to the host is freed while it is being read; the allocator is
+    told. A pageable tensor blocks the host while it is copied, as everywhere in torch.
+    """
+
+    def __init__(self, device: torch.device):
+        self._in = torch.Stream(device=device)
+        self._out = torch.Stream(device=device)
+
+    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
+        numels = [piece.numel() for piece in pieces]
+        copy = torch.empty(sum(numels), dtype=pieces[0].dtype, device=device)
+        # What had this memory before may still be read.
+        self._in.wait_stream(torch.accelerator.current_stream(device))
+        with self._in:
+            for part, piece in zip(copy.split(numels), pieces, strict=True):
+                part.copy_(piece, non_blocking=True)
+        return copy, _Event(self._in)
+
+    def to_host(self, value: Tensor, *, pinned: bool) -> tuple[Tensor, Copy]:
+        copy = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=pinned)
+        self._out.wait_stream(torch.accelerator.current_stream(value.device))
+        with self._out:
+            copy.copy_(value, non_blocking=pinned)
+        value.record_stream(self._out)
+        return copy, _Event(self._out)
+
+
+_engines: dict[torch.device, Engine] = {}
+# By the address of the storage that it writes.
+_begun: dict[int, Copy] = {}
+
+
+def copies_to(device: torch.device) -> bool:
+    """Whether a device has memory of its own, which the host's has to be copied to."""
+    return device.type != "cpu" or device in _engines
+
+
+def _engine(device: torch.device) -> Engine:
+    if device not in _engines:
+        _engines[device] = StreamEngine(device)
+    return _engines[device]
+
+
+@contextlib.contextmanager
+def engine_of(device: torch.device, engine: Engine) -> Iterator[None]:
+    """Have another engine copy to and from a device, while the ``with`` block runs. Models that are sharded meanwhile for the
+    device ``cpu`` offload to the host as those of an accelerator do."""
+    before = dict(_engines)
+    _engines[device] = engine
+    try:
+        yield
+    finally:
+        _engines.clear()
+        _engines.update(before)
+
+
+def _copy_to_device_kernel(pieces: Sequence[Tensor], device: str) -> Tensor:
+    to = torch.device(device)
+    if to.type != "cpu" and to.index is None:
+        to = torch.device(to.type, torch.accelerator.current_device_index())
+    with torch.no_grad():
+        copy, begun = _engine(to).to_device(pieces, to)
+    _begun[copy.untyped_storage()._cdata] = begun
+    return copy
+
+
+def _copy_to_host_kernel(value: Tensor, pinned: bool) -> Tensor:
+    with torch.no_grad():
+        copy, begun = _engine(value.device).to_host(value, pinned=pinned)
+    _begun[copy.untyped_storage()._cdata] = begun
+    return copy
+
+
+def _wait_copy_kernel(copy: Tensor) -> Tensor:
+    begun = _begun.pop(copy.untyped_storage()._cdata, None)
+    if begun is not None:
+        begun.wait_on_device()
+    return copy
+
+
+def wait_on_host(copy: Tensor) -> None:
+    """Return when the result of ``copy_to_host`` is there."""
+    begun = _begun.pop(copy.untyped_storage()._cdata, None)
+    if begun is not None:
+        begun.wait_on_host()
+
+
+_library.impl("copy_to_device", disable_dynamo(_copy_to_device_kernel), "CompositeExplicitAutograd")
+_library.impl("copy_to_host", disable_dynamo(_copy_to_host_kernel), "CompositeExplicitAutograd")
+_library.impl("wait_copy", disable_dynamo(_wait_copy_kernel), "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake(copy_to_device, lib=_library)
+def _(pieces: Sequence[Tensor], device: str) -> Tensor:
+    return pieces[0].new_empty(sum(piece.numel() for piece in pieces), device=device)
+
+
+@torch.library.register_fake(copy_to_host, lib=_library)
+def _(value: Tensor, pinned: bool) -> Tensor:
+    return value.new_empty(value.shape, device="cpu")
+
+
+@torch.library.register_fake(wait_copy, lib=_library)
+def _(copy: Tensor) -> Tensor:
+    return torch.empty_like(copy)

@@ -1,0 +1,108 @@
+"""A device on the CPU whose memory is another than the host's: copies between the two take time, in threads of their own.
+
+What a copy is to write holds NaN until it is done. So whatever reads it too early computes NaN, and so does what writes over
+the source too early, as it is read late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from passes.collectives.host_copies import engine_of
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Copied:
+    """A copy.
+
+    Attributes:
+        kind: "to_device" or "to_host".
+        nbytes: its size.
+        events: those of its engine.
+        pinned: of a copy to the host: whether that goes to pinned memory.
+        done: set when it is done.
+    """
+
+    kind: str
+    nbytes: int
+    events: list[str]
+    pinned: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def wait_on_device(self) -> None:
+        self.events.append("device waits")
+        self.done.wait()
+
+    def wait_on_host(self) -> None:
+        self.events.append("host waits")
+        self.done.wait()
+
+
+class CopyEngine:
+    """Copies at a rate, one after the other in each direction.
+
+    Attributes:
+        copies: all that were begun, in order.
+        events: what happened in this thread, in order: "begin to_device", "device waits", "host waits" and the like.
+    """
+
+    def __init__(self, bytes_per_s: float):
+        self._bytes_per_s = bytes_per_s
+        self.copies: list[Copied] = []
+        self.events: list[str] = []
+        self._queues: dict[str, queue.SimpleQueue[tuple[Copied, Tensor, Sequence[Tensor]] | None]] = {}
+        for kind in ("to_device", "to_host"):
+            self._queues[kind] = queue.SimpleQueue()
+            threading.Thread(target=self._work, args=(self._queues[kind],), daemon=True).start()
+
+    def _work(self, waiting: queue.SimpleQueue[tuple[Copied, Tensor, Sequence[Tensor]] | None]) -> None:
+        while (item := waiting.get()) is not None:
+            copied, result, pieces = item
+            time.sleep(copied.nbytes / self._bytes_per_s)
+            # Also of tensors that were made in this mode.
+            with torch.inference_mode():
+                for part, piece in zip(result.split([piece.numel() for piece in pieces]), pieces, strict=True):
+                    part.copy_(piece)
+            copied.done.set()
+
+    def close(self) -> None:
+        for waiting in self._queues.values():
+            waiting.put(None)
+
+    def _begin(self, kind: str, result: Tensor, pieces: Sequence[Tensor], pinned: bool) -> tuple[Tensor, Copied]:
+        if result.is_floating_point():
+            result.fill_(float("nan"))
+        copied = Copied(kind, result.nbytes, self.events, pinned)
+        self.copies.append(copied)
+        self.events.append(f"begin {kind}")
+        self._queues[kind].put((copied, result, pieces))
+        return result, copied
+
+    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copied]:
+        result = torch.empty(sum(piece.numel() for piece in pieces), dtype=pieces[0].dtype, device=device)
+        return self._begin("to_device", result, pieces, False)
+
+    def to_host(self, value: Tensor, *, pinned: bool) -> tuple[Tensor, Copied]:
+        assert value.dim() == 1
+        return self._begin("to_host", torch.empty_like(value), [value], pinned)
+
+
+@contextlib.contextmanager
+def copying(bytes_per_s: float = 1e8) -> Iterator[CopyEngine]:
+    """Have models on the CPU that offload keep their shards in another memory than they compute in."""
+    engine = CopyEngine(bytes_per_s)
+    try:
+        with engine_of(CPU, engine):
+            yield engine
+    finally:
+        engine.close()

@@ -27,7 +27,7 @@ _library = torch.library.Library("fsdp_host", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _library.define("copy_to_device(Tensor[] pieces, str device) -> Tensor", tags=_tags)
 _library.define("copy_to_host(Tensor value, bool pinned) -> Tensor", tags=_tags)
-_library.define("wait_copy(Tensor copy) -> Tensor", tags=_tags)
+_library.define("wait_copy(Tensor(a) copy) -> Tensor(a)", tags=_tags)
 
 copy_to_device = torch.ops.fsdp_host.copy_to_device.default
 copy_to_host = torch.ops.fsdp_host.copy_to_host.default
@@ -175,4 +175,4 @@ def _(value: Tensor, pinned: bool) -> Tensor:
 
 @torch.library.register_fake(wait_copy, lib=_library)
 def _(copy: Tensor) -> Tensor:
-    return torch.empty_like(copy)
+    return copy.view(copy.shape)

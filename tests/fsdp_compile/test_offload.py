@@ -7,6 +7,7 @@ nothing is copied; with the engine of :mod:`tests.common.copy_engine` they are t
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -338,3 +339,16 @@ def test_without_an_engine_nothing_is_copied(one_rank: None) -> None:
     with capture() as captured:
         torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})(torch.ones(3, 8)).sum().backward()
     assert "fsdp_host" not in captured.forward[0].readable() + captured.backward[0].readable()
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_torch_finds_nothing_wrong_with_the_operators(lowering: str, one_rank: None) -> None:
+    """AOTAutograd looks for results that share memory with arguments, in the first call, and warns."""
+    with copying(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*custom operator")
+        model = models.MLP()
+        shard_units(model, device_mesh((1,)), fully_shard, offload_policy=CPUOffloadPolicy())
+        forward = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
+        with torch.no_grad():
+            forward(torch.ones(3, 8))
+        forward(torch.ones(3, 8)).sum().backward()

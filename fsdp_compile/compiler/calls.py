@@ -32,6 +32,7 @@ class UnitFacts:
         shard_bytes: this rank's flat storage, padding included.
         trainable, trainable_bytes: the elements of this rank's shards that an optimizer steps, and their bytes.
         layout: its parameters in the order of its storage, and whether an optimizer steps them.
+        is_copied: whether its shards are on the host, and copied from there.
     """
 
     name: str
@@ -40,6 +41,7 @@ class UnitFacts:
     trainable: int
     trainable_bytes: int
     layout: Sequence[tuple[Piece, bool]]
+    is_copied: bool = False
 
     @staticmethod
     def of(unit: Unit, name: str) -> UnitFacts:
@@ -52,6 +54,7 @@ class UnitFacts:
             sum(local.numel() for local in stepped),
             sum(local.nbytes for local in stepped),
             [(_piece(param), param.param.requires_grad) for param in unit.params if param.extension is None],
+            unit.copies,
         )
 
 

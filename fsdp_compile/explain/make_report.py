@@ -114,6 +114,7 @@ def make_report(
     Raises:
         ValueError: a graph ran that was compiled ahead of the capture, or none ran; the hardware is not known, or lacks a rate
             that the step needs; the optimizer is not known.
+        NotImplementedError: shards are on the host.
     """
     machine, keeper = hardware_of(hardware), Optimizer.of(optimizer)
     _check_calls(captured)
@@ -157,6 +158,12 @@ def _check_calls(captured: Capture) -> None:
         raise ValueError(
             "No graph of fsdp_backend ran in this capture. Compile with torch.compile(model, backend=fsdp_backend), and run a "
             "step inside of the with block."
+        )
+    copied = next((unit.name for unit in captured.census.units if unit.is_copied), None)
+    if copied is not None:
+        raise NotImplementedError(
+            f"There is no report on {copied}, whose shards are on the host (offload_policy=CPUOffloadPolicy()): how long "
+            "copies and an optimizer on the host take is not modelled. Leave the policy out to see the rest of the step."
         )
 
 

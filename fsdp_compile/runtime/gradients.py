@@ -351,8 +351,15 @@ def unreduced_gradient(param: ShardedParam, grad: Tensor) -> DTensor:
 
     Raises:
         RuntimeError: the parameter has a gradient, which is a shard and cannot be added to.
+        NotImplementedError: the parameter is on the host, and this gradient is not.
     """
     dtensor: Any = param.param
+    if param.unit.copies:
+        raise NotImplementedError(
+            f"autograd.grad computes the gradient of {param.name}, as pipelines without bubbles do: it is a whole one on the "
+            "device, and the parameter is on the host (offload_policy=CPUOffloadPolicy()). Use backward(), another schedule of "
+            "the pipeline, or no such policy."
+        )
     if param.param.grad is not None and not _is_unreduced(param):
         raise RuntimeError(
             f"{param.name} has a reduced gradient while autograd.grad computes another, as pipelines without bubbles do. Call "

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_compile import FSDPModule, GatherPolicy, capture, clip_grad_norm_, comm_hooks, fsdp_backend, fully_shard
+from passes.collectives.host_copies import copy_to_device
 from tests.common import models, parity
 from tests.common.copy_engine import copying
 from tests.common.distributed import RankPools, device_mesh
@@ -186,11 +187,13 @@ def test_device_waits_late_and_host_once(system: str, rank_pools: RankPools) -> 
 # -------------------------------------------------------------------------------------- the rest of the interface
 
 
-def _train_two_steps(prepare: Callable[[Any], None], offload: str, clip: Callable[..., Any] | None) -> list[Tensor]:
+def _train_two_steps(
+    prepare: Callable[[Any], None], offload: str, clip: Callable[..., Any] | None, shard: Callable[..., Any] | None = None
+) -> list[Tensor]:
     with _memory(offload):
         torch.manual_seed(0)
         model = models.MLP()
-        shard_units(model, device_mesh((2,)), fully_shard, **_OFFLOADS[offload])
+        shard_units(model, device_mesh((2,)), shard or fully_shard, **_OFFLOADS[offload])
         prepare(model)
         forward = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
         optimizer = torch.optim.AdamW(model.parameters())
@@ -219,9 +222,10 @@ def _prefetch(model: Any) -> None:
 
 
 def _unshard(model: Any) -> None:
-    expected = [param.full_tensor() for param in model.head.parameters()]
-    model.head.unshard()
-    assert all(map(torch.equal, expected, model.head.parameters()))
+    block = model.blocks[0]
+    expected = block.up.weight.full_tensor()
+    block.unshard()
+    assert torch.equal(block.up.weight, expected)
 
 
 _PREPARED: Mapping[str, tuple[Callable[[Any], None], Callable[..., Any] | None]] = {
@@ -246,6 +250,45 @@ def test_trains_as_without_what_is_set(names: list[str], rank_pools: RankPools) 
     for ours, theirs in zip(found, expected, strict=True):
         for name in names:
             assert all(map(torch.equal, ours[name], theirs[name])), name
+
+
+def train_with_policies_of_their_own(offload: str) -> list[Tensor]:
+    """Executed by every rank: blocks are on the host, the root is not."""
+
+    def shard(module: nn.Module, **options: Any) -> None:
+        if isinstance(module, models.MLP):
+            options.pop("offload_policy", None)
+        fully_shard(module, **options)
+
+    return _train_two_steps(lambda _: None, offload, None, shard)
+
+
+def test_each_unit_has_its_own_policy(rank_pools: RankPools) -> None:
+    found = rank_pools[2].run(train_with_policies_of_their_own, offload="copies")
+    expected = rank_pools[2].run(train_with_policies_of_their_own, offload="none")
+    assert all(all(map(torch.equal, ours, theirs)) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_units_that_share_a_gather_share_a_copy(one_rank: None) -> None:
+    with copying() as engine:
+        model = models.MLP()
+        shard_units(model, device_mesh((1,)), fully_shard, offload_policy=CPUOffloadPolicy())
+        with capture() as captured:
+            torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})(torch.ones(3, 8)).sum().backward()
+    assert [copy.kind for copy in engine.copies] == ["to_device", "to_device", "to_host"]
+    (copied,) = captured.forward[0].graph_module.graph.find_nodes(op="call_function", target=copy_to_device)
+    # The runs of two blocks and of the root, none of which is joined with another on the host.
+    assert [piece.name.split("_")[0] for piece in copied.args[0]] == ["run"] * 3
+
+
+def test_gradients_that_autograd_returns_are_refused(one_rank: None) -> None:
+    with copying():
+        model = models.MLP()
+        shard_units(model, device_mesh((1,)), fully_shard, offload_policy=CPUOffloadPolicy())
+        model.unshard()  # type: ignore[attr-defined]
+        loss = model(torch.ones(3, 8)).sum()
+        with pytest.raises(NotImplementedError, match=r"the gradient of head\.weight, as pipelines .*Use backward\(\)"):
+            torch.autograd.grad(loss, [model._parameters.get("bias"), model.head._parameters["weight"]], allow_unused=True)
 
 
 def save_and_go_on(path: str) -> None:

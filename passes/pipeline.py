@@ -3,6 +3,7 @@
     Dynamo graph             deduplicate
                              fold_layers
     joint graph              unfold_layers
+                             recompute_stretches (with a memory budget)
                              reshard_after_forward
     forward, backward graph  resolve_ties
       once                   name_shards
@@ -17,11 +18,12 @@
 Which parameters share a bucket is decided ahead of ``bucket``: by ``large_parameters`` and ``small_units``, or by
 ``auto_schedule``. What a pass is
 given, what it returns and what its header says: :mod:`passes.transforms`. ``fuse_products`` and the last ones are the
-lowering's to choose, and handed in.
+lowering's to choose, and handed in. Under a memory budget, which units reshard and how much is recomputed is the choice of
+:mod:`passes.auto.memory_budget`.
 
 Every pass is told to an :data:`Observer`; those that most graphs have no work for, the two over layers and ``fuse_products``,
 only where they changed something. :func:`log_pass` is the observer that writes to torch's structured trace (tlparse shows it)
-and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
+and to the ``passes`` logger (``TORCH_LOGS="+passes"``). :func:`ignore_pass` is the one for graphs that are only tried.
 """
 
 import contextlib
@@ -34,6 +36,7 @@ from torch.fx import Graph, GraphModule
 from .auto.auto_schedule import AutoSchedule, find_grouping, schedule_automatically
 from .auto.grouping import Grouping
 from .auto.large_parameters import separate_large_parameters
+from .auto.memory_budget import StepPolicy
 from .auto.small_units import merge_small_units
 from .fx.emit import replaying_traces
 from .fx.graph import shard_input
@@ -49,6 +52,7 @@ from .transforms.flat_storage import flat_storage, locate_shards
 from .transforms.gradient_sync import synchronize_gradients
 from .transforms.mixed_precision import mixed_precision
 from .transforms.name_shards import name_shards
+from .transforms.recompute_stretches import forward_stretches, recompute_stretches
 from .transforms.repeated_layers import fold_layers, unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
 from .transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
@@ -88,12 +92,18 @@ def log_pass(stage: str, pass_name: str, before: str, after: str) -> None:
     _log_graph(f"fsdp_{stage}_{pass_name}_after", after)
 
 
+def ignore_pass(stage: str, pass_name: str, before: str, after: str) -> None:
+    """The observer that nothing is told, of graphs that are only tried."""
+
+
 def _log_graph(name: str, text: str) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
     logger.debug("%s:\n%s", name, text)
 
 
 def _is_observed(observer: Observer) -> bool:
+    if observer is ignore_pass:
+        return False
     return observer is not log_pass or logger.isEnabledFor(logging.DEBUG) or bool(trace_log.handlers)
 
 
@@ -127,12 +137,29 @@ def fold(gm: GraphModule, observer: Observer = log_pass) -> bool:
 
 
 def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
-    """Passes over the joint graph, ahead of the partitioner. In place."""
+    """Passes over the joint graph, ahead of those that speak to the partitioner. In place."""
     # Inductor sorts what its patterns have replaced after this hook.
     stable_topological_sort(graph)
     with _observed(graph, "joint", "unfold_layers", observer, if_changed=True):
         unfold_layers(graph)
     mark_memory(graph)
+
+
+def run_partitioner_passes(
+    graph: Graph, observer: Observer = log_pass, *, policy: StepPolicy | None = None, num_forward_outputs: int = 0
+) -> None:
+    """Passes over the joint graph that tell the partitioner what to save. In place.
+
+    Args:
+        graph: the graph.
+        observer: is told of every pass.
+        policy: of a memory budget: which units stay gathered, and what is recomputed.
+        num_forward_outputs: with a policy: how many of the graph's outputs are forward's.
+    """
+    if policy is not None:
+        with _observed(graph, "joint", "recompute_stretches", observer, if_changed=True):
+            recompute_stretches(forward_stretches(graph, num_forward_outputs), policy.recomputed)
+        policy.reshard(graph)
     with _observed(graph, "joint", "reshard_after_forward", observer):
         reshard_after_forward(graph)
 

@@ -78,6 +78,20 @@ def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_budgets_hold_in_counted_allocations(tmp_path: Path) -> None:
+    """From the least possible to one that is no constraint, with activations that count."""
+    flags = ["--layers", "3", "--width", "128", "--batch", "8", "--sequence", "128"]
+    (found,) = run("memory_budget.py", tmp_path / "out.json", *flags)["ranks"]
+    assert len(found) == 3 and found[0]["budget"] < 0.6 * found[2]["budget"]
+    for one in found:
+        assert one["accounted"] <= one["budget"] and 0.9 * one["accounted"] < one["counted"] < 1.02 * one["budget"]
+    # What is bought with more bytes.
+    times = [one["predicted_ns"] for one in found]
+    assert times == sorted(times, reverse=True)
+    assert found[0]["recomputed"] > found[2]["recomputed"] == 0
+
+
+@pytest.mark.exhaustive
 def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> None:
     results = run("prediction.py", tmp_path / "out.json", "--quick", "--rounds", "1")
     row = results["rows"]["quick"]

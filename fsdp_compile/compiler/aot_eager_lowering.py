@@ -17,6 +17,7 @@ class AotEagerLowering(Lowering):
     # Inductor's random numbers come from seeds, which its operators ignore where no kernel is made of them: a checkpoint would
     # draw others in backward.
     config_patches: ClassVar[Mapping[str, Any]] = {"fallback_random": True}
+    fuses: ClassVar[bool] = False
 
     def lower(self, gm: GraphModule, *, is_backward: bool, inductor_kwargs: Mapping[str, Any]) -> Lowered:
         gm.recompile()

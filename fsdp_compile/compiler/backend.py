@@ -21,8 +21,17 @@ from passes.fx.graph import placeholder_index
 from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import TracingContext, is_traceable_wrapper_subclass
 from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, inductor_config
+from passes.ir.interface import Interface
 from passes.ir.ops import Unshard, unshards, update_args
-from passes.pipeline import fold, run_dynamo_passes, run_joint_passes
+from passes.pipeline import (
+    fold,
+    ignore_pass,
+    run_dynamo_passes,
+    run_joint_passes,
+    run_partitioner_passes,
+    run_passes,
+    run_preparing_passes,
+)
 
 from ..runtime.graph_inputs import Owners, sharded_param
 from ..runtime.planned_graph import BoxedFunction, PlannedGraph, boxed
@@ -32,6 +41,8 @@ from .capture import observer, snapshot
 from .cuda_graphs import Recorders
 from .garbage import collector_paused
 from .lowering import Lowering
+from .machine import find_hardware
+from .memory_budget import BudgetPartitioner, StepBudget
 from .options import LOWERINGS, Options
 from .prepared_graph import PreparedGraph
 
@@ -86,6 +97,12 @@ def _compile_unsharded(
 ) -> Callable[..., Any]:
     if any(isinstance(value, nn.Parameter) and not hasattr(value, "_fsdp_ignored") for value in example_inputs):
         _warn_once_that_nothing_is_sharded()
+    if options.memory_budget is not None:
+        raise ValueError(
+            "options['memory_budget'] is for a whole step, but this graph uses no sharded parameter: call fully_shard on the "
+            "model ahead of its first compiled call, and compile the whole model, without graph breaks "
+            "(torch.compile(model, fullgraph=True) says where they are)."
+        )
     # CUDA graphs are recorded of programs.
     compiled = None if options.cudagraphs else lowering.compile_unsharded(gm, example_inputs)
     return compiled or _Compilation(example_inputs, options, lowering, {}, Owners({})).run(gm)
@@ -155,14 +172,22 @@ def _check_parameters(
 
 
 class _JointPass(CustomGraphPass):
-    """Inductor's hook for passes of ours over the joint graph, ahead of the user's at the same hook."""
+    """Inductor's hook for passes of ours over the joint graph, ahead of the user's at the same hook.
 
-    def __init__(self, users_passes: Any):
+    Args:
+        users_passes: the user's.
+        tells_partitioner: also those that speak to the partitioner.
+    """
+
+    def __init__(self, users_passes: Any, *, tells_partitioner: bool):
+        self._tells_partitioner = tells_partitioner
         as_list = users_passes if isinstance(users_passes, (list, tuple)) else [users_passes]
         self._following: list[Callable[[Graph], None]] = [function for function in as_list if function is not None]
 
     def __call__(self, graph: Graph) -> None:
         run_joint_passes(graph, observer())
+        if self._tells_partitioner:
+            run_partitioner_passes(graph, observer())
         for function in self._following:
             function(graph)
 
@@ -203,12 +228,22 @@ class _Compilation:
         self._merge_below = options.small_unit_bytes
         self._auto = options.auto_schedule(device) if device is not None else None
         self._recorders = Recorders(device) if options.cudagraphs else None
+        self._budget: StepBudget | None = None
+        if options.memory_budget is not None and device is not None:
+            hardware = find_hardware(options.hardware, device.type)
+            self._budget = StepBudget(options, self._params, self._examples, hardware, fuses=lowering.fuses)
+        tags = _JointPass(inductor_config.joint_custom_post_pass, tells_partitioner=self._budget is None)
         self._config_patches = {
             **lowering.config_patches,
-            "joint_custom_post_pass": _JointPass(inductor_config.joint_custom_post_pass),
+            "joint_custom_post_pass": tags,
             # Parameters that are frozen into the code could not be sharded.
             "freezing": False,
         }
+        self._partitioning: dict[str, Any] = {}
+        if self._budget is not None:
+            self._partitioning["custom_partitioner_fn"] = BudgetPartitioner(self._budget, self._schedule)
+            # Segments have nothing to partition, and Inductor copies its configuration for each.
+            self._config_patches["custom_partitioner_fn"] = None
         # Once one is, ranks have agreed on it, and the compilation cannot begin anew.
         self._is_any_lowered = False
 
@@ -240,7 +275,7 @@ class _Compilation:
                 gm,
                 self._examples,
                 inner_compile=self._inner_compile,  # type: ignore[arg-type]
-                config_patches=self._config_patches,
+                config_patches=self._config_patches | self._partitioning,
             )
         return cast("Callable[..., Any]", compiled)
 
@@ -260,6 +295,7 @@ class _Compilation:
             self._merge_below,
             self._recorders,
             self._other_groups,
+            self._budget,
         )
         planned = PlannedGraph(
             gm,
@@ -272,6 +308,28 @@ class _Compilation:
         if not prepared.is_backward:
             planned.lower_ahead(self._params)
         return boxed(planned)
+
+    def _schedule(self, gm: GraphModule, is_backward: bool) -> tuple[Graph, Interface]:
+        """Do with a graph what its first call will have done to it, up to the lowering. In place."""
+        run_preparing_passes(gm, self._lowering.preparing_passes, is_backward=is_backward, observer=ignore_pass)
+        merges = self._auto is not None or bool(self._merge_below)
+        planned = PlannedGraph(
+            gm, _never_lowered, is_backward=is_backward, owners=self._owners, can_keep=True, can_merge=merges
+        )
+        interface = run_passes(
+            gm,
+            planned.first_plan(self._params),
+            is_backward=is_backward,
+            final_passes=self._lowering.final_passes,
+            observer=ignore_pass,
+            auto=self._auto,
+            merge_below=self._merge_below,
+        )
+        return gm.graph, interface
+
+
+def _never_lowered(plan: Any) -> Any:
+    raise AssertionError("a graph that is tried for a memory budget is not lowered")
 
 
 def _check_offload(options: Options, params: Iterable[ShardedParam]) -> None:

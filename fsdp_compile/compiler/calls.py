@@ -132,7 +132,7 @@ class Census:
                 for member in unit.scope.units:
                     self._names[member] = f"{member.name or 'root'}{suffix}"
                     self.units.append(UnitFacts.of(member, self._names[member]))
-                self.other_bytes += sum(_other_bytes(unit) for unit in unit.scope.units if unit.is_root)
+                self.other_bytes += sum(other_bytes(unit) for unit in unit.scope.units if unit.is_root)
 
     def name_of(self, unit: Unit) -> str:
         """The name of a unit that no other unit has."""
@@ -170,7 +170,8 @@ def _bytes_of_extension(param: ShardedParam) -> int:
     return 0 if param.extension is None else param.extension.num_bytes(param.local)
 
 
-def _other_bytes(root: Unit) -> int:
+def other_bytes(root: Unit) -> int:
+    """What the modules of an outermost unit hold besides shards: buffers, and parameters that are not sharded."""
     values = {id(value): value for module in root.modules for value in (*module.buffers(), *module.parameters())}
     return sum(value.nbytes for value in values.values() if not isinstance(value, DTensor))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, GraphModule
 
+from passes.auto.memory_budget import Choice
 from passes.fx.graph import copy_of
 from passes.fx.torch_internals.core import _make_graph_module, _use_lazy_graph_module
 from passes.models.hardware import Hardware
@@ -78,6 +79,7 @@ class Capture:
         calls: the calls of these graphs, and of graphs that an earlier capture saw, in order.
         unknown_calls: how many graphs ran that had been lowered while nothing captured.
         outside: what communicated outside of graphs, once for each time.
+        choices: what was tried and chosen for memory budgets, for each joint graph.
         census: the sharded models that the calls were for.
     """
 
@@ -87,6 +89,7 @@ class Capture:
     calls: list[GraphCall] = field(default_factory=list)
     unknown_calls: int = 0
     outside: list[str] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
     census: Census = field(default_factory=Census)
     _takes_passes: bool = field(default=True, repr=False)
 
@@ -183,6 +186,12 @@ def _record_pass(stage: str, name: str, before: str, after: str) -> None:
     for active in _active:
         if active._takes_passes:
             active.passes.append(CapturedPass(stage, name, before, after))
+
+
+def record_choice(choice: Choice) -> None:
+    """Hand what was chosen for a memory budget to every capture that is under way."""
+    for active in _active:
+        active.choices.append(choice)
 
 
 def record(captured: CapturedGraph, is_backward: bool, function: BoxedFunction) -> None:

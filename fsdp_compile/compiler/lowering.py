@@ -39,11 +39,13 @@ class Lowering(ABC):
         config_patches: settings of Inductor, whose passes run over joint graphs with every lowering.
         preparing_passes: passes over a graph for this lowering's sake, ahead of its plans.
         final_passes: passes that graphs end with for this lowering's sake.
+        fuses: whether it makes one kernel of several operators, so that values between them are never written.
     """
 
     config_patches: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     preparing_passes: ClassVar[Sequence[Callable[[Graph], None]]] = ()
     final_passes: ClassVar[Sequence[Callable[[Graph], None]]] = ()
+    fuses: ClassVar[bool] = True
 
     def prepare(self, device_types: set[str]) -> None:  # noqa: B027 (most have nothing to prepare)
         """Begin, in the background, what takes time and does not depend on the graph. Called before it is traced.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,10 +18,17 @@ from .aot_eager_lowering import AotEagerLowering
 from .inductor_lowering import InductorLowering
 from .lowering import Lowering
 from .machine import find_hardware
+from .optimizer_state import Optimizer
 
 #: What makes functions of graphs, by the names that users give: called once for each graph of Dynamo.
 LOWERINGS: Mapping[str, Callable[[], Lowering]] = {"inductor": InductorLowering, "aot_eager": AotEagerLowering}
 _SCHEDULES = ("default", "auto")
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) *(?P<unit>[KMGT]?i?B)", re.IGNORECASE)
+_UNITS = {"B": 1} | {
+    f"{prefix}{suffix}": base ** (power + 1)
+    for suffix, base in (("B", 1000), ("IB", 1024))
+    for power, prefix in enumerate("KMGT")
+}
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,12 @@ class Options:
             points are chosen by a cost model.
         memory_limit: only with "auto": the most bytes that may live at once in a graph, in the accounting of
             ``CapturedGraph.live_bytes()``.
-        hardware: only with "auto": the machine's numbers, or the path of a file that ``fsdp_compile.calibrate`` wrote. Else the
-            file that a calibration left, or a table.
+        memory_budget: the most bytes that may live at once in a whole step, shards and optimizer included: bytes, text such as
+            "80GB" or "74.5GiB", or a part of the device's memory, from 0.0 to 1.0 (see :mod:`passes.auto.memory_budget`).
+        optimizer: only with ``memory_budget``: whose state counts; "adamw", "momentum", "sgd", its bytes for each element of a
+            parameter, or None.
+        hardware: only with "auto" or ``memory_budget``: the machine's numbers, or the path of a file that
+            ``fsdp_compile.calibrate`` wrote. Else the file that a calibration left, or a table.
         merge_below: units with fewer bytes of parameters share collectives; 0: none does. None: the default,
             :data:`passes.auto.small_units.MERGE_BELOW_BYTES`.
         cudagraphs: record forward and backward as CUDA graphs (see :mod:`fsdp_compile.compiler.cuda_graphs`).
@@ -43,6 +55,8 @@ class Options:
     lowering: str = "inductor"
     schedule: str = "default"
     memory_limit: int | None = None
+    memory_budget: int | float | str | None = None
+    optimizer: str | float | None = "adamw"
     hardware: Hardware | str | os.PathLike[str] | None = None
     merge_below: int | None = None
     cudagraphs: bool = False
@@ -63,6 +77,7 @@ class Options:
             if getattr(parsed, name) not in choices:
                 raise ValueError(f"options[{name!r}] must be one of {choices}, not {getattr(parsed, name)!r}.")
         parsed._check_schedule()
+        parsed._check_budget()
         below = parsed.merge_below
         if below is not None and (not isinstance(below, int) or isinstance(below, bool) or below < 0):
             raise ValueError(f"options['merge_below'] must be a number of bytes, an int, 0 to merge no units, not {below!r}.")
@@ -76,9 +91,57 @@ class Options:
             raise ValueError(f"options['memory_limit'] must be a positive number of bytes, an int, not {limit!r}.")
         if self.hardware is not None and not isinstance(self.hardware, (Hardware, str, os.PathLike)):
             raise ValueError(f"options['hardware'] must be a Hardware or the path of a file, not {self.hardware!r}.")
-        for name in ("memory_limit", "hardware"):
-            if getattr(self, name) is not None and self.schedule != "auto":
-                raise ValueError(f"options[{name!r}] means something only with options['schedule'] = 'auto'.")
+        if limit is not None and self.schedule != "auto":
+            raise ValueError("options['memory_limit'] means something only with options['schedule'] = 'auto'.")
+        if self.hardware is not None and self.schedule != "auto" and self.memory_budget is None:
+            raise ValueError(
+                "options['hardware'] means something only with options['schedule'] = 'auto' or options['memory_budget']."
+            )
+
+    def _check_budget(self) -> None:
+        budget = self.memory_budget
+        if budget is None:
+            if self.optimizer != "adamw":
+                raise ValueError("options['optimizer'] means something only with options['memory_budget'].")
+            return
+        Optimizer.of(self.optimizer)
+        if self.cudagraphs:
+            raise ValueError(
+                "options['memory_budget'] does not count the memory that CUDA graphs keep: leave options['cudagraphs'] out."
+            )
+        if isinstance(budget, str):
+            size = _SIZE.fullmatch(budget.strip())
+            is_sensible = size is not None and float(size["number"]) > 0
+        elif isinstance(budget, float):
+            is_sensible = 0 < budget <= 1
+        else:
+            is_sensible = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
+        if not is_sensible:
+            raise ValueError(
+                "options['memory_budget'] must be a number of bytes (an int), text such as '80GB' or '74.5GiB', or a part of "
+                f"the device's memory (a float above 0 and up to 1), not {budget!r}."
+            )
+
+    def budget_bytes(self, device: torch.device) -> int:
+        """The memory budget on a device.
+
+        Raises:
+            ValueError: it is a part of the memory of a device that does not say how much it has.
+        """
+        budget = self.memory_budget
+        assert budget is not None
+        if isinstance(budget, str):
+            size = _SIZE.fullmatch(budget.strip())
+            assert size is not None
+            return int(float(size["number"]) * _UNITS[size["unit"].upper()])
+        if isinstance(budget, int):
+            return budget
+        if device.type == "cpu":
+            raise ValueError(
+                f"options['memory_budget'] = {budget!r} is a part of the device's memory, but the parameters are on the CPU, "
+                "whose memory is not this rank's alone: give bytes, such as '16GB'."
+            )
+        return int(budget * torch.get_device_module(device).get_device_properties(device).total_memory)
 
     @property
     def small_unit_bytes(self) -> int:

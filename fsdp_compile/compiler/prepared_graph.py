@@ -29,6 +29,7 @@ from .capture import CapturedGraph, is_capturing, observer, record, snapshot
 from .cuda_graphs import Recorders
 from .garbage import collector_paused
 from .lowering import Lowering
+from .memory_budget import StepBudget
 
 
 class PreparedGraph:
@@ -43,6 +44,7 @@ class PreparedGraph:
         merge_below: bytes from which on a unit has collectives of its own.
         recorders: make CUDA graphs of programs; None: they do not become any.
         other_groups: process groups of other parallelism, by name, with what they are called.
+        budget: of the step, to which every graph that is lowered is held; None: there is none.
 
     Attributes:
         is_backward: whether it is a backward graph.
@@ -58,6 +60,7 @@ class PreparedGraph:
         merge_below: int,
         recorders: Recorders | None,
         other_groups: Mapping[str, str],
+        budget: StepBudget | None = None,
     ):
         self._gm = gm
         self._lowering = lowering
@@ -66,6 +69,7 @@ class PreparedGraph:
         self.is_backward = bool(inductor_kwargs.get("is_backward"))
         self._auto = auto
         self._merge_below = merge_below
+        self._budget = budget
         self._recorders = recorders
         self._group_names = _group_names(gm.graph, other_groups)
         self._tracing_context = TracingContext.try_get()
@@ -77,6 +81,8 @@ class PreparedGraph:
         # Fake tensors of a mode around the call are not those of the graph.
         with unset_fake_temporarily():
             gm, interface = self._schedule(plan)
+            if self._budget is not None:
+                self._budget.check(gm.graph, interface, is_backward=self.is_backward)
             group_names = self._group_names | _reduce_scatter_groups(plan)
             stage = "backward" if self.is_backward else "forward"
             # Another thread may compile meanwhile: on other ranks it may be that one's turn.

@@ -87,7 +87,8 @@ def explain(
         optimizer: "adamw" (two moments, in the dtype of shards), "momentum", "sgd", the bytes of state for each element of a
             parameter, or None: there is none. Its step counts with the time that it takes to read and write state and shards
             once, and to read gradients.
-        suggest: try ``schedule="auto"`` and ``reshard_after_forward=False``, too: two more traces.
+        suggest: try ``schedule="auto"`` and ``reshard_after_forward=False``, too: two more traces. Not with a memory budget,
+            under which the report has what was tried.
         unknown_size: what each size that depends on data counts as, such as the tokens that go from one rank to the experts of
             another.
 
@@ -110,11 +111,14 @@ def explain(
     if unknown_size < 1:
         raise ValueError(f"unknown_size={unknown_size!r} must be at least 1.")
     given = {"schedule": "default", **(options or {})}
+    has_budget = given.get("memory_budget") is not None
 
     def run(*, schedule: str, shard: Callable[[Any, DeviceMesh], Any] = shard) -> Report:
         chosen = {**given, "schedule": schedule}
-        if schedule == "auto":
+        if schedule == "auto" or has_budget:
             chosen.setdefault("hardware", machine)
+        if has_budget:
+            chosen.setdefault("optimizer", optimizer)
         played = _played(machine, model, inputs, mesh_shape, shard=shard, step=step, options=chosen)
         with supposing(unknown_size), played as captured:
             found = _tokens(inputs, captured) if tokens is None else tokens
@@ -122,6 +126,11 @@ def explain(
 
     @functools.cache
     def derive() -> Derivation:
+        if has_budget:
+            raise ValueError(
+                "There are no formulae for a step under options['memory_budget'], as other sizes would have it choose "
+                "otherwise: explain it at these sizes."
+            )
         if isinstance(mesh_shape, Mapping):
             raise ValueError(
                 f"There are formulae for FSDP and HSDP alone, not for a mesh with dimensions of its own, {dict(mesh_shape)!r}: "
@@ -140,7 +149,7 @@ def explain(
         return Derivation(traced, machine, optimizer, report.tokens, traced.values)
 
     report = replace(run(schedule=given["schedule"]), _derive=derive)
-    if not suggest:
+    if not suggest or has_budget:
         return report
 
     def keeping(model: Any, mesh: DeviceMesh) -> None:
@@ -237,7 +246,7 @@ def _backend(gm: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] 
 def _without_lowering(name: str) -> Lowering:
     """A lowering that leaves graphs as they are, after the passes that another one asks for."""
     other = LOWERINGS[name]()
-    names = ("preparing_passes", "final_passes", "config_patches")
+    names = ("preparing_passes", "final_passes", "config_patches", "fuses")
     return type("WithoutLowering", (AotEagerLowering,), {name: getattr(other, name) for name in names})()
 
 

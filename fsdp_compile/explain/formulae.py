@@ -26,11 +26,11 @@ from passes.models.hardware import Hardware
 from passes.models.memory_model import Breakdown, Category
 
 from ..compiler.calls import GraphCall
+from ..compiler.optimizer_state import Optimizer
 from .attribution import NO_UNIT, shares
 from .figures import GraphFigures
 from .formulae_text import formulae_latex, formulae_text
 from .graph_formulae import GraphFormulae, usual
-from .make_report import Optimizer
 from .memory import StepMemory
 from .report import Report
 from .symbolic import MEANINGS, SYMBOLS, SymbolicStep, unit_at

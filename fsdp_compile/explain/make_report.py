@@ -6,7 +6,6 @@ import itertools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from passes.collectives.functional import group_size
@@ -15,14 +14,13 @@ from passes.models.hardware import Hardware, known_hardware
 
 from ..compiler.calls import Census, GraphCall, UnitFacts
 from ..compiler.capture import Capture
+from ..compiler.optimizer_state import Optimizer
 from .exposure import exposures
 from .figures import GraphFigures
 from .memory import CATEGORIES, StepMemory
 from .parts import CallReport, MemoryReport, Source, UnitReport
 from .report import Report
 
-#: Tensors of a shard's size and dtype that optimizers of torch keep for it.
-OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
 _GPUS = ("a100", "h100", "h200", "b200")
 _EACH = ("compute_ns", "communication_ns", "exposed_ns", "gathered_bytes", "scattered_bytes", "all_reduced_bytes")
 
@@ -49,51 +47,6 @@ def hardware_of(given: Hardware | str | os.PathLike[str]) -> Hardware:
         f"hardware={str(given)!r} is not known: give {', '.join(map(repr, (*_GPUS, 'cpu')))}, the path of a file that "
         "python -m fsdp_compile.calibrate wrote (there is none of that name), or a passes.models.hardware.Hardware."
     )
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """What a step of an optimizer reads, writes and keeps.
-
-    Attributes:
-        name: how the report calls it.
-        copies: its state for a shard, as a multiple of the shard's bytes.
-        bytes_per_element: the same, for each trainable element, whatever its dtype.
-    """
-
-    name: str
-    copies: int = 0
-    bytes_per_element: float = 0.0
-
-    @staticmethod
-    def of(given: str | float | None) -> Optimizer:
-        """The optimizer that a user means: a name of :data:`OPTIMIZERS`, the bytes of its state, or None for none.
-
-        Raises:
-            ValueError: it is none of these.
-        """
-        if given is None:
-            return Optimizer("none")
-        if isinstance(given, str) and given.lower() in OPTIMIZERS:
-            return Optimizer(given.lower(), OPTIMIZERS[given.lower()])
-        if isinstance(given, (int, float)) and not isinstance(given, bool) and given >= 0:
-            return Optimizer(f"{given:g} bytes for each element", bytes_per_element=given)
-        raise ValueError(
-            f"optimizer={given!r} is not known: give {', '.join(map(repr, OPTIMIZERS))}, the bytes of state that it keeps for "
-            "each element of a parameter, or None for a step without one."
-        )
-
-    def state_bytes(self, census: Census) -> int:
-        """The bytes of its state on this rank."""
-        elements, num_bytes = (sum(getattr(unit, name) for unit in census.units) for name in ("trainable", "trainable_bytes"))
-        return round(self.bytes_per_element * elements) + self.copies * num_bytes
-
-    def time_ns(self, census: Census, hardware: Hardware) -> int:
-        """The time of a step that reads gradients, and reads and writes shards and state, once each."""
-        if self.name == "none":
-            return 0
-        shards = sum(unit.trainable_bytes for unit in census.units)
-        return round((3 * shards + 2 * self.state_bytes(census)) / hardware.bytes_per_s * 1e9)
 
 
 def make_report(
@@ -125,8 +78,8 @@ def make_report(
             _check_rates(call, machine)
             made[call.key] = figures_of(call, census.units, machine)
     figures = [made[call.key] for call in calls]
-    memory = StepMemory(calls, figures, census, keeper.state_bytes(census))
-    optimizer_ns = keeper.time_ns(census, machine)
+    memory = StepMemory(calls, figures, census, keeper.state_bytes(census.units))
+    optimizer_ns = keeper.time_ns(census.units, machine)
     time_ns = sum(of_call.timeline.total for of_call in figures) + optimizer_ns
     flops, model_flops, ideal_s = _flops(calls, figures, machine)
     return Report(
@@ -143,6 +96,7 @@ def make_report(
         flops=flops,
         model_flops=model_flops,
         mfu=ideal_s * 1e9 / time_ns if time_ns else 0.0,
+        choices=tuple(captured.choices),
         outside=tuple(captured.outside),
         _source=Source(calls, figures, memory),
     )

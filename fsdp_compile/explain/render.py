@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from passes.auto.memory_budget import SAVE, Choice
+
 from .exposure import Exposure, milliseconds
 from .parts import Suggestion, UnitReport
 
@@ -48,7 +50,7 @@ class Table:
 
 def tables(report: Report) -> list[Table]:
     """The tables of a report."""
-    return [_unit_table(report), _call_table(report), _memory_table(report)]
+    return [_unit_table(report), _call_table(report), _memory_table(report), *map(_budget_table, report.choices)]
 
 
 def measured_table(measured: Measured) -> Table:
@@ -159,6 +161,28 @@ def _memory_table(report: Report) -> Table:
     bucket = memory.largest_bucket
     most = f" Of the buckets, {bucket[0]} holds most then: {size(bucket[1])}." if bucket else ""
     return Table(rows, f"The peak is {memory.when}.{most}")
+
+
+def _budget_table(choice: Choice) -> Table:
+    """The trials that a memory budget can come to choose; what the next bytes would buy."""
+    frontier = choice.frontier()
+    rows = [[f"budget {size(choice.limit)}", "stay gathered", "recomputed", "memory", "forward and backward"]]
+    for trial in frontier:
+        policy = trial.policy
+        units = len(policy.kept) + len(policy.resharded)
+        kept = f"{len(policy.kept)} of {units} units"
+        recomputed = [] if policy.activation_budget == SAVE else ["what is cheap"]
+        recomputed += [f"{policy.recomputed} of {policy.stretches} stretches"] if policy.recomputed else []
+        mark = "chosen" if trial == choice.chosen else "" if trial.peak_bytes <= choice.limit else "too large"
+        memory, time = size(trial.peak_bytes), milliseconds(trial.time_ns)
+        rows.append([mark, kept, ", ".join(recomputed) or "nothing", memory, time])
+    others = len(choice.trials) - len(frontier)
+    note = f"{others} others were tried, that take no less time with as many bytes or more."
+    next_one = next((trial for trial in frontier if trial.peak_bytes > choice.limit), None)
+    if next_one is not None:
+        more, saved = size(next_one.peak_bytes - choice.limit), milliseconds(choice.chosen.time_ns - next_one.time_ns)
+        note += f" With {more} more, the step would be {saved} faster."
+    return Table(rows, note)
 
 
 def verdict(report: Report) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from passes.auto.memory_budget import Choice
 from passes.models.hardware import Hardware
 
 from .chrome_trace import write_trace
@@ -43,6 +44,7 @@ class Report:
         mfu: the part of the step that ``model_flops`` would take at the hardware's peak rates; where these are not known, at
             the rates that it sustains.
         suggestions: changes, evaluated.
+        choices: what was tried and chosen for a memory budget, for each joint graph.
         outside: what communicates outside of graphs, which nothing here counts, once for each time.
     """
 
@@ -60,6 +62,7 @@ class Report:
     model_flops: int
     mfu: float
     suggestions: Sequence[Suggestion] = ()
+    choices: Sequence[Choice] = ()
     outside: Sequence[str] = ()
     _source: Source | None = field(default=None, repr=False, compare=False)
     _derive: Callable[[], Derivation] | None = field(default=None, repr=False, compare=False)

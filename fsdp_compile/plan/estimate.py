@@ -23,7 +23,7 @@ from passes.models.memory_model import Breakdown, Category
 from passes.models.timeline import awaited, is_wait
 
 from ..compiler.calls import Census, GraphCall
-from ..explain.formulae import Optimizer
+from ..compiler.optimizer_state import Optimizer
 from ..explain.graph_formulae import GraphFormulae
 from ..explain.memory import StepMemory
 from ..explain.symbolic import SYMBOLS, SymbolicStep, unit_at
@@ -172,7 +172,7 @@ class StepTable:
         for call in calls:
             for wire, waited in done[call.key][1].items():
                 exposed[wire] = exposed.get(wire, 0.0) + waited / 1e9
-        time_ns = sum(done[call.key][0] for call in calls) + self._optimizer.time_ns(census, self._hardware)
+        time_ns = sum(done[call.key][0] for call in calls) + self._optimizer.time_ns(census.units, self._hardware)
         products = sum(done[call.key][2] for call in calls)
         return Estimate(time_ns / 1e9, exposed, products / 1e9, self._peak(calls, census, values, sizes))
 
@@ -221,7 +221,7 @@ class StepTable:
             key: _Figures(Breakdown({}, {}, held(table.given_out), held(table.taken))) for key, table in self._tables.items()
         }
         placed = [replace(call, gradient_bytes=call.gradients.num_bytes(sizes["S"])) for call in calls]
-        memory = StepMemory(placed, [figures[call.key] for call in calls], census, self._optimizer.state_bytes(census))
+        memory = StepMemory(placed, [figures[call.key] for call in calls], census, self._optimizer.state_bytes(census.units))
         return round(max(sum(around.values()) + inside[call.key] for around, call in zip(memory.around, calls, strict=True)))
 
 

@@ -6,7 +6,7 @@ A lowered graph does not know which parameters it works on: equal blocks may sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from passes.transforms.bucket import Group
 
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
-from .call import Call
+from .call import Call, Gradients
 from .course import Run
 from .gradients import receive
 from .graph_inputs import GraphInputs, Owners
@@ -99,12 +99,24 @@ class PlannedGraph:
 
     def lower_ahead(self, params: dict[tuple[str, str], ShardedParam]) -> None:
         """Lower a forward graph for the plan that its first call will have, of parameters by (unit, name) in the graph."""
-        gathers = []
-        for bucket, members in zip(self._inputs.gather_buckets, self._inputs.gathers, strict=True):
-            specs = [Unshard.of(node) for node in bucket.nodes]
-            gathers.append(self._gather([params[spec.unit, spec.name] for spec in specs] if members is not None else None))
-        units = {unit: param.unit for (unit, _), param in params.items()}
-        self._variant(Plan(tuple(gathers), prefetch=self._prefetch(units, gathers)), units)
+        self._variant(self.first_plan(params), {unit: param.unit for (unit, _), param in params.items()})
+
+    def first_plan(self, params: Mapping[tuple[str, str], ShardedParam]) -> Plan:
+        """The plan that its first call will have, of parameters by (unit, name) in the graph."""
+
+        def of(members: Sequence[int]) -> list[ShardedParam]:
+            return [params[self._inputs.names[index]] for index in members]
+
+        gathers = tuple(self._gather(None if members is None else of(members)) for members in self._inputs.gathers)
+        if self.is_backward:
+            # What a first forward keeps for later ones is there by then.
+            gathers = tuple(Gather.REUSE if gather is Gather.KEEP else gather for gather in gathers)
+        units = {unit: params[self._inputs.names[index]].unit for unit, index in self._inputs.units.items()}
+        prefetch = self._prefetch(units, gathers)
+        if not self.is_backward:
+            return Plan(gathers, prefetch=prefetch)
+        gradients = [Gradients(of(bucket.members), bucket.like, bucket.grad_dtype) for bucket in self._inputs.gradients]
+        return self._reducing(gathers, gradients, prefetch)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         call = Call(self._inputs, self.owners, args)
@@ -159,11 +171,17 @@ class PlannedGraph:
             return Plan(actions, left_out, prefetch, None, tuple(range(len(left_out))) if self._can_merge else ())
         for bucket in call.gradients:
             receive(bucket.unit, bucket.params)
-        made = tuple(bucket.plan() for bucket in call.gradients)
-        reducing = [bucket.unit for bucket in call.gradients if bucket.reduction.sync is not Sync.NONE]
-        factors = [bucket.factors for bucket in call.gradients]
+        return self._reducing(actions, call.gradients, prefetch)
+
+    def _reducing(
+        self, gathers: tuple[Gather, ...], gradients: Sequence[Gradients], prefetch: tuple[tuple[str, tuple[str, ...]], ...]
+    ) -> Plan:
+        """The plan of a backward whose gradients are wanted."""
+        made = tuple(bucket.plan() for bucket in gradients)
+        reducing = [bucket.unit for bucket in gradients if bucket.reduction.sync is not Sync.NONE]
+        factors = [bucket.factors for bucket in gradients]
         classes = tuple(map(factors.index, factors)) if self._can_merge else ()
-        return Plan(actions, made, prefetch, max_pending_reductions(reducing), classes)
+        return Plan(gathers, made, prefetch, max_pending_reductions(reducing), classes)
 
     def _gather(self, params: list[ShardedParam] | None) -> Gather:
         if params is None:

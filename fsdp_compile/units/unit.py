@@ -221,6 +221,11 @@ class Unit:
             return False
         return self.mesh.device.type != "cpu" or torch.accelerator.is_available()
 
+    @property
+    def may_choose_reshard(self) -> bool:
+        """Whether nobody has said whether backward gathers again."""
+        return self._reshard_after_forward is None
+
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Set whether backward gathers again. Compiled graphs are traced again."""
         self._reshard_after_forward = reshard

@@ -33,13 +33,14 @@ _traces: ContextVar[_Traces | None] = ContextVar("_traces", default=None)
 
 @contextlib.contextmanager
 def replaying_traces(*, fresh: bool = True) -> Iterator[None]:
-    """Trace equal code for equal tensors once, inside of the ``with`` block: equal layers ask for the same.
+    """Trace equal code for equal tensors once, inside of the ``with`` block and of those around it: as equal layers ask for.
 
     Args:
         fresh: give every node a fake value of its own. False is faster, and only for graphs that are asked about and thrown
             away: nodes that share a fake value look as if they shared memory.
     """
-    token = _traces.set(_Traces({}, fresh))
+    around = _traces.get()
+    token = _traces.set(_Traces({} if around is None else around.graphs, fresh))
     try:
         yield
     finally:

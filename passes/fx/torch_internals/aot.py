@@ -3,7 +3,8 @@
 # Switches of AOTAutograd that a compilation with parameters that outlive it needs.
 import torch._functorch.config as functorch_config
 
-# ``explain`` keeps the partitioner from asking a GPU that is not there for its generator.
+# ``explain`` keeps the partitioner from asking a GPU that is not there for its generator. A memory budget has it partition a
+# joint graph several times.
 import torch._functorch.partitioners as partitioners
 
 # A layer that stands for others is traced, forward and backward, as compiled code is; what is public traces for export, and

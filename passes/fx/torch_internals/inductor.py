@@ -19,7 +19,7 @@ from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compi
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 
 # Hooks of Inductor are objects that say what their result depends on, for its cache.
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 # Its overlap of tensor parallelism, for which segments hold no collectives.
 from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass

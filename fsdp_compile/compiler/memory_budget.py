@@ -1,0 +1,230 @@
+"""``options["memory_budget"]``: the partitioner that chooses what a step keeps, gathers again and computes again.
+
+:mod:`passes.auto.memory_budget` says what is tried, and takes the best. Here is what it needs of a model: what lives all the
+time, and which units are open. Also every graph that is lowered later, for other plans, is held to the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from passes.auto.memory_budget import (
+    Choice,
+    StepPolicy,
+    Trial,
+    graph_memory,
+    graph_peak,
+    graph_time,
+    held_in_backward,
+    step_policies,
+)
+from passes.fx.emit import replaying_traces
+from passes.fx.sizes import num_bytes
+from passes.fx.torch_internals.aot import functorch_config, partitioners
+from passes.fx.torch_internals.core import unset_fake_temporarily
+from passes.fx.torch_internals.inductor import CustomPartitionerFn, inductor_config
+from passes.ir.interface import FullParameter, Interface
+from passes.ir.ops import unshards
+from passes.models.hardware import Hardware
+from passes.models.memory_model import Breakdown, Category
+from passes.pipeline import ignore_pass, run_partitioner_passes
+
+from ..units.sharded_param import ShardedParam
+from ..units.unit import Unit
+from .calls import UnitFacts, other_bytes
+from .capture import observer, record_choice, snapshot
+from .optimizer_state import Optimizer
+
+if TYPE_CHECKING:
+    from .options import Options
+
+#: Schedules a copy of a forward or backward graph for the plan of its first call.
+Scheduler = Callable[[GraphModule, bool], tuple[Graph, Interface]]
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Of a scheduled graph: its live bytes, the most of them, and gathered parameters that the caller holds meanwhile."""
+
+    memory: Breakdown
+    peak: int
+    parameters: int
+
+
+class StepBudget:
+    """The budget of a step, which a forward graph and its backward are.
+
+    Args:
+        options: with a budget.
+        params: the sharded parameters of the graph, by the names of unit and parameter in it.
+        examples: the graph's inputs.
+        hardware: what the step is predicted for.
+        fuses: whether the lowering fuses operators into kernels.
+
+    Raises:
+        ValueError: the graph is not all of a step.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        params: Mapping[tuple[str, str], ShardedParam],
+        examples: Sequence[Any],
+        hardware: Hardware,
+        *,
+        fuses: bool,
+    ):
+        units = {name: param.unit for (name, _), param in params.items()}
+        _check_is_whole(units.values())
+        if inductor_config.custom_partitioner_fn is not None:
+            raise ValueError(
+                "options['memory_budget'] partitions graphs, and so does torch._inductor.config.custom_partitioner_fn: unset "
+                "one of the two."
+            )
+        self.limit = options.budget_bytes(next(iter(units.values())).mesh.device)
+        self.resident = _resident_bytes(units.values(), examples, Optimizer.of(options.optimizer))
+        self._open = {name for name, unit in units.items() if unit.may_choose_reshard}
+        self._hardware = hardware
+        self._fuses = fuses
+        self._forward: _Figures | None = None
+
+    def partition(
+        self, joint: GraphModule, inputs: Sequence[Any], schedule: Scheduler, **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        """Partition a joint graph by the best policy.
+
+        Args:
+            joint: the graph, ahead of the passes that speak to the partitioner.
+            inputs, kwargs: the partitioner's.
+            schedule: makes the graphs whose memory and time count.
+
+        Raises:
+            ValueError: nothing fits.
+        """
+        outputs = kwargs["num_fwd_outputs"]
+        policies = step_policies(joint.graph, outputs, self._open, functorch_config.activation_memory_budget)
+        trials = []
+        with replaying_traces():
+            for policy in policies:
+                forward, backward = _partition(snapshot(joint), inputs, policy, **kwargs)
+                trials.append(self._evaluate(policy, [schedule(forward, False), schedule(backward, True)]))
+        choice = Choice.of(trials, self.limit)
+        record_choice(choice)
+        return _partition(joint, inputs, choice.chosen.policy, is_final=True, **kwargs)
+
+    def _evaluate(self, policy: StepPolicy, scheduled: Sequence[tuple[Graph, Interface]]) -> Trial:
+        forward, backward = (self._figures(graph, interface) for graph, interface in scheduled)
+        time = sum(graph_time(graph, self._hardware) for graph, _ in scheduled)
+        return Trial(policy, max(self._during_forward(forward), self._during_backward(forward, backward)), time)
+
+    def _figures(self, graph: Graph, interface: Interface) -> _Figures:
+        memory = graph_memory(graph, fuses=self._fuses)
+        inputs = graph.find_nodes(op="placeholder")
+        extra = zip(inputs[len(inputs) - len(interface.inputs) :], interface.inputs, strict=True)
+        parameters = sum(num_bytes(node.meta["val"]) for node, slot in extra if isinstance(slot, FullParameter))
+        return _Figures(memory, graph_peak(memory), parameters)
+
+    def _during_forward(self, forward: _Figures) -> int:
+        return self.resident + forward.parameters + forward.peak
+
+    def _during_backward(self, forward: _Figures, backward: _Figures) -> int:
+        """Also of the forward ahead of it, with the gradients that waited for this backward."""
+        waited = int(backward.memory.taken[Category.GRADIENTS])
+        inside = held_in_backward(forward.memory, backward.memory) + backward.parameters + backward.peak
+        return max(self._during_forward(forward) + waited, self.resident + inside)
+
+    def check(self, graph: Graph, interface: Interface, *, is_backward: bool) -> None:
+        """Hold a graph that is about to be lowered to the budget.
+
+        Raises:
+            ValueError: with what its plan asks for, the step does not fit.
+        """
+        figures = self._figures(graph, interface)
+        if is_backward:
+            assert self._forward is not None
+            needed = self._during_backward(self._forward, figures)
+        else:
+            self._forward = figures
+            needed = self._during_forward(figures)
+        if needed > self.limit:
+            stage = "backward" if is_backward else "forward"
+            raise ValueError(
+                f"options['memory_budget'] = {self.limit} bytes is too low for a {stage} with the flags that it is called "
+                f"with, which needs {needed} bytes on each rank: there are more gradients of earlier microbatches, or gathered "
+                "parameters that are kept between them, than when the step was compiled. Give at least so many, or reduce each "
+                "microbatch (set_requires_gradient_sync(True)) and reshard after it (set_reshard_after_backward(True))."
+            )
+
+
+class BudgetPartitioner(CustomPartitionerFn):  # type: ignore[misc]
+    """Inductor's hook for a partitioner.
+
+    Args:
+        step: the budget.
+        schedule: see :meth:`StepBudget.partition`.
+    """
+
+    def __init__(self, step: StepBudget, schedule: Scheduler):
+        self._step = step
+        self._schedule = schedule
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        if not unshards(gm.graph.nodes):
+            # Of a higher-order operator inside.
+            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        with unset_fake_temporarily(), torch.no_grad():
+            return self._step.partition(gm, joint_inputs, self._schedule, **kwargs)
+
+    def uuid(self) -> Any:
+        # What is lowered are segments of the graphs that come of it.
+        return "fsdp_compile.memory_budget"
+
+
+def _partition(
+    joint: GraphModule, inputs: Sequence[Any], policy: StepPolicy, *, is_final: bool = False, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    told = observer() if is_final else ignore_pass
+    run_partitioner_passes(joint.graph, told, policy=policy, num_forward_outputs=kwargs["num_fwd_outputs"])
+    with functorch_config.patch(activation_memory_budget=policy.activation_budget):
+        return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def _check_is_whole(units: Iterable[Unit]) -> None:
+    present = set(units)
+    missing = [unit for scope in dict.fromkeys(unit.scope for unit in present) for unit in scope.units if unit not in present]
+    names = [unit.name or "the root" for unit in missing if unit.params]
+    if names:
+        raise ValueError(
+            f"options['memory_budget'] is for a whole step, but a graph of this model uses no parameter of {', '.join(names)}. "
+            "Compile the whole model, without graph breaks: torch.compile(model, fullgraph=True) says where they are. For "
+            "blocks that are compiled one by one there is options['memory_limit'], of one graph."
+        )
+
+
+def _resident_bytes(units: Iterable[Unit], examples: Sequence[Any], optimizer: Optimizer) -> int:
+    """What lives all the time, as the rank with the largest shards has it: shards, state of the optimizer, buffers, inputs."""
+    all_units = list(dict.fromkeys(unit for one in units for unit in one.scope.units))
+    facts = [_padded(UnitFacts.of(unit, unit.name), unit) for unit in all_units]
+    roots = [unit for unit in all_units if unit.is_root]
+    held = {id(value) for root in roots for module in root.modules for value in (*module.buffers(), *module.parameters())}
+    held |= {id(param.shard) for unit in all_units for param in unit.params}
+    inputs = {id(value): value for value in examples if isinstance(value, Tensor) and id(value) not in held}
+    shards = sum(unit.shard_bytes for unit in facts)
+    others = sum(map(other_bytes, roots)) + sum(int(num_bytes(value)) for value in inputs.values())
+    return shards + optimizer.state_bytes(facts) + others
+
+
+def _padded(facts: UnitFacts, unit: Unit) -> UnitFacts:
+    """The facts of a unit with what the last ranks may lack, so that all ranks count the same."""
+    stepped = [(param.padded_numel, param.local.dtype.itemsize) for param in unit.params if param.param.requires_grad]
+    return replace(
+        facts,
+        trainable=sum(numel for numel, _ in stepped),
+        trainable_bytes=sum(numel * itemsize for numel, itemsize in stepped),
+    )

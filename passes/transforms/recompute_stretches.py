@@ -1,0 +1,129 @@
+"""Recompute stretches: tell the partitioner that backward computes the first stretches of forward again.
+
+A stretch is what forward computes between the places where it turns from the parameters of one unit to those of another: of
+layers that are units, a layer. It ends where the fewest bytes cross to the next.
+
+Before: a joint graph whose nodes say nothing.
+After:  of the first so many stretches, each is ``MUST_RECOMPUTE``, and what later ones read of it is ``MUST_SAVE``, as of a
+        layer with a checkpoint: backward keeps what enters a stretch, and computes the rest when it needs it.
+
+Leaves alone stretches in which something has a tag already (activation checkpointing); and in any stretch random numbers,
+collectives of the model's own, higher-order operators and what writes in place: the partitioner does with those what it always
+does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..fx.graph import derived, is_collective, is_view
+from ..fx.sizes import num_bytes
+from ..fx.torch_internals.core import OpOverload
+from ..ir.ops import Unshard, is_unshard, unshards
+
+# Below those of resharded parameters and above those of activation checkpointing: no boundary that torch would see.
+_GRAPH_ID = (1 << 40) - 1
+
+
+def units_of_parameters(graph: Graph) -> dict[Node, str]:
+    """The units of gathered parameters, and of what is made of them alone."""
+    unit_of: dict[Node, str] = {}
+    for made in derived(graph, unshards(graph.nodes)):
+        sources = (unit_of[source] for source in made.all_input_nodes if source in unit_of)
+        unit_of[made] = Unshard.of(made).unit if is_unshard(made) else next(sources)
+    return unit_of
+
+
+def forward_stretches(graph: Graph, num_forward_outputs: int) -> list[list[Node]]:
+    """The stretches of a joint graph, by their nodes.
+
+    Args:
+        graph: the graph.
+        num_forward_outputs: how many of its outputs are forward's: the first ones.
+    """
+    unit_of = units_of_parameters(graph)
+    outputs: Any = graph.output_node().args[0]
+    computed = _ancestors(outputs[:num_forward_outputs])
+    forward = [node for node in graph.nodes if node in computed and node.op == "call_function" and node not in unit_of]
+    readers = [
+        (unit_of[source], place) for place, node in enumerate(forward) for source in node.all_input_nodes if source in unit_of
+    ]
+    turns = [list(places) for _, places in itertools.groupby(readers, key=operator.itemgetter(0))]
+    crossing = _crossing_bytes(forward)
+    ends = [
+        min(range(before[-1][1] + 1, after[0][1] + 1), key=crossing.__getitem__, default=after[0][1])
+        for before, after in itertools.pairwise(turns)
+    ]
+    places = dict.fromkeys([0, *ends, len(forward)])
+    return [forward[begin:end] for begin, end in itertools.pairwise(places)]
+
+
+def recompute_stretches(stretches: Sequence[Sequence[Node]], count: int) -> None:
+    """Tag stretches of a joint graph for the partitioner, ahead of :mod:`~passes.transforms.reshard_after_forward`. In place.
+
+    Args:
+        stretches: all of :func:`forward_stretches`.
+        count: how many to compute again.
+    """
+    stretch_of = {node: number for number, stretch in enumerate(stretches) for node in stretch}
+    for number, stretch in enumerate(stretches[:count]):
+        if any("recompute" in node.meta for node in stretch):
+            continue
+        read_later = [node for node in stretch if any(stretch_of.get(user, number) > number for user in node.users)]
+        kept = set(map(_memory, read_later))
+        for node in stretch:
+            if _may_run_again(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
+                node.meta["ac_graph_id"] = _GRAPH_ID
+
+
+def _ancestors(nodes: Iterable[Any]) -> set[Node]:
+    """Nodes and all that they are computed of."""
+    found: set[Node] = set()
+    waiting = [node for node in nodes if isinstance(node, Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _crossing_bytes(nodes: Sequence[Node]) -> list[int]:
+    """For each place between nodes, the bytes that those ahead of it have made for those behind it."""
+    place_of = {node: place for place, node in enumerate(nodes)}
+    last: dict[Node, int] = {}
+    for place, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            if source in place_of:
+                last[_memory(source)] = place
+    changes = [0] * (len(nodes) + 1)
+    for node, read in last.items():
+        if node in place_of:
+            size = int(num_bytes(node.meta.get("val")))
+            changes[place_of[node] + 1] += size
+            changes[read + 1] -= size
+    return list(itertools.accumulate(changes))
+
+
+def _memory(node: Node) -> Node:
+    """The node in whose memory a value lies; an element of what a node gives stands for itself."""
+    while is_view(node) and node.target is not operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _may_run_again(node: Node) -> bool:
+    """Whether backward computes the same by a node as forward, and nothing else."""
+    if node.target is operator.getitem:
+        return _may_run_again(node.all_input_nodes[0])
+    if not isinstance(node.target, OpOverload) or is_collective(node) or node.target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in node.target.tags

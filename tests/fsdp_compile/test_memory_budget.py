@@ -1,0 +1,299 @@
+"""``options={"memory_budget": ...}``: what is chosen, that it is what is counted, and that it trains alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_compile import Capture, FSDPModule, capture, explain, fsdp_backend, fully_shard
+from fsdp_compile.compiler.options import Options
+from fsdp_compile.explain.report import Report
+from passes.auto.memory_budget import RECOMPUTE_CHEAP, SAVE, Choice, StepPolicy, Trial
+from passes.ir.work import Role, bucket, role
+from tests.common import models
+from tests.common.distributed import RankPools
+from tests.common.parity import Case, Run, compare, regression_batch, train_reference, train_sharded
+
+_LARGE = 1 << 40
+_EAGER: dict[str, Any] = {"lowering": "aot_eager"}
+
+
+class Block(nn.Module):
+    """Parameters and activations of some tens of KiB each."""
+
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 3):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, flags: Mapping[str, bool | None] | None = None) -> None:
+    """A unit for each block and the root, with ``reshard_after_forward`` by their names."""
+    given = flags or {}
+    for index, block in enumerate(cast("Model", model).blocks):
+        fully_shard(block, mesh=mesh, reshard_after_forward=given.get(f"blocks.{index}"))
+    fully_shard(model, mesh=mesh, reshard_after_forward=given.get(""))
+
+
+def batch() -> Tensor:
+    return torch.ones(512, 64)
+
+
+def explained(
+    budget: int | str | None, flags: Mapping[str, bool | None] | None = None, model: nn.Module | None = None, **options: Any
+) -> Report:
+    given = {**options, **({} if budget is None else {"memory_budget": budget})}
+    sharding = functools.partial(shard, flags=flags)
+    return explain(model or Model(), batch(), (8,), "cpu", shard=sharding, options=given, suggest=False)
+
+
+@functools.cache
+def unlimited() -> Choice:
+    (choice,) = explained(_LARGE).choices
+    return choice
+
+
+def step_ns(report: Report) -> int:
+    return sum(call.total_ns for call in report.calls)
+
+
+def budgets() -> list[int]:
+    """From the least possible to one that fits all, those around every trial of the frontier."""
+    frontier = [trial.peak_bytes for trial in unlimited().frontier()]
+    return sorted({*frontier, *(peak + 1 for peak in frontier), *(peak - 1 for peak in frontier[1:]), _LARGE})
+
+
+def test_the_fastest_that_fits_is_chosen() -> None:
+    """Over all trials, for every budget at which the answer changes."""
+    trials = unlimited().trials
+    assert len({trial.peak_bytes for trial in unlimited().frontier()}) >= 4
+    times = []
+    for budget in budgets():
+        best = min(trial.time_ns for trial in trials if trial.peak_bytes <= budget)
+        chosen = Choice.of(trials, budget).chosen
+        assert chosen.peak_bytes <= budget and chosen.time_ns == best
+        times.append(best)
+    assert times == sorted(times, reverse=True) and times[0] > times[-1]
+
+
+def test_the_step_is_the_one_that_was_tried_and_explains_itself() -> None:
+    frontier = unlimited().frontier()
+    middle = next(trial for trial in frontier if trial.policy.recomputed)
+    report = explained(middle.peak_bytes)
+    (choice,) = report.choices
+    assert choice.trials == unlimited().trials and choice.chosen == middle
+    # What is lowered, by the accounting of reports, which does not count inputs.
+    assert report.memory.peak_bytes + batch().nbytes == middle.peak_bytes
+    assert step_ns(report) == middle.time_ns
+    text = str(report)
+    assert "chosen" in text and "too large" in text and f"{middle.policy.recomputed} of 4 stretches" in text
+    assert " more, the step would be " in text
+
+
+def _by_hand(trial: Trial) -> Report:
+    """The step of a trial by flags and the partitioner's own setting."""
+    policy = trial.policy
+    flags = {**dict.fromkeys(policy.kept, False), **dict.fromkeys(policy.resharded, True)}
+    with torch._functorch.config.patch(activation_memory_budget=policy.activation_budget):
+        return explained(None, flags)
+
+
+@pytest.mark.parametrize("which", [1, *(pytest.param(index, marks=pytest.mark.exhaustive) for index in (0, 2, 3, 5, 7, 8))])
+def test_trials_are_what_flags_by_hand_give(which: int) -> None:
+    by_hand = [trial for trial in unlimited().trials if not trial.policy.recomputed]
+    assert {trial.policy.activation_budget for trial in by_hand} == {SAVE, RECOMPUTE_CHEAP}
+    report, trial = _by_hand(by_hand[which]), by_hand[which]
+    assert (report.memory.peak_bytes + batch().nbytes, step_ns(report)) == (trial.peak_bytes, trial.time_ns)
+
+
+@pytest.mark.exhaustive
+def test_reports_have_no_formulae_under_a_budget() -> None:
+    with pytest.raises(ValueError, match=r"no formulae for a step under options\['memory_budget'\]"):
+        _ = explained(_LARGE).formulae
+
+
+def gathered(report: Report, call: int) -> set[str]:
+    """The units that a graph gathers, some of them together."""
+    assert report._source is not None
+    nodes = report._source.calls[call].graph.graph_module.graph.nodes
+    return {unit for node in nodes if role(node) is Role.START_GATHER for unit in str(bucket(node)).split("+")}
+
+
+def test_some_units_stay_gathered() -> None:
+    """Those that forward reads last: backward gathers only the others."""
+    some = next(trial for trial in unlimited().frontier() if 0 < len(trial.policy.kept) < 4)
+    report = explained(some.peak_bytes)
+    policy = report.choices[0].chosen.policy
+    assert 0 < len(policy.kept) < 4 and policy.kept + policy.resharded == ("", "blocks.2", "blocks.1", "blocks.0")
+    assert gathered(report, 0) == {"blocks.0", "blocks.1", "blocks.2", "root"}
+    assert gathered(report, 1) == set(policy.resharded)
+
+
+def test_what_is_too_little_names_the_least() -> None:
+    least = unlimited().frontier()[0].peak_bytes
+    with pytest.raises(ValueError, match=rf"= {least - 1} bytes is too low.*needs least needs {least} bytes on each rank"):
+        explained(least - 1)
+
+
+@pytest.mark.exhaustive
+def test_flags_of_the_user_are_kept() -> None:
+    (choice,) = explained(_LARGE, {"blocks.1": True, "blocks.2": False}).choices
+    assert {trial.policy.kept + trial.policy.resharded for trial in choice.trials} == {("", "blocks.0")}
+    # One has to be gathered again.
+    assert choice.chosen.time_ns > unlimited().chosen.time_ns
+
+
+# Graphs that are lowered and run, over pretended ranks.
+
+
+def sharded(depth: int = 3, flags: Mapping[str, bool | None] | None = None) -> Model:
+    model = Model(depth)
+    shard(model, init_device_mesh("cpu", (8,), mesh_dim_names=("shard",)), flags)
+    return model
+
+
+def train(model: nn.Module, budget: Any, x: Tensor | None = None) -> tuple[Callable[..., Tensor], Capture]:
+    compiled = torch.compile(model, backend=fsdp_backend, options={**_EAGER, "memory_budget": budget})
+    with capture() as captured:
+        compiled(batch() if x is None else x).backward()
+    return compiled, captured
+
+
+@pytest.mark.usefixtures("fake_ranks")
+class TestOneProcess:
+    @pytest.mark.exhaustive
+    def test_a_large_budget_keeps_all_and_recomputes_nothing(self) -> None:
+        _, captured = train(sharded(), "1TB")
+        roles = {role(node) for node in captured.backward[0].graph_module.graph.nodes}
+        assert Role.START_GATHER not in roles and Role.START_REDUCE in roles
+        assert captured.choices[0].chosen.policy.activation_budget == SAVE
+
+    @pytest.mark.exhaustive
+    @pytest.mark.units_apart
+    def test_later_plans_are_held_to_the_budget(self) -> None:
+        """Full gradients that wait for the second microbatch are more than was chosen for."""
+        few = torch.ones(8, 64)
+        resharded = {"": True, **{f"blocks.{index}": True for index in range(6)}}
+        _, captured = train(sharded(6, resharded), _LARGE, few)
+        least = captured.choices[0].frontier()[0].peak_bytes
+        for budget in (2 * least, least):
+            torch._dynamo.reset()
+            model = sharded(6, resharded)
+            compiled, _ = train(model, budget, few)
+            cast(FSDPModule, model).set_requires_gradient_sync(False)
+            model.zero_grad()
+            if budget > least:
+                compiled(few).backward()
+                compiled(few).backward()
+            else:
+                with pytest.raises(ValueError, match="too low for a backward with the flags that it is called with"):
+                    compiled(few).backward()
+
+    def test_inference_is_held_to_the_budget(self) -> None:
+        compiled = torch.compile(sharded(), backend=fsdp_backend, options={**_EAGER, "memory_budget": 1000})
+        with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="= 1000 bytes is too low"):
+            compiled(batch())
+
+    @pytest.mark.parametrize("how", ["block", "graph break", "nothing sharded"])
+    def test_parts_of_a_step_are_refused(self, how: str) -> None:
+        model: Any = sharded() if how != "nothing sharded" else Model()
+        function: Callable[..., Any] = {"block": lambda x: model.blocks[0](x), "nothing sharded": model}.get(how, model)
+        if how == "graph break":
+            first = model.blocks[0]
+            model.blocks[0] = nn.Identity()
+
+            def function(x: Tensor) -> Any:
+                x = first(x)
+                torch._dynamo.graph_break()
+                return model(x)
+
+        message = "no sharded parameter" if how == "nothing sharded" else "uses no parameter of .*without graph breaks"
+        compiled = torch.compile(function, backend=fsdp_backend, options={**_EAGER, "memory_budget": _LARGE})
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
+            compiled(batch())
+
+    def test_a_part_of_the_memory_of_a_cpu_is_refused(self) -> None:
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"= 0\.5 is a part of the.* give bytes"):
+            train(sharded(), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_budget": 0}, "must be a number of bytes.*not 0"),
+        ({"memory_budget": True}, "must be a number of bytes.*not True"),
+        ({"memory_budget": 1.5}, "must be a number of bytes.*not 1.5"),
+        ({"memory_budget": "80 apples"}, "must be a number of bytes.*not '80 apples'"),
+        ({"memory_budget": "0GB"}, "must be a number of bytes.*not '0GB'"),
+        ({"memory_budget": 10, "optimizer": "lion"}, "optimizer='lion' is not known"),
+        ({"optimizer": "sgd"}, r"options\['optimizer'\] means something only with options\['memory_budget'\]"),
+        ({"memory_budget": 10, "cudagraphs": True}, "does not count the memory that CUDA graphs keep"),
+    ],
+)
+def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options.parse(options)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(80, 80), ("80GB", 80 * 10**9), ("1.5 GiB", 3 << 29), ("512kb", 512_000), ("7B", 7)],
+)
+def test_sizes(given: int | str, expected: int) -> None:
+    assert Options.parse({"memory_budget": given}).budget_bytes(torch.device("cpu")) == expected
+
+
+# Real ranks.
+
+_CASE = Case("mlp", functools.partial(models.MLP, layers=3), batch=functools.partial(regression_batch, sizes=(256,)), steps=3)
+
+
+def train_within(lowering: str, which: str) -> tuple[Run, StepPolicy | None]:
+    """Train without a budget, with the least possible one, or with one that is no constraint; and what was chosen."""
+    limit = _LARGE
+    for number in range(2 if which == "least" else 1):
+        torch._dynamo.reset()
+        options = {"lowering": lowering, **({} if which == "none" else {"memory_budget": limit})}
+        steps = _CASE.steps if which != "least" or number else 1
+        with capture(passes=False) as captured:
+            run = train_sharded(replace(_CASE, steps=steps), fully_shard, {"backend": fsdp_backend, "options": options})
+        if captured.choices:
+            limit = captured.choices[0].frontier()[0].peak_bytes
+    return run, captured.choices[0].chosen.policy if captured.choices else None
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_budgets_train_alike(lowering: str, rank_pools: RankPools) -> None:
+    """As one process does, and as without a budget; ranks choose the same."""
+    without = [run for run, _ in rank_pools[2].run(train_within, lowering=lowering, which="none")]
+    reference = train_reference(_CASE, 2)
+    for which in ("least", "large"):
+        results = rank_pools[2].run(train_within, lowering=lowering, which=which)
+        runs, policies = [run for run, _ in results], [policy for _, policy in results]
+        assert policies[0] == policies[1]
+        assert policies[0] is not None and bool(policies[0].recomputed) == (which == "least")
+        compare(runs, reference, rtol=1e-5)
+        compare(runs, without, rtol=1e-6)

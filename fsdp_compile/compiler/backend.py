@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from passes.auto.memory_budget import BudgetTooLow
 from passes.fx.graph import placeholder_index
 from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import TracingContext, is_traceable_wrapper_subclass
@@ -258,7 +259,7 @@ class _Compilation:
             try:
                 return self._compile(gm)
             except Exception as error:
-                if self._is_any_lowered or not folded:
+                if self._is_any_lowered or not folded or isinstance(error, BudgetTooLow):
                     raise
                 logger.warning("Repeated layers are traced one by one, as tracing them once failed: %r", error)
             return self._compile(unfolded)

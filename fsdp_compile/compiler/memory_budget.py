@@ -105,7 +105,7 @@ class StepBudget:
             schedule: makes the graphs whose memory and time count.
 
         Raises:
-            ValueError: nothing fits.
+            BudgetTooLow: nothing fits.
         """
         outputs = kwargs["num_fwd_outputs"]
         policies = step_policies(joint.graph, outputs, self._open, functorch_config.activation_memory_budget)

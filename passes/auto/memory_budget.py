@@ -37,6 +37,10 @@ _LEVELS = 4
 SAVE, RECOMPUTE_CHEAP = 1.0, 0.999
 
 
+class BudgetTooLow(ValueError):
+    """Nothing that was tried fits into a memory budget."""
+
+
 @dataclass(frozen=True)
 class StepPolicy:
     """What a step does about parameters and activations between forward and backward.
@@ -97,11 +101,11 @@ class Choice:
         """Choose.
 
         Raises:
-            ValueError: none fits.
+            BudgetTooLow: none fits.
         """
         fitting = [trial for trial in trials if trial.peak_bytes <= limit]
         if not fitting:
-            raise ValueError(_too_low(limit, min(trial.peak_bytes for trial in trials)))
+            raise BudgetTooLow(_too_low(limit, min(trial.peak_bytes for trial in trials)))
         return Choice(limit, tuple(trials), min(fitting, key=lambda trial: (trial.time_ns, trial.peak_bytes)))
 
     def frontier(self) -> list[Trial]:

@@ -1,7 +1,7 @@
 """Recompute stretches: tell the partitioner that backward computes the first stretches of forward again.
 
 A stretch is what forward computes between the places where it turns from the parameters of one unit to those of another: of
-layers that are units, a layer. It ends where the fewest bytes cross to the next.
+layers that are units, a layer. It ends where the fewest bytes cross to the next; of several such places, at the last.
 
 Before: a joint graph whose nodes say nothing.
 After:  of the first so many stretches, each is ``MUST_RECOMPUTE``, and what later ones read of it is ``MUST_SAVE``, as of a
@@ -58,7 +58,7 @@ def forward_stretches(graph: Graph, num_forward_outputs: int) -> list[list[Node]
     turns = [list(places) for _, places in itertools.groupby(readers, key=operator.itemgetter(0))]
     crossing = _crossing_bytes(forward)
     ends = [
-        min(range(before[-1][1] + 1, after[0][1] + 1), key=crossing.__getitem__, default=after[0][1])
+        min(range(after[0][1], before[-1][1], -1), key=crossing.__getitem__, default=after[0][1])
         for before, after in itertools.pairwise(turns)
     ]
     places = dict.fromkeys([0, *ends, len(forward)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -152,6 +151,13 @@ def test_some_units_stay_gathered() -> None:
     assert gathered(report, 1) == set(policy.resharded)
 
 
+def test_layers_that_are_folded_are_not_compiled_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """Too low a budget is no reason to trace repeated layers one by one."""
+    with pytest.raises(ValueError, match="= 1000 bytes is too low"):
+        explained(1000, dict.fromkeys(["", *(f"blocks.{index}" for index in range(8))], True), Model(8))
+    assert not [record for record in caplog.records if "traced one by one" in record.message]
+
+
 def test_what_is_too_little_names_the_least() -> None:
     least = unlimited().frontier()[0].peak_bytes
     with pytest.raises(ValueError, match=rf"= {least - 1} bytes is too low.*needs least needs {least} bytes on each rank"):
@@ -268,32 +274,31 @@ def test_sizes(given: int | str, expected: int) -> None:
 
 # Real ranks.
 
-_CASE = Case("mlp", functools.partial(models.MLP, layers=3), batch=functools.partial(regression_batch, sizes=(256,)), steps=3)
+_CASE = Case("mlp", models.MLP, batch=functools.partial(regression_batch, sizes=(256,)), steps=2)
 
 
-def train_within(lowering: str, which: str) -> tuple[Run, StepPolicy | None]:
-    """Train without a budget, with the least possible one, or with one that is no constraint; and what was chosen."""
-    limit = _LARGE
-    for number in range(2 if which == "least" else 1):
+def train_within_budgets(lowering: str) -> list[tuple[Run, StepPolicy | None]]:
+    """Train without a budget, with one that is no constraint, and with the least possible; and what was chosen."""
+    found: list[tuple[Run, StepPolicy | None]] = []
+    budget = None
+    for _ in range(3):
         torch._dynamo.reset()
-        options = {"lowering": lowering, **({} if which == "none" else {"memory_budget": limit})}
-        steps = _CASE.steps if which != "least" or number else 1
+        options = {"lowering": lowering, "memory_budget": budget}
         with capture(passes=False) as captured:
-            run = train_sharded(replace(_CASE, steps=steps), fully_shard, {"backend": fsdp_backend, "options": options})
-        if captured.choices:
-            limit = captured.choices[0].frontier()[0].peak_bytes
-    return run, captured.choices[0].chosen.policy if captured.choices else None
+            run = train_sharded(_CASE, fully_shard, {"backend": fsdp_backend, "options": options})
+        found.append((run, captured.choices[0].chosen.policy if captured.choices else None))
+        budget = captured.choices[0].frontier()[0].peak_bytes if captured.choices else _LARGE
+    return found
 
 
 @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_budgets_train_alike(lowering: str, rank_pools: RankPools) -> None:
     """As one process does, and as without a budget; ranks choose the same."""
-    without = [run for run, _ in rank_pools[2].run(train_within, lowering=lowering, which="none")]
-    reference = train_reference(_CASE, 2)
-    for which in ("least", "large"):
-        results = rank_pools[2].run(train_within, lowering=lowering, which=which)
-        runs, policies = [run for run, _ in results], [policy for _, policy in results]
-        assert policies[0] == policies[1]
-        assert policies[0] is not None and bool(policies[0].recomputed) == (which == "least")
-        compare(runs, reference, rtol=1e-5)
+    by_rank = rank_pools[2].run(train_within_budgets, lowering=lowering)
+    without, large, least = ([found[index][0] for found in by_rank] for index in range(3))
+    for runs in (large, least):
+        compare(runs, train_reference(_CASE, 2), rtol=1e-5)
         compare(runs, without, rtol=1e-6)
+    policies = [[policy for _, policy in found] for found in by_rank]
+    assert policies[0] == policies[1]
+    assert [policy and bool(policy.recomputed) for policy in policies[0]] == [None, False, True]

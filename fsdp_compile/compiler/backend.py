@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule
 from passes.auto.memory_budget import BudgetTooLow
 from passes.fx.graph import placeholder_index
 from passes.fx.torch_internals.aot import functorch_config
-from passes.fx.torch_internals.core import TracingContext, is_traceable_wrapper_subclass
+from passes.fx.torch_internals.core import TracingContext, is_traceable_wrapper_subclass, unset_fake_temporarily
 from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, inductor_config
 from passes.ir.interface import Interface
 from passes.ir.ops import Unshard, unshards, update_args
@@ -317,15 +317,17 @@ class _Compilation:
         planned = PlannedGraph(
             gm, _never_lowered, is_backward=is_backward, owners=self._owners, can_keep=True, can_merge=merges
         )
-        interface = run_passes(
-            gm,
-            planned.first_plan(self._params),
-            is_backward=is_backward,
-            final_passes=self._lowering.final_passes,
-            observer=ignore_pass,
-            auto=self._auto,
-            merge_below=self._merge_below,
-        )
+        # As where a graph is lowered.
+        with unset_fake_temporarily(), torch.no_grad():
+            interface = run_passes(
+                gm,
+                planned.first_plan(self._params),
+                is_backward=is_backward,
+                final_passes=self._lowering.final_passes,
+                observer=ignore_pass,
+                auto=self._auto,
+                merge_below=self._merge_below,
+            )
         return gm.graph, interface
 
 

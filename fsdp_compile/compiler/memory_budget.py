@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
@@ -27,7 +26,6 @@ from passes.auto.memory_budget import (
 from passes.fx.emit import replaying_traces
 from passes.fx.sizes import num_bytes
 from passes.fx.torch_internals.aot import functorch_config, partitioners
-from passes.fx.torch_internals.core import unset_fake_temporarily
 from passes.fx.torch_internals.inductor import CustomPartitionerFn, inductor_config
 from passes.ir.interface import FullParameter, Interface
 from passes.ir.ops import unshards
@@ -178,8 +176,7 @@ class BudgetPartitioner(CustomPartitionerFn):  # type: ignore[misc]
         if not unshards(gm.graph.nodes):
             # Of a higher-order operator inside.
             return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        with unset_fake_temporarily(), torch.no_grad():
-            return self._step.partition(gm, joint_inputs, self._schedule, **kwargs)
+        return self._step.partition(gm, joint_inputs, self._schedule, **kwargs)
 
     def uuid(self) -> Any:
         # What is lowered are segments of the graphs that come of it.

@@ -120,7 +120,7 @@ def _by_hand(trial: Trial) -> Report:
         return explained(None, flags)
 
 
-@pytest.mark.parametrize("which", [1, *(pytest.param(index, marks=pytest.mark.exhaustive) for index in (0, 2, 3, 5, 7, 8))])
+@pytest.mark.parametrize("which", [1, *(pytest.param(index, marks=pytest.mark.exhaustive) for index in (0, 2, 3, 4, 5, 6, 7))])
 def test_trials_are_what_flags_by_hand_give(which: int) -> None:
     by_hand = [trial for trial in unlimited().trials if not trial.policy.recomputed]
     assert {trial.policy.activation_budget for trial in by_hand} == {SAVE, RECOMPUTE_CHEAP}
@@ -170,6 +170,16 @@ def test_flags_of_the_user_are_kept() -> None:
     assert {trial.policy.kept + trial.policy.resharded for trial in choice.trials} == {("", "blocks.0")}
     # One has to be gathered again.
     assert choice.chosen.time_ns > unlimited().chosen.time_ns
+
+
+@pytest.mark.exhaustive
+def test_a_part_of_the_memory_of_a_gpu() -> None:
+    """Whose numbers are those of the pretended device; scheduled automatically, and with replicas."""
+    options = {"memory_budget": 0.5, "schedule": "auto"}
+    report = explain(Model(2), batch(), (2, 4), "h100", shard=shard, options=options, suggest=False)
+    (choice,) = report.choices
+    assert 35 << 30 < choice.limit < 41 << 30
+    assert len(choice.chosen.policy.kept) == 3 and report.memory.peak_bytes + batch().nbytes == choice.chosen.peak_bytes
 
 
 # Graphs that are lowered and run, over pretended ranks.

@@ -339,14 +339,19 @@ def _check_offload(options: Options, params: Iterable[ShardedParam]) -> None:
     """Check that parameters on the host are compiled with options that know of their copies.
 
     Raises:
-        ValueError: the automatic schedule, or CUDA graphs, were asked for.
+        ValueError: a budget for the step, the automatic schedule, or CUDA graphs were asked for.
     """
-    chosen = [name for name, is_set in (("schedule", options.schedule == "auto"), ("cudagraphs", options.cudagraphs)) if is_set]
+    is_set = {
+        "memory_budget": options.memory_budget is not None,
+        "schedule": options.schedule == "auto",
+        "cudagraphs": options.cudagraphs,
+    }
+    chosen = next((name for name, holds in is_set.items() if holds), None)
     for param in params:
-        if chosen and param.unit.copies:
-            value = getattr(options, chosen[0])
+        if chosen is not None and param.unit.copies:
+            value = getattr(options, chosen)
             raise ValueError(
-                f"options[{chosen[0]!r}] = {value!r} is not supported for {param.unit.name or 'the root'}, whose parameters "
+                f"options[{chosen!r}] = {value!r} is not supported for {param.unit.name or 'the root'}, whose parameters "
                 "are copied from the host (offload_policy=CPUOffloadPolicy()). Compile without the option, or shard without "
                 "the policy."
             )

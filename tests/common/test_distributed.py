@@ -35,10 +35,12 @@ def ranks(tmp_path: object) -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_compute_may_take_their_time(ranks: RankPool) -> None:
     assert ranks.run(compute, seconds=4) == [0, 1]
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_wait_are_stuck(ranks: RankPool) -> None:
     ranks.run(make_groups)  # they have started; the threads of groups are no work
     start = time.monotonic()

@@ -545,7 +545,7 @@ def _warnings_of_the_backend() -> Iterator[list[str]]:
     messages += [str(entry.message) for entry in caught if "fsdp_backend" in str(entry.message)]
 
 
-@pytest.mark.parametrize("lowering", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("lowering", [pytest.param("inductor", marks=pytest.mark.exhaustive), "aot_eager"])
 def test_plain_model_warns_once(lowering: str, one_rank: None, warn_anew: None) -> None:
     """A forgotten ``fully_shard`` gets one warning, and the model that Inductor would make of it."""
     model, inputs = nn.Linear(8, 4), torch.randn(2, 8)

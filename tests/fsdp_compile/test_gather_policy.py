@@ -70,7 +70,7 @@ def train(
         for number, (policy, system) in enumerate(itertools.product(_POLICIES, _SYSTEMS))
         # Each policy in each system, and each of both on each mesh.
         for mesh_shape in [((2,), (2, 2))[number % 2]]
-        for is_quick in [(policy, system) in {("int8", "eager"), ("e4m3", "aot_eager")}]
+        for is_quick in [(policy, system) == ("int8", "eager")]
     ],
 )
 def test_parity(policy: str, mesh_shape: tuple[int, ...], system: str, rank_pools: RankPools) -> None:

@@ -193,7 +193,8 @@ _cached_reference = functools.cache(reference)
 def _marks(job: str, shape: tuple[int, ...] = HSDP) -> Any:
     # All flavours with replicas on a whole transformer, in one run; each is a part of other jobs, too. Code takes long to
     # generate, and two ranks sharding show what four do.
-    return pytest.mark.exhaustive if job in ("gpt", "gpt_fsdp", "kernels") or shape == FSDP4 else []
+    is_large = job in ("gpt", "gpt_fsdp", "kernels") or shape == FSDP4
+    return pytest.mark.exhaustive if is_large or (job, shape) == ("factors", HSDP) else []
 
 
 def _ours(job: str, mesh_shapes: Sequence[tuple[int, ...]], systems: Sequence[str]) -> list[Any]:
@@ -235,7 +236,8 @@ def test_matches(job: str, mesh_shape: tuple[int, ...], system: str, name: str, 
         pytest.param("gpt_fsdp", FSDP, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param("gpt", HSDP, "aot_eager", marks=_marks("gpt")),
         pytest.param("kernels", HSDP, "inductor", marks=_marks("kernels")),
-        ("factors", HSDP, "aot_eager"),
+        pytest.param("factors", HSDP, "aot_eager", marks=pytest.mark.exhaustive),
+        ("factors", FSDP, "aot_eager"),
     ],
 )
 def test_no_flag_retraces(job: str, mesh_shape: tuple[int, ...], system: str, train: TrainAll) -> None:

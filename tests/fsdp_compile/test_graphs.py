@@ -395,6 +395,7 @@ def test_reshard_after_forward_traces_anew_once() -> None:
     assert gathers(captured) == ([2, 2], [1, 0])
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_cast_where_they_are_added() -> None:
     training = TwoUnits(lowering="inductor", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     training.root.set_requires_gradient_sync(False)

@@ -151,6 +151,7 @@ def test_some_units_stay_gathered() -> None:
     assert gathered(report, 1) == set(policy.resharded)
 
 
+@pytest.mark.exhaustive
 def test_layers_that_are_folded_are_not_compiled_twice(caplog: pytest.LogCaptureFixture) -> None:
     """Too low a budget is no reason to trace repeated layers one by one."""
     with pytest.raises(ValueError, match="= 1000 bytes is too low"):
@@ -301,7 +302,8 @@ def train_within_budgets(lowering: str) -> list[tuple[Run, StepPolicy | None]]:
     return found
 
 
-@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_budgets_train_alike(lowering: str, rank_pools: RankPools) -> None:
     """As one process does, and as without a budget; ranks choose the same."""
     by_rank = rank_pools[2].run(train_within_budgets, lowering=lowering)

@@ -64,7 +64,7 @@ def train(how: str, backend: Any) -> Run:
         ("whole", "eager"),
         ("blocks", "aot_eager"),
         pytest.param("in place", fsdp_backend, marks=pytest.mark.exhaustive),
-        ("blocks", fsdp_backend),
+        pytest.param("blocks", fsdp_backend, marks=pytest.mark.exhaustive),
         pytest.param("whole", "inductor", marks=pytest.mark.exhaustive),
         pytest.param("blocks", "inductor", marks=pytest.mark.exhaustive),
     ],

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.pipeline import run_joint_passes
+from passes.pipeline import run_joint_passes, run_partitioner_passes
 
 
 def test_joint_graphs_need_not_be_sorted() -> None:
@@ -17,7 +17,8 @@ def test_joint_graphs_need_not_be_sorted() -> None:
     placeholder, relu, neg, _ = gm.graph.nodes
     placeholder.append(neg)
     seen: list[str] = []
-    run_joint_passes(gm.graph, lambda *texts: seen.extend(texts))
+    for run in (run_joint_passes, run_partitioner_passes):
+        run(gm.graph, lambda *texts: seen.extend(texts))
     gm.graph.lint()
     assert seen
     assert list(gm.graph.nodes)[1:3] == [relu, neg]

@@ -131,12 +131,9 @@ def explain_stack(ranks: int, **options: Any) -> Report:
     return explain(model, x, (ranks,), "h100", shard=partial(shard_layers, **options), suggest=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain", marks=pytest.mark.exhaustive),
-        pytest.param({"gather_policy": GatherPolicy(torch.int8, 16)}, id="rounded"),
-    ],
+    "options", [pytest.param({}, id="plain"), pytest.param({"gather_policy": GatherPolicy(torch.int8, 16)}, id="rounded")]
 )
 def test_a_root_without_parameters_of_its_own(options: dict[str, Any]) -> None:
     explained, traced = explain_stack(8, **options), explain_stack(6, **options)

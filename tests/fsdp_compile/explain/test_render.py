@@ -23,6 +23,7 @@ torch_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason
 
 
 class TestRender(expecttest.TestCase):
+    @pytest.mark.exhaustive
     @torch_2_13
     def test_small_gpt(self) -> None:
         with torch.device("meta"):

@@ -28,12 +28,10 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -520,8 +518,8 @@ def goals(summary: dict[str, Summary]) -> list[tuple[str, float, float, bool]]:
 
 
 def check_time(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list[str]]:
-    with tempfile.TemporaryDirectory() as scratch:
-        (result,) = start("time", args, argv, allocations.preload(Path(scratch)) if args.dry_run else None)
+    with allocations.counting("cpu" if args.dry_run else "cuda") as environment:
+        (result,) = start("time", args, argv, environment)
     summary = summarize(result)
     print(f"\n{result['size']}; one of {ranks.FAKE_WORLD_SIZE} pretended ranks; {args.rounds} rounds of {_STEPS} steps\n")
     header = [

@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -162,8 +160,7 @@ def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
     if ranks.served(args, measure):
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        environment = allocations.preload(Path(scratch)) if args.device == "cpu" else {}
+    with allocations.counting(args.device) as environment:
         results = ranks.run_ranks([__file__, *argv], args, environment)
     print(f"\n{report.headline()}\n{Size.parse(args).describe()}\n{ranks.describe(args)}\n")
     print_tables(results)

@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,8 +122,7 @@ def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
     if ranks.served(args, measure):
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        environment = allocations.preload(Path(scratch)) if args.device == "cpu" else {}
+    with allocations.counting(args.device) as environment:
         results = ranks.run_ranks([__file__, *argv], args, environment)
     print(f"\n{report.headline()}\n{Size.parse(args).describe()}\n{ranks.describe(args)}\n")
     print_table(results)

@@ -22,10 +22,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -288,8 +286,8 @@ def main(argv: Sequence[str]) -> None:
         return
     rows: dict[str, dict[str, Comparison]] = {}
     raw = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        environment = {**allocations.preload(Path(scratch)), **_KEEP_MEMORY}
+    with allocations.counting("cpu") as counted:
+        environment = {**counted, **_KEEP_MEMORY}
         for link in dict.fromkeys(configuration.link for configuration in args.configurations.values()):
             args.link = link
             raw[link] = ranks.run_ranks([__file__, *argv, "--link", link], args, environment)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,16 @@ def preload(folder: Path) -> dict[str, str]:
     source = Path(__file__).with_suffix(".c")
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     return {"LD_PRELOAD": str(library)}
+
+
+@contextlib.contextmanager
+def counting(device: str) -> Iterator[dict[str, str]]:
+    """The environment of processes in which allocations on this type of device are counted, while the ``with`` block runs."""
+    if device != "cpu":
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield preload(Path(folder))
 
 
 def peaks(functions: Sequence[Callable[[], object]], device: torch.device) -> list[int]:
@@ -69,12 +80,12 @@ def inputs_held_in_flight(device: torch.device) -> Iterator[None]:
 
 
 class MallocCounter:
-    """Of all of this process, which was started with the environment that ``preload`` gives."""
+    """Of all of this process, which was started with the environment that ``counting`` gives."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
         if not hasattr(self._library, "peak_bytes"):
-            raise RuntimeError("allocations are counted in processes started with the environment of preload() only")
+            raise RuntimeError("allocations are counted in processes started with the environment of counting() only")
         for name in ("live_bytes", "peak_bytes"):
             getattr(self._library, name).restype = ctypes.c_long
 

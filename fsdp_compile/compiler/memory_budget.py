@@ -37,6 +37,7 @@ from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .calls import UnitFacts, other_bytes
 from .capture import observer, record_choice, snapshot
+from .dynamic_sizes import DynamicSizes
 from .optimizer_state import Optimizer
 
 if TYPE_CHECKING:
@@ -86,10 +87,11 @@ class StepBudget:
                 "one of the two."
             )
         self.limit = options.budget_bytes(next(iter(units.values())).mesh.device)
-        self.resident = _resident_bytes(units.values(), examples, Optimizer.of(options.optimizer))
+        self._resident, self._inputs = _resident(units.values(), examples, Optimizer.of(options.optimizer))
         self._open = {name for name, unit in units.items() if unit.may_choose_reshard}
         self._hardware = hardware
         self._fuses = fuses
+        self._sizes: DynamicSizes | None = None
         self._forward: _Figures | None = None
 
     def partition(
@@ -107,19 +109,28 @@ class StepBudget:
         """
         outputs = kwargs["num_fwd_outputs"]
         policies = step_policies(joint.graph, outputs, self._open, functorch_config.activation_memory_budget)
+        self._sizes = sizes = self._sizes_of(joint.graph)
         trials = []
         with replaying_traces():
             for policy in policies:
                 forward, backward = _partition(snapshot(joint), inputs, policy, **kwargs)
-                trials.append(self._evaluate(policy, [schedule(forward, False), schedule(backward, True)]))
+                scheduled = [schedule(forward, False), schedule(backward, True)]
+                with sizes.counted():
+                    time = sum(graph_time(graph, self._hardware) for graph, _ in scheduled)
+                    trials.append(Trial(policy, self._peak(scheduled), time))
         choice = Choice.of(trials, self.limit)
         record_choice(choice)
-        return _partition(joint, inputs, choice.chosen.policy, is_final=True, **kwargs)
+        forward, backward = _partition(joint, inputs, choice.chosen.policy, is_final=True, **kwargs)
+        if sizes.are_open:
+            with replaying_traces():
+                scheduled = [schedule(snapshot(forward), False), schedule(snapshot(backward), True)]
+            sizes.admit_larger(lambda: self._peak(scheduled) <= self.limit)
+        return forward, backward
 
-    def _evaluate(self, policy: StepPolicy, scheduled: Sequence[tuple[Graph, Interface]]) -> Trial:
+    def _peak(self, scheduled: Sequence[tuple[Graph, Interface]]) -> int:
+        """The most that lives at once in a step of these graphs, forward and backward."""
         forward, backward = (self._figures(graph, interface) for graph, interface in scheduled)
-        time = sum(graph_time(graph, self._hardware) for graph, _ in scheduled)
-        return Trial(policy, max(self._during_forward(forward), self._during_backward(forward, backward)), time)
+        return max(self._during_forward(forward), self._during_backward(forward, backward))
 
     def _figures(self, graph: Graph, interface: Interface) -> _Figures:
         memory = graph_memory(graph, fuses=self._fuses)
@@ -127,6 +138,14 @@ class StepBudget:
         extra = zip(inputs[len(inputs) - len(interface.inputs) :], interface.inputs, strict=True)
         parameters = sum(num_bytes(node.meta["val"]) for node, slot in extra if isinstance(slot, FullParameter))
         return _Figures(memory, graph_peak(memory), parameters)
+
+    def _sizes_of(self, graph: Graph) -> DynamicSizes:
+        return DynamicSizes.of([*(node.meta.get("val") for node in graph.nodes), *self._inputs])
+
+    @property
+    def resident(self) -> int:
+        """What lives all the time."""
+        return self._resident + sum(int(num_bytes(value)) for value in self._inputs)
 
     def _during_forward(self, forward: _Figures) -> int:
         return self.resident + forward.parameters + forward.peak
@@ -143,13 +162,10 @@ class StepBudget:
         Raises:
             ValueError: with what its plan asks for, the step does not fit.
         """
-        figures = self._figures(graph, interface)
-        if is_backward:
-            assert self._forward is not None
-            needed = self._during_backward(self._forward, figures)
-        else:
-            self._forward = figures
-            needed = self._during_forward(figures)
+        is_first_for_inference = self._sizes is None
+        sizes = self._sizes = self._sizes or self._sizes_of(graph)
+        with sizes.counted():
+            needed = self._needed(graph, interface, is_backward=is_backward)
         if needed > self.limit:
             stage = "backward" if is_backward else "forward"
             raise ValueError(
@@ -158,6 +174,16 @@ class StepBudget:
                 "parameters that are kept between them, than when the step was compiled. Give at least so many, or reduce each "
                 "microbatch (set_requires_gradient_sync(True)) and reshard after it (set_reshard_after_backward(True))."
             )
+        if is_first_for_inference:
+            sizes.admit_larger(lambda: self._needed(graph, interface, is_backward=False) <= self.limit)
+
+    def _needed(self, graph: Graph, interface: Interface, *, is_backward: bool) -> int:
+        figures = self._figures(graph, interface)
+        if not is_backward:
+            self._forward = figures
+            return self._during_forward(figures)
+        assert self._forward is not None
+        return self._during_backward(self._forward, figures)
 
 
 class BudgetPartitioner(CustomPartitionerFn):  # type: ignore[misc]
@@ -204,8 +230,8 @@ def _check_is_whole(units: Iterable[Unit]) -> None:
         )
 
 
-def _resident_bytes(units: Iterable[Unit], examples: Sequence[Any], optimizer: Optimizer) -> int:
-    """What lives all the time, as the rank with the largest shards has it: shards, state of the optimizer, buffers, inputs."""
+def _resident(units: Iterable[Unit], examples: Sequence[Any], optimizer: Optimizer) -> tuple[int, list[Tensor]]:
+    """What lives all the time: bytes of shards (as on the rank with the largest), optimizer and buffers; and the inputs."""
     all_units = list(dict.fromkeys(unit for one in units for unit in one.scope.units))
     facts = [_padded(UnitFacts.of(unit, unit.name), unit) for unit in all_units]
     roots = [unit for unit in all_units if unit.is_root]
@@ -213,8 +239,7 @@ def _resident_bytes(units: Iterable[Unit], examples: Sequence[Any], optimizer: O
     held |= {id(param.shard) for unit in all_units for param in unit.params}
     inputs = {id(value): value for value in examples if isinstance(value, Tensor) and id(value) not in held}
     shards = sum(unit.shard_bytes for unit in facts)
-    others = sum(map(other_bytes, roots)) + sum(int(num_bytes(value)) for value in inputs.values())
-    return shards + optimizer.state_bytes(facts) + others
+    return shards + optimizer.state_bytes(facts) + sum(map(other_bytes, roots)), list(inputs.values())
 
 
 def _padded(facts: UnitFacts, unit: Unit) -> UnitFacts:

@@ -85,14 +85,19 @@ def known_of_unbacked(values: Iterable[Any]) -> str:
         A line for each symbol of sizes without a hint; the empty string if there are none.
     """
     lines = set()
-    for size in (size for value in values for size in _sizes(value)):
-        if not isinstance(size, SymInt) or size.node.hint is not None:
+    for size in symbolic_sizes_of(values):
+        if size.node.hint is not None:
             continue
         shape_env = size.node.shape_env
         for symbol in size.node.expr.free_symbols:
             conditions = [str(condition.expr) for condition in shape_env.deferred_runtime_asserts.get(symbol, ())]
             lines.add(f"{symbol}: {shape_env.var_to_range.get(symbol)}, {conditions}")
     return "\n".join(sorted(lines))
+
+
+def symbolic_sizes_of(values: Iterable[Any]) -> Iterator[SymInt]:
+    """The sizes of fake values, in shapes, strides and offsets, that are no numbers."""
+    return (size for value in values for size in _sizes(value) if isinstance(size, SymInt))
 
 
 def _sizes(value: Any) -> Iterator[int | SymInt]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -228,6 +229,50 @@ class TestOneProcess:
             else:
                 with pytest.raises(ValueError, match="too low for a backward with the flags that it is called with"):
                     compiled(few).backward()
+
+    @pytest.mark.exhaustive
+    def test_larger_batches_are_compiled_anew_where_the_choice_does_not_fit(self) -> None:
+        _, captured = train(sharded(), _LARGE)
+        budget = captured.choices[0].chosen.peak_bytes
+        torch._dynamo.reset()
+        compiled = torch.compile(sharded(), backend=fsdp_backend, options={**_EAGER, "memory_budget": budget})
+
+        def choices(rows: int, **maximum: int) -> list[Choice]:
+            x = torch.ones(rows, 64)
+            torch._dynamo.mark_dynamic(x, 0, **maximum)
+            with capture(passes=False) as captured:
+                compiled(x).backward()
+            return captured.choices
+
+        (first,) = choices(400)
+        # The budget is what a batch of this size takes.
+        fitting = batch().size(0)
+        assert not choices(200) and not choices(int(0.98 * fitting))
+        (second,) = choices(3 * fitting // 2)
+        assert second.chosen.policy.recomputed > first.chosen.policy.recomputed == 0
+        assert not choices(fitting + 10)
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=f"= {budget} bytes is too low"):
+            choices(100 * fitting)
+        torch._dynamo.reset()
+        (known,) = choices(16, min=2, max=3 * fitting // 2)
+        assert known.chosen.policy == second.chosen.policy and known.chosen.peak_bytes > 0.9 * budget
+        assert not choices(3 * fitting // 2)
+
+    def test_larger_batches_for_inference(self) -> None:
+        model = sharded()
+        compiled = torch.compile(model, backend=fsdp_backend, options={**_EAGER, "memory_budget": 1000})
+        with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+            compiled(torch.ones(400, 64))
+        (needed,) = re.findall(r"which needs (\d+) bytes", str(raised.value))
+        torch._dynamo.reset()
+        options = {**_EAGER, "memory_budget": int(needed)}
+        compiled = torch.compile(model, backend=fsdp_backend, options=options, dynamic=True)
+        with torch.no_grad():
+            compiled(torch.ones(16, 64))
+            compiled(torch.ones(390, 64))
+            # As it is scheduled for 16 rows, one of more than 400 fits, too.
+            with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="too low for a forward"):
+                compiled(torch.ones(500, 64))
 
     def test_inference_is_held_to_the_budget(self) -> None:
         compiled = torch.compile(sharded(), backend=fsdp_backend, options={**_EAGER, "memory_budget": 1000})

@@ -58,13 +58,21 @@ def train_case(name: str, system: str, offload: str) -> parity.Run:
 _QUICK_CASES = {("mlp", "aot_eager"), ("scalar_parameters", "eager")}
 
 
-# Whatever the model is, what is copied is the storage of its units: these are in all systems, the others in one.
+# Whatever the model is, what is copied is the storage of its units: these are in all systems, the others, of which units and
+# storage differ in kind, in one.
 _IN_ALL_SYSTEMS = ("mlp", "scalar_parameters", "bf16_mlp", "reshard_int", "hsdp")
+_IN_ONE = {
+    *("uneven", "fewer_rows_than_ranks", "shard_columns", "tied_in_root", "tied_across_units", "reshard_false", "hsdp_uneven"),
+    *("meta_init", "bf16_alone", "frozen_in_part", "frozen_units", "unused_parameter", "shared_weight", "list_of_modules"),
+    *("reads_child_unit", "ignored_params", "graph_breaks", "two_models_in_one_graph", "dynamic_batch", "evaluation_no_grad"),
+}
 
 
 def _cases() -> list[Any]:
     found = []
-    for case in CASES.values():
+    assert {*_IN_ALL_SYSTEMS, *_IN_ONE} <= {*CASES}
+    for name in (*_IN_ALL_SYSTEMS, *sorted(_IN_ONE)):
+        case = CASES[name]
         world = case.worlds[-1]
         systems = ("eager", "aot_eager", *["inductor"] * (world in case.inductor_worlds))
         for system in systems if case.name in _IN_ALL_SYSTEMS else ("aot_eager",):
@@ -86,8 +94,12 @@ def test_trains_as_without(name: str, world: int, system: str, rank_pools: RankP
         ("mlp", 2, "eager"),
         *(
             pytest.param(name, world, system, marks=pytest.mark.exhaustive)
-            for name, world in (("mlp", 4), ("bf16_mlp", 2), ("reshard_int", 4), ("hsdp", 4), ("meta_init", 2))
-            for system in ("eager", "aot_eager", "inductor")
+            for name, world, systems in (
+                ("mlp", 4, ("eager", "aot_eager", "inductor")),
+                *((name, 4, ("eager", "aot_eager")) for name in ("reshard_int", "hsdp")),
+                *((name, 2, ("aot_eager",)) for name in ("bf16_mlp", "meta_init")),
+            )
+            for system in systems
         ),
         *(pytest.param("adamw_foreach_clip_grad_norm", 2, system, marks=pytest.mark.exhaustive) for system in ("eager",)),
     ],
@@ -121,8 +133,9 @@ _BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", [None, _BF16])
-@pytest.mark.parametrize("system", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("system", "policy"), [("eager", None), ("eager", _BF16), ("aot_eager", None), ("aot_eager", _BF16), ("inductor", _BF16)]
+)
 @pytest.mark.parametrize("mesh_shape", _FLAVOURS)
 def test_accumulates(
     mesh_shape: tuple[int, ...], system: str, policy: MixedPrecisionPolicy | None, rank_pools: RankPools

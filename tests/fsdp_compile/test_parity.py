@@ -314,7 +314,7 @@ _MANY_KERNELS = {
 }
 
 
-# On four ranks, the cases whose shards are others than on two.
+# On four ranks, the cases whose shards are others than on two. What else runs on both runs there in one system.
 _OF_FOUR_RANKS = {"mlp", "uneven", "fewer_rows_than_ranks", "reshard_int", "hsdp", "hsdp_uneven"}
 # One of each kind. The others are exhaustive.
 _OF_TWO_RANKS = {
@@ -330,6 +330,8 @@ def _parameters() -> list[Any]:
     for case in _TABLE:
         for world in case.worlds:
             systems = ["fsdp2"] * case.fsdp2 + ["eager", "aot_eager"] + ["inductor"] * (world in case.inductor_worlds)
+            if world != case.worlds[0] and case.name not in _OF_FOUR_RANKS:
+                systems = ["aot_eager"]
             for system in systems:
                 name = f"{case.name}-{world}-{system}"
                 quick = _OF_FOUR_RANKS if world == 4 else _OF_TWO_RANKS

@@ -19,6 +19,7 @@ from .explain.explain import explain
 from .explain.report import Report
 from .optim.clip import clip_grad_norm_
 from .optim.flat_optimizer import flat_optimizer
+from .optim.in_backward import optimizer_in_backward
 from .runtime.agreement import RanksDisagree
 from .torch_versions import DataParallelMeshDims, GradientReductionHandle
 
@@ -48,6 +49,7 @@ __all__ = [
     "fsdp_backend",
     "fully_shard",
     "gradient_divide_factors",
+    "optimizer_in_backward",
     "register_fsdp_forward_method",
     "replacing_fsdp2",
     "share_comm_ctx",

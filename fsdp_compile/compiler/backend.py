@@ -24,6 +24,7 @@ from passes.fx.torch_internals.core import TracingContext, is_traceable_wrapper_
 from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, inductor_config
 from passes.ir.interface import Interface
 from passes.ir.ops import Unshard, unshards, update_args
+from passes.ir.plan import Plan
 from passes.pipeline import (
     fold,
     ignore_pass,
@@ -34,6 +35,7 @@ from passes.pipeline import (
     run_preparing_passes,
 )
 
+from ..runtime.course import Run
 from ..runtime.graph_inputs import Owners, sharded_param
 from ..runtime.planned_graph import BoxedFunction, PlannedGraph, boxed
 from ..units.sharded_param import ShardedParam
@@ -226,7 +228,10 @@ class _Compilation:
         self._owners = owners
         device = next((param.mesh.device for param in params.values()), None)
         _check_offload(options, params.values())
+        if any(param.updater is not None for param in params.values()):
+            _refuse_updates(options)
         self._merge_below = options.small_unit_bytes
+        self._options = options
         self._auto = options.auto_schedule(device) if device is not None else None
         self._recorders = Recorders(device) if options.cudagraphs else None
         self._budget: StepBudget | None = None
@@ -300,7 +305,7 @@ class _Compilation:
         )
         planned = PlannedGraph(
             gm,
-            prepared.lower,
+            functools.partial(self._lower, prepared),
             is_backward=prepared.is_backward,
             owners=self._owners,
             can_keep=not kwargs.get("is_inference", False),
@@ -309,6 +314,12 @@ class _Compilation:
         if not prepared.is_backward:
             planned.lower_ahead(self._params)
         return boxed(planned)
+
+    def _lower(self, prepared: PreparedGraph, plan: Plan) -> tuple[BoxedFunction, Interface, Run]:
+        if plan.updates:
+            # The optimizer may have been made after the model was compiled.
+            _refuse_updates(self._options)
+        return prepared.lower(plan)
 
     def _schedule(self, gm: GraphModule, is_backward: bool) -> tuple[Graph, Interface]:
         """Do with a graph what its first call will have done to it, up to the lowering. In place."""
@@ -354,6 +365,25 @@ def _check_offload(options: Options, params: Iterable[ShardedParam]) -> None:
                 f"options[{chosen!r}] = {value!r} is not supported for {param.unit.name or 'the root'}, whose parameters "
                 "are copied from the host (offload_policy=CPUOffloadPolicy()). Compile without the option, or shard without "
                 "the policy."
+            )
+
+
+def _refuse_updates(options: Options) -> None:
+    """Check that a backward that updates parameters is compiled with options that know of it.
+
+    Raises:
+        ValueError: a budget for the step, the automatic schedule, or CUDA graphs were asked for.
+    """
+    is_set = {
+        "memory_budget": options.memory_budget is not None,
+        "schedule": options.schedule == "auto",
+        "cudagraphs": options.cudagraphs,
+    }
+    for name, holds in is_set.items():
+        if holds:
+            raise ValueError(
+                f"options[{name!r}] = {getattr(options, name)!r} does not know of updates in backward (optimizer_in_backward). "
+                "Compile without the option, or use an optimizer of torch.optim or flat_optimizer."
             )
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..units.param_state import noted_slice
+from ..units.sharded_param import params_with_memory
 
 #: A mesh and those of its dimensions over which a gradient is cut; None: the gradient is no DTensor.
 _Cut: TypeAlias = tuple[Any, tuple[int, ...]] | None
@@ -46,9 +47,10 @@ def clip_grad_norm_(
         one mesh (``full_tensor()`` communicates nothing); else a plain tensor.
 
     Raises:
-        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set; or a parameter is updated in backward.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _refuse_updated(parameters)
     if not norm_type > 0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     gradients: list[Any] = [param.grad for param in parameters if param.grad is not None]
@@ -90,6 +92,18 @@ def clip_grad_norm_(
     if mesh is None or meshes:
         return total
     return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _refuse_updated(parameters: Iterable[Tensor]) -> None:
+    sharded = params_with_memory()
+    for param in parameters:
+        found = sharded.get(id(param))
+        if found is not None and found.param is param and found.updater is not None:
+            raise RuntimeError(
+                f"clip_grad_norm_ would find no gradient of {found.name}, which is updated in backward "
+                "(optimizer_in_backward), before the norm of all gradients is known. Clip with an optimizer of torch.optim or "
+                "flat_optimizer."
+            )
 
 
 class _Layout(NamedTuple):

@@ -14,23 +14,28 @@ from passes.ir.interface import (
     FullParameter,
     HookTensor,
     InputSlot,
+    OptimizerState,
     OutputSlot,
     PartialGradient,
     ReducedGradient,
     StorageRun,
     UnshardedGradient,
+    UpdatedRun,
+    UpdateNumbers,
 )
 from passes.ir.reduction import Reduction, Sync
 from passes.transforms.bucket import Group
 
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
+from ..units.updater import Planned, Updater
 from .gradients import (
     accumulates,
     flat_grad,
     flat_partial,
     keep_partial,
     land_gradients,
+    note_update,
     reduced,
     reduction_of,
     unsharded_grad,
@@ -48,6 +53,7 @@ class Gradients:
         grad_dtype: dtype of the reduced gradients.
         reduction: what the graph does about them.
         factors: the divide factors of that.
+        updates: the updates of the parameters, if the graph updates them.
     """
 
     def __init__(self, params: list[ShardedParam], like: Tensor, grad_dtype: torch.dtype):
@@ -56,6 +62,7 @@ class Gradients:
         self.grad_dtype = grad_dtype
         self.reduction: Reduction
         self.factors: tuple[float, ...]
+        self.updates: tuple[Planned, ...] = ()
 
     @property
     def unit(self) -> Unit:
@@ -64,6 +71,8 @@ class Gradients:
     def plan(self) -> Reduction:
         """Decide what the graph does, by the unit's flags and what earlier microbatches have left."""
         self.reduction, self.factors = reduction_of(self.unit, self.params, self.like)
+        if self.reduction.updates:
+            self.updates = tuple(_updater(param).planned(param) for param in self.params)
         return self.reduction
 
     def leave_out(self) -> Reduction:
@@ -162,7 +171,9 @@ class Call:
             if gradients or isinstance(slot, FullParameter):
                 _LAND[type(slot)](self, slot, value)
         for bucket in self.gradients:
-            if bucket.reduction.sync is Sync.ALL:
+            if bucket.reduction.updates:
+                note_update(bucket.params)
+            elif bucket.reduction.sync is Sync.ALL:
                 reduced(bucket.params)
 
 
@@ -228,6 +239,26 @@ def _bind_hook_tensor(call: Call, slot: HookTensor) -> Tensor:
     return hook_tensor(bucket.params[slot.position], slot.name, bucket.like)
 
 
+def _updater(param: ShardedParam) -> Updater:
+    assert param.updater is not None
+    return param.updater
+
+
+def _bind_updated(call: Call, slot: UpdatedRun) -> Tensor:
+    param = call.gradients[slot.reduction].params[slot.position]
+    return param.unit.storages[param.shard.dtype].narrow(0, param.offset, slot.numel)
+
+
+def _bind_state(call: Call, slot: OptimizerState) -> Tensor:
+    param = call.gradients[slot.reduction].params[slot.position]
+    return _updater(param).state_run(param, slot.numel, slot.name)
+
+
+def _bind_numbers(call: Call, slot: UpdateNumbers) -> Tensor:
+    param = call.gradients[slot.reduction].params[slot.position]
+    return _updater(param).numbers(param)
+
+
 _BIND: dict[type, Callable[[Call, Any], Tensor]] = {
     StorageRun: _bind_storage,
     FullParameter: _bind_full,
@@ -236,6 +267,9 @@ _BIND: dict[type, Callable[[Call, Any], Tensor]] = {
     ReducedGradient: _bind_reduced,
     DivideFactor: _bind_factor,
     HookTensor: _bind_hook_tensor,
+    UpdatedRun: _bind_updated,
+    OptimizerState: _bind_state,
+    UpdateNumbers: _bind_numbers,
 }
 _LAND: dict[type, Callable[[Call, Any, Tensor], None]] = {
     FullParameter: _land_full,

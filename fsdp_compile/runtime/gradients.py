@@ -82,6 +82,7 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
     hook, in_place = flags.comm_hook, flags.comm_hook_in_place
     host = "" if not unit.copies else "pinned" if unit.pins_memory else "pageable"
     has_unsharded = any(param.state.unsharded_grad is not None for param in params)
+    updates = may_update(params)
     # An all-reduce style hook cannot stop half-way.
     if not flags.reduce_grads or (in_place and mesh.replicate_group and not flags.all_reduce_grads):
         return Reduction(Sync.NONE, has_unsharded=has_unsharded), ()
@@ -100,7 +101,25 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
         in_place,
         flags.replica_hook,
         host,
+        sync is Sync.ALL and updates,
     ), factors
+
+
+def may_update(params: Sequence[ShardedParam]) -> bool:
+    """Whether a graph that reduces gradients of parameters may update these by them.
+
+    Not unless this is all that a step has for them: no other backward is to come that reads one of them, or adds to its
+    gradient. Nor where anybody is to see a gradient: then it lands, and is consumed when the backward ends. A communication
+    hook may leave anything in the padding of a shard, which is updated along.
+    """
+    unit = params[0].unit
+    flags = unit.flags
+    if not unit.scope.is_last_backward or any((flags.comm_hook, flags.replica_hook, flags.all_reduce_hook)):
+        return False
+    return all(
+        param.updater is not None and param.state.uses == 0 and not param.param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        for param in params
+    )
 
 
 # Inputs and results of graphs.
@@ -201,7 +220,8 @@ class _Backward:
     Attributes:
         scopes: trees of units that took part.
         received: for each unit, the parameters that got a gradient.
-        reduced: parameters whose hooks are due at the end, when their gradients are whole.
+        reduced: parameters whose hooks are due at the end, when their gradients are whole, or their updates.
+        updated: whether parameters have been updated.
         at_end: what else is due then.
         arriving: flat shards of gradients that are being copied to the host, with their parameters.
     """
@@ -210,6 +230,7 @@ class _Backward:
         self.scopes: dict[Scope, None] = {}
         self.received: dict[Unit, set[ShardedParam]] = {}
         self.reduced: dict[ShardedParam, None] = {}
+        self.updated = False
         self.at_end: dict[Callable[[], None], None] = {}
         self.arriving: list[tuple[Sequence[ShardedParam], Tensor]] = []
 
@@ -243,10 +264,11 @@ def receive(unit: Unit, params: Sequence[ShardedParam]) -> None:
 
 
 def reduced(params: Sequence[ShardedParam]) -> None:
-    """Note that gradients of parameters have landed: their post-accumulate-grad hooks are due when the backward ends."""
+    """Note that gradients of parameters have landed: their post-accumulate-grad hooks, and updates, are due when the backward
+    ends."""
     backward = _current_backward()
     for param in params:
-        if param.param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if param.updater is not None or param.param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             backward.reduced[param] = None
 
 
@@ -267,16 +289,84 @@ def _finish_backward(task: int) -> None:
             if unit.scope.is_last_backward and not unit.scope.finalizes_by_hand:
                 backward.reduced.update(dict.fromkeys(reduce_pending(unit)))
         _land_on_host(backward.arriving)
-        call_hooks(backward.reduced)
+        backward.updated |= call_hooks(backward.reduced)
+        if backward.updated:
+            _forget_uses(backward.scopes)
     finally:
         _backwards.pop(task, None)
 
 
-def call_hooks(params: Iterable[ShardedParam]) -> None:
-    """Call the post-accumulate-grad hooks of parameters whose gradients have landed."""
-    for param in params:
+def call_hooks(params: Iterable[ShardedParam]) -> bool:
+    """Call the post-accumulate-grad hooks of parameters whose gradients have landed; then update those that an optimizer steps
+    in backward, if it was the last one of a step.
+
+    Returns:
+        Whether any was updated.
+    """
+    landed = list(params)
+    for param in landed:
         for hook in list((param.param._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
             hook(param.param)
+    done = False
+    for param in landed:
+        if param.updater is not None and param.param.grad is not None and param.unit.scope.is_last_backward:
+            param.updater.update(param)
+            done = True
+    return done
+
+
+def note_update(params: Sequence[ShardedParam]) -> None:
+    """Note that a graph has updated parameters."""
+    _current_backward().updated = True
+    for updater in dict.fromkeys(param.updater for param in params):
+        assert updater is not None
+        updater.updated([param for param in params if param.updater is updater])
+
+
+def _forget_uses(scopes: Iterable[Scope]) -> None:
+    """After an update, forwards that no backward has followed are of no use: they have read other values."""
+    for scope in scopes:
+        for unit in scope.units:
+            for param in unit.params:
+                param.state.uses = 0
+
+
+def note_forward(params: Iterable[ShardedParam]) -> None:
+    """Note that a forward which backward may follow reads parameters.
+
+    Raises:
+        RuntimeError: a checkpoint with ``use_reentrant=True`` runs it anew in a backward, where a parameter is updated.
+    """
+    for param in params:
+        if param.updater is None or not param.param.requires_grad:
+            continue
+        state = param.state
+        state.was_updated = False
+        if not in_backward():
+            state.uses += 1
+        elif state.uses == 0:
+            raise RuntimeError(
+                f"Parameter {param.name} is updated in backward (optimizer_in_backward), and a forward reads it there that its "
+                "first forward did not tell of. Use torch.utils.checkpoint with use_reentrant=False, or an optimizer of "
+                "torch.optim."
+            )
+
+
+def note_backward(params: Iterable[ShardedParam]) -> None:
+    """Note that the backward of a forward which has read parameters begins.
+
+    Raises:
+        RuntimeError: one has been updated since.
+    """
+    for param in params:
+        state = param.state
+        if param.updater is not None and state.was_updated and state.uses == 0:
+            raise RuntimeError(
+                f"Parameter {param.name} was updated in an earlier backward (optimizer_in_backward), and this one needs it "
+                "as it was. Add losses up and call backward once; or call set_is_last_backward(False) ahead of all backwards of "
+                "a step but the last."
+            )
+        state.uses = max(0, state.uses - 1)
 
 
 def _receive_zeros(unit: Unit, backward: _Backward) -> None:
@@ -298,6 +388,7 @@ def discard(scope: Scope) -> None:
         unit.drop_full()
         for param in unit.params:
             param.state.discard_gradients()
+            param.state.uses = 0
 
 
 # Gradients of eager operators.

@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from passes.ir.ops import set_find_shard
 
 from ..units.sharded_param import ShardedParam, param_in_memory
-from .gradients import drop_eager_gradient, receive_gradient
+from .gradients import drop_eager_gradient, note_forward, receive_gradient
 
 
 def attach(param: ShardedParam) -> None:
@@ -42,6 +43,8 @@ def before_unshard(param: ShardedParam) -> None:
     param.check_gather()
     param.check_registered()
     param.unit.scope.wait_for_optimizer()
+    if torch.is_grad_enabled():
+        note_forward([param])
 
 
 def _find_shard(tensor: Tensor) -> Tensor:

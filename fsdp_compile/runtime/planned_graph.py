@@ -17,13 +17,14 @@ from passes.ir.interface import InputSlot, Interface, OutputSlot
 from passes.ir.ops import Unshard
 from passes.ir.plan import Gather, Plan
 from passes.ir.reduction import Sync
+from passes.ir.update import Place
 from passes.transforms.bucket import Group
 
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .call import Call, Gradients
 from .course import Run
-from .gradients import receive
+from .gradients import note_backward, note_forward, receive
 from .graph_inputs import GraphInputs, Owners
 from .plan import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
 from .unsharding import finish_unshard
@@ -121,6 +122,10 @@ class PlannedGraph:
     def __call__(self, args: list[Any]) -> list[Any]:
         call = Call(self._inputs, self.owners, args)
         is_wanted = self.is_backward and call.accumulates()
+        if is_wanted:
+            note_backward(param for bucket in call.gradients for param in bucket.params)
+        elif not self.is_backward and self._can_keep:
+            note_forward(map(call.param, self._inputs.read))
         plan = self._plan(call, is_wanted)
         variant = self._variant(plan, call.units)
         variant.run.begin()
@@ -181,7 +186,7 @@ class PlannedGraph:
         reducing = [bucket.unit for bucket in gradients if bucket.reduction.sync is not Sync.NONE]
         factors = [bucket.factors for bucket in gradients]
         classes = tuple(map(factors.index, factors)) if self._can_merge else ()
-        return Plan(gathers, made, prefetch, max_pending_reductions(reducing), classes)
+        return Plan(gathers, made, prefetch, max_pending_reductions(reducing), classes, _places(gradients))
 
     def _gather(self, params: list[ShardedParam] | None) -> Gather:
         if params is None:
@@ -202,3 +207,18 @@ class PlannedGraph:
                 # Of parameters in a smaller group only the names are known.
                 names = [param.name for param in params or ()] or [Unshard.of(node).name for node in bucket.nodes]
                 raise RuntimeError(must_not_gather(unit, names))
+
+
+def _places(gradients: Sequence[Gradients]) -> tuple[tuple[Place, ...], ...]:
+    """Where updates of a backward write; empty: it has none."""
+    if not any(bucket.updates for bucket in gradients):
+        return ()
+    keys = [update.key for bucket in gradients for update in bucket.updates]
+    numbers = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    return tuple(
+        tuple(
+            Place(param.offset, param.padded_numel, planned.update, numbers[planned.key])
+            for param, planned in zip(bucket.params, bucket.updates, strict=bool(bucket.updates))
+        )
+        for bucket in gradients
+    )

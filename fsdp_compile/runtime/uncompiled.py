@@ -41,6 +41,7 @@ from .gradients import (
     at_end_of_backward,
     in_backward,
     is_asked_for,
+    note_forward,
     receive_gradients,
     unreduced_gradient,
     zeros_like_gradient,
@@ -235,6 +236,8 @@ def state_of(unit: Unit) -> _State:
 
 def gathered_of(unit: Unit) -> Gathered:
     """The unit's full parameters, with their present values; gathered if necessary."""
+    if torch.is_grad_enabled():
+        note_forward(unit.params)
     state = state_of(unit)
     found = state.gathered()
     if found is None or not found.is_current():

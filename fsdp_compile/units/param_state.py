@@ -67,6 +67,9 @@ class ParamState:
         hook_tensors: what communication hooks keep for the parameter, by what the names of their tensors begin with.
         is_unsharded: the gathered parameter is there because of ``unshard()``: its module shows it, and the next forward of
             a unit that reshards after forward frees it.
+        uses: of a parameter that is updated in backward: the forwards that have read it and whose backward is still to come,
+            as far as is known. No graph may update it before the last of them.
+        was_updated: it was, since the last forward that read it.
     """
 
     def __init__(self) -> None:
@@ -74,6 +77,8 @@ class ParamState:
         self.partial_grad: FlatSlice | None = None
         self.hook_tensors: dict[str, MadeByHook] = {}
         self.is_unsharded = False
+        self.uses = 0
+        self.was_updated = False
         self._full: Tensor | None = None
         self._shown: Tensor | None = None
         self._full_of: Stamp = (0, 0, 0)

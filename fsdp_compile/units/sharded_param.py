@@ -35,6 +35,7 @@ from .param_state import ParamState, set_local
 
 if TYPE_CHECKING:
     from .unit import Unit
+    from .updater import Updater
 
 
 def shard_attribute(name: str) -> str:
@@ -69,6 +70,7 @@ class ShardedParam:
         args, kwargs: what ``unshard`` takes after the shard.
         extension: how its local tensor, a subclass, is gathered; None: it is a plain tensor.
         state: gathered values and gradients between microbatches.
+        updater: the optimizer that steps it in backward; None: none does.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class ShardedParam:
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.state = ParamState()
+        self.updater: Updater | None = None
 
     def _make_param(self, full: nn.Parameter, piece: Tensor) -> nn.Parameter:
         local = piece.detach()

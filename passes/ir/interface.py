@@ -91,8 +91,52 @@ class HookTensor:
     name: str
 
 
+@dataclass(frozen=True)
+class UpdatedRun:
+    """An input: neighbouring shards of flat storage, which the graph updates in place.
+
+    Attributes:
+        reduction: index among the graph's ``reduction_groups``.
+        position: which of the group's parameters is the first.
+        numel: how long the run is, in elements.
+    """
+
+    reduction: int
+    position: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """An input: what an optimizer keeps for an :class:`UpdatedRun`, under this name; updated in place."""
+
+    reduction: int
+    position: int
+    numel: int
+    name: str
+
+
+@dataclass(frozen=True)
+class UpdateNumbers:
+    """An input: the numbers of the update of an :class:`UpdatedRun`, by its first parameter."""
+
+    reduction: int
+    position: int
+
+
 #: An extra input.
-InputSlot = StorageRun | FullParameter | UnshardedGradient | PartialGradient | ReducedGradient | DivideFactor | HookTensor
+InputSlot = (
+    StorageRun
+    | FullParameter
+    | UnshardedGradient
+    | PartialGradient
+    | ReducedGradient
+    | DivideFactor
+    | HookTensor
+    | UpdatedRun
+    | OptimizerState
+    | UpdateNumbers
+)
 #: An extra output.
 OutputSlot = FullParameter | UnshardedGradient | PartialGradient | ReducedGradient
 

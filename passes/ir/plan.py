@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from .reduction import Reduction
+from .update import Place
 
 
 class Gather(Enum):
@@ -38,6 +39,7 @@ class Plan:
         max_pending_reductions: how many reduce-scatters may be in flight; None: :mod:`passes.transforms.schedule`'s own limits.
         factor_classes: for each reduction, equal numbers where divide factors have equal values; asked for by
             :mod:`passes.auto.grouping` alone.
+        updates: for each reduction that updates parameters, where the update of each of them writes; empty: none does.
     """
 
     gathers: tuple[Gather, ...] = ()
@@ -45,6 +47,7 @@ class Plan:
     prefetch: tuple[tuple[str, tuple[str, ...]], ...] = ()
     max_pending_reductions: int | None = None
     factor_classes: tuple[int, ...] = ()
+    updates: tuple[tuple[Place, ...], ...] = ()
 
     @property
     def has_hooks(self) -> bool:

@@ -65,6 +65,7 @@ class Reduction:
         all_reduce_hook: changes the reduced shard in place: ``hook(shard)``.
         comm_hook_in_place: the latter, of a bucket that is sharded over one rank; then the hook is the all-reduce, too.
         host: where the averaged gradient is copied to, "pinned" or "pageable" memory of the host; empty: it stays.
+        updates: the averaged gradient updates the parameters, by :class:`~passes.ir.update.Update`, and does not land.
     """
 
     sync: Sync = Sync.ALL
@@ -78,6 +79,7 @@ class Reduction:
     comm_hook_in_place: bool = False
     replica_hook: Callable[[Tensor], None] | StatefulHook | None = None
     host: str = ""
+    updates: bool = False
 
     @property
     def has_hooks(self) -> bool:

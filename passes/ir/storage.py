@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.fx import Node
 
 from ..collectives.layout import padding_to
 from ..fx.graph import shard_input
@@ -44,6 +45,26 @@ def locate(spec: Unshard) -> Location | None:
     if spec.offset < 0 or shard is None:
         return None
     return Location(spec.unit, shard.meta["val"].dtype, spec.offset)
+
+
+#: The key in ``node.meta`` of where an input lies in storage.
+_LOCATION = "fsdp_location"
+
+
+def mark_location(placeholder: Node, location: Location) -> None:
+    """Say that an input lies in storage."""
+    placeholder.meta[_LOCATION] = location
+
+
+def overlap(one: Node, other: Node) -> bool:
+    """Whether two inputs, both of which lie in storage as far as is marked, share elements of it."""
+    first, second = one.meta.get(_LOCATION), other.meta.get(_LOCATION)
+    if first is None or second is None:
+        return False
+    if (first.unit, first.dtype) != (second.unit, second.dtype):
+        return False
+    first_numel, second_numel = (size_hint(math.prod(node.meta["val"].shape)) for node in (one, other))
+    return first.offset < second.offset + second_numel and second.offset < first.offset + first_numel
 
 
 def gaps_to_gather(specs: Sequence[Unshard], alignment: int = 1) -> list[int]:

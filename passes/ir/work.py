@@ -27,6 +27,7 @@ class Role(Enum):
         START_REDUCE: copies gradients in, and starts the reduce-scatter.
         ALL_REDUCE: finishes the reduce-scatter, and starts the all-reduce over replicas.
         FINISH_REDUCE: waits for the last collective, and makes its result what lands.
+        UPDATE: updates parameters and what an optimizer keeps, in place.
         COPY_TO_HOST: starts the copy of that to the host, if it is to land there.
     """
 
@@ -38,6 +39,7 @@ class Role(Enum):
     START_REDUCE = "start_reduce"
     ALL_REDUCE = "all_reduce"
     FINISH_REDUCE = "finish_reduce"
+    UPDATE = "update"
     COPY_TO_HOST = "copy_to_host"
 
     def __str__(self) -> str:
@@ -117,10 +119,23 @@ def nodes_of(graph: Graph, wanted: Role) -> dict[BucketName, list[Node]]:
 
 def kernel_boundaries(graph: Graph) -> set[Node]:
     """The nodes that no kernel reaches across: collectives, copies between host and device, the first node of each reduction's
-    copy-in, and that of the copies of each unit out of what several have gathered.
+    copy-in, that of the copies of each unit out of what several have gathered, and that of an update that is not behind the
+    wait for its gradients.
 
     A kernel that copied gradients in and read a parameter as well would hold a whole gathered buffer beside the gradients and
     their copy. Between units, kernels end where they would if each had gathered by itself, so that equal units share them.
+
+    A compiler of kernels does not know that an update writes to what gathers read: so nothing that was ahead of the update may
+    be in one kernel with it.
     """
     first = {nodes[0] for role in (Role.START_REDUCE, Role.UNPACK) for nodes in nodes_of(graph, role).values()}
+    first |= {nodes[0] for nodes in nodes_of(graph, Role.UPDATE).values() if not _is_behind_its_wait(nodes[0])}
     return first | {node for node in graph.nodes if is_collective(node) or is_host_copy(node)}
+
+
+def _is_behind_its_wait(update: Node) -> bool:
+    """Whether only work of its own bucket stands between an update and a collective, or the wait for one."""
+    node = update.prev
+    while node.op == "call_function" and bucket(node) == bucket(update) and not is_collective(node):
+        node = node.prev
+    return is_collective(node) and bucket(node) == bucket(update)

@@ -354,7 +354,7 @@ def _category(storage: _Storage, *, is_kept: bool, is_reduced: bool) -> Category
         return Category.GRADIENTS if maker.meta.get(_IS_GRADIENT) else Category.ACTIVATIONS
     if is_reduced or done in (Role.ACCUMULATE, Role.FINISH_REDUCE) or (is_kept and done is not None):
         return Category.GRADIENTS
-    if done is not None or is_collective(maker):
+    if (done is not None and done is not Role.UPDATE) or is_collective(maker):
         return Category.COMMUNICATION
     return Category.ACTIVATIONS if is_kept else Category.WORKING
 

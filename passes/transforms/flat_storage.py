@@ -25,7 +25,7 @@ from ..fx.graph import placeholder_index, shard_input
 from ..fx.sizes import size_hint
 from ..ir.interface import Interface, StorageRun
 from ..ir.ops import Unshard, unshards
-from ..ir.storage import Location, locate
+from ..ir.storage import Location, locate, mark_location
 from ..ir.work import Role, mark, work
 
 _aten = torch.ops.aten
@@ -92,6 +92,8 @@ def flat_storage(graph: Graph, locations: dict[Node, Location], interface: Inter
     """Feed all-gathers from runs of flat storage, which ``interface`` takes as inputs. In place."""
     index = placeholder_index(graph)
     num_runs = 0
+    for shard, location in locations.items():
+        mark_location(shard, location)
     cats = graph.find_nodes(op="call_function", target=_aten.cat.default)
     for cat in (*cats, *graph.find_nodes(op="call_function", target=copy_to_device)):
         start = work(cat)
@@ -107,6 +109,7 @@ def flat_storage(graph: Graph, locations: dict[Node, Location], interface: Inter
                 run.shard.meta["val"].new_empty(run.numel),
                 StorageRun(index[run.shard], locations[run.shard].offset, run.numel),
             )
+            mark_location(storage, locations[run.shard])
             num_runs += 1
             if run.dtype is not None:
                 with graph.inserting_before(cat):

@@ -7,7 +7,9 @@ After:  for each bucket (unit, dtypes and groups) what its :class:`~passes.ir.pl
 - ``Sync.SCATTER``: one ``reduce_scatter_tensor`` just after the bucket's last gradient, of the sum with earlier full
   gradients. Its flat shard is an output, or is added to the earlier partial result in place.
 - ``Sync.ALL``: the same, then with replicas (HSDP) one ``all_reduce`` of the sum with the earlier partial result; the flat
-  shard of averaged gradients, in their dtype, is an output, or is added to ``param.grad`` in place.
+  shard of averaged gradients, in their dtype, is an output, or is added to ``param.grad`` in place. Or it updates the
+  parameters (:mod:`passes.ir.update`), with ``param.grad`` added to it if there is one: each run of neighbours in flat storage
+  by one kernel, in place, together with what an optimizer keeps for it. Then nothing lands.
 
 A reduction absorbs the casts of its gradients that have no other reader. Partial results are added before the all-reduce: after
 it, those of the other replicas would be missing. Divide factors are inputs of the graph, and so are the tensors of a
@@ -38,13 +40,18 @@ from ..ir.interface import (
     HookTensor,
     InputSlot,
     Interface,
+    OptimizerState,
     OutputSlot,
     PartialGradient,
     ReducedGradient,
     UnshardedGradient,
+    UpdatedRun,
+    UpdateNumbers,
 )
 from ..ir.ops import ReduceGrad, reduce_grads
 from ..ir.reduction import Kept, Operand, Reduction, Stage, Sync, stages
+from ..ir.storage import Location, mark_location
+from ..ir.update import Place, updated
 from ..ir.work import WORK, Role, Work, mark, nodes_of
 from ..models.memory_model import mark_taken_gradient
 from .bucket import Bucket, Group, reduction_buckets, regroup, whole_buckets
@@ -56,7 +63,11 @@ _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
 def synchronize_gradients(
-    graph: Graph, plan: Sequence[Reduction], interface: Interface, groups: Sequence[Group] | None = None
+    graph: Graph,
+    plan: Sequence[Reduction],
+    interface: Interface,
+    groups: Sequence[Group] | None = None,
+    updates: Sequence[Sequence[Place]] = (),
 ) -> None:
     """Replace the ``reduce_grad`` nodes of a backward graph by what the plan says. In place.
 
@@ -66,6 +77,7 @@ def synchronize_gradients(
         interface: takes the inputs and outputs that the plan adds.
         groups: reduce these together instead of each bucket. They have all gradients, and the plan does the same with all of
             a group.
+        updates: for each bucket, where the updates of its parameters write, if the plan has updates.
     """
     output = graph.output_node()
     outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -76,11 +88,20 @@ def synchronize_gradients(
             raise AssertionError(f"The reduced gradient {node.format_node()} is no output, but read by {list(node.users)}.")
     output.args = (tuple(None if value in reduced else value for value in outputs),)
     assert len(plan) == len(buckets)
-    interface.reduction_groups = list(groups) if groups is not None else whole_buckets(buckets)
+    wanted = list(groups) if groups is not None else whole_buckets(buckets)
+    # In the order of storage, so that the flat gradient lies as the shards that it updates.
+    interface.reduction_groups = [
+        tuple(sorted(group, key=lambda member: (member[0], updates[member[0]][member[1]].offset)))
+        if plan[group[0][0]].updates
+        else group
+        for group in wanted
+    ]
     for index, (group, bucket) in enumerate(
         zip(interface.reduction_groups, regroup(buckets, interface.reduction_groups), strict=True)
     ):
-        _ReductionWriter(graph, bucket, index, plan[group[0][0]], interface).write()
+        reduction = plan[group[0][0]]
+        places = [(place, updates[place][position]) for place, position in group] if reduction.updates else []
+        _ReductionWriter(graph, bucket, index, reduction, interface, places).write()
         for node in bucket.nodes:
             graph.erase_node(node)
 
@@ -88,8 +109,17 @@ def synchronize_gradients(
 class _ReductionWriter:
     """Writes the reduction of one bucket into the graph."""
 
-    def __init__(self, graph: Graph, bucket: Bucket, index: int, reduction: Reduction, interface: Interface):
+    def __init__(
+        self,
+        graph: Graph,
+        bucket: Bucket,
+        index: int,
+        reduction: Reduction,
+        interface: Interface,
+        places: Sequence[tuple[int, Place]],
+    ):
         self.graph = graph
+        self.places = places
         self.bucket = bucket
         self.index = index
         self.reduction = reduction
@@ -158,11 +188,40 @@ class _ReductionWriter:
         work = self._work(Role.FINISH_REDUCE)
         if reduction.sync is Sync.SCATTER:
             self._leave(value, PartialGradient(self.index), taken.get(Kept.PARTIAL, []), work)
+        elif reduction.updates:
+            if reduction.has_grad:
+                grad = self._input("grad", value.meta["val"], ReducedGradient(self.index))
+                mark_taken_gradient(grad)
+                value = emit(self.graph, torch.add, grad, value, work=work)
+            self._update_shards(value)
         elif reduction.has_grad:
             grad = self._input("grad", value.meta["val"], ReducedGradient(self.index))
             self._leave(emit(self.graph, torch.add, grad, value, work=work), ReducedGradient(self.index), [grad], work)
         else:
             self._leave(value, ReducedGradient(self.index), [], work)
+
+    def _update_shards(self, flat: Node) -> None:
+        """Update parameters by the flat shard of their gradients, run by run."""
+        work = self._work(Role.UPDATE)
+        start = 0
+        for first, numel in _runs(self.places):
+            _, place = self.places[first]
+            value = flat.meta["val"].new_empty(numel)
+            shard = self._input("shards", value, UpdatedRun(self.index, first, numel))
+            mark_location(shard, Location(self.specs[first].unit, value.dtype, place.offset))
+            states = [
+                self._input(name, value.new_empty(numel), OptimizerState(self.index, first, numel, name))
+                for name in place.update.states
+            ]
+            numbers = value.new_empty(place.update.num_numbers, dtype=factor_dtype(value.dtype))
+            taken = self._input("numbers", numbers, UpdateNumbers(self.index, first))
+            grad = flat
+            if numel != flat.meta["val"].numel():
+                grad = emit(self.graph, torch.narrow, flat, dim=0, start=start, length=numel, work=work)
+            found = emit(self.graph, updated, shard, grad, taken, states, update=place.update, work=work)
+            for kept, new in zip((shard, *states), found, strict=True):
+                self._write_over(kept, new, work)
+            start += numel
 
     def _hoist(self, stage: Stage) -> None:
         """Let what a stage computes without the result of a collective stand ahead of all of them, beside the message."""
@@ -257,6 +316,21 @@ class _ReductionWriter:
         update = self.graph.call_function(_copy, (kept, value))
         update.meta = {"val": kept.meta["val"]}
         mark(update, work)
+
+
+def _runs(places: Sequence[tuple[int, Place]]) -> Iterator[tuple[int, int]]:
+    """Parameters of one bucket that are neighbours in storage and are updated alike: the index of the first, and how many
+    elements they have."""
+    first, numel = 0, 0
+    for index, (bucket, place) in enumerate(places):
+        if index > first:
+            source, start = places[first]
+            is_next = bucket == source and place.offset == start.offset + numel
+            if not is_next or (place.update, place.alike) != (start.update, start.alike):
+                yield first, numel
+                first, numel = index, 0
+        numel += place.numel
+    yield first, numel
 
 
 def _readers(node: Node) -> Iterator[Node]:

@@ -10,7 +10,8 @@ After:  *gathers* start one unit ahead: the next unit's just before the graph wa
         where the results are needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before
         a unit's gradients are copied in, the reduce-scatter of ``max_pending_reductions`` units ago is finished, so that never
         more than so many inputs are held. An all-reduce over replicas (HSDP), which holds a shard only, goes on until the end;
-        or, if its result is copied to the host, until one unit later. Copies to the host start where reductions finish.
+        or, if its result is copied to the host or updates parameters, until one unit later. Copies to the host start where
+        reductions finish, and updates run there; but no update ahead of the end of a gather that reads what it writes.
 
 Where a unit has several pieces (:mod:`passes.auto.large_parameters`), those that are read next to each other start together,
 and the limit counts units.
@@ -27,8 +28,9 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from ..fx.graph import derived, is_view, with_sources
+from ..fx.graph import derived, is_collective, is_view, readers, with_sources
 from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard, reshard_rounded, unshards
+from ..ir.storage import overlap
 from ..ir.work import BucketName, Role, nodes_of, role
 from ..models.cost_model import is_fusible
 from .bucket import gather_buckets
@@ -152,7 +154,7 @@ def _move_behind_kernel(start: list[Node], gradients: set[Node]) -> None:
     def is_behind(node: Node) -> bool:
         """Whether the reduction starts behind ``node``, too; what finishes reductions is about to move on."""
         is_small = is_view(node) or is_fusible(node)
-        is_end = role(node) in (Role.FINISH_REDUCE, Role.ALL_REDUCE, Role.COPY_TO_HOST)
+        is_end = role(node) in (Role.FINISH_REDUCE, Role.ALL_REDUCE, Role.UPDATE, Role.COPY_TO_HOST)
         return is_end or (is_small and not role(node) and node not in gradients)
 
     following = start[-1].next
@@ -182,7 +184,8 @@ def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None)
     starts = nodes_of(graph, Role.START_REDUCE)
     all_reduces = nodes_of(graph, Role.ALL_REDUCE)
     finishes = nodes_of(graph, Role.FINISH_REDUCE)
-    copies = nodes_of(graph, Role.COPY_TO_HOST)
+    # What consumes the gradients.
+    ends = nodes_of(graph, Role.COPY_TO_HOST) | nodes_of(graph, Role.UPDATE)
     output = graph.output_node()
     gradients = {source for start in starts.values() for node in start for source in node.all_input_nodes}
     for start in starts.values():
@@ -190,11 +193,41 @@ def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None)
     for name in starts:
         pending = max_pending_reductions or default_max_pending_reductions(replicated=name in all_reduces)
         anchor = _start_of_later_unit(starts, name, pending) or output
-        last = [*finishes.get(name, []), *copies.get(name, [])]
+        last = [*finishes.get(name, []), *ends.get(name, [])]
         if name in all_reduces:
             _move_before(anchor, all_reduces[name])
-            # A copy to the host is to run while the graph computes, too.
-            later = _start_of_later_unit(starts, name, pending + 1) if name in copies else None
+            # A copy to the host is to run while the graph computes, too, and an update is to free the gradients.
+            later = _start_of_later_unit(starts, name, pending + 1) if name in ends else None
             _move_before(later or output, last)
         else:
             _move_before(anchor, last)
+    _order_updates(graph)
+
+
+def _order_updates(graph: Graph) -> None:
+    """Let updates stand behind whatever reads what they write: gathers until they have ended."""
+    updates = nodes_of(graph, Role.UPDATE)
+    if not updates:
+        return
+    placeholders = graph.find_nodes(op="placeholder")
+    for nodes in updates.values():
+        written = {source for node in nodes for source in node.all_input_nodes if source.op == "placeholder"}
+        last = nodes[0]
+        for shard in placeholders:
+            if shard not in written and any(overlap(shard, other) for other in written):
+                last = max([last, *_last_reads(shard)])
+        if last is not nodes[0]:
+            for node in reversed(nodes):
+                last.append(node)
+
+
+def _last_reads(value: Node) -> list[Node]:
+    """The nodes that read a value, or a view of it, and the waits for the collectives among them."""
+    found = []
+    for user in value.users:
+        found.append(user)
+        if is_view(user):
+            found += _last_reads(user)
+        elif is_collective(user):
+            found += readers(user)
+    return found

@@ -1,0 +1,368 @@
+"""Torch's SGD, Adam and AdamW, with a step that is part of backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from passes.collectives.layout import REPLICATED
+from passes.fx.torch_internals.core import foreach_copy_
+from passes.ir.update import Update, numbers_tensor, updated
+
+from ..units.own_storage import with_own_storage
+from ..units.sharded_param import ShardedParam, params_with_memory
+from ..units.updater import Planned
+
+_CLASSES: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
+_REFUSED = ("fused", "foreach", "capturable", "differentiable")
+#: How many tensors of numbers are kept: those of the groups of a step, and of parameters that were stepped less often.
+_MOST_NUMBERS = 64
+
+
+class _Home:
+    """What is kept for the parameters of one storage: a buffer for each name, in the order of storage, padding included.
+
+    Attributes:
+        params: the parameters.
+        starts: where each begins in a buffer.
+        counts: how often each has been stepped; of SGD, whether it has.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam]):
+        self.params = sorted(params, key=lambda param: param.offset)
+        ends = list(accumulate(param.padded_numel for param in self.params))
+        self.starts = [0, *ends[:-1]]
+        self.numel = ends[-1]
+        self.index = {param: index for index, param in enumerate(self.params)}
+        self.counts = [0] * len(self.params)
+        self._buffers: dict[str, Tensor] = {}
+        self._pieces: dict[str, list[DTensor]] = {}
+        self._steps = torch.zeros(len(self.params), dtype=torch.get_default_dtype())
+        self._step_of = list(self._steps.unbind())
+        self._steps_version = self._steps._version
+        self._entries: list[dict[str, Any] | None] = [None] * len(self.params)
+
+    def buffer(self, name: str) -> Tensor:
+        if name not in self._buffers:
+            flat = self._buffers[name] = self.params[0].shard.detach().new_zeros(self.numel)
+            self._pieces[name] = [_piece(flat, *member) for member in zip(self.params, self.starts, strict=True)]
+        return self._buffers[name]
+
+    def pieces(self, index: int, update: Update) -> list[DTensor]:
+        """What is kept for a parameter, by the names of the update."""
+        for name in update.states:
+            self.buffer(name)
+        return [self._pieces[name][index] for name in update.states]
+
+    def follow(self, index: int, update: Update, entry: dict[str, Any] | None) -> None:
+        """Let what is kept for a parameter be what the optimizer's state says: users load, replace and delete it."""
+        pieces = self.pieces(index, update)
+        has_entry = bool(entry) and (update.kind == "adam" or (entry or {}).get("momentum_buffer") is not None)
+        if not has_entry or entry is None:
+            if self._entries[index] is not None:
+                self._entries[index] = None
+                self._restart(index, pieces)
+            return
+        if self._steps._version != self._steps_version:
+            self.counts = [round(step) for step in self._steps.tolist()]
+            self._steps_version = self._steps._version
+        known = self._kept(index, update)
+        if entry is self._entries[index] and all(entry.get(name) is value for name, value in known.items()):
+            return
+        name_of = dict(zip(update.states, pieces, strict=True))
+        for name, piece in name_of.items():
+            value = entry.get(name)
+            if value is None:
+                piece._local_tensor.zero_()
+            elif value is not piece:
+                piece._local_tensor.copy_(value._local_tensor if isinstance(value, DTensor) else value)
+        self._set_count(index, round(float(entry["step"])) if update.kind == "adam" else 1)
+        entry.update(known)
+        self._entries[index] = entry
+
+    def count(self, indices: Sequence[int]) -> None:
+        """Count a step of parameters."""
+        self._steps[list(indices)] += 1
+        self._steps_version = self._steps._version
+        for index in indices:
+            self.counts[index] += 1
+
+    def publish(self, index: int, update: Update, states: Any) -> None:
+        """Let the optimizer's state have what is kept for a parameter."""
+        known = self._kept(index, update)
+        if self._entries[index] is None and known:
+            entry = self._entries[index] = states[self.params[index].param]
+            entry.update(known)
+
+    def _kept(self, index: int, update: Update) -> dict[str, Tensor]:
+        kept: dict[str, Tensor] = {"step": self._step_of[index]} if update.kind == "adam" else {}
+        return kept | dict(zip(update.states, self.pieces(index, update), strict=True))
+
+    def _restart(self, index: int, pieces: Sequence[DTensor]) -> None:
+        for piece in pieces:
+            piece._local_tensor.zero_()
+        self._set_count(index, 0)
+
+    def _set_count(self, index: int, count: int) -> None:
+        self.counts[index] = count
+        self._steps[index] = count
+        self._steps_version = self._steps._version
+
+
+def _piece(flat: Tensor, param: ShardedParam, start: int) -> DTensor:
+    padded = flat.narrow(0, start, param.padded_numel).view(param.padded_shape)
+    return DTensor(with_own_storage(param.unpad(padded)), param.param._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+class _Found(NamedTuple):
+    """What is known of a parameter ahead of its update."""
+
+    home: _Home
+    place: int
+    group: dict[str, Any]
+    group_number: int
+    update: Update
+
+
+class OptimizerInBackward(Optimizer):
+    """What :func:`optimizer_in_backward` adds to a class of optimizers: stands ahead of it among the bases."""
+
+    _homes: dict[Any, _Home] | None = None
+    _groups: tuple[list[int], dict[int, tuple[int, dict[str, Any]]]] | None = None
+    _tensors: dict[Any, Tensor] | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. The parameters are updated in backward from now on.
+
+        Raises:
+            ValueError: an option or a parameter that cannot be.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_options(group)
+            found = [_sharded(param, self) for param in group["params"]]
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        for sharded in found:
+            if sharded is not None:
+                sharded.updater = self
+        self._homes = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step the parameters that have a gradient, as torch's. Those that backward has updated have none.
+
+        Args:
+            closure: computes gradients and returns a loss, which is returned.
+        """
+        step: Any = _base(self).step
+        while getattr(step, "hooked", False):
+            # Hooks have run.
+            step = step.__wrapped__
+        return step(self, closure)
+
+    def remove(self) -> None:
+        """Update no parameter in backward any more: gradients land in ``param.grad``, and ``step()`` steps them."""
+        for param in params_with_memory().values():
+            if param.updater is self:
+                param.updater = None
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # What GradScaler.step asks first.
+        raise RuntimeError(
+            "optimizer_in_backward updates parameters by the gradients of the loss that backward is called on, which a "
+            "GradScaler has scaled, and unscales only afterwards. Train in bfloat16, or use torch.optim's optimizer with a "
+            "GradScaler."
+        )
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        pass
+
+    # What backward asks for (:class:`fsdp_compile.units.updater.Updater`).
+
+    @torch.no_grad()
+    def planned(self, param: ShardedParam) -> Planned:
+        found = self._find(param)
+        found.home.follow(found.place, found.update, self.state.get(param.param))
+        return Planned(found.update, (id(self), found.group_number, self._count(found)))
+
+    def numbers(self, param: ShardedParam) -> Tensor:
+        found = self._find(param)
+        numbers = found.update.numbers(found.group, self._count(found))
+        key = numbers, param.shard.dtype, param.shard.device
+        known = self._tensors
+        if known is None or len(known) >= _MOST_NUMBERS:
+            known = self._tensors = {}
+        if key not in known:
+            known[key] = numbers_tensor(*key)
+        return known[key]
+
+    def state_run(self, param: ShardedParam, numel: int, name: str) -> Tensor:
+        found = self._find(param)
+        return found.home.buffer(name).narrow(0, found.home.starts[found.place], numel)
+
+    @torch.no_grad()
+    def updated(self, params: Sequence[ShardedParam]) -> None:
+        by_home: dict[int, tuple[_Home, list[int]]] = {}
+        for param in params:
+            found = self._find(param)
+            found.home.publish(found.place, found.update, self.state)
+            by_home.setdefault(id(found.home), (found.home, []))[1].append(found.place)
+            param.param.grad = None
+            param.state.was_updated = True
+        for home, indices in by_home.values():
+            home.count(indices)
+        # For what was gathered of the old values, and for autograd.
+        increment_version([param.local for param in params])
+
+    @torch.no_grad()
+    def update(self, param: ShardedParam) -> None:
+        self.planned(param)
+        found = self._find(param)
+        gradient: Any = param.param.grad
+        kept = [param.local, *(piece._local_tensor for piece in found.home.pieces(found.place, found.update))]
+        local, *states = kept
+        new = updated(local, gradient._local_tensor, self.numbers(param), states, update=found.update)
+        foreach_copy_(kept, new)
+        self.updated([param])
+
+    def _count(self, found: _Found) -> int:
+        count = found.home.counts[found.place]
+        return count if found.update.kind == "adam" else min(count, 1)
+
+    def _find(self, param: ShardedParam) -> _Found:
+        homes = self._homes
+        if homes is None:
+            homes = self._homes = {}
+        key = id(param.unit), param.shard.dtype, param.shard.device
+        home = homes.get(key)
+        if home is None or param not in home.index:
+            own = [each for each in param.unit.params if each.updater is self and each.shard.dtype == param.shard.dtype]
+            home = homes[key] = _Home(own)
+        number, group = self._group_of(param)
+        return _Found(home, home.index[param], group, number, self._update_of(group))
+
+    def _group_of(self, param: ShardedParam) -> tuple[int, dict[str, Any]]:
+        present = [id(group) for group in self.param_groups]
+        if self._groups is None or self._groups[0] != present:
+            # Loading a state dict makes groups anew.
+            of = {id(each): (number, group) for number, group in enumerate(self.param_groups) for each in group["params"]}
+            self._groups = present, of
+        found = self._groups[1].get(id(param.param))
+        if found is None:
+            raise RuntimeError(
+                f"Parameter {param.name} has been replaced since optimizer_in_backward was called with it "
+                "(load_state_dict(assign=True)). Load first, and make the optimizer then."
+            )
+        return found
+
+    def _update_of(self, group: Mapping[str, Any]) -> Update:
+        maximize = bool(group["maximize"])
+        if isinstance(self, SGD):
+            return Update("sgd", has_momentum=group["momentum"] != 0, nesterov=bool(group["nesterov"]), maximize=maximize)
+        decoupled = bool(group.get("decoupled_weight_decay", isinstance(self, AdamW)))
+        return Update("adam", amsgrad=bool(group["amsgrad"]), decoupled=decoupled, maximize=maximize)
+
+    def _check_options(self, group: Mapping[str, Any]) -> None:
+        for name in _REFUSED:
+            if group.get(name):
+                raise ValueError(
+                    f"optimizer_in_backward({_base(self).__name__}, ..., {name}={group[name]!r}): the update is compiled "
+                    f"into the backward, one kernel for a unit. Leave {name} out, or use torch.optim.{_base(self).__name__}."
+                )
+
+
+def _sharded(param: Any, updater: OptimizerInBackward) -> ShardedParam | None:
+    """What is updated in backward; None for a parameter that ``fully_shard`` has not sharded, which ``step`` steps.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    if isinstance(param, DTensor) and param._local_tensor.is_meta:
+        raise ValueError(
+            f"A parameter of shape {tuple(param.shape)} is on the meta device. Give the model memory (to_empty) ahead of "
+            "optimizer_in_backward."
+        )
+    found = params_with_memory().get(id(param))
+    if found is None or found.param is not param:
+        return None
+    reason = _refusal(found, updater)
+    if reason:
+        raise ValueError(f"optimizer_in_backward cannot update parameter {found.name}: {reason}")
+    return found
+
+
+def _refusal(param: ShardedParam, updater: OptimizerInBackward) -> str:
+    if param.updater is not None and param.updater is not updater:
+        return "another optimizer does already. Call remove() on that one, or leave the parameter out."
+    if param.unit.offload is not None:
+        return (
+            "its shard is on the host (offload_policy=CPUOffloadPolicy()), and gradients are on the device. Shard without the "
+            "policy, or use torch.optim."
+        )
+    if param.extension is not None:
+        return "it is a tensor subclass with an all-gather of its own, which lies in no flat storage. Use torch.optim for it."
+    if param.dim == REPLICATED:
+        return "it is a scalar, which every rank has whole. Make it a tensor with one element, or use torch.optim for it."
+    if param.param.is_complex():
+        return "it is complex. Use torch.optim for it."
+    return ""
+
+
+def _base(optimizer: OptimizerInBackward) -> type[Optimizer]:
+    return next(base for base in type(optimizer).__mro__ if base in _IN_BACKWARD)
+
+
+_IN_BACKWARD: dict[type[Optimizer], type[Optimizer]] = {}
+for _class in _CLASSES:
+    _name = f"{_class.__name__}InBackward"
+    _IN_BACKWARD[_class] = globals()[_name] = type(
+        _name, (OptimizerInBackward, _class), {"__module__": __name__, "__doc__": _class.__doc__}
+    )
+
+
+def optimizer_in_backward(optimizer_class: type[Optimizer], params: Any, **options: Any) -> Optimizer:
+    """An optimizer whose step is part of backward: gradients update parameters as soon as they are reduced, and are freed.
+
+    In a compiled backward the update of a bucket is one kernel over flat storage, behind the reduction: gradients of all
+    parameters never exist at once. Uncompiled models are updated when their backward ends. After the last backward of a step
+    every sharded parameter is updated, and its ``grad`` is None.
+
+    The result is an instance of a subclass of ``optimizer_class``: its groups, settings, state and state dicts are torch's, so
+    schedulers and checkpoints work with it. ``step()`` may be called as ever. It steps what has a gradient: parameters that
+    ``fully_shard`` did not shard, or that got one by hand. ``zero_grad()`` has nothing to do. ``remove()`` ends the updates.
+
+    Microbatches: while a unit does not synchronise (``set_requires_gradient_sync(False)``), or another backward is to follow
+    (``set_is_last_backward(False)``), nothing is updated. A gradient that is there already is added to that of the last
+    backward. Gradients cannot be clipped or unscaled: they are gone when backward ends.
+
+    Args:
+        optimizer_class: ``torch.optim.SGD``, ``Adam`` or ``AdamW``.
+        params: parameters, named parameters or groups, as the class takes them.
+        options: those of the class, but ``fused``, ``foreach``, ``capturable`` and ``differentiable``.
+
+    Raises:
+        TypeError: an optimizer of another class.
+        ValueError: an option that is not for it; a parameter that is on the host or on the meta device, that has an all-gather
+            of its own, that is a scalar or complex, or that another such optimizer updates; what the class refuses.
+    """
+    made: Any = _IN_BACKWARD.get(optimizer_class)
+    if made is None:
+        known = ", ".join(each.__name__ for each in _CLASSES)
+        name = getattr(optimizer_class, "__name__", str(optimizer_class))
+        raise TypeError(
+            f"optimizer_in_backward cannot compile the update of {name}. It knows, of torch.optim: {known}. For others "
+            "register hooks (Tensor.register_post_accumulate_grad_hook), which run when backward ends; or call step() after it."
+        )
+    optimizer: Optimizer = made(params, **options)
+    return optimizer

@@ -248,6 +248,9 @@ class OptimizerInBackward(Optimizer):
         home = homes.get(key)
         if home is None or param not in home.index:
             own = [each for each in param.unit.params if each.updater is self and each.shard.dtype == param.shard.dtype]
+            # A model that was cast or moved leaves another home behind.
+            for left in [left for left, other in homes.items() if not other.index.keys().isdisjoint(own)]:
+                del homes[left]
             home = homes[key] = _Home(own)
         number, group = self._group_of(param)
         return _Found(home, home.index[param], group, number, self._update_of(group))
@@ -344,7 +347,7 @@ def optimizer_in_backward(optimizer_class: type[Optimizer], params: Any, **optio
 
     Microbatches: while a unit does not synchronise (``set_requires_gradient_sync(False)``), or another backward is to follow
     (``set_is_last_backward(False)``), nothing is updated. A gradient that is there already is added to that of the last
-    backward. Gradients cannot be clipped or unscaled: they are gone when backward ends.
+    backward. Gradients cannot be clipped or unscaled: they are gone when backward ends. The model holds on to the optimizer.
 
     Args:
         optimizer_class: ``torch.optim.SGD``, ``Adam`` or ``AdamW``.

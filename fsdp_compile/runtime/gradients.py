@@ -221,7 +221,7 @@ class _Backward:
         scopes: trees of units that took part.
         received: for each unit, the parameters that got a gradient.
         reduced: parameters whose hooks are due at the end, when their gradients are whole, or their updates.
-        updated: whether parameters have been updated.
+        updated: whether graphs have updated parameters.
         at_end: what else is due then.
         arriving: flat shards of gradients that are being copied to the host, with their parameters.
     """
@@ -289,30 +289,26 @@ def _finish_backward(task: int) -> None:
             if unit.scope.is_last_backward and not unit.scope.finalizes_by_hand:
                 backward.reduced.update(dict.fromkeys(reduce_pending(unit)))
         _land_on_host(backward.arriving)
-        backward.updated |= call_hooks(backward.reduced)
+        call_hooks(backward.reduced)
         if backward.updated:
             _forget_uses(backward.scopes)
     finally:
         _backwards.pop(task, None)
 
 
-def call_hooks(params: Iterable[ShardedParam]) -> bool:
+def call_hooks(params: Iterable[ShardedParam]) -> None:
     """Call the post-accumulate-grad hooks of parameters whose gradients have landed; then update those that an optimizer steps
-    in backward, if it was the last one of a step.
-
-    Returns:
-        Whether any was updated.
-    """
+    in backward, if it was the last one of a step."""
     landed = list(params)
     for param in landed:
         for hook in list((param.param._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
             hook(param.param)
-    done = False
+    scopes: dict[Scope, None] = {}
     for param in landed:
         if param.updater is not None and param.param.grad is not None and param.unit.scope.is_last_backward:
             param.updater.update(param)
-            done = True
-    return done
+            scopes[param.unit.scope] = None
+    _forget_uses(scopes)
 
 
 def note_update(params: Sequence[ShardedParam]) -> None:
@@ -363,8 +359,8 @@ def note_backward(params: Iterable[ShardedParam]) -> None:
         if param.updater is not None and state.was_updated and state.uses == 0:
             raise RuntimeError(
                 f"Parameter {param.name} was updated in an earlier backward (optimizer_in_backward), and this one needs it "
-                "as it was. Add losses up and call backward once; or call set_is_last_backward(False) ahead of all backwards of "
-                "a step but the last."
+                "as it was. Add losses up and call backward once; or call set_is_last_backward(False) ahead of all backwards "
+                "of a step but the last."
             )
         state.uses = max(0, state.uses - 1)
 

@@ -191,7 +191,6 @@ class _ReductionWriter:
         elif reduction.updates:
             if reduction.has_grad:
                 grad = self._input("grad", value.meta["val"], ReducedGradient(self.index))
-                mark_taken_gradient(grad)
                 value = emit(self.graph, torch.add, grad, value, work=work)
             self._update_shards(value)
         elif reduction.has_grad:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +11,20 @@ from torch import Tensor
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.layout import REPLICATED
 from passes.collectives.stateful_hook import HookBucket, HookParameter, StatefulHook
-from passes.ir.interface import DivideFactor, HookTensor, Interface, PartialGradient, ReducedGradient, UnshardedGradient
+from passes.ir.interface import (
+    DivideFactor,
+    HookTensor,
+    Interface,
+    OptimizerState,
+    PartialGradient,
+    ReducedGradient,
+    UnshardedGradient,
+    UpdatedRun,
+    UpdateNumbers,
+)
 from passes.ir.ops import reduce_grad
 from passes.ir.reduction import Reduction, Sync
+from passes.ir.update import Place, Update
 from passes.ir.work import Role, role
 from passes.transforms.bucket import reduction_buckets
 from passes.transforms.gradient_sync import synchronize_gradients
@@ -24,16 +35,22 @@ SUM = Averaging(divides_result=True)
 _REDUCE = ("reduce_scatter_tensor", "wait_tensor")
 
 
-def _synchronize(graph: torch.fx.Graph, *plan: Reduction) -> Interface:
+def _synchronize(graph: torch.fx.Graph, *plan: Reduction, updates: Sequence[Sequence[Place]] = ()) -> Interface:
     interface = Interface(graph)
-    synchronize_gradients(graph, plan, interface)
+    synchronize_gradients(graph, plan, interface, updates=updates)
     interface.finish()
     return interface
 
 
 class SyncTestCase(PassTestCase):
     def synchronized(
-        self, reduction: Reduction, *, dtype: torch.dtype = torch.float32, replicas: bool = False, **policy: torch.dtype
+        self,
+        reduction: Reduction,
+        *,
+        updates: Sequence[Place] = (),
+        dtype: torch.dtype = torch.float32,
+        replicas: bool = False,
+        **policy: torch.dtype,
     ) -> tuple[str, Interface]:
         """The backward graph of a unit with a weight and a bias, and what the plan adds to it."""
         options: dict[str, Any] = {"replicate_group": self.replicate} if replicas else {}
@@ -46,7 +63,7 @@ class SyncTestCase(PassTestCase):
         inputs = [torch.zeros(shape, dtype=dtype) for shape in ((3, 16), (3, 4), (2, 4), (2,))]
         gm = self.trace(backward, *inputs, names="grad x weight bias")
         mixed_precision(gm.graph)
-        interface = _synchronize(gm.graph, reduction)
+        interface = _synchronize(gm.graph, reduction, updates=[updates])
         return self.text(gm.graph), interface
 
 
@@ -874,3 +891,63 @@ class TestSharedMemory(PassTestCase):
             return [grad_x.view(4, 4), self.reduce(grad_x.view(2, 8), shard)]
 
         assert self.outputs(backward, (16,), (1, 8)) == ["aten.clone.default"]
+
+
+class TestUpdates(SyncTestCase):
+    AVERAGED = Reduction(averaging=Averaging("avg", "avg"), updates=True)
+    MOMENTUM = Update("sgd", has_momentum=True)
+
+    def test_neighbours_in_storage_are_updated_together(self) -> None:
+        """The bias, whose gradient is there first, lies behind the weight."""
+        updates = [Place(8, 2, self.MOMENTUM, 0), Place(0, 8, self.MOMENTUM, 0)]
+        text, interface = self.synchronized(self.AVERAGED, updates=updates)
+        assert interface.reduction_groups == [((0, 1), (0, 0))]
+        assert interface.inputs == [UpdatedRun(0, 0, 10), OptimizerState(0, 0, 10, "momentum_buffer"), UpdateNumbers(0, 0)]
+        assert interface.outputs == []
+        self.assertExpectedInline(
+            text,
+            """\
+def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias: "f32[2]", shards_up: "f32[10]", momentum_buffer_up: "f32[10]", numbers_up: "f32[4]"):
+    sum_1: "f32[16]" = aten.sum.dim_IntList(grad, [0])
+    t: "f32[16, 3]" = aten.t.default(grad)
+    mm: "f32[16, 4]" = aten.mm.default(t, x)
+    view: "f32[8, 8]" = aten.view.default(mm, [8, -1])
+    view_1: "f32[8, 2]" = aten.view.default(sum_1, [8, -1])
+    cat: "f32[8, 10]" = aten.cat.default([view, view_1], 1)
+    view_2: "f32[80]" = aten.view.default(cat, [-1])
+    reduce_scatter_tensor: "f32[10]" = _c10d_functional.reduce_scatter_tensor.default(view_2, 'avg', 8, 'shard')
+    wait_tensor: "f32[10]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)
+    select: "f32[]" = aten.select.int(numbers_up, 0, 0)
+    select_1: "f32[]" = aten.select.int(numbers_up, 0, 1)
+    select_2: "f32[]" = aten.select.int(numbers_up, 0, 2)
+    select_3: "f32[]" = aten.select.int(numbers_up, 0, 3)
+    mul: "f32[10]" = aten.mul.Tensor(select, shards_up)
+    add: "f32[10]" = aten.add.Tensor(wait_tensor, mul)
+    mul_1: "f32[10]" = aten.mul.Tensor(select_1, momentum_buffer_up)
+    mul_2: "f32[10]" = aten.mul.Tensor(select_2, add)
+    add_1: "f32[10]" = aten.add.Tensor(mul_1, mul_2)
+    mul_3: "f32[10]" = aten.mul.Tensor(select_3, add_1)
+    add_2: "f32[10]" = aten.add.Tensor(shards_up, mul_3)
+    copy__default: "f32[10]" = aten.copy_.default(shards_up, add_2)
+    copy__default_1: "f32[10]" = aten.copy_.default(momentum_buffer_up, add_1)
+    relu: "f32[3, 16]" = aten.relu.default(grad)
+    return (None, None, relu)
+""",
+        )
+
+    def test_what_is_not_alike_is_updated_apart(self) -> None:
+        """Steps of other numbers, other arithmetic, or with something between them in storage."""
+        for second in (Place(8, 2, Update("sgd"), 1), Place(8, 2, self.MOMENTUM, 0), Place(9, 2, Update("sgd"), 0)):
+            text, interface = self.synchronized(self.AVERAGED, updates=[second, Place(0, 8, Update("sgd"), 0)])
+            runs = [slot for slot in interface.inputs if isinstance(slot, UpdatedRun)]
+            assert runs == [UpdatedRun(0, 0, 8), UpdatedRun(0, 1, 2)]
+            assert "aten.slice.Tensor(wait_tensor, 0, 8, 10)" in text
+
+    def test_a_gradient_that_is_there_is_added_and_consumed(self) -> None:
+        updates = [Place(8, 2, Update("sgd"), 0), Place(0, 8, Update("sgd"), 0)]
+        text, interface = self.synchronized(
+            Reduction(averaging=Averaging("avg", "avg"), has_grad=True, updates=True), updates=updates
+        )
+        assert ReducedGradient(0) in interface.inputs and interface.outputs == []
+        assert "aten.add.Tensor(grad_up, wait_tensor)" in text
+        assert text.count("copy_") - text.count("copy__") == 1 and "aten.copy_.default(shards_up" in text

@@ -3,11 +3,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Graph, GraphModule
 
+from passes.collectives.divide_factors import Averaging
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
 from passes.ir.plan import Gather
 from passes.ir.reduction import Reduction, Sync
+from passes.ir.update import Place, Update
 from passes.transforms.bucket import bucket_gathers, reduction_buckets
+from passes.transforms.flat_storage import flat_storage, locate_shards
 from passes.transforms.gradient_sync import synchronize_gradients
 from passes.transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
 from tests.passes.tracing import PassTestCase
@@ -482,3 +485,51 @@ def _most_pending(graph: Graph) -> int:
         pending -= node.target == torch.ops._c10d_functional.wait_tensor.default
         most = max(most, pending)
     return most
+
+
+class TestUpdates(PassTestCase):
+    def scheduled(self, numels: Sequence[int]) -> list[str]:
+        """The operators of a backward in which the first unit, of parameters of so many elements, is read after its gradients,
+        when two others have reduced theirs."""
+
+        offsets = [sum(numels[:index]) for index in range(len(numels))]
+
+        def backward(grad, b, c, *shards):
+            of_a = list(zip(shards, numels, offsets, strict=True))
+            gradients = [
+                reduce_grad(grad.exp()[: 8 * numel].clone(), shard, f"a.{offset}", [8 * numel], self.shard, unit="a")
+                for shard, numel, offset in of_a
+            ]
+            for unit, shard in (("b", b), ("c", c)):
+                grad = grad.cos()
+                gradients.append(reduce_grad(grad[:16].clone(), shard, f"{unit}.0", [16], self.shard, unit=unit))
+            fulls = [
+                unshard(shard, f"a.{offset}", [8 * numel], self.shard, unit="a", offset=offset) for shard, numel, offset in of_a
+            ]
+            return *gradients, torch.cat(fulls).tanh()
+
+        gm = self.trace(backward, torch.zeros(64), torch.zeros(2), torch.zeros(2), *(torch.zeros(numel) for numel in numels))
+        plain = Update("sgd")
+        of_a = tuple(Place(offset, numel, plain, 0) for offset, numel in zip(offsets, numels, strict=True))
+        interface = Interface(gm.graph)
+        locations = locate_shards(gm.graph)
+        bucket_gathers(gm.graph, None, interface)
+        reduction = Reduction(averaging=Averaging("avg", "avg"), updates=True)
+        others = (Place(0, 2, plain, 0),)
+        synchronize_gradients(gm.graph, [reduction] * 3, interface, updates=[of_a, others, others])
+        interface.finish()
+        flat_storage(gm.graph, locations, interface)
+        schedule_gathers(gm.graph)
+        schedule_reductions(gm.graph)
+        gm.graph.lint()
+        return self.outline(gm.graph).splitlines()
+
+    def test_no_update_is_ahead_of_the_end_of_a_gather(self) -> None:
+        """Of one shard; and of two, which are gathered as a run of storage."""
+        for numels in ([4], [2, 3]):
+            lines = self.scheduled(numels)
+            # The reduction ends where the second unit after it begins to reduce.
+            assert lines.index("finish_reduce a") < lines.index("start_reduce c") < lines.index("finish_gather a")
+            assert lines.index("finish_gather a") < lines.index("update a")
+            # Nothing keeps the others from it.
+            assert lines.index("finish_reduce b") + 1 == lines.index("update b")

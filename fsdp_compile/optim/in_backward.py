@@ -155,6 +155,7 @@ class OptimizerInBackward(Optimizer):
         for sharded in found:
             if sharded is not None:
                 sharded.updater = self
+                sharded.unit.updates = True
         self._homes = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -122,10 +122,12 @@ class PlannedGraph:
     def __call__(self, args: list[Any]) -> list[Any]:
         call = Call(self._inputs, self.owners, args)
         is_wanted = self.is_backward and call.accumulates()
-        if is_wanted:
-            note_backward(param for bucket in call.gradients for param in bucket.params)
-        elif not self.is_backward and self._can_keep:
-            note_forward(map(call.param, self._inputs.read))
+        # Not for every parameter of those that no backward updates.
+        if any(unit.updates for unit in call.units.values()):
+            if is_wanted:
+                note_backward(param for bucket in call.gradients for param in bucket.params)
+            elif not self.is_backward and self._can_keep:
+                note_forward(map(call.param, self._inputs.read))
         plan = self._plan(call, is_wanted)
         variant = self._variant(plan, call.units)
         variant.run.begin()

@@ -167,6 +167,7 @@ class Unit:
         attach: called with a parameter whose shard is new, or has become trainable.
         post_forward_size: how many ranks keep a parameter after forward, a shard each; 0: all that shard it, or none.
         averagings: how its gradients are averaged, by the settings that determine it.
+        updates: whether an optimizer that steps in backward was ever given one of its parameters.
     """
 
     def __init__(
@@ -196,6 +197,7 @@ class Unit:
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.pending: list[PendingGather] = []
         self.averagings: dict[tuple[Any, ...], tuple[Averaging, tuple[float, ...]]] = {}
+        self.updates = False
         self.is_meta = False
         self.has_extensions = False
         self.params: list[ShardedParam] = []

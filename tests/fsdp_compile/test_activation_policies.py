@@ -1,0 +1,181 @@
+"""Policies of ``create_selective_checkpoint_contexts``, in compiled graphs of sharded models, with and without a memory budget.
+
+What a policy says is counted in the forward and backward graphs, which both lowerings share; values are FSDP2's with the policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
+from passes.fx.graph import memory_of
+from passes.ir.work import MAKES_PARAMETERS, Role, role
+from tests.common.distributed import RankPools
+from tests.common.parity import Case, Run, compare, regression_batch, shard_units, train_sharded, train_with
+
+_aten = torch.ops.aten
+_LARGE = 1 << 40
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
+#: What a policy says of operators, and of all others.
+POLICIES: Mapping[str, tuple[Mapping[Any, CheckpointPolicy], CheckpointPolicy]] = {
+    "save products": (dict.fromkeys(_PRODUCTS, CheckpointPolicy.MUST_SAVE), CheckpointPolicy.PREFER_RECOMPUTE),
+    "save tanh": ({_aten.tanh.default: CheckpointPolicy.MUST_SAVE}, CheckpointPolicy.MUST_RECOMPUTE),
+    "recompute tanh": ({_aten.tanh.default: CheckpointPolicy.MUST_RECOMPUTE}, CheckpointPolicy.PREFER_SAVE),
+    "save all": ({}, CheckpointPolicy.MUST_SAVE),
+    "recompute all": ({}, CheckpointPolicy.MUST_RECOMPUTE),
+}
+
+
+class Block(nn.Module):
+    """Two products, of which backward reads the first by way of a tanh, and one after them, whose gradients read the second."""
+
+    def __init__(self, policy: str, dim: int, hidden: int):
+        super().__init__()
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+        self.last = nn.Linear(dim, dim)
+        self.policy = POLICIES.get(policy)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x + self.last(self.down(torch.tanh(self.up(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.policy is None:
+            return self.compute(x)
+        of_operator, of_others = self.policy
+
+        def decide(_context: Any, called: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+            return of_operator.get(called, of_others)
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, decide)
+        return checkpoint(self.compute, x, use_reentrant=False, context_fn=contexts)
+
+
+class Model(nn.Module):
+    """One block for each policy, by name; any other name is none."""
+
+    def __init__(self, *policies: str, dim: int = 8, hidden: int = 16):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(policy, dim, hidden) for policy in policies])
+        self.head = nn.Linear(dim, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+# What graphs do.
+
+
+def train(model: nn.Module, budget: int | None, reshard: bool | None = None) -> Capture:
+    torch._dynamo.reset()
+    shard_units(model, init_device_mesh("cpu", (8,)), fully_shard, reshard_after_forward=reshard)
+    options: dict[str, Any] = {"lowering": "aot_eager", "memory_budget": budget}
+    with capture() as captured:
+        torch.compile(model, backend=fsdp_backend, options=options)(torch.ones(256, 8)).sum().backward()
+    return captured
+
+
+def counted(graph: Graph, *operators: Any) -> int:
+    return sum(node.target in operators for node in graph.nodes)
+
+
+def saved(captured: Capture) -> Counter[Any]:
+    """The operators whose results, or views of them, backward reads."""
+    forward, backward = (graphs[0].graph_module.graph for graphs in (captured.forward, captured.backward))
+    outputs = {node.name: node for node in forward.output_node().args[0] if isinstance(node, Node)}  # type: ignore[union-attr]
+    read = [node.name for node in backward.find_nodes(op="placeholder") if node.users]
+    return Counter(memory_of(outputs[name]).target for name in read if name in outputs)
+
+
+# Of a model with a block of each policy: first products, then tanhs, that backward computes again; and those that it reads. Of the
+# last block it needs the result, which is no more than the last product and an addition.
+_COUNTED: Mapping[str, tuple[int, int, int, int]] = {
+    "save products": (0, 1, 4, 1),
+    "save tanh": (2, 0, 1, 2),
+    "recompute tanh": (0, 1, 3, 1),
+    "save all": (0, 0, 2, 2),
+    "recompute all": (3, 1, 1, 1),
+}
+# What is different where the other block is recomputed.
+_BLOCK = (2, 1, -1, -1)
+
+
+@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.parametrize(
+    "policy", [pytest.param(name, marks=[] if name == "save tanh" else pytest.mark.exhaustive) for name in POLICIES]
+)
+def test_what_a_policy_says_is_done(policy: str) -> None:
+    """Also within a budget that would have it otherwise: the block without a policy makes room."""
+
+    def count(captured: Capture) -> tuple[int, ...]:
+        backward, kept = captured.backward[0].graph_module.graph, saved(captured)
+        again = [counted(backward, _aten.addmm.default), counted(backward, _aten.tanh.default)]
+        return (*again, kept[_aten.addmm.default], kept[_aten.tanh.default])
+
+    assert count(train(Model("none", policy), None)) == _COUNTED[policy]
+    unlimited = train(Model("none", policy), _LARGE)
+    assert count(unlimited) == _COUNTED[policy]
+    least = train(Model("none", policy), unlimited.choices[0].frontier()[0].peak_bytes)
+    assert count(least) == tuple(map(operator.add, _COUNTED[policy], _BLOCK))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.parametrize(("policy", "reshard"), [("save all", True), ("recompute all", False)])
+def test_parameters_are_not_a_policy_s_to_save(policy: str, reshard: bool) -> None:
+    """It is asked about the operators that gather, too. They do what ``reshard_after_forward`` says."""
+    captured = train(Model(policy, policy), None, reshard)
+    roles = [{role(node) for node in graphs[0].graph_module.graph.nodes} for graphs in (captured.forward, captured.backward)]
+    assert [Role.START_GATHER in found for found in roles] == [True, reshard]
+    outputs: Any = captured.forward[0].graph_module.graph.output_node().args[0]
+    kept = [node for node in outputs if isinstance(node, Node) and role(memory_of(node)) in MAKES_PARAMETERS]
+    assert bool(kept) == (not reshard)
+
+
+# What they compute.
+
+
+def train_within_budgets(lowering: str, policy: str) -> list[Run]:
+    """Executed by every rank: train without a budget, with one that is no constraint, and with the least possible."""
+    found: list[Run] = []
+    budget = None
+    for _ in range(3):
+        torch._dynamo.reset()
+        options = {"lowering": lowering, "memory_budget": budget}
+        with capture(passes=False) as captured:
+            found.append(train_sharded(_case(policy), fully_shard, {"backend": fsdp_backend, "options": options}))
+        budget = captured.choices[0].frontier()[0].peak_bytes if captured.choices else _LARGE
+    return found
+
+
+def train_fsdp2(policy: str) -> Run:
+    """Executed by every rank."""
+    return train_with(_case(policy), "fsdp2")
+
+
+def _case(policy: str) -> Case:
+    return Case(
+        policy, functools.partial(Model, "none", policy), batch=functools.partial(regression_batch, sizes=(256,)), steps=2
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("policy", "lowering"), [("save products", "aot_eager"), ("save tanh", "inductor")])
+def test_values_are_those_of_fsdp2_with_the_policy(policy: str, lowering: str, rank_pools: RankPools) -> None:
+    expected = rank_pools[2].run(train_fsdp2, policy=policy)
+    by_rank = rank_pools[2].run(train_within_budgets, lowering=lowering, policy=policy)
+    for index in range(3):
+        compare([found[index] for found in by_rank], expected, rtol=1e-5)

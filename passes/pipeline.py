@@ -4,11 +4,13 @@
                              fold_layers
     joint graph              unfold_layers
                              recompute_stretches (with a memory budget)
+                             offload_activations
                              reshard_after_forward
     forward, backward graph  resolve_ties
       once                   name_shards
                              mixed_precision
                              fuse_products
+                             copy_activations
     forward, backward graph  bucket
       for each plan          gradient_sync (backward)
       that the graph is      flat_storage
@@ -21,9 +23,10 @@ given, what it returns and what its header says: :mod:`passes.transforms`. ``fus
 lowering's to choose, and handed in. Under a memory budget, which units reshard and how much is recomputed is the choice of
 :mod:`passes.auto.memory_budget`.
 
-Every pass is told to an :data:`Observer`; those that most graphs have no work for, the two over layers and ``fuse_products``,
-only where they changed something. :func:`log_pass` is the observer that writes to torch's structured trace (tlparse shows it)
-and to the ``passes`` logger (``TORCH_LOGS="+passes"``). :func:`ignore_pass` is the one for graphs that are only tried.
+Every pass is told to an :data:`Observer`; those that most graphs have no work for, the two over layers, the two over
+activations that wait on the host, and ``fuse_products``, only where they changed something. :func:`log_pass` is the observer
+that writes to torch's structured trace (tlparse shows it) and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
+:func:`ignore_pass` is the one for graphs that are only tried.
 """
 
 import contextlib
@@ -52,6 +55,7 @@ from .transforms.flat_storage import flat_storage, locate_shards
 from .transforms.gradient_sync import synchronize_gradients
 from .transforms.mixed_precision import mixed_precision
 from .transforms.name_shards import name_shards
+from .transforms.offload_activations import copy_activations, offload_activations
 from .transforms.recompute_stretches import forward_stretches, recompute_stretches
 from .transforms.repeated_layers import fold_layers, unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
@@ -160,6 +164,8 @@ def run_partitioner_passes(
         with _observed(graph, "joint", "recompute_stretches", observer, if_changed=True):
             recompute_stretches(forward_stretches(graph, num_forward_outputs), policy.recomputed)
         policy.reshard(graph)
+    with _observed(graph, "joint", "offload_activations", observer, if_changed=True):
+        offload_activations(graph)
     with _observed(graph, "joint", "reshard_after_forward", observer):
         reshard_after_forward(graph)
 
@@ -190,6 +196,8 @@ def run_preparing_passes(
     for last_pass in last_passes:
         with _observed(graph, stage, last_pass.__name__, observer, if_changed=True):
             last_pass(graph)
+    with _observed(graph, stage, "copy_activations", observer, if_changed=True):
+        copy_activations(graph, is_backward=is_backward)
     if is_backward:
         # A piece that forward saved for a smaller group's gather lies in no storage.
         gathered = [spec.shard for spec in map(Unshard.of, unshards(graph.nodes)) if spec.offset >= 0]

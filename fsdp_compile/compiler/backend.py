@@ -34,6 +34,7 @@ from passes.pipeline import (
     run_passes,
     run_preparing_passes,
 )
+from passes.transforms.offload_activations import will_offload
 
 from ..runtime.course import Run
 from ..runtime.graph_inputs import Owners, sharded_param
@@ -179,16 +180,20 @@ class _JointPass(CustomGraphPass):
 
     Args:
         users_passes: the user's.
+        options: what copies of activations do not go together with.
         tells_partitioner: also those that speak to the partitioner.
     """
 
-    def __init__(self, users_passes: Any, *, tells_partitioner: bool):
+    def __init__(self, users_passes: Any, options: Options, *, tells_partitioner: bool):
+        self._options = options
         self._tells_partitioner = tells_partitioner
         as_list = users_passes if isinstance(users_passes, (list, tuple)) else [users_passes]
         self._following: list[Callable[[Graph], None]] = [function for function in as_list if function is not None]
 
     def __call__(self, graph: Graph) -> None:
         run_joint_passes(graph, observer())
+        if will_offload(graph):
+            _check_activation_offload(self._options)
         if self._tells_partitioner:
             run_partitioner_passes(graph, observer())
         for function in self._following:
@@ -238,7 +243,7 @@ class _Compilation:
         if options.memory_budget is not None and device is not None:
             hardware = find_hardware(options.hardware, device.type)
             self._budget = StepBudget(options, self._params, self._examples, hardware, fuses=lowering.fuses)
-        tags = _JointPass(inductor_config.joint_custom_post_pass, tells_partitioner=self._budget is None)
+        tags = _JointPass(inductor_config.joint_custom_post_pass, options, tells_partitioner=self._budget is None)
         self._config_patches = {
             **lowering.config_patches,
             "joint_custom_post_pass": tags,
@@ -352,12 +357,7 @@ def _check_offload(options: Options, params: Iterable[ShardedParam]) -> None:
     Raises:
         ValueError: a budget for the step, the automatic schedule, or CUDA graphs were asked for.
     """
-    is_set = {
-        "memory_budget": options.memory_budget is not None,
-        "schedule": options.schedule == "auto",
-        "cudagraphs": options.cudagraphs,
-    }
-    chosen = next((name for name, holds in is_set.items() if holds), None)
+    chosen = _unaware_option(options)
     for param in params:
         if chosen is not None and param.unit.copies:
             value = getattr(options, chosen)
@@ -374,17 +374,37 @@ def _refuse_updates(options: Options) -> None:
     Raises:
         ValueError: a budget for the step, the automatic schedule, or CUDA graphs were asked for.
     """
+    chosen = _unaware_option(options)
+    if chosen is not None:
+        raise ValueError(
+            f"options[{chosen!r}] = {getattr(options, chosen)!r} does not know of updates in backward (optimizer_in_backward). "
+            "Compile without the option, or use an optimizer of torch.optim or flat_optimizer."
+        )
+
+
+def _check_activation_offload(options: Options) -> None:
+    """Check that activations which wait on the host are compiled with options that know of their copies.
+
+    Raises:
+        ValueError: a budget for the step, the automatic schedule, or CUDA graphs were asked for.
+    """
+    chosen = _unaware_option(options)
+    if chosen is not None:
+        raise ValueError(
+            f"options[{chosen!r}] = {getattr(options, chosen)!r} is not supported for a model with activations that wait on "
+            "the host, as a policy of create_selective_checkpoint_contexts says with MUST_CPU_OFFLOAD or PREFER_CPU_OFFLOAD. "
+            "Compile without the option, or have the policy answer MUST_SAVE or MUST_RECOMPUTE."
+        )
+
+
+def _unaware_option(options: Options) -> str | None:
+    """The option that asks for what knows neither of copies between host and device nor of updates in backward."""
     is_set = {
         "memory_budget": options.memory_budget is not None,
         "schedule": options.schedule == "auto",
         "cudagraphs": options.cudagraphs,
     }
-    for name, holds in is_set.items():
-        if holds:
-            raise ValueError(
-                f"options[{name!r}] = {getattr(options, name)!r} does not know of updates in backward (optimizer_in_backward). "
-                "Compile without the option, or use an optimizer of torch.optim or flat_optimizer."
-            )
+    return next((name for name, holds in is_set.items() if holds), None)
 
 
 def _refuse_writes(inputs: Sequence[Any], params: Iterable[ShardedParam]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from passes.collectives.host_copies import wait_copy
+from passes.collectives.host_copies import wait_copy, wait_offload
 from passes.fx.graph import group_of, is_collective, is_host_copy, is_view
 from passes.fx.torch_internals.core import pytree
 from passes.ir.work import bucket
@@ -207,7 +207,7 @@ class _Program:
         source = self._value(call.args[0]) if call.args else None
         if node is not None:
             self.fakes[name] = node.meta.get("val")
-        if called.endswith("wait_tensor.default") or (node is not None and node.target == wait_copy):
+        if called.endswith("wait_tensor.default") or (node is not None and node.target in (wait_copy, wait_offload)):
             assert source is not None
             self.values[name] = self._of_node(name, source.buffer)
             started = self.started.pop(ast.unparse(call.args[0]), None)
@@ -220,10 +220,11 @@ class _Program:
             self.fakes[name] = self.fakes[ast.unparse(call.args[0])][ast.literal_eval(call.args[1])]
             self.values[name] = _described(self.fakes[name], source.buffer)
         elif node is not None and is_host_copy(node):
-            self.started[name] = f"{called.split('.')[-2]} {bucket(node)}"
+            label = str(bucket(node) or "")
+            self.started[name] = f"{called.split('.')[-2]} {label or name}"
             self.values[name] = self._of_node(name, name)
             reads = tuple(self._value(argument) for argument in _tensors(call.args))
-            yield Step(called.split(".")[-2], str(bucket(node)), reads, (self.values[name],))
+            yield Step(called.split(".")[-2], label, reads, (self.values[name],))
         elif node is not None and is_collective(node):
             kind = called.split(".")[-2].rstrip("_").removesuffix("_into_tensor").removesuffix("_tensor")
             self.started[name] = " ".join(map(str, filter(None, [kind, bucket(node)])))

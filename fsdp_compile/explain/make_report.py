@@ -11,6 +11,7 @@ from pathlib import Path
 from passes.collectives.functional import group_size
 from passes.models.cost_model import node_flops
 from passes.models.hardware import Hardware, known_hardware
+from passes.transforms.offload_activations import offloaded_outputs
 
 from ..compiler.calls import Census, GraphCall, UnitFacts
 from ..compiler.capture import Capture
@@ -118,6 +119,11 @@ def _check_calls(captured: Capture) -> None:
         raise NotImplementedError(
             f"There is no report on {copied}, whose shards are on the host (offload_policy=CPUOffloadPolicy()): how long "
             "copies and an optimizer on the host take is not modelled. Leave the policy out to see the rest of the step."
+        )
+    if any(offloaded_outputs(call.graph.graph_module.graph) for call in captured.calls):
+        raise NotImplementedError(
+            "There is no report on a step whose activations wait on the host (MUST_CPU_OFFLOAD, PREFER_CPU_OFFLOAD): how long "
+            "their copies take is not modelled. Have the policy answer MUST_SAVE to see the rest of the step."
         )
 
 

@@ -10,15 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
-from passes.fx.torch_internals.core import AutoDispatchBelowAutograd, RecordFunctionFast
+from passes.collectives.host_copies import leave_to_device, wait_on_host
+from passes.fx.torch_internals.core import AutoDispatchBelowAutograd, RecordFunctionFast, top_saved_tensors_default_hooks
 from passes.ir.interface import InputSlot, Interface, OutputSlot
 from passes.ir.ops import Unshard
 from passes.ir.plan import Gather, Plan
 from passes.ir.reduction import Sync
 from passes.ir.update import Place
 from passes.transforms.bucket import Group
+from passes.transforms.offload_activations import offloaded_outputs
 
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
@@ -96,6 +99,7 @@ class PlannedGraph:
         self._can_merge = can_merge
         self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         self._variants: dict[Plan, Variant] = {}
+        self._offloaded = [] if is_backward else offloaded_outputs(gm.graph)
         self._inputs = GraphInputs(gm.graph)
 
     def lower_ahead(self, params: dict[tuple[str, str], ShardedParam]) -> None:
@@ -148,8 +152,18 @@ class PlannedGraph:
         # Autograd has nothing to record here, but each functional collective would pass through its formula, in Python.
         with variant.run, AutoDispatchBelowAutograd(), RecordFunctionFast(RANGES[self.is_backward]):
             outputs = list(variant.function(args))
+        self._hand_over([outputs[index] for index in self._offloaded])
         call.land(variant.outputs, outputs[self._num_outputs :], gradients=is_wanted)
         return outputs[: self._num_outputs]
+
+    def _hand_over(self, offloaded: Sequence[Tensor]) -> None:
+        """Give activations on the host to autograd, which calls a hook on saved tensors with them at once, if there is one."""
+        has_hooks = bool(offloaded) and top_saved_tensors_default_hooks(False) is not None
+        for copy in offloaded:
+            if has_hooks:
+                wait_on_host(copy)
+            else:
+                leave_to_device(copy)
 
     def _variant(self, plan: Plan, units: dict[str, Unit]) -> Variant:
         variant = self._variants.get(plan)

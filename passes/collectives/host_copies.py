@@ -4,7 +4,13 @@
 ``copy_to_host``    begins to copy a tensor to the host.
 ``wait_copy``       its argument, once the device's later work may read it. The host does not wait.
 
-:func:`wait_on_host` is for the host: until it returns, the result of ``copy_to_host`` may hold anything.
+Activations that wait on the host for backward are copied with the strides that they have:
+
+``offload``         begins to copy a tensor to pinned memory. Its memory is the caller's to keep until the wait.
+``wait_offload``    the copy, once the device's later work may write to the memory that was copied. The host does not wait.
+``fetch``           begins to copy the copy back. ``wait_copy`` waits for it.
+
+:func:`wait_on_host` is for the host: until it returns, what ``copy_to_host`` or ``offload`` gave may hold anything.
 
 An :class:`Engine` does the copying. That of an accelerator has a stream for each direction, so the copies of one direction run
 one after the other. A device ``cpu`` has the host's memory and no engine, so nothing is copied there; tests give it one whose
@@ -28,10 +34,16 @@ _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _library.define("copy_to_device(Tensor[] pieces, str device) -> Tensor", tags=_tags)
 _library.define("copy_to_host(Tensor value, bool pinned) -> Tensor", tags=_tags)
 _library.define("wait_copy(Tensor(a) copy) -> Tensor(a)", tags=_tags)
+_library.define("offload(Tensor value) -> Tensor", tags=_tags)
+_library.define("wait_offload(Tensor(a) copy, Tensor value) -> Tensor(a)", tags=_tags)
+_library.define("fetch(Tensor copy, str device) -> Tensor", tags=_tags)
 
 copy_to_device = torch.ops.fsdp_host.copy_to_device.default
 copy_to_host = torch.ops.fsdp_host.copy_to_host.default
 wait_copy = torch.ops.fsdp_host.wait_copy.default
+offload = torch.ops.fsdp_host.offload.default
+wait_offload = torch.ops.fsdp_host.wait_offload.default
+fetch = torch.ops.fsdp_host.fetch.default
 
 
 class Copy(Protocol):
@@ -51,8 +63,11 @@ class Engine(Protocol):
     def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
         """Begin to copy flat tensors of one dtype into a new one, in order."""
 
-    def to_host(self, value: Tensor, *, pinned: bool) -> tuple[Tensor, Copy]:
-        """Begin to copy a tensor into a new one on the host, in pinned memory or not."""
+    def to_host(self, value: Tensor, *, pinned: bool, is_kept: bool = False) -> tuple[Tensor, Copy]:
+        """Begin to copy a flat tensor into a new one on the host, in pinned memory or not.
+
+        With ``is_kept``, its memory is not freed before the device has been told to wait for the copy.
+        """
 
 
 class _Event:
@@ -71,8 +86,9 @@ class StreamEngine:
     """The engine of a device with streams.
 
     Results of copies to the device are made on the stream that computes, which waits for the copy ahead of any use: so its
-    allocator need not know of the other stream. What is copied to the host is freed while it is being read; the allocator is
-    told. A pageable tensor blocks the host while it is copied, as everywhere in torch.
+    allocator need not know of the other stream. What is copied to the host is freed while it is being read, unless it is kept;
+    the allocator is told: it hands such memory out again when the host finds the copy done, which is later than the stream that
+    computes could have it. A pageable tensor blocks the host while it is copied, as everywhere in torch.
     """
 
     def __init__(self, device: torch.device):
@@ -89,12 +105,13 @@ class StreamEngine:
                 part.copy_(piece, non_blocking=True)
         return copy, _Event(self._in)
 
-    def to_host(self, value: Tensor, *, pinned: bool) -> tuple[Tensor, Copy]:
+    def to_host(self, value: Tensor, *, pinned: bool, is_kept: bool = False) -> tuple[Tensor, Copy]:
         copy = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=pinned)
         self._out.wait_stream(torch.accelerator.current_stream(value.device))
         with self._out:
             copy.copy_(value, non_blocking=pinned)
-        value.record_stream(self._out)
+        if not is_kept:
+            value.record_stream(self._out)
         return copy, _Event(self._out)
 
 
@@ -151,16 +168,48 @@ def _wait_copy_kernel(copy: Tensor) -> Tensor:
     return copy
 
 
+def _all_memory(value: Tensor) -> Tensor:
+    """What a tensor shows, from its first element to its last, flat, with what may lie between them."""
+    numel = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.as_strided((numel if value.numel() else 0,), (1,))
+
+
+def _offload_kernel(value: Tensor) -> Tensor:
+    with torch.no_grad():
+        copy, begun = _engine(value.device).to_host(_all_memory(value), pinned=True, is_kept=True)
+        _begun[copy.untyped_storage()._cdata] = begun
+        return copy.as_strided(value.shape, value.stride())
+
+
+def _wait_offload_kernel(copy: Tensor, value: Tensor) -> Tensor:
+    # The host may still have to wait, too.
+    _begun[copy.untyped_storage()._cdata].wait_on_device()
+    return copy
+
+
+def _fetch_kernel(copy: Tensor, device: str) -> Tensor:
+    with torch.no_grad():
+        return _copy_to_device_kernel([_all_memory(copy)], device).as_strided(copy.shape, copy.stride())
+
+
 def wait_on_host(copy: Tensor) -> None:
-    """Return when the result of ``copy_to_host`` is there."""
+    """Return when the result of ``copy_to_host`` or ``offload`` is there."""
     begun = _begun.pop(copy.untyped_storage()._cdata, None)
     if begun is not None:
         begun.wait_on_host()
 
 
+def leave_to_device(copy: Tensor) -> None:
+    """Say that the host will not read the result of ``offload``: only the device will, which has been told to wait for it."""
+    _begun.pop(copy.untyped_storage()._cdata, None)
+
+
 _library.impl("copy_to_device", disable_dynamo(_copy_to_device_kernel), "CompositeExplicitAutograd")
 _library.impl("copy_to_host", disable_dynamo(_copy_to_host_kernel), "CompositeExplicitAutograd")
 _library.impl("wait_copy", disable_dynamo(_wait_copy_kernel), "CompositeExplicitAutograd")
+_library.impl("offload", disable_dynamo(_offload_kernel), "CompositeExplicitAutograd")
+_library.impl("wait_offload", disable_dynamo(_wait_offload_kernel), "CompositeExplicitAutograd")
+_library.impl("fetch", disable_dynamo(_fetch_kernel), "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake(copy_to_device, lib=_library)
@@ -175,4 +224,19 @@ def _(value: Tensor, pinned: bool) -> Tensor:
 
 @torch.library.register_fake(wait_copy, lib=_library)
 def _(copy: Tensor) -> Tensor:
-    return copy.view(copy.shape)
+    return torch.ops.aten.alias.default(copy)
+
+
+@torch.library.register_fake(offload, lib=_library)
+def _(value: Tensor) -> Tensor:
+    return value.new_empty_strided(value.shape, value.stride(), device="cpu")
+
+
+@torch.library.register_fake(wait_offload, lib=_library)
+def _(copy: Tensor, value: Tensor) -> Tensor:
+    return torch.ops.aten.alias.default(copy)
+
+
+@torch.library.register_fake(fetch, lib=_library)
+def _(copy: Tensor, device: str) -> Tensor:
+    return copy.new_empty_strided(copy.shape, copy.stride(), device=device)

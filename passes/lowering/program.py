@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..collectives.host_copies import wait_copy
+from ..collectives.host_copies import wait_copy, wait_offload
 from ..fx.graph import argument_text, is_collective, is_host_copy
 from ..fx.torch_internals.core import OpOverload, RecordFunctionFast
 from ..ir.work import bucket
@@ -54,7 +54,7 @@ def _range_of(node: Node) -> str:
     """The name in profiles of a collective or copy of a bucket, or of the wait for it; the empty string for any other node."""
     if not (is_collective(node) or is_host_copy(node)) or bucket(node) is None:
         return ""
-    is_wait = node.target in (_wait, wait_copy)
+    is_wait = node.target in (_wait, wait_copy, wait_offload)
     started: Any = node.args[0] if is_wait else node
     return f"FSDP::{started.target._opname}{' wait' if is_wait else ''} ({bucket(node)})"
 

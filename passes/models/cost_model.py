@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from ..collectives.functional import group_ranks, group_size
-from ..collectives.host_copies import wait_copy
+from ..collectives.host_copies import wait_copy, wait_offload
 from ..fx.graph import group_of, is_fused_product, is_host_copy, is_view, presence, starts_collective
 from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
@@ -64,6 +64,7 @@ _FUSIBLE = {
 _MOVES_NOTHING = {
     _wait,
     wait_copy,
+    wait_offload,
     force_stride_order,
 }
 

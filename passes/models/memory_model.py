@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..collectives.gloo import copies_what_it_gathers
-from ..collectives.host_copies import copy_to_host, wait_copy
+from ..collectives.host_copies import copy_to_host, offload, wait_copy
 from ..fx.graph import derived, group_of, is_collective, is_view, presence, readers, starts_collective
 from ..fx.sizes import num_bytes, size_value
 from ..fx.torch_internals.core import OpOverload
@@ -53,6 +53,8 @@ _GIVES_BACK = {
 #: In ``node.meta`` of a joint graph, and of what the partitioner makes of it: the value is a gathered parameter, or made of one
 #: by views and casts.
 IS_PARAMETER = "fsdp_is_parameter"
+#: There, too: if forward saves the value, it waits for backward on the host (:mod:`passes.transforms.offload_activations`).
+IS_OFFLOADED = "fsdp_is_offloaded"
 # There, too: the name and the fake value of the node in whose memory a view lies.
 _MEMORY = "fsdp_memory"
 # Of inputs that are freed: a gradient that waited for this graph.
@@ -202,7 +204,7 @@ class MemoryModel:
             value: Any = node.meta.get("val")
             values = value if isinstance(value, (list, tuple)) else [value]
             # What is on the host takes no memory of the device.
-            lives = node not in self._unwritten and node.target != copy_to_host
+            lives = node not in self._unwritten and node.target not in (copy_to_host, offload)
             made += [
                 _Storage(num_bytes(one) * presence(node) if lives else 0, _is_parameter(node), bucket(node), node)
                 for one in values
@@ -375,6 +377,17 @@ def mark_memory(graph: Graph) -> None:
             node.meta[_MEMORY] = source.meta.get(_MEMORY, (source.name, source.meta.get("val")))
 
 
+def memory_roots(graph: Graph) -> dict[Node, Node]:
+    """For each tensor of a graph, the node in whose memory it lies: itself, unless it is a view of another."""
+    root_of: dict[Node, Node] = {}
+    for node in graph.nodes:
+        source: Any = node.args[0] if node.args else None
+        # Of what an operator gives, each is memory of its own, unless the operator gives views.
+        is_element = node.target is operator.getitem and root_of.get(source) is source
+        root_of[node] = root_of[source] if isinstance(source, Node) and _gives_back(node) and not is_element else node
+    return {node: root for node, root in root_of.items() if isinstance(node.meta.get("val"), Tensor)}
+
+
 def mark_taken_gradient(node: Node) -> None:
     """Mark an input of a graph as a gradient that waited for it, and that it frees."""
     node.meta |= {"freed": True, _IS_GRADIENT: True}
@@ -388,7 +401,9 @@ def mark_freed_inputs(graph: Graph, kept: Sequence[Node]) -> None:
         kept: inputs that live on: the shards.
     """
     for node in graph.find_nodes(op="placeholder"):
-        # Inputs of the forward graph keep the names that they had there.
+        # Inputs of the forward graph keep the names that they had there. What waited on the host takes no memory of the device.
+        if IS_OFFLOADED in node.meta:
+            continue
         if node not in kept and not node.name.startswith("primals") and isinstance(node.meta.get("val"), Tensor):
             node.meta["freed"] = True
 

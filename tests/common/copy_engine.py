@@ -92,7 +92,7 @@ class CopyEngine:
         result = torch.empty(sum(piece.numel() for piece in pieces), dtype=pieces[0].dtype, device=device)
         return self._begin("to_device", result, pieces, False)
 
-    def to_host(self, value: Tensor, *, pinned: bool) -> tuple[Tensor, Copied]:
+    def to_host(self, value: Tensor, *, pinned: bool, is_kept: bool = False) -> tuple[Tensor, Copied]:
         assert value.dim() == 1
         return self._begin("to_host", torch.empty_like(value), [value], pinned)
 

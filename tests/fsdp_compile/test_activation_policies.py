@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -28,13 +28,25 @@ _aten = torch.ops.aten
 _LARGE = 1 << 40
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 #: What a policy says of operators, and of all others.
-POLICIES: Mapping[str, tuple[Mapping[Any, CheckpointPolicy], CheckpointPolicy]] = {
+Policy: TypeAlias = tuple[Mapping[Any, CheckpointPolicy], CheckpointPolicy]
+POLICIES: Mapping[str, Policy] = {
     "save products": (dict.fromkeys(_PRODUCTS, CheckpointPolicy.MUST_SAVE), CheckpointPolicy.PREFER_RECOMPUTE),
     "save tanh": ({_aten.tanh.default: CheckpointPolicy.MUST_SAVE}, CheckpointPolicy.MUST_RECOMPUTE),
     "recompute tanh": ({_aten.tanh.default: CheckpointPolicy.MUST_RECOMPUTE}, CheckpointPolicy.PREFER_SAVE),
     "save all": ({}, CheckpointPolicy.MUST_SAVE),
     "recompute all": ({}, CheckpointPolicy.MUST_RECOMPUTE),
 }
+
+
+def checkpointed(policy: Policy, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Call a function in a checkpoint with a policy."""
+    of_operator, of_others = policy
+
+    def decide(_context: Any, called: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return of_operator.get(called, of_others)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, decide)
+    return checkpoint(function, x, use_reentrant=False, context_fn=contexts)
 
 
 class Block(nn.Module):
@@ -51,15 +63,7 @@ class Block(nn.Module):
         return x + self.last(self.down(torch.tanh(self.up(x))))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.policy is None:
-            return self.compute(x)
-        of_operator, of_others = self.policy
-
-        def decide(_context: Any, called: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-            return of_operator.get(called, of_others)
-
-        contexts = functools.partial(create_selective_checkpoint_contexts, decide)
-        return checkpoint(self.compute, x, use_reentrant=False, context_fn=contexts)
+        return self.compute(x) if self.policy is None else checkpointed(self.policy, self.compute, x)
 
 
 class Model(nn.Module):

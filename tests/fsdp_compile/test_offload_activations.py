@@ -1,0 +1,244 @@
+"""Activations that wait on the host, as ``MUST_CPU_OFFLOAD`` says: trained with the engine of :mod:`tests.common.copy_engine`,
+which copies in threads and leaves NaN where nothing has arrived, and without it, where host and device are one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fsdp_compile import Capture, capture, explain, fsdp_backend, fully_shard
+from fsdp_compile.compiler.backend import _check_activation_offload
+from fsdp_compile.compiler.options import Options
+from passes.collectives import host_copies
+from passes.collectives.host_copies import fetch, offload, wait_copy, wait_offload
+from passes.models.memory_model import MemoryModel
+from tests.common import models
+from tests.common.copy_engine import copying
+from tests.common.distributed import RankPools, device_mesh
+from tests.common.parity import Case, Run, compare, next_token_loss, regression_batch, shard_units, token_batch, train_sharded
+from tests.fsdp_compile.test_activation_policies import Policy, checkpointed
+
+_aten = torch.ops.aten
+_OFFLOAD, _RECOMPUTE = CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_RECOMPUTE
+POLICIES: Mapping[str, Policy] = {
+    "tanh": ({_aten.tanh.default: _OFFLOAD}, _RECOMPUTE),
+    "preferably tanh": ({_aten.tanh.default: CheckpointPolicy.PREFER_CPU_OFFLOAD}, CheckpointPolicy.MUST_SAVE),
+    "products": (dict.fromkeys((_aten.mm.default, _aten.addmm.default), _OFFLOAD), _RECOMPUTE),
+    # Views, casts and parameters, too.
+    "all": ({}, _OFFLOAD),
+}
+
+
+class Checkpointed(nn.Module):
+    """A module in a checkpoint."""
+
+    def __init__(self, module: nn.Module, policy: str):
+        super().__init__()
+        self.module = module
+        self.policy = POLICIES[policy]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpointed(self.policy, self.module, x)
+
+
+def build(kind: Callable[..., nn.Module], policy: str) -> nn.Module:
+    """A model of which each block is a checkpoint."""
+    model: Any = kind()
+    model.blocks = nn.ModuleList([Checkpointed(block, policy) for block in model.blocks])
+    return model
+
+
+_MLP = functools.partial(models.MLP, layers=3)
+_LENGTHS = functools.partial(regression_batch, sizes=(3, 5, 4))
+
+
+def _case(name: str, policy: str) -> Case:
+    if name == "mlp":
+        return Case(name, functools.partial(build, _MLP, policy), steps=2)
+    if name == "lengths":
+        # Another length at each step: dynamic from the second on.
+        return Case(name, functools.partial(build, _MLP, policy), batch=_LENGTHS, steps=3)
+    return Case(name, functools.partial(build, models.Transformer, policy), batch=token_batch, loss=next_token_loss, steps=2)
+
+
+def train_case(name: str, policy: str, lowering: str, copies: bool, params: bool = False) -> Run:
+    """Executed by every rank."""
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": lowering}}
+    with _memory(copies) as engine:
+        shard = functools.partial(fully_shard, **({"offload_policy": CPUOffloadPolicy()} if params else {}))
+        run = train_sharded(_case(name, policy), shard, options)
+        assert (engine is not None) == bool(engine and engine.copies)
+    return run
+
+
+def _memory(copies: bool) -> contextlib.AbstractContextManager[Any]:
+    return copying(1e7) if copies else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "lowering", "params"),
+    [
+        ("mlp", "tanh", "aot_eager", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ("lengths", "products", "inductor", False),
+                ("lengths", "preferably tanh", "aot_eager", True),
+                ("transformer", "all", "aot_eager", False),
+                ("transformer", "all", "inductor", True),
+            ]
+        ),
+    ],
+)
+def test_trains_as_without(name: str, policy: str, lowering: str, params: bool, rank_pools: RankPools) -> None:
+    """Copies change no bit, also beside shards that are on the host."""
+    given = {"name": name, "policy": policy, "lowering": lowering, "params": params}
+    expected = rank_pools[2].run(train_case, copies=False, **given)
+    compare(rank_pools[2].run(train_case, copies=True, **given), expected, 0.0)
+
+
+# One process.
+
+
+def step(policy: str = "tanh", lowering: str = "aot_eager", **options: Any) -> tuple[Any, Callable[..., Tensor]]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = build(_MLP, policy)
+    shard_units(model, device_mesh((1,)), fully_shard)
+    return model, torch.compile(model, backend=fsdp_backend, options={"lowering": lowering, "merge_below": 0, **options})
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found: list[Any] = [param.grad for param in model.parameters()]
+    return [gradient.full_tensor() for gradient in found]
+
+
+def _input(value: float = 1.0) -> Tensor:
+    return torch.full((3, 8), value)
+
+
+def one_step(policy: str = "tanh", lowering: str = "aot_eager") -> tuple[list[Tensor], Capture]:
+    model, forward = step(policy, lowering)
+    with capture() as captured:
+        forward(_input()).sum().backward()
+    return gradients(model), captured
+
+
+@pytest.mark.usefixtures("one_rank")
+class TestOneProcess:
+    def test_copies_are_prefetched_and_few_at_once(self) -> None:
+        """A layer's copy back begins where that of the layer before is waited for; two layers' copies are on their way."""
+        with copying(2e5) as engine:
+            found, _ = one_step()
+        begin_out, begin_in, wait = "begin to_host", "begin to_device", "device waits"
+        out = [begin_out, begin_out, wait, begin_out, wait, wait]
+        assert engine.events == [*out, begin_in, begin_in, wait, begin_in, wait, wait]
+        assert [copy.nbytes for copy in engine.copies] == [3 * 16 * 4] * 6
+        assert all(copy.pinned for copy in engine.copies if copy.kind == "to_host")
+        expected, _ = one_step()
+        assert all(map(torch.equal, found, expected))
+
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+    def test_several_forwards_and_no_backward(self, lowering: str) -> None:
+        """Two forwards ahead of the backwards, in another order; one that is dropped; and a graph that is kept."""
+
+        def train() -> list[Tensor]:
+            model, forward = step("tanh", lowering)
+            losses = [forward(_input(value)).sum() for value in (0.1, 0.2, 0.3)]
+            del losses[0]
+            losses[1].backward(retain_graph=True)
+            losses[0].backward()
+            losses[1].backward()
+            return gradients(model)
+
+        expected = train()
+        with copying(2e6):
+            found = train()
+        assert all(map(torch.equal, found, expected))
+        assert not host_copies._begun
+
+    @pytest.mark.parametrize("which", ["reads", pytest.param("save_on_cpu", marks=pytest.mark.exhaustive)])
+    def test_hooks_on_saved_tensors_find_what_has_arrived(self, which: str) -> None:
+        expected, _ = one_step()
+        seen: list[bool] = []
+
+        def pack(value: Tensor) -> Tensor:
+            seen.append(bool(value.isfinite().all()))
+            return value.clone() if value.requires_grad is False and value.dim() == 2 else value
+
+        hooks: Any = torch.autograd.graph.save_on_cpu() if which == "save_on_cpu" else None
+        with copying(2e5) as engine:
+            model, forward = step()
+            with hooks or torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+                loss = forward(_input()).sum()
+            assert engine.events.count("host waits") == 3
+            loss.backward()
+            found = gradients(model)
+        assert all(seen) and all(map(torch.equal, found, expected))
+
+    def test_memory_is_counted_until_the_copy_is_waited_for(self) -> None:
+        with copying():
+            _, captured = one_step()
+        forward, backward = (graphs[0].graph_module.graph for graphs in (captured.forward, captured.backward))
+        order = list(forward.nodes)
+        lives = {lifetime.first: lifetime for lifetime in MemoryModel(forward).lifetimes(order)}
+        for node in forward.find_nodes(op="call_function", target=wait_offload):
+            lifetime = lives[order.index(node.args[1])]
+            assert (lifetime.num_bytes, lifetime.last) == (3 * 16 * 4, order.index(node))
+            assert not lifetime.is_given_out and not lives[order.index(node.args[0])].num_bytes
+        copied = {node.name for node in backward.find_nodes(op="placeholder") if any(u.target == fetch for u in node.users)}
+        assert len(copied) == 3
+        order = list(backward.nodes)
+        begins = {lifetime.first: lifetime for lifetime in MemoryModel(backward).lifetimes(order) if lifetime.num_bytes}
+        for node in backward.find_nodes(op="call_function", target=fetch):
+            assert begins[order.index(node)].num_bytes == 3 * 16 * 4
+        assert not any("freed" in node.meta for node in backward.find_nodes(op="placeholder") if node.name in copied)
+
+    @pytest.mark.exhaustive
+    def test_without_an_engine_nothing_is_copied(self) -> None:
+        """One memory: it is saved."""
+        _, captured = one_step()
+        assert "fsdp_host" not in captured.forward[0].readable() + captured.backward[0].readable()
+        assert "aten.tanh" not in captured.backward[0].readable()
+
+    @pytest.mark.exhaustive
+    def test_parameters_inputs_and_outputs_stay(self) -> None:
+        with copying():
+            _, captured = one_step("all")
+        graph = captured.forward[0].graph_module.graph
+        copied = [node.args[0].target for node in graph.find_nodes(op="call_function", target=offload)]
+        # What leaves a block is read by the next one; what leaves the last, by the root.
+        assert set(copied) == {_aten.tanh.default, _aten.add.Tensor}
+        waits = captured.backward[0].graph_module.graph.find_nodes(op="call_function", target=wait_copy)
+        assert len(waits) == len(copied)
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("schedule", "auto"), pytest.param("memory_budget", 1 << 40, marks=pytest.mark.exhaustive)]
+    )
+    def test_options_that_know_of_no_copies(self, name: str, value: Any) -> None:
+        with copying():
+            _, forward = step(**{name: value})
+            with pytest.raises(Exception, match=rf"options\['{name}'\] = {value!r} is not supported for a model with activ"):
+                forward(_input())
+        _, forward = step(**{name: value})
+        forward(_input()).sum().backward()
+
+
+def test_cuda_graphs_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"options\['cudagraphs'\] = True is not supported for a model with activations"):
+        _check_activation_offload(Options(cudagraphs=True))
+
+
+def test_there_is_no_report() -> None:
+    with pytest.raises(NotImplementedError, match="no report on a step whose activations wait on the host"):
+        explain(build(_MLP, "tanh"), _input(), (8,), "h100", shard=lambda model, mesh: shard_units(model, mesh, fully_shard))

@@ -1,0 +1,200 @@
+from typing import Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._functorch.aot_autograd import aot_function
+from torch.fx import Graph, GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
+
+from passes.ir.ops import unshard
+from passes.models.memory_model import mark_memory
+from passes.pipeline import graph_text
+from passes.transforms.offload_activations import copy_activations, offload_activations
+from tests.common.copy_engine import copying
+from tests.passes.tracing import PassTestCase
+
+
+class _IsTraced(Exception):
+    pass
+
+
+class TestOffloadActivations(PassTestCase):
+    def partitioned(self, policy: CheckpointPolicy | None, operator: Any) -> tuple[str, Graph, Graph]:
+        """Three layers of two products: tags in the joint graph after the first half, and the graphs after the second."""
+        found: list[Any] = []
+
+        def layer(x, shard, unit):
+            weight = unshard(shard, f"{unit}.weight", [8, 8], self.shard, unit=unit, offset=0, reshard_after_forward=False)
+            return x + (x @ weight).sigmoid().view(8, 3).view(3, 8) @ weight
+
+        def forward(first, second, third, x):
+            for shard, unit in ((first, "a"), (second, "b"), (third, "c")):
+                x = layer(x, shard, unit)
+            return x
+
+        def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            mark_memory(gm.graph)
+            for node in gm.graph.nodes:
+                if node.target == operator and policy is not None:
+                    node.meta["recompute"] = policy
+            offload_activations(gm.graph)
+            found.append(graph_text(gm.graph, {self.shard: "shard"}, tags=True))
+            parts = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            for is_backward, part in enumerate(parts):
+                copy_activations(part.graph, is_backward=bool(is_backward))
+                found.append(part.graph)
+            return parts
+
+        def compile_nothing(gm: GraphModule, _: Any) -> Any:
+            def run(*_: Any) -> Any:
+                raise _IsTraced
+
+            return run
+
+        shards = [torch.zeros(1, 8, requires_grad=True) for _ in range(3)]
+        x = torch.zeros(3, 8, requires_grad=True)
+        traced = aot_function(forward, fw_compiler=compile_nothing, bw_compiler=compile_nothing, partition_fn=partition)
+        with copying():
+            self.assertRaises(_IsTraced, traced, *shards, x)
+        return found[0], found[1], found[2]
+
+    def tags(self, text: str) -> str:
+        return "\n".join(line.strip() for line in text.splitlines() if "  # " in line) + "\n"
+
+    def test_copies(self) -> None:
+        """Views of what waits on the host are made again. The first layer's copy is waited for ahead of the third's."""
+        text, forward, backward = self.partitioned(CheckpointPolicy.MUST_CPU_OFFLOAD, torch.ops.aten.sigmoid.default)
+        self.assertExpectedInline(
+            self.tags(text),
+            """\
+sigmoid: "f32[3, 8]" = aten.sigmoid.default(mm)  # MUST_SAVE
+detach: "f32[3, 8]" = aten.detach.default(sigmoid)  # MUST_RECOMPUTE
+view: "f32[8, 3]" = aten.view.default(sigmoid, [8, 3])  # MUST_RECOMPUTE
+view_1: "f32[3, 8]" = aten.view.default(view, [3, 8])  # MUST_RECOMPUTE
+sigmoid_1: "f32[3, 8]" = aten.sigmoid.default(mm_2)  # MUST_SAVE
+detach_1: "f32[3, 8]" = aten.detach.default(sigmoid_1)  # MUST_RECOMPUTE
+view_2: "f32[8, 3]" = aten.view.default(sigmoid_1, [8, 3])  # MUST_RECOMPUTE
+view_3: "f32[3, 8]" = aten.view.default(view_2, [3, 8])  # MUST_RECOMPUTE
+sigmoid_2: "f32[3, 8]" = aten.sigmoid.default(mm_4)  # MUST_SAVE
+detach_2: "f32[3, 8]" = aten.detach.default(sigmoid_2)  # MUST_RECOMPUTE
+view_4: "f32[8, 3]" = aten.view.default(sigmoid_2, [8, 3])  # MUST_RECOMPUTE
+view_5: "f32[3, 8]" = aten.view.default(view_4, [3, 8])  # MUST_RECOMPUTE
+t: "f32[8, 3]" = aten.t.default(view_5)  # MUST_RECOMPUTE
+detach_3: "f32[3, 8]" = aten.detach.default(detach_2)  # MUST_RECOMPUTE
+t_4: "f32[8, 3]" = aten.t.default(view_3)  # MUST_RECOMPUTE
+detach_4: "f32[3, 8]" = aten.detach.default(detach_1)  # MUST_RECOMPUTE
+t_8: "f32[8, 3]" = aten.t.default(view_1)  # MUST_RECOMPUTE
+detach_5: "f32[3, 8]" = aten.detach.default(detach)  # MUST_RECOMPUTE
+""",
+        )
+        self.assertExpectedInline(
+            self.text(forward),
+            """\
+def forward(self, primals_1: "f32[1, 8]", primals_2: "f32[1, 8]", primals_3: "f32[1, 8]", primals_4: "f32[3, 8]"):
+    unshard: "f32[8, 8]" = fsdp_compile.unshard.default(primals_1, 'a.weight', [8, 8], 'shard', unit = 'a', offset = 0, reshard_after_forward = False)
+    mm: "f32[3, 8]" = aten.mm.default(primals_4, unshard)
+    sigmoid: "f32[3, 8]" = aten.sigmoid.default(mm)
+    view: "f32[8, 3]" = aten.view.default(sigmoid, [8, 3])
+    view_1: "f32[3, 8]" = aten.view.default(view, [3, 8])
+    mm_1: "f32[3, 8]" = aten.mm.default(view_1, unshard)
+    offload: "f32[3, 8]" = fsdp_host.offload.default(sigmoid)
+    add: "f32[3, 8]" = aten.add.Tensor(primals_4, mm_1)
+    unshard_1: "f32[8, 8]" = fsdp_compile.unshard.default(primals_2, 'b.weight', [8, 8], 'shard', unit = 'b', offset = 0, reshard_after_forward = False)
+    mm_2: "f32[3, 8]" = aten.mm.default(add, unshard_1)
+    sigmoid_1: "f32[3, 8]" = aten.sigmoid.default(mm_2)
+    view_2: "f32[8, 3]" = aten.view.default(sigmoid_1, [8, 3])
+    view_3: "f32[3, 8]" = aten.view.default(view_2, [3, 8])
+    mm_3: "f32[3, 8]" = aten.mm.default(view_3, unshard_1)
+    offload_1: "f32[3, 8]" = fsdp_host.offload.default(sigmoid_1)
+    add_1: "f32[3, 8]" = aten.add.Tensor(add, mm_3)
+    unshard_2: "f32[8, 8]" = fsdp_compile.unshard.default(primals_3, 'c.weight', [8, 8], 'shard', unit = 'c', offset = 0, reshard_after_forward = False)
+    mm_4: "f32[3, 8]" = aten.mm.default(add_1, unshard_2)
+    sigmoid_2: "f32[3, 8]" = aten.sigmoid.default(mm_4)
+    view_4: "f32[8, 3]" = aten.view.default(sigmoid_2, [8, 3])
+    view_5: "f32[3, 8]" = aten.view.default(view_4, [3, 8])
+    mm_5: "f32[3, 8]" = aten.mm.default(view_5, unshard_2)
+    wait_offload: "f32[3, 8]" = fsdp_host.wait_offload.default(offload, sigmoid)
+    offload_2: "f32[3, 8]" = fsdp_host.offload.default(sigmoid_2)
+    add_2: "f32[3, 8]" = aten.add.Tensor(add_1, mm_5)
+    t_1: "f32[8, 8]" = aten.t.default(unshard_2)
+    t_2: "f32[8, 3]" = aten.t.default(add_1)
+    t_5: "f32[8, 8]" = aten.t.default(unshard_1)
+    t_6: "f32[8, 3]" = aten.t.default(add)
+    t_9: "f32[8, 8]" = aten.t.default(unshard)
+    t_10: "f32[8, 3]" = aten.t.default(primals_4)
+    wait_offload_1: "f32[3, 8]" = fsdp_host.wait_offload.default(offload_1, sigmoid_1)
+    wait_offload_2: "f32[3, 8]" = fsdp_host.wait_offload.default(offload_2, sigmoid_2)
+    return (add_2, primals_1, primals_2, primals_3, wait_offload, wait_offload_1, wait_offload_2, t_1, t_2, t_5, t_6, t_9, t_10)
+""",
+        )
+        self.assertExpectedInline(
+            self.text(backward),
+            """\
+def forward(self, primals_1: "f32[1, 8]", primals_2: "f32[1, 8]", primals_3: "f32[1, 8]", sigmoid: "f32[3, 8]", sigmoid_1: "f32[3, 8]", sigmoid_2: "f32[3, 8]", t_1: "f32[8, 8]", t_2: "f32[8, 3]", t_5: "f32[8, 8]", t_6: "f32[8, 3]", t_9: "f32[8, 8]", t_10: "f32[8, 3]", tangents_1: "f32[3, 8]"):
+    fetch: "f32[3, 8]" = fsdp_host.fetch.default(sigmoid_2, 'cpu')
+    fetch_1: "f32[3, 8]" = fsdp_host.fetch.default(sigmoid_1, 'cpu')
+    wait_copy: "f32[3, 8]" = fsdp_host.wait_copy.default(fetch)
+    view_4: "f32[8, 3]" = aten.view.default(wait_copy, [8, 3])
+    view_5: "f32[3, 8]" = aten.view.default(view_4, [3, 8])
+    t: "f32[8, 3]" = aten.t.default(view_5)
+    mm_6: "f32[8, 8]" = aten.mm.default(t, tangents_1)
+    mm_7: "f32[3, 8]" = aten.mm.default(tangents_1, t_1)
+    view_6: "f32[8, 3]" = aten.view.default(mm_7, [8, 3])
+    view_7: "f32[3, 8]" = aten.view.default(view_6, [3, 8])
+    detach_2: "f32[3, 8]" = aten.detach.default(wait_copy)
+    detach_3: "f32[3, 8]" = aten.detach.default(detach_2)
+    sigmoid_backward: "f32[3, 8]" = aten.sigmoid_backward.default(view_7, detach_3)
+    mm_8: "f32[8, 8]" = aten.mm.default(t_2, sigmoid_backward)
+    mm_9: "f32[3, 8]" = aten.mm.default(sigmoid_backward, t_1)
+    add_3: "f32[3, 8]" = aten.add.Tensor(tangents_1, mm_9)
+    add_4: "f32[8, 8]" = aten.add.Tensor(mm_6, mm_8)
+    reduce_grad: "f32[1, 8]" = fsdp_compile.reduce_grad.default(add_4, primals_3, 'c.weight', [8, 8], 'shard', unit = 'c')
+    fetch_2: "f32[3, 8]" = fsdp_host.fetch.default(sigmoid, 'cpu')
+    wait_copy_1: "f32[3, 8]" = fsdp_host.wait_copy.default(fetch_1)
+    view_2: "f32[8, 3]" = aten.view.default(wait_copy_1, [8, 3])
+    view_3: "f32[3, 8]" = aten.view.default(view_2, [3, 8])
+    t_4: "f32[8, 3]" = aten.t.default(view_3)
+    mm_10: "f32[8, 8]" = aten.mm.default(t_4, add_3)
+    mm_11: "f32[3, 8]" = aten.mm.default(add_3, t_5)
+    view_8: "f32[8, 3]" = aten.view.default(mm_11, [8, 3])
+    view_9: "f32[3, 8]" = aten.view.default(view_8, [3, 8])
+    detach_1: "f32[3, 8]" = aten.detach.default(wait_copy_1)
+    detach_4: "f32[3, 8]" = aten.detach.default(detach_1)
+    sigmoid_backward_1: "f32[3, 8]" = aten.sigmoid_backward.default(view_9, detach_4)
+    mm_12: "f32[8, 8]" = aten.mm.default(t_6, sigmoid_backward_1)
+    mm_13: "f32[3, 8]" = aten.mm.default(sigmoid_backward_1, t_5)
+    add_5: "f32[3, 8]" = aten.add.Tensor(add_3, mm_13)
+    add_6: "f32[8, 8]" = aten.add.Tensor(mm_10, mm_12)
+    reduce_grad_1: "f32[1, 8]" = fsdp_compile.reduce_grad.default(add_6, primals_2, 'b.weight', [8, 8], 'shard', unit = 'b')
+    wait_copy_2: "f32[3, 8]" = fsdp_host.wait_copy.default(fetch_2)
+    view: "f32[8, 3]" = aten.view.default(wait_copy_2, [8, 3])
+    view_1: "f32[3, 8]" = aten.view.default(view, [3, 8])
+    t_8: "f32[8, 3]" = aten.t.default(view_1)
+    mm_14: "f32[8, 8]" = aten.mm.default(t_8, add_5)
+    mm_15: "f32[3, 8]" = aten.mm.default(add_5, t_9)
+    view_10: "f32[8, 3]" = aten.view.default(mm_15, [8, 3])
+    view_11: "f32[3, 8]" = aten.view.default(view_10, [3, 8])
+    detach: "f32[3, 8]" = aten.detach.default(wait_copy_2)
+    detach_5: "f32[3, 8]" = aten.detach.default(detach)
+    sigmoid_backward_2: "f32[3, 8]" = aten.sigmoid_backward.default(view_11, detach_5)
+    mm_16: "f32[8, 8]" = aten.mm.default(t_10, sigmoid_backward_2)
+    mm_17: "f32[3, 8]" = aten.mm.default(sigmoid_backward_2, t_9)
+    add_7: "f32[3, 8]" = aten.add.Tensor(add_5, mm_17)
+    add_8: "f32[8, 8]" = aten.add.Tensor(mm_14, mm_16)
+    reduce_grad_2: "f32[1, 8]" = fsdp_compile.reduce_grad.default(add_8, primals_1, 'a.weight', [8, 8], 'shard', unit = 'a')
+    return (reduce_grad_2, reduce_grad_1, reduce_grad, add_7)
+""",
+        )
+
+    def test_leaves_alone_parameters_and_outputs(self) -> None:
+        for operator, policy in ((torch.ops.aten.add.Tensor, CheckpointPolicy.PREFER_CPU_OFFLOAD), (unshard, None)):
+            text, forward, _ = self.partitioned(policy or CheckpointPolicy.MUST_CPU_OFFLOAD, operator)
+            copied = [node.args[0].name for node in forward.nodes if str(node.target) == "fsdp_host.offload.default"]
+            # The last addition's result is the function's.
+            self.assertEqual(copied, ["add", "add_1"] if policy else [])
+            self.assertNotIn("OFFLOAD", text)
+
+    def test_leaves_alone_what_has_no_such_tag(self) -> None:
+        for policy in (None, CheckpointPolicy.MUST_SAVE):
+            _, forward, backward = self.partitioned(policy, torch.ops.aten.sigmoid.default)
+            self.assertNotIn("fsdp_host", self.text(forward) + self.text(backward))

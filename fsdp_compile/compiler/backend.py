@@ -43,6 +43,7 @@ from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .capture import observer, snapshot
 from .cuda_graphs import Recorders
+from .frame_room import with_room_for_frames
 from .garbage import collector_paused
 from .lowering import Lowering
 from .machine import find_hardware
@@ -73,6 +74,7 @@ def fsdp_backend(
     return compile_with(LOWERINGS[parsed.lowering](), gm, example_inputs, parsed)
 
 
+@with_room_for_frames
 @collector_paused()
 def compile_with(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     """Do what :func:`fsdp_backend` does, with a lowering that is given.

@@ -27,6 +27,7 @@ from ..runtime.course import SHARDING_ROLES, Run, agree_on_graph
 from ..runtime.planned_graph import BoxedFunction, boxed
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
 from .cuda_graphs import Recorders
+from .frame_room import with_room_for_frames
 from .garbage import collector_paused
 from .lowering import Lowering
 from .memory_budget import StepBudget
@@ -76,6 +77,7 @@ class PreparedGraph:
         self._compile_context = CompileContext.try_get()
         run_preparing_passes(gm, lowering.preparing_passes, is_backward=self.is_backward, observer=observer())
 
+    @with_room_for_frames
     def lower(self, plan: Plan) -> tuple[BoxedFunction, Interface, Run]:
         """A function of the graph for a plan, what it takes and gives besides, and what the ranks know it as."""
         # Fake tensors of a mode around the call are not those of the graph.

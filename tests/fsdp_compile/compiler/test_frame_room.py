@@ -1,0 +1,51 @@
+"""What runs with room for its frames maps no memory for them, however deep it is called."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from fsdp_compile.compiler.frame_room import with_room_for_frames
+
+_CALLS = 300
+
+
+def faults_of_calls() -> int:
+    """How many pages a loop of calls asks the system for."""
+
+    def one() -> None:
+        pass
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(_CALLS):
+        one()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def most_faults(function: Callable[[], int]) -> int:
+    """Of a function that is called at all depths at which a chunk of frames may end."""
+
+    def at(depth: int) -> int:
+        return max(function(), at(depth - 1)) if depth else 0
+
+    return at(300)
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython" or sys.version_info < (3, 11), reason="frames are not in chunks")
+def test_loops_do_not_map_memory() -> None:
+    assert most_faults(faults_of_calls) >= _CALLS
+    assert most_faults(with_room_for_frames(faults_of_calls)) < _CALLS / 10
+
+
+def test_is_the_function() -> None:
+    @with_room_for_frames
+    def divide(dividend: int, *, divisor: int) -> float:
+        """Documented."""
+        return dividend / divisor
+
+    assert divide(6, divisor=3) == 2 and divide.__name__ == "divide" and divide.__doc__ == "Documented."
+    with pytest.raises(ZeroDivisionError):
+        divide(6, divisor=0)

@@ -11,7 +11,7 @@ from torch import SymInt
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .fake_values import FakeCopies
+from .fake_values import FakeCopies, shared_memory
 from .symbolic_ranks import MEANT, symbolic_numbers
 from .torch_internals.core import get_decompositions, pytree
 
@@ -118,4 +118,4 @@ def _key(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], co
     """The key of a trace: everything that it depends on."""
     tensors = tuple((str(value.shape), str(value.stride()), value.dtype, value.device) for value in values)
     given = tuple((name, id(value) if callable(value) else repr(value)) for name, value in constants.items())
-    return function, str(spec), tensors, given
+    return function, str(spec), tensors, tuple(shared_memory(values)), given

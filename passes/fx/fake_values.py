@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from .torch_internals.core import FakeTensor, in_kernel_invocation_manager
 class FakeCopies:
     """Copies of the fake values of a graph, which share memory with each other just as those do.
 
-    Nodes that held one fake tensor would look as if they were views of each other.
+    Nodes that held one fake tensor would look as if they were views of each other. What stands for the inputs of the graph has
+    to share memory as the inputs do (:func:`shared_memory`).
     """
 
     def __init__(self) -> None:
@@ -45,3 +47,13 @@ class FakeCopies:
 
 def _identity(value: Tensor) -> int:
     return value.untyped_storage()._cdata
+
+
+def shared_memory(values: Sequence[Tensor]) -> list[tuple[int, str]]:
+    """For each value, the first one with the same storage, by its index, and how far behind that it lies, in elements."""
+    first: dict[int, int] = {}
+    indices = [first.setdefault(_identity(value), index) for index, value in enumerate(values)]
+    return [
+        (index, str(value.storage_offset() - values[index].storage_offset()))
+        for index, value in zip(indices, values, strict=True)
+    ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -195,12 +196,15 @@ def _world(mesh_shape: MeshShape, device_type: str) -> Iterator[DeviceMesh]:
         names, sizes = tuple(mesh_shape), tuple(mesh_shape.values())
     else:
         names, sizes = ("replicate", "shard")[2 - len(mesh_shape) :], tuple(mesh_shape)
+    # init_process_group puts one of its own around it, which writes the rank ahead of each line.
+    excepthook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
     try:
         with _meshes_of_numbers():
             yield init_device_mesh(device_type, sizes, mesh_dim_names=names)
     finally:
         dist.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 @contextlib.contextmanager

@@ -529,6 +529,7 @@ def state_of_torch() -> list[Any]:
         triton_helpers.set_driver_to_gpu,
         torch._subclasses.FakeTensorMode.avoid_device_init,
         dist.is_initialized(),
+        sys.excepthook,
         torch._inductor.config.compile_threads,
     ]
 

@@ -432,9 +432,10 @@ def test_errors(case: str) -> None:
     given, kind, message = _CASES[case]
     arguments = {"model": build(), "inputs": torch.empty(BATCH, DIM), "mesh_shape": (8,), "hardware": "h100", **given}
     model, inputs, mesh_shape, hardware = (arguments.pop(name) for name in ("model", "inputs", "mesh_shape", "hardware"))
+    excepthook = sys.excepthook
     with pytest.raises(kind, match=f"(?s){message}"):
         explain(model, inputs, mesh_shape, hardware, suggest=False, **arguments)
-    assert not torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized() and sys.excepthook is excepthook
 
 
 def test_what_communicates_outside_of_graphs_is_said() -> None:

@@ -91,7 +91,7 @@ def measure_one(size: Size, mesh: DeviceMesh, device: torch.device, budget: int)
         "counted": counted + _resident_bytes(model, optimizer, [tokens, targets]),
         "predicted_ns": choice.chosen.time_ns,
         "kept": len(policy.kept),
-        "recomputed": policy.recomputed,
+        "recomputed": len(policy.recomputed),
     }, choice
 
 

@@ -92,6 +92,16 @@ def test_budgets_hold_in_counted_allocations(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_budgets_choose_the_best_of_small_graphs(tmp_path: Path) -> None:
+    """Of the first graphs; the docs have two hundred."""
+    found = run("budget_search.py", tmp_path / "out.json", "--graphs", "3")["graphs"]
+    assert len(found) == 3
+    for one in found:
+        assert one["tried"]["grid"] < one["tried"]["search"] < one["tried"]["all"]
+        assert one["search"]["drawn"] == 0 and max(one["search"]["every"]) <= 0.05
+
+
+@pytest.mark.exhaustive
 def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> None:
     results = run("prediction.py", tmp_path / "out.json", "--quick", "--rounds", "1")
     row = results["rows"]["quick"]

@@ -15,13 +15,14 @@ from torch.fx import Graph, GraphModule
 
 from passes.auto.memory_budget import (
     Choice,
+    OpenChoices,
     StepPolicy,
     Trial,
     graph_memory,
     graph_peak,
     graph_time,
     held_in_backward,
-    step_policies,
+    search,
 )
 from passes.fx.emit import replaying_traces
 from passes.fx.sizes import num_bytes
@@ -108,16 +109,18 @@ class StepBudget:
             BudgetTooLow: nothing fits.
         """
         outputs = kwargs["num_fwd_outputs"]
-        policies = step_policies(joint.graph, outputs, self._open, functorch_config.activation_memory_budget)
+        choices = OpenChoices.of(joint.graph, outputs, self._open, functorch_config.activation_memory_budget)
         self._sizes = sizes = self._sizes_of(joint.graph)
-        trials = []
+
+        def attempt(policy: StepPolicy) -> Trial:
+            forward, backward = _partition(snapshot(joint), inputs, policy, **kwargs)
+            scheduled = [schedule(forward, False), schedule(backward, True)]
+            with sizes.counted():
+                time = sum(graph_time(graph, self._hardware) for graph, _ in scheduled)
+                return Trial(policy, self._peak(scheduled), time)
+
         with replaying_traces():
-            for policy in policies:
-                forward, backward = _partition(snapshot(joint), inputs, policy, **kwargs)
-                scheduled = [schedule(forward, False), schedule(backward, True)]
-                with sizes.counted():
-                    time = sum(graph_time(graph, self._hardware) for graph, _ in scheduled)
-                    trials.append(Trial(policy, self._peak(scheduled), time))
+            trials = search(choices, attempt)
         choice = Choice.of(trials, self.limit)
         record_choice(choice)
         forward, backward = _partition(joint, inputs, choice.chosen.policy, is_final=True, **kwargs)

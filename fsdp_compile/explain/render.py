@@ -172,7 +172,7 @@ def _budget_table(choice: Choice) -> Table:
         units = len(policy.kept) + len(policy.resharded)
         kept = f"{len(policy.kept)} of {units} units"
         recomputed = [] if policy.activation_budget == SAVE else ["what is cheap"]
-        recomputed += [f"{policy.recomputed} of {policy.stretches} stretches"] if policy.recomputed else []
+        recomputed += [f"{len(policy.recomputed)} of {policy.stretches} stretches"] if policy.recomputed else []
         mark = "chosen" if trial == choice.chosen else "" if trial.peak_bytes <= choice.limit else "too large"
         memory, time = size(trial.peak_bytes), milliseconds(trial.time_ns)
         rows.append([mark, kept, ", ".join(recomputed) or "nothing", memory, time])

@@ -1,10 +1,10 @@
-"""Recompute stretches: tell the partitioner that backward computes the first stretches of forward again.
+"""Recompute stretches: tell the partitioner that backward computes stretches of forward again.
 
 A stretch is what forward computes between the places where it turns from the parameters of one unit to those of another: of
 layers that are units, a layer. It ends where the fewest bytes cross to the next; of several such places, at the last.
 
 Before: a joint graph whose nodes say nothing.
-After:  of the first so many stretches, each is ``MUST_RECOMPUTE``, and what later ones read of it is ``MUST_SAVE``, as of a
+After:  of those that are named, each is ``MUST_RECOMPUTE``, and what later ones read of it is ``MUST_SAVE``, as of a
         layer with a checkpoint: backward keeps what enters a stretch, and computes the rest when it needs it.
 
 Leaves alone stretches in which something has a tag already (activation checkpointing); and in any stretch random numbers,
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -65,16 +65,22 @@ def forward_stretches(graph: Graph, num_forward_outputs: int) -> list[list[Node]
     return [forward[begin:end] for begin, end in itertools.pairwise(places)]
 
 
-def recompute_stretches(stretches: Sequence[Sequence[Node]], count: int) -> None:
+def is_open(stretch: Sequence[Node]) -> bool:
+    """Whether nobody has said anything of a stretch, so that it can be computed again as a whole."""
+    return not any("recompute" in node.meta for node in stretch)
+
+
+def recompute_stretches(stretches: Sequence[Sequence[Node]], numbers: Collection[int]) -> None:
     """Tag stretches of a joint graph for the partitioner, ahead of :mod:`~passes.transforms.reshard_after_forward`. In place.
 
     Args:
         stretches: all of :func:`forward_stretches`.
-        count: how many to compute again.
+        numbers: which of them to compute again.
     """
     stretch_of = {node: number for number, stretch in enumerate(stretches) for node in stretch}
-    for number, stretch in enumerate(stretches[:count]):
-        if any("recompute" in node.meta for node in stretch):
+    for number in sorted(numbers):
+        stretch = stretches[number]
+        if not is_open(stretch):
             continue
         read_later = [node for node in stretch if any(stretch_of.get(user, number) > number for user in node.users)]
         kept = set(map(_memory, read_later))

@@ -109,7 +109,7 @@ def test_the_step_is_the_one_that_was_tried_and_explains_itself() -> None:
     assert report.memory.peak_bytes + batch().nbytes == middle.peak_bytes
     assert step_ns(report) == middle.time_ns
     text = str(report)
-    assert "chosen" in text and "too large" in text and f"{middle.policy.recomputed} of 4 stretches" in text
+    assert "chosen" in text and "too large" in text and f"{len(middle.policy.recomputed)} of 4 stretches" in text
     assert " more, the step would be " in text
 
 
@@ -147,7 +147,7 @@ def test_some_units_stay_gathered() -> None:
     some = next(trial for trial in unlimited().frontier() if 0 < len(trial.policy.kept) < 4)
     report = explained(some.peak_bytes)
     policy = report.choices[0].chosen.policy
-    assert 0 < len(policy.kept) < 4 and policy.kept + policy.resharded == ("", "blocks.2", "blocks.1", "blocks.0")
+    assert 0 < len(policy.kept) < 4 and {*policy.kept, *policy.resharded} == {"", "blocks.2", "blocks.1", "blocks.0"}
     assert gathered(report, 0) == {"blocks.0", "blocks.1", "blocks.2", "root"}
     assert gathered(report, 1) == set(policy.resharded)
 
@@ -169,7 +169,7 @@ def test_what_is_too_little_names_the_least() -> None:
 @pytest.mark.exhaustive
 def test_flags_of_the_user_are_kept() -> None:
     (choice,) = explained(_LARGE, {"blocks.1": True, "blocks.2": False}).choices
-    assert {trial.policy.kept + trial.policy.resharded for trial in choice.trials} == {("", "blocks.0")}
+    assert {frozenset(trial.policy.kept + trial.policy.resharded) for trial in choice.trials} == {frozenset(["", "blocks.0"])}
     # One has to be gathered again.
     assert choice.chosen.time_ns > unlimited().chosen.time_ns
 
@@ -249,7 +249,7 @@ class TestOneProcess:
         fitting = batch().size(0)
         assert not choices(200) and not choices(int(0.98 * fitting))
         (second,) = choices(3 * fitting // 2)
-        assert second.chosen.policy.recomputed > first.chosen.policy.recomputed == 0
+        assert second.chosen.policy.recomputed and not first.chosen.policy.recomputed
         assert not choices(fitting + 10)
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=f"= {budget} bytes is too low"):
             choices(100 * fitting)

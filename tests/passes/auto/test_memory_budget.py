@@ -1,17 +1,19 @@
-"""The choice among trials, on its own: what trials say of graphs is tested on whole models."""
+"""The search and the choice among its trials, on their own: what trials say of graphs is tested on whole models."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 
-from passes.auto.memory_budget import SAVE, BudgetTooLow, Choice, StepPolicy, Trial
+from passes.auto.memory_budget import RECOMPUTE_CHEAP, SAVE, BudgetTooLow, Choice, OpenChoices, StepPolicy, Trial, search
 
 
 def trial(peak_bytes: int, time_ns: int, kept: int = 0) -> Trial:
     units = tuple(f"blocks.{index}" for index in range(4))
-    return Trial(StepPolicy(units[:kept], units[kept:], 0, 4, SAVE), peak_bytes, time_ns)
+    return Trial(StepPolicy(units[:kept], units[kept:], (), 4, SAVE), peak_bytes, time_ns)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -43,3 +45,73 @@ def test_frontier_leaves_out_what_no_budget_chooses() -> None:
 def test_nothing_fits() -> None:
     with pytest.raises(BudgetTooLow, match=r"= 7 bytes is too low.*that needs least needs 8 bytes"):
         Choice.of([trial(10, 5), trial(8, 7)], 7)
+
+
+# The search, of steps whose bytes and time are sums.
+
+
+def open_choices(num_nodes: int = 100) -> OpenChoices:
+    return OpenChoices(("d", "c", "b", "a"), (0, 1, 2, 3), 4, (SAVE, RECOMPUTE_CHEAP), num_nodes)
+
+
+def attempt_with(seed: int) -> Callable[[StepPolicy], Trial]:
+    """Bytes and time of units, stretches and cheap operators, each what a random model says."""
+    numbers = random.Random(seed)
+    kept = {unit: (numbers.randint(1, 100), -numbers.randint(1, 100)) for unit in "abcd"}
+    again = {number: (-numbers.randint(1, 100), numbers.randint(1, 100)) for number in range(4)}
+    cheap = -numbers.randint(1, 100), numbers.randint(1, 100)
+
+    def attempt(policy: StepPolicy) -> Trial:
+        parts = [kept[unit] for unit in policy.kept] + [again[number] for number in policy.recomputed]
+        parts += [cheap] if policy.activation_budget == RECOMPUTE_CHEAP else []
+        return Trial(policy, 1000 + sum(part[0] for part in parts), 1000 + sum(part[1] for part in parts))
+
+    return attempt
+
+
+def every_policy(choices: OpenChoices) -> list[StepPolicy]:
+    subsets = [
+        [subset for size in range(len(values) + 1) for subset in itertools.combinations(values, size)]
+        for values in (choices.units, choices.stretches)
+    ]
+    return [choices.policy(*parts) for parts in itertools.product(*subsets, choices.activation_budgets)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_search_comes_close_to_the_best(seed: int) -> None:
+    """Of all budgets, those of a knapsack with sizes at random, which is worse than layers are."""
+    attempt, choices = attempt_with(seed), open_choices()
+    best = [attempt(policy) for policy in every_policy(choices)]
+    assert len(best) == len({trial.policy for trial in best}) == 512
+    found, grid = search(choices, attempt), [attempt(policy) for policy in choices.grid()]
+    assert len(found) == len({trial.policy for trial in found}) and set(grid) <= set(found) <= set(best)
+    times: dict[str, list[int]] = {}
+    for optimum in Choice.of(best, 1 << 20).frontier():
+        for name, trials in (("grid", grid), ("search", found)):
+            fitting = [trial.time_ns for trial in trials if trial.peak_bytes <= optimum.peak_bytes]
+            times.setdefault(name, []).append(min(fitting, default=1 << 20) - optimum.time_ns)
+    hits = {name: sum(not lost for lost in all_lost) / len(all_lost) for name, all_lost in times.items()}
+    assert hits["search"] >= 0.95 > 0.5 > hits["grid"] and max(times["search"]) <= 0.05 * 1000
+
+
+def test_large_graphs_are_tried_less() -> None:
+    attempt = attempt_with(0)
+    sizes = [len(search(open_choices(num_nodes), attempt)) for num_nodes in (100, 1000, 1 << 20)]
+    assert sizes[0] > sizes[1] == 30 > sizes[2] == len(open_choices().grid()) == 20
+
+
+def test_what_is_near() -> None:
+    policy = StepPolicy(("d", "c"), ("b", "a"), (0,), 4, SAVE)
+    near = list(open_choices().near(policy))
+    assert near[:2] == [policy, StepPolicy(("d", "c"), ("b", "a"), (0,), 4, RECOMPUTE_CHEAP)]
+    assert (
+        StepPolicy(("c",), ("d", "b", "a"), (0,), 4, SAVE) in near and StepPolicy(("d", "b"), ("c", "a"), (0,), 4, SAVE) in near
+    )
+    assert StepPolicy(("d", "c"), ("b", "a"), (), 4, SAVE) in near and StepPolicy(("d", "c"), ("b", "a"), (3,), 4, SAVE) in near
+    assert all(one.stretches == 4 and sorted(one.kept + one.resharded) == list("abcd") for one in near)
+
+
+def test_nothing_open() -> None:
+    """The user has decided about all units, and torch's own setting about activations: one step."""
+    choices = OpenChoices((), (), 3, (0.5,), 100)
+    assert [trial.policy for trial in search(choices, attempt_with(0))] == [StepPolicy((), (), (), 3, 0.5)]

@@ -35,7 +35,7 @@ class TestRecomputeStretches(PassTestCase):
             stretches = forward_stretches(gm.graph, kwargs["num_fwd_outputs"])
             if tagged:
                 stretches[0][0].meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-            recompute_stretches(stretches, count)
+            recompute_stretches(stretches, range(count))
             text = graph_text(gm.graph, {self.shard: "shard"}, tags=True)
             found.extend([text, [" ".join(node.name for node in stretch) for stretch in stretches]])
             reshard_after_forward(gm.graph)

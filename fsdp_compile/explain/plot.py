@@ -31,20 +31,9 @@ def draw(path: str | os.PathLike[str], report: Report, pictures: Sequence[Pictur
         ImportError: matplotlib is not installed.
         ValueError: it does not know the suffix of the path.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "report.plot draws with matplotlib, which is not installed: pip install matplotlib (the extra 'examples' has it). "
-            "report.html needs nothing."
-        ) from error
     rows = [_rows(picture) for picture in pictures]
     heights = [0.45 + 0.42 * len(each) for each in rows]
-    figure: Any = Figure(figsize=(_WIDTH, 1.4 + sum(heights) + 2.6), dpi=_DPI, layout="constrained")
-    known = FigureCanvasAgg(figure).get_supported_filetypes()
-    if Path(path).suffix[1:].lower() not in known:
-        raise ValueError(f"{str(path)!r} has no suffix that matplotlib writes: {', '.join(f'.{each}' for each in known)}.")
+    figure = _figure(path, 1.4 + sum(heights) + 2.6)
     axes = figure.subplots(len(pictures) + 1, 1, sharex=True, height_ratios=[*heights, 2.6])
     total = max(picture.total_ns for picture in pictures)
     for axis, picture, each in zip(axes, pictures, rows, strict=False):
@@ -53,6 +42,48 @@ def draw(path: str | os.PathLike[str], report: Report, pictures: Sequence[Pictur
     figure.suptitle(_title(report), x=0.008, ha="left", fontsize=12, color=_TEXT)
     _legend(figure, pictures)
     figure.savefig(path, dpi=_DPI, metadata=_without_date(path))
+
+
+def draw_memory(path: str | os.PathLike[str], reports: Mapping[str, Report], pictures: Sequence[Picture]) -> None:
+    """Draw the memory of several steps, by their names, on the same axes, each with its budget, and write the figure.
+
+    Raises:
+        ImportError, ValueError: as :func:`draw`.
+    """
+    figure = _figure(path, 0.4 + 2.2 * len(reports))
+    axes = figure.subplots(len(reports), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    total = max(picture.total_ns for picture in pictures)
+    for axis, (name, report), picture in zip(axes, reports.items(), pictures, strict=True):
+        _memory(axis, report, picture, total)
+        axis.set_title(name, loc="left", fontsize=10, color=_GREY)
+        for choice in report.choices:
+            axis.axhline(choice.limit / scale_of(report.memory.peak_bytes)[0], color=EXPOSED, linestyle="--", linewidth=1)
+        if axis is not axes[-1]:
+            axis.set_xlabel("")
+        if axis is not axes[0]:
+            axis.get_legend().remove()
+    axes[0].set_ylim(
+        0, 1.15 * max(report.memory.peak_bytes / scale_of(report.memory.peak_bytes)[0] for report in reports.values())
+    )
+    axes[0].set_xlim(0, total / 1e6)
+    figure.savefig(path, dpi=_DPI, metadata=_without_date(path))
+
+
+def _figure(path: str | os.PathLike[str], height: float) -> Any:
+    """An empty figure for a path, of a height in inches."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "report.plot draws with matplotlib, which is not installed: pip install matplotlib (the extra 'examples' has it). "
+            "report.html needs nothing."
+        ) from error
+    figure: Any = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
+    known = FigureCanvasAgg(figure).get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in known:
+        raise ValueError(f"{str(path)!r} has no suffix that matplotlib writes: {', '.join(f'.{each}' for each in known)}.")
+    return figure
 
 
 def _without_date(path: str | os.PathLike[str]) -> dict[str, None]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile import Report, explain, fully_shard
+from fsdp_compile.explain.plot import draw_memory
 from fsdp_compile.explain.tracks import Kind, Span, legible, predicted
 from tests.fsdp_compile.explain.test_explain import report_of
 
@@ -158,6 +159,14 @@ def test_figure(tmp_path: Path) -> None:
     waits = svg[svg.index('id="waits"') :]
     group = waits[: waits.index("</g>\n   <g id=")]
     assert len(re.findall("<path|<use", group)) == len([one for one in report.exposures if one.exposed_ns])
+
+
+def test_memory_of_several_steps(tmp_path: Path) -> None:
+    reports = {"within much": report_of("h100"), "within little": report_of("h100")}
+    draw_memory(tmp_path / "memory.svg", reports, [predicted(report, report._source) for report in reports.values()])
+    comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "memory.svg").read_text())
+    assert {*reports, *report_of("h100").memory.categories, "ms"} <= set(comments)
+    assert sum(comment.startswith("peak ") for comment in comments) == 2
 
 
 def test_equal_reports_make_equal_figures(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ and all ranks the same schedule.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -30,7 +31,7 @@ from passes.collectives.functional import (
     start_reduce_scatter,
     supports_averaging,
 )
-from passes.models.hardware import Hardware, Link, Links, dtype_name
+from passes.models.hardware import Hardware, HostLink, Link, Links, dtype_name
 
 from .calibrate_cpu import cold_product, measure_cpu
 from .compiler.machine import default_path, device_name
@@ -96,6 +97,20 @@ def _compute(device: torch.device) -> tuple[dict[str, float], float, float]:
         dtype_name(dtype): flops / seconds for dtype, (flops, _), seconds in zip(_DTYPES, products, product_times, strict=True)
     }
     return rates, 2.0 * source.nbytes / copy_time, kernel_time
+
+
+def _host_link(device: torch.device) -> HostLink:
+    """Copies between a GPU and pinned memory, while all ranks copy: those of a node share the host's memory."""
+    small, large = (torch.ones(numel, device=device) for numel in (16, 1 << 26))
+    pinned = [torch.empty(there.shape, pin_memory=True) for there in (small, large)]
+    times = []
+    for there, here in zip((small, large), pinned, strict=True):
+        for target, source in ((there, here), (here, there)):
+            dist.barrier()
+            times.append(_seconds(functools.partial(target.copy_, source, non_blocking=True), device))
+    *startups, to_device, to_host = _slowest(times, device)
+    rates = [large.nbytes / max(whole - startup, 1e-9) for whole, startup in zip((to_device, to_host), startups, strict=True)]
+    return HostLink(max(startups), *rates)
 
 
 @dataclass(frozen=True)
@@ -218,7 +233,7 @@ def measure(device: torch.device) -> Hardware:
         within = _growing(within, pairs, per_node) if 2 < per_node < world else (pairs if per_node == 2 else between)
     hardware = Hardware(device_name(device.type), rates, bytes_per_s, kernel_s, per_node, within, between)
     if device.type == "cuda":
-        return hardware
+        return replace(hardware, host=_host_link(device))
     return replace(hardware, **measure_cpu(lambda run: _seconds(run, device), lambda times: _slowest(times, device)))
 
 

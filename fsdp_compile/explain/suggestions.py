@@ -9,7 +9,7 @@ from passes.auto.placement import Placement
 from passes.fx.graph import copy_of
 from passes.fx.sizes import num_bytes
 from passes.ir.work import MAKES_PARAMETERS, Role, role
-from passes.models.timeline import Costs, simulate
+from passes.models.timeline import simulate
 
 from .parts import Suggestion
 from .report import Report
@@ -64,7 +64,7 @@ def _without_second_gathers(report: Report) -> Suggestion:
             continue
         compute = {node: 0 if node in gathers else cost for node, cost in figures.costs.compute.items()}
         transfer = {node: cost for node, cost in figures.costs.transfer.items() if node not in gathers}
-        costs = Costs(compute, transfer, figures.costs.wire)
+        costs = replace(figures.costs, compute=compute, transfer=transfer)
         saved += figures.timeline.total - simulate(figures.order, costs).total
     # All that forward gathers, and nothing of it freed meanwhile.
     added = sum(gathered.values())

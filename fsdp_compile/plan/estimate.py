@@ -20,7 +20,7 @@ from passes.models.group_layout import GroupLayout
 from passes.models.hardware import Hardware
 from passes.models.in_flight import InFlight
 from passes.models.memory_model import Breakdown, Category
-from passes.models.timeline import awaited, is_wait
+from passes.models.timeline import awaited
 
 from ..compiler.calls import Census, GraphCall
 from ..compiler.optimizer_state import Optimizer
@@ -94,9 +94,10 @@ class _GraphTable:
         collectives: dict[Any, _Collective] = {}
         for node in formulae.order:
             demand = formulae.demands[node]
-            if is_wait(node) and awaited(node) in collectives:
-                self.program += [("compute", stretch), ("wait", collectives[awaited(node)])]
-                stretch = {}
+            for collective in awaited(node):
+                if collective in collectives:
+                    self.program += [("compute", stretch), ("wait", collectives[collective])]
+                    stretch = {}
             if node in formulae.traffic:
                 traffic = expressions.add(formulae.traffic[node])
                 collectives[node] = _Collective(formulae.kinds[node], formulae.groups[node], traffic, len(collectives))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from ..fx.graph import group_of, with_sources
+from ..fx.graph import with_sources
 from ..ir.work import BucketName, Role, Work, nodes_of, work
 from ..models.cost_model import is_free, is_fusible
 from ..models.hardware import Hardware
@@ -148,12 +148,15 @@ class Placement:
         anchors: dict[_Block, _Block] = {}
         for gather in reversed(self._gathers):
             collective = self._collective(gather.start)
-            link, duration = group_of(collective), self._costs.transfer[collective]
+            link, duration = self._costs.link[collective], self._costs.transfer[collective]
             latest = min(clock[gather.wait], needed.get(link, clock[gather.wait])) - _with_margin(duration)
             for reduction in reductions:
                 other = self._collective(reduction)
                 # The link would be busy: go first, as compute waits for the gather.
-                if group_of(other) == link and clock[reduction] < latest < clock[reduction] + self._costs.transfer[other]:
+                if (
+                    self._costs.link[other] == link
+                    and clock[reduction] < latest < clock[reduction] + self._costs.transfer[other]
+                ):
                     latest = clock[reduction]
                     break
             needed[link] = latest
@@ -184,7 +187,7 @@ class Placement:
                     break
                 if block.role:
                     anchor = block
-                if any(node in self._costs.transfer and group_of(node) == group_of(collective) for node in block.nodes):
+                if any(self._costs.link.get(node) == self._costs.link[collective] for node in block.nodes):
                     break
             if anchor is not None:
                 anchors[gather.start] = anchor

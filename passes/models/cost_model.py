@@ -6,9 +6,9 @@
   kernel: what they read from outside is read once, what others read of them is written once, and nothing else moves. Where
   the machine says what operations take, they take that if it is longer.
 - *Anything else* is a kernel that reads its inputs and writes its outputs.
-- Views, waits and inputs take no time. Nor do copies between host and device, but for their launch: how long they are in flight
-  is not modelled. A collective costs compute its launch, and the time by which it slows compute down while
-  it is in flight, for the duration of :func:`transfer_ns`.
+- Views, waits and inputs take no time.
+- *Transfers* go on beside compute, for the duration of :func:`transfer_ns`. A collective costs compute its launch, and the time
+  by which it slows compute down meanwhile; a copy between host and device its launch alone.
 - Where the host's time is not hidden, each segment and each call of a graph that communicates costs some of it.
 
 Times are whole nanoseconds, whose sums do not depend on the order, so that equal schedules have equal times.
@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from ..collectives.functional import group_ranks, group_size
-from ..collectives.host_copies import wait_copy, wait_offload
+from ..collectives.host_copies import copy_to_device, copy_to_host, fetch, offload, wait_copy, wait_offload
 from ..fx.graph import group_of, is_fused_product, is_host_copy, is_view, presence, starts_collective
 from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
@@ -46,6 +46,13 @@ _wait = _c10d.wait_tensor.default
 _LIKE = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+#: What begins a copy between host and device, and which way it goes.
+COPIES = {
+    copy_to_device: "to_device",
+    fetch: "to_device",
+    copy_to_host: "to_host",
+    offload: "to_host",
 }
 # Inductor generates code for these inside of its kernels, though they are not tagged as pointwise.
 _FUSIBLE = {
@@ -199,8 +206,15 @@ def unwritten(graph: Graph) -> set[Node]:
     return found
 
 
+def is_transfer(node: Node) -> bool:
+    """Whether a node starts what goes on beside compute: a collective, or a copy between host and device."""
+    return starts_collective(node) or node.target in COPIES
+
+
 def transfer_ns(node: Node, hardware: Hardware) -> int:
-    """How long a collective is in flight when its link is free."""
+    """How long a transfer is in flight when its link is free."""
+    if node.target in COPIES:
+        return _ns(hardware.host.copy_s(transfer_kind(node), traffic_bytes(node)))
     return _ns(hardware.transfer_s(collective_kind(node), traffic_bytes(node), layout_of(group_of(node))))
 
 
@@ -219,8 +233,15 @@ def collective_kind(node: Node) -> str:
     return "reduce_scatter" if packet in (_c10d.reduce_scatter_tensor, _c10d.all_to_all_single) else "all_reduce"
 
 
+def transfer_kind(node: Node) -> str:
+    """What a transfer costs like: "to_device" or "to_host", or what :func:`collective_kind` says."""
+    return COPIES.get(node.target) or collective_kind(node)  # type: ignore[arg-type, call-overload]
+
+
 def traffic_bytes(node: Node) -> float:
-    """The bytes that each rank sends for a collective."""
+    """The bytes that each rank sends for a collective, or copies."""
+    if node.target in COPIES:
+        return num_bytes(node.meta["val"])
     kind = collective_kind(node)
     values = [node] if kind == "all_gather" else node.all_input_nodes
     return sent_bytes(kind, num_bytes([value.meta["val"] for value in values]), group_size(group_of(node)))

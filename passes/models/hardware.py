@@ -52,6 +52,37 @@ class Links:
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """What connects a device with the memory of its host, pinned there. Each direction is a wire of its own.
+
+    Attributes:
+        startup_s: what each copy takes besides.
+        to_device_bytes_per_s, to_host_bytes_per_s: of a copy.
+    """
+
+    startup_s: float
+    to_device_bytes_per_s: float
+    to_host_bytes_per_s: float
+
+    def copy_s(self, kind: str, num_bytes: float) -> float:
+        """How long a copy takes when its direction is free.
+
+        Args:
+            kind: "to_device" or "to_host".
+            num_bytes: what it copies.
+        """
+        rate = self.to_device_bytes_per_s if kind == "to_device" else self.to_host_bytes_per_s
+        return self.startup_s + num_bytes / rate
+
+
+# A copy engine takes some microseconds to begin: assumed. Of 32 GB/s by the standard, copies from and to pinned memory reach 25
+# over PCIe 4.0 (https://github.com/NVIDIA/nvbandwidth/issues/53), and of 64 over PCIe 5.0 55
+# (https://developer.nvidia.com/blog/?p=115566).
+_PCIE_4 = HostLink(5e-6, 25e9, 25e9)
+_PCIE_5 = HostLink(5e-6, 55e9, 55e9)
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A machine, seen from one rank.
 
@@ -71,6 +102,7 @@ class Hardware:
         segment_s: what the host takes for each segment of a graph, where nothing hides that.
         graph_s: what it takes for each call of a graph that communicates.
         library: "nccl" if its algorithms' time to start adds to the links', which grows with the group; else empty.
+        host: copies between the device and its host; if nothing else is known, over 16 lanes of PCIe 4.0.
     """
 
     name: str
@@ -87,6 +119,7 @@ class Hardware:
     operation_s: float = 0.0
     segment_s: float = 0.0
     graph_s: float = 0.0
+    host: HostLink = _PCIE_4
 
     def rate(self, dtype: str, *, attention: bool = False) -> float:
         """The flops a second of matrix products, or of fused attention."""
@@ -168,7 +201,9 @@ def _from_dict(values: dict[str, Any]) -> Hardware:
     links = {
         key: Links(**{kind: Link(**link) for kind, link in values[key].items()}) for key in ("within_node", "between_nodes")
     }
-    return Hardware(**{**values, **links})
+    # Of files that were written before copies were measured, the default.
+    host = {"host": HostLink(**values["host"])} if "host" in values else {}
+    return Hardware(**{**values, **links, **host})
 
 
 def sent_bytes(kind: str, unsharded_bytes: Any, size: Any) -> Any:
@@ -213,6 +248,7 @@ class _Sheet:
         ring: bus bandwidth of a ring of NCCL over NVLink.
         port: of a network adapter, by data sheet.
         multiprocessors: how many it has.
+        host: copies between it and its host.
     """
 
     half: float
@@ -225,6 +261,7 @@ class _Sheet:
     ring: float
     port: float
     multiprocessors: int
+    host: HostLink
 
 
 def _gpu(name: str, sheet: _Sheet) -> Hardware:
@@ -249,10 +286,12 @@ def _gpu(name: str, sheet: _Sheet) -> Hardware:
         },
         attention_flops_per_s={"bfloat16": sheet.attention * 1e12, "float16": sheet.attention * 1e12},
         library="nccl",
+        host=sheet.host,
     )
 
 
-# Eight GPUs a node, all connected by NVLink, and one network adapter for each (InfiniBand HDR for A100, else NDR).
+# Eight GPUs a node, all connected by NVLink, each with one network adapter (InfiniBand HDR for A100, else NDR) and 16 lanes of
+# PCIe to the host: 4.0 for A100, else 5.0.
 #
 # Peaks, memory, multiprocessors: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200.
 # Best products in half precision: ml-engineering, as above; H200 is listed as H100.
@@ -265,10 +304,10 @@ def _gpu(name: str, sheet: _Sheet) -> Hardware:
 # Rings: 16 GiB, measured with nccl-tests and the like: A100 235 GB/s, H200 361 (H100 has the same NVLink), B200 682
 # (ml-engineering, network). Four nodes of H200 reach 365 there, four of B200 382, as the model says.
 _GPUS = {
-    "A100": _gpu("A100", _Sheet(312, 19.5, 9.7, 271.2, 15.1, 205, 2039, 235, 25, 108)),
-    "H100": _gpu("H100", _Sheet(989, 67, 34, 794.5, 51.9, 322, 3350, 361, 50, 132)),
-    "H200": _gpu("H200", _Sheet(989, 67, 34, 794.5, 51.9, 322, 4800, 361, 50, 132)),
-    "B200": _gpu("B200", _Sheet(2250, 75, 37, 1745, 58.1, 695, 8000, 682, 50, 148)),
+    "A100": _gpu("A100", _Sheet(312, 19.5, 9.7, 271.2, 15.1, 205, 2039, 235, 25, 108, _PCIE_4)),
+    "H100": _gpu("H100", _Sheet(989, 67, 34, 794.5, 51.9, 322, 3350, 361, 50, 132, _PCIE_5)),
+    "H200": _gpu("H200", _Sheet(989, 67, 34, 794.5, 51.9, 322, 4800, 361, 50, 132, _PCIE_5)),
+    "B200": _gpu("B200", _Sheet(2250, 75, 37, 1745, 58.1, 695, 8000, 682, 50, 148, _PCIE_5)),
 }
 # No particular machine: a core or two for each rank, loopback between them. Assumed; what matters is measured by a calibration.
 _GLOO_LINK = Link(300e-6, 0.7e9, taken_s=300e-6, taken_s_per_byte=1.2e-9)

@@ -1,6 +1,6 @@
-"""Collectives in flight: each group carries one after the other, and groups share wires.
+"""Transfers in flight, mostly collectives: each group carries one after the other, and groups share wires.
 
-All collectives that use a wire at the same time, one of each group, have equal parts of its rate. What a collective takes alone
+All that use a wire at the same time, one of each group, have equal parts of its rate. What a collective takes alone
 is that much work for its wire: with another one beside it, both take twice as long for as long as both are there. That is how
 processes share a link that is fair to them, and no more is known: how NCCL's kernels share NVLink or an adapter is not
 documented.

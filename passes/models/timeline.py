@@ -1,25 +1,26 @@
 """Timeline: when the nodes of a schedule run, and what is waited for.
 
 Compute runs nodes in their order. Beside it, each process group is a link, which carries one collective after the other; groups
-that use the same wires slow each other down (``in_flight.py``). A wait stops compute until its collective is over; that time is
-*exposed* communication.
+that use the same wires slow each other down (``in_flight.py``). So is each direction between device and host, which share
+nothing. A wait stops compute until its transfer is over; that time is *exposed*. At the end of a graph compute waits for what
+the graph copied to the host and nobody has waited for: gradients, which the host waits for there.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
-from ..fx.graph import group_of, starts_collective
-from .cost_model import layout_of, node_ns, transfer_ns
+from ..collectives.host_copies import copy_to_host, wait_copy, wait_offload
+from ..fx.graph import group_of, memory_of
+from .cost_model import COPIES, is_transfer, layout_of, node_ns, transfer_kind, transfer_ns
 from .hardware import Hardware
 from .in_flight import InFlight
 
-_wait = torch.ops._c10d_functional.wait_tensor.default
+_WAITS = {torch.ops._c10d_functional.wait_tensor.default, wait_copy, wait_offload}
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,23 @@ class Costs:
 
     Attributes:
         compute: for each node, the time that it takes from compute.
-        transfer: for each collective, on its link, with nothing else on its wire.
-        wire: for each collective, what it shares with those of other groups.
+        transfer: for each collective, and each copy between host and device, on its link, with nothing else on its wire.
+        link: for each transfer, what carries it: the name of its process group, or "to_device" or "to_host".
+        wire: for each transfer, what it shares with those of other links.
     """
 
     compute: Mapping[Node, int]
     transfer: Mapping[Node, int]
+    link: Mapping[Node, str]
     wire: Mapping[Node, str]
 
     @staticmethod
     def of(graph: Graph, hardware: Hardware) -> Costs:
         """The costs of a graph."""
-        transfers = {node: transfer_ns(node, hardware) for node in graph.nodes if starts_collective(node)}
-        wires = {node: hardware.wire(layout_of(group_of(node))) for node in transfers}
-        return Costs(node_ns(graph, hardware), transfers, wires)
+        transfers = {node: transfer_ns(node, hardware) for node in graph.nodes if is_transfer(node)}
+        links = {node: transfer_kind(node) if node.target in COPIES else group_of(node) for node in transfers}
+        wires = {node: link if node.target in COPIES else hardware.wire(layout_of(link)) for node, link in links.items()}
+        return Costs(node_ns(graph, hardware), transfers, links, wires)
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,10 @@ class Timeline:
 
     Attributes:
         arrives: when the computing side comes to each node.
-        begins, ends: when each collective is on its link.
+        begins, ends: when each transfer is on its link.
         total: when the last node is done.
         exposed: how much of it the computing side waits.
-        waits: for each wait, how long, and for which collective; those that hold nothing up are left out.
+        waits: for each wait, how long, and for which transfer; those that hold nothing up are left out.
     """
 
     arrives: Mapping[Node, int]
@@ -64,15 +68,11 @@ class Timeline:
     waits: Mapping[Node, tuple[int, Node]]
 
 
-def is_wait(node: Node) -> bool:
-    """Whether a node waits for a collective."""
-    return node.target == _wait
-
-
-def awaited(wait: Node) -> Node:
-    """What a wait is for."""
-    source = wait.all_input_nodes[0]
-    return source.all_input_nodes[0] if source.target is operator.getitem else source
+def awaited(node: Node) -> list[Node]:
+    """The transfers that a node waits for: of a wait one, of the end of a graph the copies to the host that it gives out."""
+    if node.op == "output":
+        return [source for source in map(memory_of, node.all_input_nodes) if source.target == copy_to_host]
+    return [memory_of(node.all_input_nodes[0])] if node.target in _WAITS else []
 
 
 def simulate(order: Sequence[Node], costs: Costs) -> Timeline:
@@ -84,13 +84,13 @@ def simulate(order: Sequence[Node], costs: Costs) -> Timeline:
     for node in order:
         arrives[node] = clock
         if node in costs.transfer:
-            in_flight.start(node, clock, costs.transfer[node], group_of(node), costs.wire[node])
-        elif is_wait(node) and awaited(node) in in_flight:
-            over = in_flight.end(awaited(node))
-            if over > clock:
-                waits[node] = over - clock, awaited(node)
-                exposed += over - clock
-                clock = over
+            in_flight.start(node, clock, costs.transfer[node], costs.link[node], costs.wire[node])
+        ends = {transfer: in_flight.end(transfer) for transfer in awaited(node) if transfer in in_flight}
+        last = max(ends, key=ends.__getitem__, default=None)
+        if last is not None and ends[last] > clock:
+            waits[node] = ends[last] - clock, last
+            exposed += ends[last] - clock
+            clock = ends[last]
         clock += costs.compute[node]
     in_flight.finish()
     return Timeline(arrives, in_flight.begins, in_flight.ends, clock, exposed, waits)

@@ -9,9 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from passes.collectives.host_copies import copy_to_device, copy_to_host, fetch, offload, wait_copy, wait_offload
 from passes.fx.graph import starts_collective
 from passes.models.cost_model import collective_kind, kernels, node_flops, node_ns, traffic_bytes, transfer_ns, unwritten
-from passes.models.hardware import Hardware, Link, Links, known_hardware
+from passes.models.hardware import Hardware, HostLink, Link, Links, known_hardware
 from passes.models.timeline import Costs, simulate
 from tests.passes.tracing import PassTestCase
 
@@ -19,8 +20,9 @@ _c10d = torch.ops._c10d_functional
 
 _NEAR = Links(Link(10e-6, 1e9), Link(20e-6, 1e9), Link(30e-6, 1e9))
 _FAR = Links(*[Link(100e-6, 1e8)] * 3)
-#: A flop a nanosecond (two in bfloat16), ten bytes a nanosecond, a microsecond for each kernel; nodes of four ranks.
-HARDWARE = Hardware("test", {"float32": 1e9, "bfloat16": 2e9}, 1e10, 1e-6, 4, _NEAR, _FAR)
+#: A flop a nanosecond (two in bfloat16), ten bytes a nanosecond, a microsecond for each kernel; nodes of four ranks. Copies of
+#: two bytes a nanosecond to the device, one to the host.
+HARDWARE = Hardware("test", {"float32": 1e9, "bfloat16": 2e9}, 1e10, 1e-6, 4, _NEAR, _FAR, host=HostLink(3e-6, 2e9, 1e9))
 
 
 class TestCostModel(PassTestCase):
@@ -169,6 +171,64 @@ _scaled_dot_product_flash_attention_for_cpu 5096
         first, second = timeline.waits
         assert timeline.waits[first] == (102_240 - 2000, first.all_input_nodes[0])
         assert timeline.waits[second] == (102_240, second.all_input_nodes[0])
+
+    def test_copies_cost_startup_and_bytes_by_direction(self) -> None:
+        def copy(shard, value):
+            there, back = copy_to_device([shard, shard], "cpu"), fetch(shard, "cpu")
+            return wait_copy(there), wait_copy(back), copy_to_host(value, True), wait_offload(offload(value), value)
+
+        graph = self.trace(copy, torch.zeros(1000), torch.zeros(4, 500)).graph
+        costs = Costs.of(graph, HARDWARE)
+        assert {node.name: (costs.transfer[node], costs.link[node], costs.wire[node]) for node in costs.transfer} == {
+            "copy_to_device": (3_000 + 4_000, "to_device", "to_device"),
+            "fetch": (3_000 + 2_000, "to_device", "to_device"),
+            "copy_to_host": (3_000 + 8_000, "to_host", "to_host"),
+            "offload": (3_000 + 8_000, "to_host", "to_host"),
+        }
+        # Compute launches them, and their waits are free.
+        assert {node.name: ns for node, ns in costs.compute.items() if ns} == dict.fromkeys(
+            ("copy_to_device", "fetch", "copy_to_host", "offload"), 1000
+        )
+
+    def test_each_direction_has_a_stream_beside_those_of_groups(self) -> None:
+        def overlap(x, value):
+            gathered = _c10d.all_gather_into_tensor(x, 8, self.shard)
+            out, other = offload(value), offload(value + 1)
+            back = fetch(value, "cpu")
+            product = value @ value
+            return wait_copy(back), product, wait_offload(other, value), wait_offload(out, value), _c10d.wait_tensor(gathered)
+
+        graph = self.trace(overlap, torch.zeros(8), torch.zeros(32, 32)).graph
+        order, costs = list(graph.nodes), Costs.of(graph, HARDWARE)
+        timeline = simulate(order, costs)
+        node = {node.name: node for node in order}
+        # A copy of 4096 bytes takes 3 + 4.096 us out and 3 + 2.048 us back; the second one out waits for the first.
+        assert timeline.begins[node["offload"]] == 1000 and timeline.ends[node["offload"]] == 8096
+        assert (timeline.begins[node["offload_1"]], timeline.ends[node["offload_1"]]) == (8096, 15_192)
+        begins = timeline.arrives[node["fetch"]]
+        assert (timeline.begins[node["fetch"]], timeline.ends[node["fetch"]]) == (begins, begins + 5_048)
+        # The product hides all copies, and nothing slows the gather down.
+        assert set(timeline.waits) == {node["wait_tensor"]}
+        assert timeline.ends[node["all_gather_into_tensor"]] == costs.transfer[node["all_gather_into_tensor"]]
+        # Without it the waits hold compute up: where they stand, and for as long as is left.
+        timeline = simulate([one for one in order if one.name != "mm"], costs)
+        arrives = timeline.arrives[node["wait_copy"]]
+        assert timeline.waits[node["wait_copy"]] == (begins + 5_048 - arrives, node["fetch"])
+        assert timeline.waits[node["wait_offload"]] == (15_192 - (begins + 5_048), node["offload_1"])
+        # The first one out was over before the second.
+        assert node["wait_offload_1"] not in timeline.waits
+
+    def test_a_graph_ends_when_its_gradients_are_on_the_host(self) -> None:
+        def reduce(value):
+            return copy_to_host(value, True).view(10, 100), copy_to_host(value * 2, True), value + 1
+
+        graph = self.trace(reduce, torch.zeros(1000)).graph
+        timeline = simulate(list(graph.nodes), Costs.of(graph, HARDWARE))
+        *_, last, _, output = graph.nodes
+        assert last.target == copy_to_host
+        # One copy after the other, from the beginning on.
+        assert timeline.total == 2 * (3_000 + 4_000)
+        assert timeline.waits == {output: (timeline.total - timeline.arrives[output], last)}
 
     def test_groups_that_share_wires_slow_each_other_down(self) -> None:
         def overlap(x):

@@ -93,6 +93,22 @@ def test_starting_dominates_small_messages_at_scale() -> None:
     assert trees[1] - trees[0] == pytest.approx(2 * 4 * 5e-6, rel=1e-3)
 
 
+def test_copies_of_newer_devices_are_faster() -> None:
+    rates = [hardware.host.to_device_bytes_per_s for hardware in GPUS]
+    assert rates == sorted(rates) and rates[0] < rates[1]
+    assert H100.host.copy_s("to_host", 55e9) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_files_without_rates_of_copies_have_a_default(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    H100.save(path)
+    assert Hardware.load(path) == H100
+    values = json.loads(path.read_text())
+    del values["host"]
+    path.write_text(json.dumps(values))
+    assert Hardware.load(path).host == GPUS[0].host
+
+
 def test_time_in_flight_and_bytes_are_taken_from_compute() -> None:
     link = Link(1e-5, 1e9, taken_s=1e-6, taken_s_per_byte=1e-10, taken_part=0.25)
     hardware = Hardware("test", {"float32": 1e9}, 1e10, 0.0, 8, Links(link, link, link), Links(link, link, link))

@@ -4,6 +4,10 @@ Storages are counted: a value and all views of it are one. A storage lives from 
 reads it or a view of it. The input and output of a collective live at least until its wait, an output of the graph to the end.
 Writing in place (``copy_``) makes no storage.
 
+What is on the host is not counted. What is copied there lives at least until the wait for the copy; where only the host waits,
+as for gradients, until the next such copy begins, since one follows the other. What is copied to the device lives from the
+copy's begin on.
+
 Inputs are the caller's and not counted, but for those that a backward graph is handed to free (activations that forward saved,
 and gradients of its outputs: ``meta["freed"]``; gathered parameters that a call leaves to it), which live until their last
 reader.
@@ -30,7 +34,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..collectives.gloo import copies_what_it_gathers
-from ..collectives.host_copies import copy_to_host, offload, wait_copy
+from ..collectives.host_copies import copy_to_host, fetch, offload, wait_copy
 from ..fx.graph import derived, group_of, is_collective, is_view, presence, readers, starts_collective
 from ..fx.sizes import num_bytes, size_value
 from ..fx.torch_internals.core import OpOverload
@@ -185,6 +189,10 @@ class MemoryModel:
                 waits = [user for user in readers(node) if user.target == _wait]
                 for end in waits or [output]:
                     self._touched[end] |= self._touched[node]
+        self._kept = set(self._touched[output])
+        copies = graph.find_nodes(op="call_function", target=copy_to_host)
+        for copy, following in itertools.pairwise([*copies, output]):
+            self._touched[following] |= set(self._held[copy.args[0]])  # type: ignore[index]
 
     def _enter(self, node: Node) -> None:
         made = self._made[node] = []
@@ -289,7 +297,7 @@ class MemoryModel:
         """The storages when the nodes run in this order, which holds all of them."""
         first, last = self._lifetimes(order)
         categories = self._categories()
-        kept, freed = self._touched[self._output], set(self._freed)
+        kept, freed = self._kept, set(self._freed)
         return [
             Lifetime(
                 storage.num_bytes,
@@ -323,7 +331,9 @@ class MemoryModel:
         return Breakdown(timeline, buckets, given_out, taken)
 
     def _categories(self) -> dict[_Storage, Category]:
-        kept = self._touched[self._output]
+        # An activation is one on its way to the host and back, too.
+        kept = self._kept | {storage for node, held in self._held.items() for storage in (held if node.target == fetch else ())}
+        kept |= {storage for node, touched in self._touched.items() if node.target == offload for storage in touched}
         reduced = {
             storage
             for node, touched in self._touched.items()

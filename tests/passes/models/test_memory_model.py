@@ -1,7 +1,23 @@
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-from torch.fx import Graph, GraphModule
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes.collectives.gloo import pretending_gloo
+from passes.collectives.host_copies import (
+    copy_to_device,
+    copy_to_host,
+    engine_of,
+    fetch,
+    offload,
+    wait_copy,
+    wait_offload,
+)
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
 from passes.ir.reduction import Reduction, Sync
@@ -281,6 +297,42 @@ output: 4 (0)
             interface.finish()
             assert MemoryModel(gm.graph).breakdown(list(gm.graph.nodes)).taken[Category.GRADIENTS] == taken
 
+    def test_copies_of_random_programs_hold_what_their_execution_holds(self) -> None:
+        """Random programs of kernels, views and copies, executed beside what the model says of each node."""
+        for seed in range(20):
+            graph = self.trace(functools.partial(_random_program, random.Random(seed)), torch.zeros(6, 4)).graph
+            engine = _Engine()
+            with engine_of(torch.device("cpu"), engine):
+                execution = _Execution(GraphModule({}, graph), engine)
+                execution.run(torch.zeros(6, 4))
+            model = live_bytes(graph)
+            assert list(zip(model.nodes, (total for total, _ in model.timeline), strict=True)) == execution.live
+
+    def test_categories_of_what_is_copied(self) -> None:
+        def function(shard, x, saved):
+            there = wait_copy(copy_to_device([shard], "cpu"))
+            y = x * there
+            copy = wait_offload(offload(y), y)
+            back = wait_copy(fetch(saved, "cpu"))
+            return copy, copy_to_host(back.exp(), True)
+
+        graph = self.trace(function, *[torch.zeros(10)] * 3, names="shard x saved").graph
+        breakdown = MemoryModel(graph).breakdown(order := list(graph.nodes))
+        place = {node.name: index for index, node in enumerate(order)}
+        live = {
+            name: {category: row[place[name]] for category, row in breakdown.timeline.items() if row[place[name]]}
+            for name in ("offload", "fetch", "exp", "copy_to_host", "output")
+        }
+        assert live == {
+            "offload": {Category.ACTIVATIONS: 40},
+            "fetch": {Category.ACTIVATIONS: 40},
+            "exp": {Category.ACTIVATIONS: 40, Category.WORKING: 40},
+            "copy_to_host": {Category.WORKING: 40},
+            # Until the host has waited for it.
+            "output": {Category.WORKING: 40},
+        }
+        assert not any(breakdown.given_out.values())
+
     def test_gloo_copies_no_gather_on_the_cpu(self) -> None:
         gm = self.trace(
             lambda x, a: (x @ unshard(a, "a", [8, 8], self.shard, offset=0),), torch.zeros(1, 8), torch.zeros(1, 8), names="x a"
@@ -288,3 +340,78 @@ output: 4 (0)
         bucket_gathers(gm.graph)
         with pretending_gloo():
             assert live_bytes(gm.graph).peak_parameters == 4 * 64
+
+
+def _random_program(chance: random.Random, x: Tensor) -> list[Tensor]:
+    values, hosts = [x + 1], []
+    on_their_way: list[tuple[Tensor, Tensor]] = []
+    outputs = []
+    for _ in range(12):
+        value = chance.choice(values)
+        match chance.randrange(7):
+            case 0:
+                values.append(value.exp())
+            case 1:
+                values.append(torch.stack([value, chance.choice(values).view(value.shape)]).sum(0))
+            case 2:
+                values.append(value.view(-1).view(6, 4))
+            case 3:
+                on_their_way.append((offload(value), value))
+            case 4 if on_their_way:
+                hosts.append(wait_offload(*on_their_way.pop(chance.randrange(len(on_their_way)))))
+            case 5 if hosts:
+                values.append(wait_copy(fetch(chance.choice(hosts), "cpu")))
+            case 6:
+                outputs.append(copy_to_host(value, True))
+    return [*outputs, *hosts, values[-1]]
+
+
+class _Done:
+    def wait_on_device(self) -> None: ...
+
+    def wait_on_host(self) -> None: ...
+
+
+class _Engine:
+    """Copies at once, but holds on to the last source that nothing on the device waits for."""
+
+    def __init__(self) -> None:
+        self.on_host: list[StorageWeakRef] = []
+        self.replaced: Tensor | None = None
+        self._source: Tensor | None = None
+
+    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, _Done]:
+        return torch.cat(list(pieces)), _Done()
+
+    def to_host(self, value: Tensor, *, pinned: bool, is_kept: bool = False) -> tuple[Tensor, _Done]:
+        copy = value.clone()
+        self.on_host.append(StorageWeakRef(copy.untyped_storage()))
+        if not is_kept:
+            # The one before is done when this one begins, not before.
+            self.replaced, self._source = self._source, value
+        return copy, _Done()
+
+
+class _Execution(Interpreter):
+    """Runs a graph, and counts what nodes have made of the device's memory and still lives while each runs.
+
+    Attributes:
+        live: the name of each node, and the bytes.
+    """
+
+    def __init__(self, gm: GraphModule, engine: Any):
+        super().__init__(gm)
+        self.live: list[tuple[str, int]] = []
+        self._engine = engine
+        self._made: dict[StorageWeakRef, int] = {}
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor) and n.op == "call_function":
+            storage = result.untyped_storage()
+            ref = StorageWeakRef(storage)
+            if not any(ref == host for host in self._engine.on_host):
+                self._made.setdefault(ref, storage.nbytes())
+        self.live.append((n.name, sum(nbytes for ref, nbytes in self._made.items() if not ref.expired())))
+        self._engine.replaced = None
+        return result

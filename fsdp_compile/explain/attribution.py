@@ -2,7 +2,8 @@
 
 What gathers, reduces or copies for a bucket says so itself. Of the model's own nodes, those that read a gathered parameter, and
 those whose result is the gradient of one, are of the parameter's unit. What stands between them belongs with what it follows in
-forward, and with what it precedes in backward, where the same work runs the other way round.
+forward, and with what it precedes in backward, where the same work runs the other way round. A copy of an activation is of the
+unit that makes it, and of the one that reads it first in backward.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch.fx import Graph, Node
 
-from passes.fx.graph import is_view
+from passes.collectives.host_copies import fetch, offload
+from passes.fx.graph import is_view, memory_of
 from passes.ir.work import MAKES_PARAMETERS, BucketName, Role, bucket, role
 
 from ..compiler.calls import UnitFacts
@@ -58,6 +60,12 @@ def units_of_nodes(graph: Graph, units: Collection[str], facts: Sequence[UnitFac
             continue
         current = anchors.get(node, current)
         found[node] = current
+    for node in graph.nodes:
+        # Copies of activations stand where they are hidden.
+        if node.target == offload:
+            found[node] = found[memory_of(node.args[0])]
+        elif node.target == fetch and node.users:
+            found[node] = found[next(iter(node.users))]
     return found
 
 

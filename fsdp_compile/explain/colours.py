@@ -11,11 +11,13 @@ from .tracks import Kind, Span
 
 #: What is waited for.
 EXPOSED = "#d62f4b"
-#: Of the kinds of collectives, and of graphs by their stage.
+#: Of the kinds of collectives and copies, and of graphs by their stage.
 SORTS = {
     "all_gather": "#3a9a8c",
     "reduce_scatter": "#e08a3c",
     "all_reduce": "#8b6bb8",
+    "to_device": "#c9b458",
+    "to_host": "#8c6d4f",
     "forward": "#b9c7dd",
     "backward": "#8fa5c7",
 }

@@ -1,4 +1,4 @@
-"""Exposure: which communication a graph waits for, and why it was not over by then."""
+"""Exposure: which communication, or copy between device and host, a graph waits for, and why it was not over by then."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from passes.fx.graph import group_of
 from passes.ir.work import bucket
-from passes.models.cost_model import collective_kind
+from passes.models.cost_model import COPIES, transfer_kind
 
 from ..compiler.calls import GraphCall
 from .attribution import unit_of_bucket
@@ -18,17 +17,23 @@ from .figures import GraphFigures
 # Compute that hides less than this part of a collective is none to speak of.
 _NEXT_TO_NOTHING = 20
 
-#: What the kinds of collectives are called in sentences.
-WORDS = {"all_gather": "gather", "reduce_scatter": "reduction", "all_reduce": "all-reduce"}
+#: What the kinds of transfers are called in sentences.
+WORDS = {
+    "all_gather": "gather",
+    "reduce_scatter": "reduction",
+    "all_reduce": "all-reduce",
+    "to_device": "copy to the device",
+    "to_host": "copy to the host",
+}
 
 
 @dataclass(frozen=True)
 class Exposure:
-    """Communication that is waited for.
+    """A transfer that is waited for.
 
     Attributes:
-        unit: whose parameters or gradients it carries; several are joined by "+".
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        unit: whose parameters, gradients or activations it carries; several are joined by "+".
+        kind: "all_gather", "reduce_scatter" or "all_reduce"; of a copy "to_device" or "to_host".
         stage: "forward" or "backward".
         call: which graph call of the step, from 0.
         exposed_ns: how long it is waited for.
@@ -52,30 +57,37 @@ class Exposure:
 
 def exposures(figures: GraphFigures, call: GraphCall, index: int) -> list[Exposure]:
     """What a call waits for, in order."""
-    timeline, transfers = figures.timeline, figures.costs.transfer
+    timeline, transfers, link = figures.timeline, figures.costs.transfer, figures.costs.link
     stage = "backward" if call.is_backward else "forward"
-    ended = {(group_of(collective), timeline.ends[collective]): collective for collective in transfers}
+    ended = {(link[collective], timeline.ends[collective]): collective for collective in transfers}
     found = []
     for wait, (waited, collective) in timeline.waits.items():
         queued = timeline.begins[collective] - timeline.arrives[collective]
-        ahead = ended.get((group_of(collective), timeline.begins[collective]))
+        ahead = ended.get((link[collective], timeline.begins[collective]))
         took, alone = timeline.ends[collective] - timeline.begins[collective], milliseconds(transfers[collective])
         beside = max(0, timeline.arrives[wait] - timeline.begins[collective])
         if ahead is not None and 2 * queued > waited:
-            name = f"{WORDS[collective_kind(ahead)]} of {unit_of_collective(ahead, call.units)}"
+            name = f"{WORDS[transfer_kind(ahead)]} of {unit_of_transfer(ahead, call, figures)}"
             cause, reason = "link busy", f"its link is busy with the {name} until then"
         elif 2 * (took - transfers[collective]) > waited:
             cause = "wire shared"
             reason = f"collectives of other groups on the same wires make it take {milliseconds(took)} instead of {alone}"
         elif _NEXT_TO_NOTHING * beside < transfers[collective]:
             cause = "nothing beside it"
-            reason = f"nothing {'precedes' if collective_kind(collective) == 'all_gather' else 'follows'} it"
+            reason = f"nothing {'precedes' if transfer_kind(collective) in ('all_gather', 'to_device') else 'follows'} it"
         else:
             cause = "compute too short"
             reason = f"what runs beside it hides {milliseconds(beside)} of its {alone}"
-        kind, unit = collective_kind(collective), unit_of_collective(collective, call.units)
+        kind, unit = transfer_kind(collective), unit_of_transfer(collective, call, figures)
         found.append(Exposure(unit, kind, stage, index, waited, transfers[collective], cause, reason))
     return found
+
+
+def unit_of_transfer(transfer: Node, call: GraphCall, figures: GraphFigures) -> str:
+    """The units that a collective, or a copy between device and host, works for, by their own names."""
+    if transfer.target in COPIES and bucket(transfer) is None:
+        return call.units.get(figures.unit_of[transfer], figures.unit_of[transfer])
+    return unit_of_collective(transfer, call.units)
 
 
 def unit_of_collective(collective: Node, units: Mapping[str, str]) -> str:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from passes.fx.graph import starts_collective
 from passes.ir.work import bucket
-from passes.models.cost_model import collective_kind, kernels, node_flops, traffic_bytes, unwritten
+from passes.models.cost_model import kernels, node_flops, traffic_bytes, transfer_kind, unwritten
 from passes.models.hardware import Hardware
 from passes.models.memory_model import Breakdown, MemoryModel
 from passes.models.timeline import Costs, Timeline, simulate
@@ -37,7 +38,7 @@ class GraphFigures:
     Attributes:
         order: its nodes.
         costs, timeline: when they run, and what they cost.
-        sent: the bytes that the rank sends for each collective.
+        sent: the bytes that the rank sends for each collective, and that each copy between device and host copies.
         kernels: its kernels, by their nodes.
         memory: its live bytes.
         flops: of its products, by dtype.
@@ -98,11 +99,11 @@ def _by_unit(
     for kernel in kernels:
         figures(unit_of[kernel[0]]).kernels += 1
     for collective, transfer in costs.transfer.items():
-        kind, traffic = collective_kind(collective), sent[collective]
+        kind, traffic = transfer_kind(collective), sent[collective]
         for name, share in parts(collective).items():
             figures(name).sent[kind] = figures(name).sent.get(kind, 0.0) + traffic * share
             figures(name).transfer += transfer * share
-            figures(name).collectives += share
+            figures(name).collectives += share * starts_collective(collective)
     for waited, collective in timeline.waits.values():
         for name, share in parts(collective).items():
             figures(name).exposed += waited * share

@@ -18,7 +18,6 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from passes.fx.graph import group_of
 from passes.ir.work import bucket
 from passes.models.cost_model import Demand
 from passes.models.group_layout import GroupLayout
@@ -350,7 +349,7 @@ def critical_path(figures: GraphFigures) -> tuple[list[Node], list[Node], int]:
     """
     timeline, costs = figures.timeline, figures.costs
     position = {node: index for index, node in enumerate(figures.order)}
-    ended = {(group_of(node), timeline.ends[node]): node for node in costs.transfer}
+    ended = {(costs.link[node], timeline.ends[node]): node for node in costs.transfer}
     nodes: list[Node] = []
     collectives: list[Node] = []
     shared = 0
@@ -366,7 +365,7 @@ def critical_path(figures: GraphFigures) -> tuple[list[Node], list[Node], int]:
             collectives.append(collective)
             shared += timeline.ends[collective] - timeline.begins[collective] - costs.transfer[collective]
             first = collective
-            collective = ended.get((group_of(first), timeline.begins[first]))
+            collective = ended.get((costs.link[first], timeline.begins[first]))
             if timeline.begins[first] <= timeline.arrives[first]:
                 collective = None
         index = position[first] - 1

@@ -12,7 +12,7 @@ from torch.fx import Node
 from passes.fx.graph import group_of, starts_collective
 from passes.fx.symbolic_ranks import sizes_of_groups
 from passes.fx.torch_internals.core import sympy_functions as functions
-from passes.models.cost_model import DEMANDED, Demand, collective_kind, demands, kernels, traffic_bytes, unwritten
+from passes.models.cost_model import COPIES, DEMANDED, Demand, collective_kind, demands, kernels, traffic_bytes, unwritten
 from passes.models.memory_model import Lifetime, MemoryModel
 
 from ..compiler.calls import GraphCall, UnitFacts
@@ -50,10 +50,18 @@ class GraphFormulae:
             call: a call of a symbolic graph.
             facts: of the units of the model.
             sizes: the number of ranks of process groups, by their names.
+
+        Raises:
+            NotImplementedError: the graph copies between device and host.
         """
         assert isinstance(call.graph, SymbolicGraph)
         graph = call.graph.graph_module.graph
         order = list(graph.nodes)
+        if any(node.target in COPIES for node in order):
+            raise NotImplementedError(
+                "There are no formulae for a step with copies between device and host, as of activations that wait on the host "
+                "(MUST_CPU_OFFLOAD, PREFER_CPU_OFFLOAD): explain it at the sizes that you mean."
+            )
         collectives = [node for node in order if starts_collective(node)]
         with call.graph.symbolically(), sizes_of_groups(sizes):
             asked = demands(graph)

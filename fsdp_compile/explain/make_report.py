@@ -11,7 +11,6 @@ from pathlib import Path
 from passes.collectives.functional import group_size
 from passes.models.cost_model import node_flops
 from passes.models.hardware import Hardware, known_hardware
-from passes.transforms.offload_activations import offloaded_outputs
 
 from ..compiler.calls import Census, GraphCall, UnitFacts
 from ..compiler.capture import Capture
@@ -23,7 +22,14 @@ from .parts import CallReport, MemoryReport, Source, UnitReport
 from .report import Report
 
 _GPUS = ("a100", "h100", "h200", "b200")
-_EACH = ("compute_ns", "communication_ns", "exposed_ns", "gathered_bytes", "scattered_bytes", "all_reduced_bytes")
+_SENT = {
+    "all_gather": "gathered_bytes",
+    "reduce_scatter": "scattered_bytes",
+    "all_reduce": "all_reduced_bytes",
+    "to_device": "to_device_bytes",
+    "to_host": "to_host_bytes",
+}
+_EACH = ("compute_ns", "communication_ns", "exposed_ns", *_SENT.values())
 
 
 def hardware_of(given: Hardware | str | os.PathLike[str]) -> Hardware:
@@ -120,11 +126,6 @@ def _check_calls(captured: Capture) -> None:
             f"There is no report on {copied}, whose shards are on the host (offload_policy=CPUOffloadPolicy()): how long "
             "copies and an optimizer on the host take is not modelled. Leave the policy out to see the rest of the step."
         )
-    if any(offloaded_outputs(call.graph.graph_module.graph) for call in captured.calls):
-        raise NotImplementedError(
-            "There is no report on a step whose activations wait on the host (MUST_CPU_OFFLOAD, PREFER_CPU_OFFLOAD): how long "
-            "their copies take is not modelled. Have the policy answer MUST_SAVE to see the rest of the step."
-        )
 
 
 def _check_rates(call: GraphCall, hardware: Hardware) -> None:
@@ -162,9 +163,8 @@ def _units(calls: Sequence[GraphCall], figures: Sequence[GraphFigures], census: 
     for call, of_call in zip(calls, figures, strict=True):
         for name, unit in of_call.units.items():
             row = sums.setdefault(call.units.get(name, name), defaultdict(float))
-            row["gathered_bytes"] += unit.sent.get("all_gather", 0)
-            row["scattered_bytes"] += unit.sent.get("reduce_scatter", 0)
-            row["all_reduced_bytes"] += unit.sent.get("all_reduce", 0)
+            for kind, sent in unit.sent.items():
+                row[_SENT[kind]] += sent
             row["compute_ns"] += unit.compute
             row["communication_ns"] += unit.transfer
             row["exposed_ns"] += unit.exposed
@@ -200,7 +200,7 @@ def _calls(calls: Sequence[GraphCall], figures: Sequence[GraphFigures], memory: 
             total_ns=of_call.timeline.total,
             exposed_ns=of_call.timeline.exposed,
             flops=sum(of_call.flops.values()),
-            collectives=len(of_call.costs.transfer),
+            collectives=of_call.costs.collectives,
             peak_bytes=max(memory.totals(index)),
         )
         for index, (call, of_call, begin) in enumerate(zip(calls, figures, begins, strict=False))
@@ -219,6 +219,7 @@ def _memory(calls: Sequence[GraphCall], figures: Sequence[GraphFigures], memory:
         categories=moment.held,
         largest_bucket=largest,
         most=_most(memory, figures),
+        host_bytes=max(memory.on_host),
     )
 
 

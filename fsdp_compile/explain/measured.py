@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from passes.fx.graph import group_of, is_collective, is_fused_product, starts_collective
-from passes.models.cost_model import collective_kind
+from passes.models.cost_model import COPIES, collective_kind
 
 from ..compiler.calls import GraphCall
 from ..runtime.planned_graph import RANGES
@@ -36,7 +36,7 @@ from .attribution import NO_UNIT
 from .figures import GraphFigures
 from .parts import Source
 from .render import render_measured
-from .tracks import COMPUTE, Kind, Picture, Span, group_track, in_units, name_of_collective, unit_of
+from .tracks import COMPUTE, Kind, Picture, Span, group_track, in_units, name_of_transfer, unit_of
 
 if TYPE_CHECKING:
     from .report import Report
@@ -120,6 +120,11 @@ class Measured:
 
 def read_profile(profile: Any, report: Report, source: Source) -> Measured:
     """Read a profile; see :meth:`~fsdp_compile.Report.beside`."""
+    if any(node.target in COPIES for figures in source.figures for node in figures.costs.transfer):
+        raise NotImplementedError(
+            "The step copies between device and host, and copies are not read from profiles. Look at the trace beside what "
+            "report.timeline() writes."
+        )
     events = sorted(read_events(profile), key=lambda event: (event.begin_ns, -event.end_ns))
     steps = [_Step(events, ranges, report, source) for ranges in _steps(events, report)]
     chosen = sorted(steps, key=lambda step: step.time_ns)[(len(steps) - 1) // 2]
@@ -251,7 +256,7 @@ class _Step:
             tracks[COMPUTE].append(Span(f"{told.stage} {index}", Kind.GRAPH, begin, total, told.stage))
             tracks[COMPUTE] += in_units(iter(pieces))
             for collective, since, end in transfers:
-                name, kind = name_of_collective(collective, call), collective_kind(collective)
+                name, kind = name_of_transfer(collective, call, figures), collective_kind(collective)
                 sent = round(figures.sent[collective])
                 span = Span(name, Kind.COLLECTIVE, since - self._begin, end - since, kind, sent)
                 tracks.setdefault(group_track(group_of(collective), call), []).append(span)
@@ -368,10 +373,10 @@ class _OnHost:
                 yield before, Span("compute", Kind.KERNEL, clock, event.begin_ns - clock)
             unit, duration = unit_of(node, call, figures), event.end_ns - event.begin_ns
             if starts_collective(node):
-                yield unit, Span(f"start {name_of_collective(node, call)}", Kind.KERNEL, event.begin_ns, duration)
+                yield unit, Span(f"start {name_of_transfer(node, call, figures)}", Kind.KERNEL, event.begin_ns, duration)
             else:
                 awaited = _awaited(node)
-                name, kind = f"wait for {name_of_collective(awaited, call)}", collective_kind(awaited)
+                name, kind = f"wait for {name_of_transfer(awaited, call, figures)}", collective_kind(awaited)
                 yield unit, Span(name, Kind.WAIT, event.begin_ns, duration, kind)
             clock = event.end_ns
         if self.end > clock:
@@ -425,20 +430,20 @@ class _OnDevice:
         clock, unit = self.begin, units[0]
         for launch, event in sorted(self._computes, key=lambda pair: pair[1].begin_ns):
             unit = units[bisect_right(begins, launch.begin_ns)]
-            yield from ((unit, span) for span in self._waits(clock, event.begin_ns, call))
+            yield from ((unit, span) for span in self._waits(clock, event.begin_ns, call, figures))
             since = max(clock, event.begin_ns)
             if event.end_ns > since:
                 yield unit, Span(event.name, Kind.KERNEL, since, event.end_ns - since)
             clock = max(clock, event.end_ns)
-        yield from ((unit, span) for span in self._waits(clock, self.end, call))
+        yield from ((unit, span) for span in self._waits(clock, self.end, call, figures))
 
-    def _waits(self, since: int, until: int, call: GraphCall) -> Iterator[Span]:
+    def _waits(self, since: int, until: int, call: GraphCall, figures: GraphFigures) -> Iterator[Span]:
         """The parts of a gap in which collectives run; of several at once, the one that began first is waited for."""
         clock = since
         for node, begin, end in sorted(self.transfers(), key=lambda transfer: transfer[1]):
             begin, end = max(begin, clock), min(end, until)
             if end > begin:
-                name, kind = f"wait for {name_of_collective(node, call)}", collective_kind(node)
+                name, kind = f"wait for {name_of_transfer(node, call, figures)}", collective_kind(node)
                 yield Span(name, Kind.WAIT, begin, end - begin, kind)
                 clock = end
 

@@ -25,11 +25,13 @@ class _Saved:
         activations: what it gives out, to autograd and to its caller.
         parameters: gathered parameters among that, of which the units keep no hold themselves.
         kept: gathered parameters of which they do.
+        offloaded: activations that wait on the host.
     """
 
     activations: int = 0
     parameters: int = 0
     kept: int = 0
+    offloaded: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class StepMemory:
 
     Attributes:
         around: for each call, what lives outside of its graph, by category.
+        on_host: for each call, the bytes of activations that wait on the host at the end of a forward, or in a backward.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class StepMemory:
             OPTIMIZER: optimizer_bytes,
             OTHER: census.other_bytes,
         }
+        self.on_host: list[int] = []
         self.around: list[Counter[str]] = [Counter({**constant, **held}) for held in self._held()]
 
     def _held(self) -> list[dict[str, int]]:
@@ -89,6 +93,7 @@ class StepMemory:
                     Category.GRADIENTS.value: call.gradient_bytes - taken[Category.GRADIENTS],
                 }
             )
+            self.on_host.append(sum(saved.offloaded for saved in (own, *others)) + figures.memory.offloaded)
             if not call.is_backward:
                 mine.append(self._saved(index))
         return held
@@ -97,7 +102,8 @@ class StepMemory:
         call, given_out = self._calls[index], self._figures[index].memory.given_out
         following = self._calls[index + 1].parameter_bytes if index + 1 < len(self._calls) else call.parameter_bytes
         kept = smaller(max(0, following - call.parameter_bytes), given_out[Category.PARAMETERS])
-        return _Saved(given_out[Category.ACTIVATIONS], given_out[Category.PARAMETERS] - kept, kept)
+        offloaded = self._figures[index].memory.offloaded
+        return _Saved(given_out[Category.ACTIVATIONS], given_out[Category.PARAMETERS] - kept, kept, offloaded)
 
     def totals(self, index: int) -> list[int]:
         """All live bytes of a call, for each node of its graph."""

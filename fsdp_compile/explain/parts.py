@@ -20,8 +20,9 @@ class UnitReport:
         shard_bytes: this rank's storage for their shards, padding included.
         gathered_bytes, scattered_bytes, all_reduced_bytes: what the rank sends to gather parameters, to reduce-scatter
             gradients, and to all-reduce them over replicas.
+        to_device_bytes, to_host_bytes: what is copied between the device and its host.
         compute_ns: of its kernels, its copies in and out, and the starts of its collectives.
-        communication_ns: how long its collectives are in flight.
+        communication_ns: how long its collectives and copies are in flight.
         exposed_ns: how long compute waits for them.
         kernels: launches of kernels.
         collectives: launches of collectives. A collective that several units share counts in parts.
@@ -33,6 +34,8 @@ class UnitReport:
     gathered_bytes: int = 0
     scattered_bytes: int = 0
     all_reduced_bytes: int = 0
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
     compute_ns: int = 0
     communication_ns: int = 0
     exposed_ns: int = 0
@@ -74,6 +77,7 @@ class MemoryReport:
             :class:`passes.models.memory_model.Category`.
         largest_bucket: the bucket of parameters or gradients that holds most then, and its bytes; None: none holds anything.
         most: for each category, the most that it has at any time.
+        host_bytes: besides, the most bytes of activations that wait on the host.
     """
 
     peak_bytes: int
@@ -81,6 +85,7 @@ class MemoryReport:
     categories: Mapping[str, int]
     largest_bucket: tuple[str, int] | None
     most: Mapping[str, int]
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 _NAMED = 3
 _BYTES = (" B", " KiB", " MiB", " GiB")
 _NUMBER = re.compile(r"\d+")
+# Bytes of communication and copies, and the heads of their columns.
+_SENT = {
+    "gathered_bytes": "gathers",
+    "scattered_bytes": "reduces",
+    "all_reduced_bytes": "all-reduces",
+    "to_device_bytes": "to device",
+    "to_host_bytes": "to host",
+}
 _SUMMED = tuple(name for name in UnitReport.__dataclass_fields__ if name != "name")
 
 
@@ -117,7 +125,7 @@ def fold(units: Sequence[UnitReport]) -> list[tuple[UnitReport, int]]:
 
 def _is_like(one: UnitReport, other: UnitReport) -> bool:
     names = _NUMBER.sub("#", one.name), _NUMBER.sub("#", other.name)
-    compared = ("parameters", "shard_bytes", "gathered_bytes", "scattered_bytes", "all_reduced_bytes")
+    compared = ("parameters", "shard_bytes", *_SENT)
     # A byte more or less comes from rounding.
     return names[0] == names[1] and all(abs(getattr(one, name) - getattr(other, name)) <= 1 for name in compared)
 
@@ -130,13 +138,14 @@ def _sum(group: Sequence[UnitReport]) -> UnitReport:
 
 
 def _unit_table(report: Report) -> Table:
-    has_replicas = any(unit.all_reduced_bytes for unit in report.units)
-    head = ["unit", "parameters", "shards", "gathers", "reduces", *(["all-reduces"] if has_replicas else [])]
+    always = ("gathered_bytes", "scattered_bytes")
+    shown = [name for name in _SENT if name in always or any(getattr(unit, name) for unit in report.units)]
+    head = ["unit", "parameters", "shards", *(_SENT[name] for name in shown)]
     head += ["compute", "in flight", "exposed", "kernels", "collectives"]
     folded = fold(report.units)
     rows = [head]
     for unit in [*(unit for unit, _ in folded), report.total]:
-        sent = [unit.gathered_bytes, unit.scattered_bytes, *([unit.all_reduced_bytes] if has_replicas else [])]
+        sent = [getattr(unit, name) for name in shown]
         times = map(milliseconds, [unit.compute_ns, unit.communication_ns, unit.exposed_ns])
         counts = [f"{unit.kernels}", f"{unit.collectives:g}"]
         rows.append([unit.name, _count(unit.parameters), *map(size, [unit.shard_bytes, *sent]), *times, *counts])
@@ -160,7 +169,8 @@ def _memory_table(report: Report) -> Table:
     rows.append(["total", size(memory.peak_bytes), ""])
     bucket = memory.largest_bucket
     most = f" Of the buckets, {bucket[0]} holds most then: {size(bucket[1])}." if bucket else ""
-    return Table(rows, f"The peak is {memory.when}.{most}")
+    host = f" At most {size(memory.host_bytes)} of activations wait on the host." if memory.host_bytes else ""
+    return Table(rows, f"The peak is {memory.when}.{most}{host}")
 
 
 def _budget_table(choice: Choice) -> Table:
@@ -208,7 +218,8 @@ def verdict(report: Report) -> str:
 
 def _exposed_share(report: Report) -> str:
     if not report.exposed_ns:
-        return "Compute hides all communication."
+        copies = any(unit.to_device_bytes or unit.to_host_bytes for unit in report.units)
+        return f"Compute hides all communication{' and copies' if copies else ''}."
     return f"Of {milliseconds(report.time_ns)}, {milliseconds(report.exposed_ns)} are exposed:"
 
 

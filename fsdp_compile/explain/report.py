@@ -98,6 +98,7 @@ class Report:
         Raises:
             ValueError: the report is one of a capture, or sizes of the step depend on something other than ranks, batch and
                 sequence.
+            NotImplementedError: the step copies between device and host.
             RuntimeError: the model is not what it was, or there is a process group already.
         """
         return self._derivation().formulae
@@ -170,6 +171,7 @@ class Report:
 
         Raises:
             ValueError: the profile is none, or not one of steps with the graphs that the report has.
+            NotImplementedError: the step copies between device and host.
         """
         assert self._source is not None
         return read_profile(profile, self, self._source)

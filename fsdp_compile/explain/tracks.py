@@ -1,7 +1,7 @@
 """Tracks: a step as stretches of time, and its memory, for whatever writes or draws it.
 
 One track computes: graphs, in them what they do for one unit after the other, in that kernels and waits. Each process group has
-a track of its own, with its collectives.
+a track of its own, with its collectives; so has each direction between device and host, with its copies.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from passes.fx.graph import group_of
-from passes.models.cost_model import collective_kind
+from passes.models.cost_model import transfer_kind
 
 from ..compiler.calls import GraphCall
-from .exposure import WORDS, unit_of_collective
+from .exposure import WORDS, unit_of_transfer
 from .figures import GraphFigures
 from .parts import Source
 
@@ -36,7 +35,7 @@ class Kind(Enum):
         UNIT: what computes for one unit, waits included.
         KERNEL: a kernel, a copy, or the start of a collective.
         WAIT: compute waits for a collective.
-        COLLECTIVE: a collective is in flight.
+        COLLECTIVE: a collective, or a copy between device and host, is in flight.
         OPTIMIZER: the optimizer's step.
     """
 
@@ -54,8 +53,8 @@ class Span:
 
     Attributes:
         name: what to call it.
-        sort: for a collective, its kind, as :attr:`~fsdp_compile.explain.exposure.Exposure.kind` has it; for a graph, its
-            stage; else empty.
+        sort: for a collective or a copy, its kind, as :attr:`~fsdp_compile.explain.exposure.Exposure.kind` has it; for a
+            graph, its stage; else empty.
         sent_bytes: what the rank sends for a collective; None: not known, or nothing of the kind.
         note: more about it, in words.
     """
@@ -89,7 +88,8 @@ class Picture:
         title: what it is a picture of.
         total_ns: how long it takes.
         tracks: by name; :data:`COMPUTE` first, whose spans nest and come after those that they are in; then one for each
-            process group, whose spans follow each other, or overlap if they were measured.
+            process group, and for each direction between device and host, whose spans follow each other, or overlap if they
+            were measured.
         memory: in the order of time; empty: not known.
     """
 
@@ -108,14 +108,20 @@ class Picture:
         return {name: spans for name, spans in self.tracks.items() if name != COMPUTE}
 
 
+#: The names of the tracks of the two directions between device and host, by what the timeline calls these.
+_COPIES = {"to_device": "host to device", "to_host": "device to host"}
+
+
 def group_track(name: str, call: GraphCall) -> str:
-    """The name of the track of a process group."""
+    """The name of the track of a process group, or of a direction between device and host."""
+    if name in _COPIES:
+        return _COPIES[name]
     return f"group {call.graph.group_names.get(name, name)}"
 
 
-def name_of_collective(collective: Node, call: GraphCall) -> str:
-    """What a collective is called: "gather of blocks.0"."""
-    return f"{WORDS[collective_kind(collective)]} of {unit_of_collective(collective, call.units)}"
+def name_of_transfer(transfer: Node, call: GraphCall, figures: GraphFigures) -> str:
+    """What a collective or a copy is called: "gather of blocks.0"."""
+    return f"{WORDS[transfer_kind(transfer)]} of {unit_of_transfer(transfer, call, figures)}"
 
 
 def unit_of(node: Node, call: GraphCall, figures: GraphFigures) -> str:
@@ -170,8 +176,8 @@ def predicted(report: Report, source: Source) -> Picture:
         for collective in figures.costs.transfer:
             begins = figures.timeline.begins[collective]
             duration, sent = figures.timeline.ends[collective] - begins, round(figures.sent[collective])
-            name, kind = name_of_collective(collective, call), collective_kind(collective)
-            track = tracks.setdefault(group_track(group_of(collective), call), [])
+            name, kind = name_of_transfer(collective, call, figures), transfer_kind(collective)
+            track = tracks.setdefault(group_track(figures.costs.link[collective], call), [])
             track.append(Span(name, Kind.COLLECTIVE, begin + begins, duration, kind, sent))
         memory += _memory(source, index, begin)
     if report.optimizer_ns:
@@ -207,11 +213,11 @@ def _pieces(call: GraphCall, figures: GraphFigures, begin: int, reasons: Iterato
         arrives, unit = begin + figures.timeline.arrives[node], unit_of(node, call, figures)
         if node in figures.timeline.waits:
             waited, collective = figures.timeline.waits[node]
-            name, kind = f"wait for {name_of_collective(collective, call)}", collective_kind(collective)
+            name, kind = f"wait for {name_of_transfer(collective, call, figures)}", transfer_kind(collective)
             yield unit, Span(name, Kind.WAIT, arrives, waited, kind, note=next(reasons))
             arrives += waited
         if figures.costs.compute[node]:
-            name = f"start {name_of_collective(node, call)}" if node in figures.costs.transfer else node.name
+            name = f"start {name_of_transfer(node, call, figures)}" if node in figures.costs.transfer else node.name
             yield unit, Span(name, Kind.KERNEL, arrives, figures.costs.compute[node])
 
 

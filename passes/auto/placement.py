@@ -99,7 +99,7 @@ class Placement:
         if limit is not None:
             self._fit(limit)
         timeline = self._simulate()
-        return Result(timeline.total, timeline.exposed, len(self._costs.transfer), self.live_bytes().peak)
+        return Result(timeline.total, timeline.exposed, self._costs.collectives, self.live_bytes().peak)
 
     def write(self) -> None:
         """Give the graph the order that was found."""

@@ -136,12 +136,14 @@ class Breakdown:
         buckets: by bucket, as far as memory belongs to one.
         given_out: by category, what the graph's outputs hold.
         taken: by category, what others leave to the graph to free, but for gradients of its outputs.
+        offloaded: what waits on the host for another graph.
     """
 
     timeline: Mapping[Category, Sequence[int]]
     buckets: Mapping[BucketName, Sequence[int]]
     given_out: Mapping[Category, int]
     taken: Mapping[Category, int]
+    offloaded: int = 0
 
 
 @dataclass(eq=False)
@@ -328,7 +330,8 @@ class MemoryModel:
             taken[storage.category] += storage.num_bytes * storage.is_taken
         for row in (*timeline.values(), *buckets.values()):
             row[:] = itertools.accumulate(row)
-        return Breakdown(timeline, buckets, given_out, taken)
+        offloaded = sum(num_bytes(node.meta["val"]) for node in self._held if node.target == offload)
+        return Breakdown(timeline, buckets, given_out, taken, offloaded)
 
     def _categories(self) -> dict[_Storage, Category]:
         # An activation is one on its way to the host and back, too.

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..collectives.host_copies import copy_to_host, wait_copy, wait_offload
-from ..fx.graph import group_of, memory_of
+from ..fx.graph import group_of, memory_of, starts_collective
 from .cost_model import COPIES, is_transfer, layout_of, node_ns, transfer_kind, transfer_ns
 from .hardware import Hardware
 from .in_flight import InFlight
@@ -38,6 +38,11 @@ class Costs:
     transfer: Mapping[Node, int]
     link: Mapping[Node, str]
     wire: Mapping[Node, str]
+
+    @property
+    def collectives(self) -> int:
+        """How many of the transfers are collectives."""
+        return sum(map(starts_collective, self.transfer))
 
     @staticmethod
     def of(graph: Graph, hardware: Hardware) -> Costs:

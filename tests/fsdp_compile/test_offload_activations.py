@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_compile import Capture, capture, explain, fsdp_backend, fully_shard
+from fsdp_compile import Capture, Report, capture, explain, fsdp_backend, fully_shard
 from fsdp_compile.compiler.backend import _check_activation_offload
 from fsdp_compile.compiler.options import Options
 from passes.collectives import host_copies
 from passes.collectives.host_copies import fetch, offload, wait_copy, wait_offload
-from passes.models.memory_model import MemoryModel
+from passes.models.hardware import HostLink, known_hardware
+from passes.models.memory_model import Category, MemoryModel
 from tests.common import models
 from tests.common.copy_engine import copying
 from tests.common.distributed import RankPools, device_mesh
@@ -31,6 +34,7 @@ _OFFLOAD, _RECOMPUTE = CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFE
 POLICIES: Mapping[str, Policy] = {
     "tanh": ({_aten.tanh.default: _OFFLOAD}, _RECOMPUTE),
     "preferably tanh": ({_aten.tanh.default: CheckpointPolicy.PREFER_CPU_OFFLOAD}, CheckpointPolicy.MUST_SAVE),
+    "saved": ({_aten.tanh.default: CheckpointPolicy.MUST_SAVE}, _RECOMPUTE),
     "products": (dict.fromkeys((_aten.mm.default, _aten.addmm.default), _OFFLOAD), _RECOMPUTE),
     # Views, casts and parameters, too.
     "all": ({}, _OFFLOAD),
@@ -239,6 +243,55 @@ def test_cuda_graphs_are_refused() -> None:
         _check_activation_offload(Options(cudagraphs=True))
 
 
-def test_there_is_no_report() -> None:
-    with pytest.raises(NotImplementedError, match="no report on a step whose activations wait on the host"):
-        explain(build(_MLP, "tanh"), _input(), (8,), "h100", shard=lambda model, mesh: shard_units(model, mesh, fully_shard))
+def report_on(policy: str, shard: Any = fully_shard, **given: Any) -> Report:
+    hardware = replace(known_hardware("cuda", "H100"), host=HostLink(1e-6, 2e6, 5e6))
+    return explain(
+        build(_MLP, policy),
+        _input(),
+        (8,),
+        hardware,
+        shard=lambda model, mesh: shard_units(model, mesh, shard),
+        **{"options": {"merge_below": 0}, "suggest": False, **given},
+    )
+
+
+class TestReport:
+    def test_copies_have_bytes_streams_and_exposed_time(self, tmp_path: Path) -> None:
+        report = report_on("tanh")
+        value = 3 * 16 * 4
+        by_unit = {unit.name: (unit.to_device_bytes, unit.to_host_bytes) for unit in report.units}
+        assert by_unit == {"root": (0, 0)} | {f"blocks.{index}": (value, value) for index in range(3)}
+        # Forward ends when the last value is on the host; backward begins with the copies that it has to wait for.
+        copy_ns = {"to_host": 1000 + 200 * value, "to_device": 1000 + 500 * value}
+        waited = {(one.kind, one.stage): one for one in report.exposures if one.kind in copy_ns}
+        assert set(waited) == {("to_host", "forward"), ("to_device", "backward")}
+        assert all(one.transfer_ns == copy_ns[kind] for (kind, _), one in waited.items())
+        assert all(0 < one.exposed_ns <= 2 * one.transfer_ns for one in waited.values())
+        assert report.memory.host_bytes == 3 * value
+        text = str(report)
+        assert "to device  to host" in text and "At most 576 B of activations wait on the host." in text
+        assert "the copy to the host of blocks." in text and "the copy to the device of blocks." in text
+        tracks = report._pictures(None)[0].tracks
+        names = ["copy to the host of blocks.0", "copy to the host of blocks.1", "copy to the host of blocks.2"]
+        assert [span.name for span in tracks["device to host"]] == names
+        assert [span.duration_ns for span in tracks["host to device"]] == [copy_ns["to_device"]] * 3
+        assert [span.name[-8:] for span in tracks["host to device"]] == ["blocks.2", "blocks.1", "blocks.0"]
+        assert report.total.collectives == sum(call.collectives for call in report.calls)
+        report.html(tmp_path / "report.html")
+        report.timeline(tmp_path / "trace.json")
+        assert "copy to the host" in (tmp_path / "report.html").read_text()
+
+    def test_memory_is_freed_meanwhile(self) -> None:
+        """Between forward and backward, what is saved otherwise is on the host."""
+        saved, copied = (report_on(policy)._source for policy in ("saved", "tanh"))
+        assert saved is not None and copied is not None
+        held = [max(of.figures[0].memory.given_out[category] for category in [Category.ACTIVATIONS]) for of in (saved, copied)]
+        assert held[0] - held[1] == 3 * 3 * 16 * 4
+        assert [of.memory.on_host for of in (saved, copied)] == [[0, 0], [3 * 3 * 16 * 4] * 2]
+
+    def test_there_are_no_formulae_and_no_profiles(self) -> None:
+        report = report_on("tanh")
+        with pytest.raises(NotImplementedError, match="no formulae for a step with copies between device and host"):
+            _ = report.formulae
+        with pytest.raises(NotImplementedError, match="copies are not read from profiles"):
+            report.beside("trace.json")

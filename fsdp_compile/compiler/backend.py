@@ -385,16 +385,15 @@ def _refuse_updates(options: Options) -> None:
 
 
 def _check_activation_offload(options: Options) -> None:
-    """Check that activations which wait on the host are compiled with options that know of their copies.
+    """Check that activations which wait on the host are compiled without recordings, which know of no copies.
 
     Raises:
-        ValueError: a budget for the step, the automatic schedule, or CUDA graphs were asked for.
+        ValueError: CUDA graphs were asked for.
     """
-    chosen = _unaware_option(options)
-    if chosen is not None:
+    if options.cudagraphs:
         raise ValueError(
-            f"options[{chosen!r}] = {getattr(options, chosen)!r} is not supported for a model with activations that wait on "
-            "the host, as a policy of create_selective_checkpoint_contexts says with MUST_CPU_OFFLOAD or PREFER_CPU_OFFLOAD. "
+            f"options['cudagraphs'] = {options.cudagraphs!r} is not supported for a model with activations that wait on the "
+            "host, as a policy of create_selective_checkpoint_contexts says with MUST_CPU_OFFLOAD or PREFER_CPU_OFFLOAD. "
             "Compile without the option, or have the policy answer MUST_SAVE or MUST_RECOMPUTE."
         )
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile import Capture, Report, capture, explain, fsdp_backend, fully_shard
@@ -21,11 +22,13 @@ from fsdp_compile.compiler.backend import _check_activation_offload
 from fsdp_compile.compiler.options import Options
 from passes.collectives import host_copies
 from passes.collectives.host_copies import fetch, offload, wait_copy, wait_offload
+from passes.ir.work import role
 from passes.models.hardware import HostLink, known_hardware
 from passes.models.memory_model import Category, MemoryModel
 from tests.common import models
 from tests.common.copy_engine import copying
 from tests.common.distributed import RankPools, device_mesh
+from tests.common.executed_memory import executed
 from tests.common.parity import Case, Run, compare, next_token_loss, regression_batch, shard_units, token_batch, train_sharded
 from tests.fsdp_compile.test_activation_policies import Policy, checkpointed
 
@@ -126,14 +129,19 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [gradient.full_tensor() for gradient in found]
 
 
-def _input(value: float = 1.0) -> Tensor:
-    return torch.full((3, 8), value)
+def _input(value: float = 1.0, rows: int = 3) -> Tensor:
+    return torch.full((rows, 8), value)
 
 
-def one_step(policy: str = "tanh", lowering: str = "aot_eager") -> tuple[list[Tensor], Capture]:
-    model, forward = step(policy, lowering)
+def _computed(graph: Graph) -> list[Any]:
+    """What a graph computes and copies, in order."""
+    return [node.target for node in graph.nodes if node.op == "call_function" and role(node) is None]
+
+
+def one_step(policy: str = "tanh", lowering: str = "aot_eager", rows: int = 3, **options: Any) -> tuple[list[Tensor], Capture]:
+    model, forward = step(policy, lowering, **options)
     with capture() as captured:
-        forward(_input()).sum().backward()
+        forward(_input(rows=rows)).sum().backward()
     return gradients(model), captured
 
 
@@ -226,16 +234,43 @@ class TestOneProcess:
         waits = captured.backward[0].graph_module.graph.find_nodes(op="call_function", target=wait_copy)
         assert len(waits) == len(copied)
 
-    @pytest.mark.parametrize(
-        ("name", "value"), [("schedule", "auto"), pytest.param("memory_budget", 1 << 40, marks=pytest.mark.exhaustive)]
-    )
-    def test_options_that_know_of_no_copies(self, name: str, value: Any) -> None:
+    @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+    def test_the_automatic_schedule_leaves_copies_where_they_are(self, lowering: str) -> None:
+        expected, default = one_step("tanh", lowering)
+        with copying(1e6) as engine:
+            found, placed = one_step("tanh", lowering, schedule="auto")
+        assert all(map(torch.equal, found, expected))
+        assert [copy.kind for copy in engine.copies] == ["to_host"] * 3 + ["to_device"] * 3
         with copying():
-            _, forward = step(**{name: value})
-            with pytest.raises(Exception, match=rf"options\['{name}'\] = {value!r} is not supported for a model with activ"):
-                forward(_input())
-        _, forward = step(**{name: value})
-        forward(_input()).sum().backward()
+            _, default = one_step("tanh", lowering)
+        for with_auto, without in ((placed.forward, default.forward), (placed.backward, default.backward)):
+            orders = [_computed(graphs[0].graph_module.graph) for graphs in (with_auto, without)]
+            assert orders[0] == orders[1] and {offload, fetch} & set(orders[0])
+
+    def test_a_budget_counts_what_an_execution_holds(self) -> None:
+        """The step that needs least, by policies that save and that offload: counted on the graphs, as they are executed."""
+        least, rows = {}, 256
+        for policy in ("saved", "tanh"):
+            with copying():
+                _, captured = one_step(policy, rows=rows, memory_budget=1 << 40, optimizer=None)
+                (choice,) = captured.choices
+                least[policy] = min(trial.peak_bytes for trial in choice.trials)
+                found, captured = one_step(policy, rows=rows, memory_budget=least[policy], optimizer=None)
+            (choice,) = captured.choices
+            assert choice.chosen.peak_bytes == choice.limit == least[policy]
+            graphs = [graphs[0].graph_module.graph for graphs in (captured.forward, captured.backward)]
+            forward, backward = (max(live for _, live in executed(graph)) for graph in graphs)
+            # In backward the caller may still hold what forward gave it.
+            inside = max(forward, backward + rows * 4 * 4)
+            resident = (
+                sum(unit.shard_bytes for unit in captured.census.units) + captured.census.other_bytes + _input(rows=rows).nbytes
+            )
+            # An execution of one rank does not hold on to what a collective reads.
+            assert 0 <= choice.chosen.peak_bytes - resident - inside <= 0.02 * choice.chosen.peak_bytes
+            expected, _ = one_step(policy, rows=rows)
+            assert all(map(torch.equal, found, expected))
+        # Two layers' values are on their way at most.
+        assert least["saved"] - least["tanh"] == rows * 16 * 4
 
 
 def test_cuda_graphs_are_refused() -> None:

@@ -1,18 +1,14 @@
 import functools
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.fx import Graph, GraphModule
 
 from passes.collectives.gloo import pretending_gloo
 from passes.collectives.host_copies import (
     copy_to_device,
     copy_to_host,
-    engine_of,
     fetch,
     offload,
     wait_copy,
@@ -26,6 +22,7 @@ from passes.models.memory_model import IS_PARAMETER, Category, MemoryModel, live
 from passes.transforms.bucket import bucket_gathers
 from passes.transforms.gradient_sync import synchronize_gradients
 from passes.transforms.mixed_precision import mixed_precision
+from tests.common.executed_memory import executed
 from tests.passes.tracing import PassTestCase
 
 _c10d = torch.ops._c10d_functional
@@ -301,12 +298,8 @@ output: 4 (0)
         """Random programs of kernels, views and copies, executed beside what the model says of each node."""
         for seed in range(20):
             graph = self.trace(functools.partial(_random_program, random.Random(seed)), torch.zeros(6, 4)).graph
-            engine = _Engine()
-            with engine_of(torch.device("cpu"), engine):
-                execution = _Execution(GraphModule({}, graph), engine)
-                execution.run(torch.zeros(6, 4))
             model = live_bytes(graph)
-            assert list(zip(model.nodes, (total for total, _ in model.timeline), strict=True)) == execution.live
+            assert list(zip(model.nodes, (total for total, _ in model.timeline), strict=True)) == executed(graph)
 
     def test_categories_of_what_is_copied(self) -> None:
         def function(shard, x, saved):
@@ -364,54 +357,3 @@ def _random_program(chance: random.Random, x: Tensor) -> list[Tensor]:
             case 6:
                 outputs.append(copy_to_host(value, True))
     return [*outputs, *hosts, values[-1]]
-
-
-class _Done:
-    def wait_on_device(self) -> None: ...
-
-    def wait_on_host(self) -> None: ...
-
-
-class _Engine:
-    """Copies at once, but holds on to the last source that nothing on the device waits for."""
-
-    def __init__(self) -> None:
-        self.on_host: list[StorageWeakRef] = []
-        self.replaced: Tensor | None = None
-        self._source: Tensor | None = None
-
-    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, _Done]:
-        return torch.cat(list(pieces)), _Done()
-
-    def to_host(self, value: Tensor, *, pinned: bool, is_kept: bool = False) -> tuple[Tensor, _Done]:
-        copy = value.clone()
-        self.on_host.append(StorageWeakRef(copy.untyped_storage()))
-        if not is_kept:
-            # The one before is done when this one begins, not before.
-            self.replaced, self._source = self._source, value
-        return copy, _Done()
-
-
-class _Execution(Interpreter):
-    """Runs a graph, and counts what nodes have made of the device's memory and still lives while each runs.
-
-    Attributes:
-        live: the name of each node, and the bytes.
-    """
-
-    def __init__(self, gm: GraphModule, engine: Any):
-        super().__init__(gm)
-        self.live: list[tuple[str, int]] = []
-        self._engine = engine
-        self._made: dict[StorageWeakRef, int] = {}
-
-    def run_node(self, n: Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, Tensor) and n.op == "call_function":
-            storage = result.untyped_storage()
-            ref = StorageWeakRef(storage)
-            if not any(ref == host for host in self._engine.on_host):
-                self._made.setdefault(ref, storage.nbytes())
-        self.live.append((n.name, sum(nbytes for ref, nbytes in self._made.items() if not ref.expired())))
-        self._engine.replaced = None
-        return result

@@ -1,0 +1,77 @@
+"""What lives on the device while a graph is executed on the CPU, counted by weak references to what nodes make.
+
+Copies between device and host are done at once, and what they make on the host is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from passes.collectives.host_copies import engine_of
+
+
+def executed(graph: Graph) -> list[tuple[str, int]]:
+    """The name of each node, and the bytes that live while it runs: of what nodes made, and of inputs that are freed."""
+    engine = _Engine()
+    with engine_of(torch.device("cpu"), engine), torch.no_grad():
+        execution = _Execution(GraphModule({}, graph), engine)
+        execution.run(*[None] * len(graph.find_nodes(op="placeholder")))
+    return execution.live
+
+
+class _Done:
+    def wait_on_device(self) -> None: ...
+
+    def wait_on_host(self) -> None: ...
+
+
+class _Engine:
+    """Copies at once, but holds on to the last source that nothing on the device waits for."""
+
+    def __init__(self) -> None:
+        self.on_host: list[StorageWeakRef] = []
+        self.replaced: Tensor | None = None
+        self._source: Tensor | None = None
+
+    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, _Done]:
+        return torch.cat(list(pieces)), _Done()
+
+    def to_host(self, value: Tensor, *, pinned: bool, is_kept: bool = False) -> tuple[Tensor, _Done]:
+        copy = value.clone()
+        self.on_host.append(StorageWeakRef(copy.untyped_storage()))
+        if not is_kept:
+            # The one before is done when this one begins, not before.
+            self.replaced, self._source = self._source, value
+        return copy, _Done()
+
+
+class _Execution(Interpreter):
+    def __init__(self, gm: GraphModule, engine: _Engine):
+        super().__init__(gm)
+        self.live: list[tuple[str, int]] = []
+        self._engine = engine
+        self._made: dict[StorageWeakRef, int] = {}
+
+    def run_node(self, n: Node) -> Any:
+        if n.op == "placeholder":
+            # What is given is the caller's, who would hold it.
+            value = n.meta.get("val")
+            result = torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+        else:
+            result = super().run_node(n)
+        counts = n.op == "call_function" or "freed" in n.meta
+        for one in result if isinstance(result, (tuple, list)) and counts else [result]:
+            if isinstance(one, Tensor) and counts:
+                storage = one.untyped_storage()
+                ref = StorageWeakRef(storage)
+                if not any(ref == host for host in self._engine.on_host):
+                    self._made.setdefault(ref, storage.nbytes())
+        self.live.append((n.name, sum(nbytes for ref, nbytes in self._made.items() if not ref.expired())))
+        self._engine.replaced = None
+        return result

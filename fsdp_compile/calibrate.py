@@ -100,7 +100,7 @@ def _compute(device: torch.device) -> tuple[dict[str, float], float, float]:
 
 
 def _host_link(device: torch.device) -> HostLink:
-    """Copies between a GPU and pinned memory, while all ranks copy: those of a node share the host's memory."""
+    """Copies between a GPU and pinned memory, and within the host's, while all ranks copy: those of a node share its memory."""
     small, large = (torch.ones(numel, device=device) for numel in (16, 1 << 26))
     pinned = [torch.empty(there.shape, pin_memory=True) for there in (small, large)]
     times = []
@@ -108,9 +108,11 @@ def _host_link(device: torch.device) -> HostLink:
         for target, source in ((there, here), (here, there)):
             dist.barrier()
             times.append(_seconds(functools.partial(target.copy_, source, non_blocking=True), device))
-    *startups, to_device, to_host = _slowest(times, device)
+    pageable = torch.empty(large.shape), torch.ones(large.shape)
+    times.append(_seconds(lambda: pageable[0].copy_(pageable[1]), torch.device("cpu")))
+    *startups, to_device, to_host, computing = _slowest(times, device)
     rates = [large.nbytes / max(whole - startup, 1e-9) for whole, startup in zip((to_device, to_host), startups, strict=True)]
-    return HostLink(max(startups), *rates)
+    return HostLink(max(startups), rates[0], rates[1], 2 * large.nbytes / computing)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class Census:
         return self._names[unit]
 
     def gradient_bytes(self) -> int:
-        """The bytes of gradients of all models as they are."""
+        """The bytes of gradients of all models as they are, without those on the host."""
         return sum(_gradient_bytes(unit) for unit in self._units())
 
     def gradients(self) -> Held:
@@ -181,7 +181,7 @@ def _gradient_bytes(unit: Unit) -> int:
 
 
 def _gradients(param: ShardedParam) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The reduced gradient of a parameter, what waits for the reduction, and what waits for the all-reduce."""
+    """The reduced gradient of a parameter, unless it is on the host; what waits for the reduction; what for the all-reduce."""
     partial = param.state.partial_grad
-    local = getattr(param.param.grad, "_local_tensor", None)
+    local = None if param.unit.copies else getattr(param.param.grad, "_local_tensor", None)
     return local, param.state.unsharded_grad, None if partial is None else partial.tensor()

@@ -51,8 +51,11 @@ class Optimizer:
         return round(self.bytes_per_element * elements) + self.copies * num_bytes
 
     def time_ns(self, units: Sequence[UnitFacts], hardware: Hardware) -> int:
-        """The time of a step that reads gradients, and reads and writes shards and state, once each."""
+        """The time of a step that reads gradients, and reads and writes shards and state, once each, where they are."""
         if self.name == "none":
             return 0
-        shards = sum(unit.trainable_bytes for unit in units)
-        return round((3 * shards + 2 * self.state_bytes(units)) / hardware.bytes_per_s * 1e9)
+        seconds = 0.0
+        for on_host, rate in ((False, hardware.bytes_per_s), (True, hardware.host.memory_bytes_per_s)):
+            there = [unit for unit in units if unit.is_copied == on_host]
+            seconds += (3 * sum(unit.trainable_bytes for unit in there) + 2 * self.state_bytes(there)) / rate
+        return round(seconds * 1e9)

@@ -94,7 +94,6 @@ def explain(
 
     Raises:
         ValueError, TypeError: an argument makes no sense, or the hardware lacks a rate that the step needs.
-        NotImplementedError: shards are kept on the host.
         RuntimeError: the model cannot be traced; there is a process group already, as a process has one default group; or
             another thread is in here.
 

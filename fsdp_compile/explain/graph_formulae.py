@@ -60,7 +60,7 @@ class GraphFormulae:
         if any(node.target in COPIES for node in order):
             raise NotImplementedError(
                 "There are no formulae for a step with copies between device and host, as of activations that wait on the host "
-                "(MUST_CPU_OFFLOAD, PREFER_CPU_OFFLOAD): explain it at the sizes that you mean."
+                "(MUST_CPU_OFFLOAD, PREFER_CPU_OFFLOAD) or of shards (CPUOffloadPolicy): explain it at the sizes that you mean."
             )
         collectives = [node for node in order if starts_collective(node)]
         with call.graph.symbolically(), sizes_of_groups(sizes):

@@ -74,7 +74,6 @@ def make_report(
     Raises:
         ValueError: a graph ran that was compiled ahead of the capture, or none ran; the hardware is not known, or lacks a rate
             that the step needs; the optimizer is not known.
-        NotImplementedError: shards are on the host.
     """
     machine, keeper = hardware_of(hardware), Optimizer.of(optimizer)
     _check_calls(captured)
@@ -85,7 +84,9 @@ def make_report(
             _check_rates(call, machine)
             made[call.key] = figures_of(call, census.units, machine)
     figures = [made[call.key] for call in calls]
-    memory = StepMemory(calls, figures, census, keeper.state_bytes(census.units))
+    on_host, on_device = ([unit for unit in census.units if unit.is_copied == there] for there in (True, False))
+    kept = sum(unit.shard_bytes + unit.trainable_bytes for unit in on_host) + keeper.state_bytes(on_host)
+    memory = StepMemory(calls, figures, census, keeper.state_bytes(on_device), kept)
     optimizer_ns = keeper.time_ns(census.units, machine)
     time_ns = sum(of_call.timeline.total for of_call in figures) + optimizer_ns
     flops, model_flops, ideal_s = _flops(calls, figures, machine)
@@ -119,12 +120,6 @@ def _check_calls(captured: Capture) -> None:
         raise ValueError(
             "No graph of fsdp_backend ran in this capture. Compile with torch.compile(model, backend=fsdp_backend), and run a "
             "step inside of the with block."
-        )
-    copied = next((unit.name for unit in captured.census.units if unit.is_copied), None)
-    if copied is not None:
-        raise NotImplementedError(
-            f"There is no report on {copied}, whose shards are on the host (offload_policy=CPUOffloadPolicy()): how long "
-            "copies and an optimizer on the host take is not modelled. Leave the policy out to see the rest of the step."
         )
 
 

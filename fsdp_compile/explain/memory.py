@@ -54,24 +54,32 @@ class StepMemory:
         calls: the calls.
         figures: of their graphs.
         census: the models.
-        optimizer_bytes: what the optimizer keeps.
+        optimizer_bytes: what the optimizer keeps on the device.
+        kept_on_host: the bytes that are on the host all the time.
 
     Attributes:
         around: for each call, what lives outside of its graph, by category.
-        on_host: for each call, the bytes of activations that wait on the host at the end of a forward, or in a backward.
+        on_host: for each call, the bytes on the host at the end of a forward, or in a backward: what is kept there, and
+            activations that wait there.
     """
 
     def __init__(
-        self, calls: Sequence[GraphCall], figures: Sequence[GraphFigures], census: Census, optimizer_bytes: int
+        self,
+        calls: Sequence[GraphCall],
+        figures: Sequence[GraphFigures],
+        census: Census,
+        optimizer_bytes: int,
+        kept_on_host: int = 0,
     ) -> None:
         self._calls, self._figures = calls, figures
         constant = {
-            SHARDS: sum(unit.shard_bytes for unit in census.units),
+            SHARDS: sum(unit.shard_bytes for unit in census.units if not unit.is_copied),
             OPTIMIZER: optimizer_bytes,
             OTHER: census.other_bytes,
         }
         self.on_host: list[int] = []
         self.around: list[Counter[str]] = [Counter({**constant, **held}) for held in self._held()]
+        self.on_host = [kept_on_host + waiting for waiting in self.on_host]
 
     def _held(self) -> list[dict[str, int]]:
         """What lives from call to call."""

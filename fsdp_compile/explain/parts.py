@@ -77,7 +77,8 @@ class MemoryReport:
             :class:`passes.models.memory_model.Category`.
         largest_bucket: the bucket of parameters or gradients that holds most then, and its bytes; None: none holds anything.
         most: for each category, the most that it has at any time.
-        host_bytes: besides, the most bytes of activations that wait on the host.
+        host_bytes: besides, the most bytes on the host: activations that wait there, and of units with a
+            ``CPUOffloadPolicy`` shards, gradients and the optimizer's state.
     """
 
     peak_bytes: int

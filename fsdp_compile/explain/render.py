@@ -169,7 +169,7 @@ def _memory_table(report: Report) -> Table:
     rows.append(["total", size(memory.peak_bytes), ""])
     bucket = memory.largest_bucket
     most = f" Of the buckets, {bucket[0]} holds most then: {size(bucket[1])}." if bucket else ""
-    host = f" At most {size(memory.host_bytes)} of activations wait on the host." if memory.host_bytes else ""
+    host = f" On the host are {size(memory.host_bytes)} at most." if memory.host_bytes else ""
     return Table(rows, f"The peak is {memory.when}.{most}{host}")
 
 

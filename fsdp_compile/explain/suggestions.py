@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from passes.auto.placement import Placement
-from passes.fx.graph import copy_of
+from passes.fx.graph import copy_of, starts_collective
 from passes.fx.sizes import num_bytes
 from passes.ir.work import MAKES_PARAMETERS, Role, role
 from passes.models.timeline import simulate
 
 from .parts import Suggestion
 from .report import Report
+
+_GATHERS = (Role.COPY_TO_DEVICE, Role.START_GATHER, *MAKES_PARAMETERS)
 
 
 def suggestion(what: str, report: Report, run: Callable[[], Report]) -> Suggestion:
@@ -34,6 +36,9 @@ def _placed(report: Report) -> Suggestion:
     """Communication where the automatic schedule would put it, in the buckets that there are."""
     source = report._source
     assert source is not None
+    if any(role(node) is Role.COPY_TO_DEVICE for figures in source.figures for node in figures.costs.transfer):
+        note = "not possible here: it does not know of copies of shards (CPUOffloadPolicy)"
+        return Suggestion("options={'schedule': 'auto'}", 0, 0, 0, 0, note)
     saved = added = 0
     placed: dict[int, tuple[int, int]] = {}
     for call, figures in zip(source.calls, source.figures, strict=True):
@@ -57,9 +62,9 @@ def _without_second_gathers(report: Report) -> Suggestion:
     gathered: dict[object, int] = {}
     for call, figures in zip(source.calls, source.figures, strict=True):
         # What forward has copied out, backward need not.
-        gathers = {node for node in figures.order if role(node) in (Role.START_GATHER, *MAKES_PARAMETERS)}
+        gathers = {node for node in figures.order if role(node) in _GATHERS}
         if not call.is_backward:
-            whole = sum(num_bytes(node.meta["val"]) for node in gathers if node in figures.costs.transfer)
+            whole = sum(num_bytes(node.meta["val"]) for node in gathers if starts_collective(node))
             gathered[call.compilation] = max(whole, gathered.get(call.compilation, 0))
             continue
         compute = {node: 0 if node in gathers else cost for node, cost in figures.costs.compute.items()}

@@ -58,11 +58,13 @@ class HostLink:
     Attributes:
         startup_s: what each copy takes besides.
         to_device_bytes_per_s, to_host_bytes_per_s: of a copy.
+        memory_bytes_per_s: of the host's memory, for what the host computes for one rank while it does so for others.
     """
 
     startup_s: float
     to_device_bytes_per_s: float
     to_host_bytes_per_s: float
+    memory_bytes_per_s: float
 
     def copy_s(self, kind: str, num_bytes: float) -> float:
         """How long a copy takes when its direction is free.
@@ -78,8 +80,11 @@ class HostLink:
 # A copy engine takes some microseconds to begin: assumed. Of 32 GB/s by the standard, copies from and to pinned memory reach 25
 # over PCIe 4.0 (https://github.com/NVIDIA/nvbandwidth/issues/53), and of 64 over PCIe 5.0 55
 # (https://developer.nvidia.com/blog/?p=115566).
-_PCIE_4 = HostLink(5e-6, 25e9, 25e9)
-_PCIE_5 = HostLink(5e-6, 55e9, 55e9)
+#
+# Memory: of two sockets with eight channels each, DDR4-3200 or DDR5-4800, a rank of eight has an eighth, of which four fifths
+# are taken to be reached.
+_PCIE_4 = HostLink(5e-6, 25e9, 25e9, 0.8 * 2 * 8 * 25.6e9 / 8)
+_PCIE_5 = HostLink(5e-6, 55e9, 55e9, 0.8 * 2 * 8 * 38.4e9 / 8)
 
 
 @dataclass(frozen=True)

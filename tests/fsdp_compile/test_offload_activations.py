@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdp_compile import Capture, Report, capture, explain, fsdp_backend, fully_shard
 from fsdp_compile.compiler.backend import _check_activation_offload
 from fsdp_compile.compiler.options import Options
+from fsdp_compile.explain.suggestions import with_suggestions
 from passes.collectives import host_copies
 from passes.collectives.host_copies import fetch, offload, wait_copy, wait_offload
 from passes.ir.work import role
@@ -279,7 +280,7 @@ def test_cuda_graphs_are_refused() -> None:
 
 
 def report_on(policy: str, shard: Any = fully_shard, **given: Any) -> Report:
-    hardware = replace(known_hardware("cuda", "H100"), host=HostLink(1e-6, 2e6, 5e6))
+    hardware = replace(known_hardware("cuda", "H100"), host=HostLink(1e-6, 2e6, 5e6, 1e9))
     return explain(
         build(_MLP, policy),
         _input(),
@@ -304,7 +305,7 @@ class TestReport:
         assert all(0 < one.exposed_ns <= 2 * one.transfer_ns for one in waited.values())
         assert report.memory.host_bytes == 3 * value
         text = str(report)
-        assert "to device  to host" in text and "At most 576 B of activations wait on the host." in text
+        assert "to device  to host" in text and "On the host are 576 B at most." in text
         assert "the copy to the host of blocks." in text and "the copy to the device of blocks." in text
         tracks = report._pictures(None)[0].tracks
         names = ["copy to the host of blocks.0", "copy to the host of blocks.1", "copy to the host of blocks.2"]
@@ -323,6 +324,25 @@ class TestReport:
         held = [max(of.figures[0].memory.given_out[category] for category in [Category.ACTIVATIONS]) for of in (saved, copied)]
         assert held[0] - held[1] == 3 * 3 * 16 * 4
         assert [of.memory.on_host for of in (saved, copied)] == [[0, 0], [3 * 3 * 16 * 4] * 2]
+
+    def test_shards_on_the_host(self) -> None:
+        report = report_on("saved", functools.partial(fully_shard, offload_policy=CPUOffloadPolicy()), optimizer="adamw")
+        shards = report.total.shard_bytes
+        # The optimizer reads gradients, and reads and writes shards and two moments, at the rate of the host's memory.
+        trainable = round(report.optimizer_ns / 1e9 * report.hardware.host.memory_bytes_per_s / (3 + 2 * 2))
+        assert 0 < trainable <= shards
+        assert report.memory.host_bytes == shards + 3 * trainable
+        assert report.memory.categories["shards"] == report.memory.categories["optimizer state"] == 0
+        # Averaged gradients once; shards for each gather, in backward those that it reads.
+        assert {unit.name: unit.to_host_bytes - unit.shard_bytes for unit in report.units} == dict.fromkeys(
+            ("root", "blocks.0", "blocks.1", "blocks.2"), 0
+        )
+        assert all(unit.shard_bytes <= unit.to_device_bytes <= 2 * unit.shard_bytes for unit in report.units)
+        assert report.total.to_device_bytes > shards
+        # The step ends when the gradients are there.
+        last = report.exposures[-1]
+        assert (last.kind, last.stage, last.exposed_ns > 0) == ("to_host", "backward", True)
+        assert "not possible here: it does not know of copies of shards" in str(with_suggestions(report))
 
     def test_there_are_no_formulae_and_no_profiles(self) -> None:
         report = report_on("tanh")

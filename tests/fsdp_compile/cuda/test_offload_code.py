@@ -106,11 +106,6 @@ def test_gradients_arrive_in_memory_as_asked(case: str, pinned: bool) -> None:
     assert [node.args[1] for node in nodes] == [pinned] * 3
 
 
-def test_there_is_no_report() -> None:
-    with pytest.raises(NotImplementedError, match=r"no report on root, whose shards are on the host .*Leave the policy out"):
-        code_of("bf16").explain("H100")
-
-
 def test_parameters_on_the_device_are_refused() -> None:
     def load(model: Any) -> None:
         loaded: dict[str, Any] = {}

@@ -22,7 +22,7 @@ _NEAR = Links(Link(10e-6, 1e9), Link(20e-6, 1e9), Link(30e-6, 1e9))
 _FAR = Links(*[Link(100e-6, 1e8)] * 3)
 #: A flop a nanosecond (two in bfloat16), ten bytes a nanosecond, a microsecond for each kernel; nodes of four ranks. Copies of
 #: two bytes a nanosecond to the device, one to the host.
-HARDWARE = Hardware("test", {"float32": 1e9, "bfloat16": 2e9}, 1e10, 1e-6, 4, _NEAR, _FAR, host=HostLink(3e-6, 2e9, 1e9))
+HARDWARE = Hardware("test", {"float32": 1e9, "bfloat16": 2e9}, 1e10, 1e-6, 4, _NEAR, _FAR, host=HostLink(3e-6, 2e9, 1e9, 1e10))
 
 
 class TestCostModel(PassTestCase):

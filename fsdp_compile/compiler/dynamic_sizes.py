@@ -41,20 +41,17 @@ class DynamicSizes:
         """The sizes in fake values."""
         values: dict[sympy.Symbol, int] = {}
         open_sizes: dict[sympy.Symbol, SymInt] = {}
-        for size in symbolic_sizes_of(fake_values):
-            expression = size.node.expr
+        for symbol, size in _symbols(fake_values).items():
             if size.node.hint is None:
                 # It depends on data: nothing can be asked ahead of a call.
-                values |= {symbol: unknown_size() for symbol in expression.free_symbols if symbol not in values}
+                values[symbol] = unknown_size()
                 continue
-            if not expression.is_Symbol:
-                continue
-            most = size.node.shape_env.var_to_range[expression].upper
+            most = size.node.shape_env.var_to_range[symbol].upper
             if isinstance(most, sympy.Integer) and most < _NO_MAXIMUM:
-                values[expression] = int(most)
+                values[symbol] = int(most)
             else:
-                values[expression] = size_hint(size)
-                open_sizes[expression] = size
+                values[symbol] = size_hint(size)
+                open_sizes[symbol] = size
         return DynamicSizes(values, open_sizes)
 
     @property
@@ -91,3 +88,13 @@ class DynamicSizes:
         for symbol, size in self._open.items():
             # Asking is what adds the guard.
             assert size <= self.values[symbol]
+
+
+def _symbols(fake_values: Iterable[Any]) -> dict[sympy.Symbol, SymInt]:
+    """The symbols that the sizes of fake values are computed of, as sizes."""
+    found: dict[sympy.Symbol, SymInt] = {}
+    for size in symbolic_sizes_of(fake_values):
+        for symbol in sorted(size.node.expr.free_symbols - found.keys(), key=str):
+            # It need not be the size of anything itself.
+            found[symbol] = size.node.shape_env.create_symintnode(symbol, hint=None)
+    return found

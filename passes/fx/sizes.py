@@ -22,11 +22,11 @@ from torch import SymInt, Tensor
 UNKNOWN_SIZE = 8192
 
 _unknown_size: ContextVar[int] = ContextVar("_unknown_size", default=UNKNOWN_SIZE)
-_evaluate: ContextVar[Callable[[sympy.Expr], Any] | None] = ContextVar("_evaluate", default=None)
+_evaluate: ContextVar[Callable[[SymInt], Any] | None] = ContextVar("_evaluate", default=None)
 
 
 @contextlib.contextmanager
-def _evaluating(evaluate: Callable[[sympy.Expr], Any]) -> Iterator[None]:
+def _evaluating(evaluate: Callable[[SymInt], Any]) -> Iterator[None]:
     token = _evaluate.set(evaluate)
     try:
         yield
@@ -40,13 +40,28 @@ def symbolic_sizes(names: Mapping[sympy.Symbol, sympy.Symbol]) -> contextlib.Abs
     Args:
         names: what to call the symbols of the graph.
     """
-    return _evaluating(functools.cache(lambda expression: expression.xreplace(names)))
+    replaced = functools.cache(lambda expression: expression.xreplace(names))
+
+    def evaluate(size: SymInt) -> Any:
+        value = replaced(size.node.expr)
+        return int(value) if value.is_number else value
+
+    return _evaluating(evaluate)
 
 
 def sizes_at(values: Mapping[sympy.Symbol, int]) -> contextlib.AbstractContextManager[None]:
-    """Have sizes be what they are for other values of their symbols, inside of the ``with`` block."""
+    """Have sizes be what they are for other values of their symbols, inside of the ``with`` block.
+
+    Symbols without a value count as everywhere: the partitioner makes some, of the states of random number generators.
+    """
     numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
-    return _evaluating(functools.cache(lambda expression: expression.xreplace(numbers)))
+    replaced = functools.cache(lambda expression: expression.xreplace(numbers))
+
+    def evaluate(size: SymInt) -> int:
+        value = replaced(size.node.expr)
+        return int(value) if value.is_number else size_hint(size.node.shape_env.create_symintnode(value, hint=None))
+
+    return _evaluating(evaluate)
 
 
 @contextlib.contextmanager
@@ -113,10 +128,7 @@ def _sizes(value: Any) -> Iterator[int | SymInt]:
 def size_value(size: int | SymInt) -> Any:
     """A size as a number, or inside of :func:`symbolic_sizes` as an expression."""
     evaluate = _evaluate.get()
-    if isinstance(size, SymInt) and evaluate is not None:
-        value = evaluate(size.node.expr)
-        return int(value) if value.is_number else value
-    return size_hint(size)
+    return evaluate(size) if isinstance(size, SymInt) and evaluate is not None else size_hint(size)
 
 
 def shape_value(value: Tensor) -> tuple[Any, ...]:

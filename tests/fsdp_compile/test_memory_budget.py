@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compile import Capture, FSDPModule, capture, explain, fsdp_backend, fully_shard
@@ -200,8 +201,25 @@ def train(model: nn.Module, budget: Any, x: Tensor | None = None) -> tuple[Calla
     return compiled, captured
 
 
+class Attention(Block):
+    """What draws random numbers, as far as a partitioner knows: it saves their state ahead of computing it again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(1, -1, 4, 16).transpose(1, 2)
+        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return super().forward(x + attended.transpose(1, 2).reshape(x.shape))
+
+
 @pytest.mark.usefixtures("fake_ranks")
 class TestOneProcess:
+    def test_attention_in_a_checkpoint(self) -> None:
+        model = Model(1)
+        model.blocks[0] = checkpoint_wrapper(Attention())
+        shard(model, init_device_mesh("cpu", (8,), mesh_dim_names=("shard",)))
+        _, captured = train(model, "1TB")
+        assert any("rng_state" in node.name for node in captured.backward[0].graph_module.graph.nodes)
+        assert len(captured.choices[0].trials) > 1
+
     @pytest.mark.exhaustive
     def test_a_large_budget_keeps_all_and_recomputes_nothing(self) -> None:
         _, captured = train(sharded(), "1TB")

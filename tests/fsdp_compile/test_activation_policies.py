@@ -113,8 +113,11 @@ _COUNTED: Mapping[str, tuple[int, int, int, int]] = {
     "save all": (0, 0, 2, 2),
     "recompute all": (3, 1, 1, 1),
 }
-# What is different where the other block is recomputed.
+# What is different where the other block is recomputed; and where the result of the last block is saved itself, as what enters
+# a stretch that a budget has computed again: then nobody needs the last product.
 _BLOCK = (2, 1, -1, -1)
+_RESULT = {"save products": (0, 0, -1, 0)}
+_NOT_SAVED = (-1, 0, 0, 0)
 
 
 @pytest.mark.usefixtures("fake_ranks")
@@ -129,11 +132,15 @@ def test_what_a_policy_says_is_done(policy: str) -> None:
         again = [counted(backward, _aten.addmm.default), counted(backward, _aten.tanh.default)]
         return (*again, kept[_aten.addmm.default], kept[_aten.tanh.default])
 
+    def expected(*changes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        found = tuple(map(sum, zip(_COUNTED[policy], *changes, strict=True)))
+        return [found, tuple(map(operator.add, found, _RESULT.get(policy, _NOT_SAVED)))]
+
     assert count(train(Model("none", policy), None)) == _COUNTED[policy]
     unlimited = train(Model("none", policy), _LARGE)
-    assert count(unlimited) == _COUNTED[policy]
+    assert count(unlimited) in expected()
     least = train(Model("none", policy), unlimited.choices[0].frontier()[0].peak_bytes)
-    assert count(least) == tuple(map(operator.add, _COUNTED[policy], _BLOCK))
+    assert count(least) in expected(_BLOCK)
 
 
 @pytest.mark.exhaustive

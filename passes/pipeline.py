@@ -55,7 +55,7 @@ from .transforms.flat_storage import flat_storage, locate_shards
 from .transforms.gradient_sync import synchronize_gradients
 from .transforms.mixed_precision import mixed_precision
 from .transforms.name_shards import name_shards
-from .transforms.offload_activations import copy_activations, offload_activations
+from .transforms.offload_activations import copy_activations, may_wait, offload_activations
 from .transforms.recompute_stretches import forward_stretches, recompute_stretches
 from .transforms.repeated_layers import fold_layers, unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
@@ -162,7 +162,9 @@ def run_partitioner_passes(
     """
     if policy is not None:
         with _observed(graph, "joint", "recompute_stretches", observer, if_changed=True):
-            recompute_stretches(forward_stretches(graph, num_forward_outputs), policy.recomputed)
+            stretches = forward_stretches(graph, num_forward_outputs)
+            recompute_stretches(stretches, policy.recomputed)
+        may_wait(node for number in policy.offloaded for node in stretches[number])
         policy.reshard(graph)
     with _observed(graph, "joint", "offload_activations", observer, if_changed=True):
         offload_activations(graph)

@@ -11,6 +11,9 @@ shortest, and their gathers in backward have the least to hide behind.
 step); or, besides, the first stretches of forward are recomputed whole (:mod:`passes.transforms.recompute_stretches`): those
 whose activations would wait longest. The last one would be recomputed at once, and is not.
 
+Where host memory is granted, what the partitioner saves of the first stretches may wait there for backward
+(:mod:`passes.transforms.offload_activations`): all of it, or what stretches that are recomputed begin with.
+
 That is where :func:`search` begins. Then, as long as the graph is small enough for more trials, it looks around the best ones:
 one unit or stretch different, or two that change places.
 
@@ -21,8 +24,8 @@ slower, in the model. The choice depends on graph, budget and hardware numbers, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
@@ -36,7 +39,7 @@ from ..transforms.recompute_stretches import forward_stretches, is_open, units_o
 #: How many numbers of units that stay gathered, and of stretches that are recomputed, are tried; of the units also one, as that
 #: is usually the root, which stays gathered by default.
 _LEVELS = 4
-#: What is near to the best is tried until the trials together have as many nodes as this.
+#: What is near to the best is tried until the trials together have as many nodes as this; twice, where the host is open.
 _MOST_NODES = 30_000
 #: For the partitioner: everything is saved that is faster to save; and what is cheap is recomputed. Less is what stretches are
 #: for: among what is costly it would choose by size alone, and hold at once in backward what it has saved before.
@@ -57,6 +60,8 @@ class StepPolicy:
         recomputed: which stretches of forward are computed again, by number.
         stretches: how many there are.
         activation_budget: the partitioner's, from 0 to 1.
+        offloaded: the stretches of which what is saved waits on the host, by number; of those that are computed again too, that
+            is what the next one begins with.
     """
 
     kept: tuple[str, ...]
@@ -64,6 +69,7 @@ class StepPolicy:
     recomputed: tuple[int, ...]
     stretches: int
     activation_budget: float
+    offloaded: tuple[int, ...] = ()
 
     def reshard(self, graph: Graph) -> None:
         """Write into a joint graph which units reshard. In place."""
@@ -81,11 +87,13 @@ class Trial:
         policy: what was tried.
         peak_bytes: the most that lives at once, all the time that a step takes.
         time_ns: of forward and backward.
+        host_bytes: of activations that wait on the host between the two.
     """
 
     policy: StepPolicy
     peak_bytes: int
     time_ns: int
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,7 @@ class OpenChoices:
         num_stretches: how many there are.
         activation_budgets: the partitioner's.
         num_nodes: of the joint graph.
+        offloads: stretches of which what is saved can wait on the host, by number.
     """
 
     units: tuple[str, ...]
@@ -136,9 +145,17 @@ class OpenChoices:
     num_stretches: int
     activation_budgets: tuple[float, ...]
     num_nodes: int
+    offloads: tuple[int, ...] = ()
 
     @staticmethod
-    def of(graph: Graph, num_forward_outputs: int, open_units: Collection[str], activation_budget: float = SAVE) -> OpenChoices:
+    def of(
+        graph: Graph,
+        num_forward_outputs: int,
+        open_units: Collection[str],
+        activation_budget: float = SAVE,
+        *,
+        offloads: bool = False,
+    ) -> OpenChoices:
         """What is open about the step of a joint graph, ahead of the passes that speak to the partitioner.
 
         Args:
@@ -146,72 +163,116 @@ class OpenChoices:
             num_forward_outputs: how many of its outputs are forward's.
             open_units: those whose resharding is to be chosen.
             activation_budget: the partitioner's, as the user has set it; if that is something else than to save, it stays.
+            offloads: whether activations may wait on the host.
         """
         stretches = forward_stretches(graph, num_forward_outputs)
+        open_stretches = tuple(number for number, stretch in enumerate(stretches) if is_open(stretch))
         return OpenChoices(
             tuple(unit for unit in _by_last_reader(graph, stretches) if unit in open_units),
-            tuple(number for number, stretch in enumerate(stretches) if is_open(stretch)),
+            open_stretches,
             len(stretches),
             (SAVE, RECOMPUTE_CHEAP) if activation_budget == SAVE else (activation_budget,),
             len(graph.nodes),
+            open_stretches if offloads else (),
         )
 
-    def policy(self, kept: Collection[str], recomputed: Collection[int], activation_budget: float) -> StepPolicy:
-        """The policy that keeps some units and computes some stretches again."""
+    def policy(
+        self, kept: Collection[str], recomputed: Collection[int], activation_budget: float, offloaded: Collection[int] = ()
+    ) -> StepPolicy:
+        """The policy that keeps some units, computes some stretches again, and has some wait on the host."""
         return StepPolicy(
             tuple(unit for unit in self.units if unit in kept),
             tuple(unit for unit in self.units if unit not in kept),
             tuple(sorted(recomputed)),
             self.num_stretches,
             activation_budget,
+            tuple(sorted(offloaded)),
         )
 
     def grid(self) -> list[StepPolicy]:
-        """Policies all over what is open: the last units stay gathered, the first stretches are computed again."""
-        earlier = tuple(number for number in self.stretches if number < self.num_stretches - 1)
+        """Policies all over what is open: the last units stay gathered, the first stretches are computed again, or wait on the
+        host, or both."""
+        earlier = [tuple(n for n in numbers if n < self.num_stretches - 1) for numbers in (self.stretches, self.offloads)]
+        levels, waiting = ([numbers[:count] for count in _levels(len(numbers))] for numbers in earlier)
         saving, cheap = self.activation_budgets[0], self.activation_budgets[-1]
-        savings = dict.fromkeys([(saving, ()), *((cheap, earlier[:count]) for count in _levels(len(earlier)))])
-        return [
+        policies = [
             self.policy(self.units[:count], recomputed, budget)
-            for budget, recomputed in savings
+            for budget, recomputed in [(saving, ()), *((cheap, level) for level in levels)]
             for count in sorted({*_levels(len(self.units)), min(1, len(self.units))})
         ]
+        # Beside these, units stay gathered as by default, or all.
+        policies += [
+            self.policy(self.units[:count], recomputed, budget, offloaded)
+            for offloaded in waiting[1:]
+            for budget, recomputed in ((saving, ()), (cheap, ()), (cheap, offloaded))
+            for count in (1, len(self.units))
+        ]
+        return list(dict.fromkeys(policies))
 
     def near(self, policy: StepPolicy) -> Iterator[StepPolicy]:
         """Policies that differ in one unit or stretch, or in two that change places, or in what the partitioner does."""
-        kept, recomputed = set(policy.kept), set(policy.recomputed)
         for budget in self.activation_budgets:
-            yield self.policy(kept, recomputed, budget)
+            yield replace(policy, activation_budget=budget)
         for unit in self.units:
-            yield self.policy(kept ^ {unit}, recomputed, policy.activation_budget)
+            yield self._changed(policy, kept={unit})
         for number in self.stretches:
-            yield self.policy(kept, recomputed ^ {number}, policy.activation_budget)
+            yield self._changed(policy, recomputed={number})
+        for number in self.offloads:
+            yield self._changed(policy, offloaded={number})
+            yield self._changed(policy, recomputed={number}, offloaded={number})
         for one, other in itertools.product(policy.kept, policy.resharded):
-            yield self.policy(kept ^ {one, other}, recomputed, policy.activation_budget)
-        for first, second in itertools.product(policy.recomputed, sorted(set(self.stretches) - recomputed)):
-            yield self.policy(kept, recomputed ^ {first, second}, policy.activation_budget)
+            yield self._changed(policy, kept={one, other})
+        for name, numbers in (("recomputed", self.stretches), ("offloaded", self.offloads)):
+            chosen = getattr(policy, name)
+            for first, second in itertools.product(chosen, sorted(set(numbers).difference(chosen))):
+                yield self._changed(policy, **{name: {first, second}})
+
+    def _changed(
+        self,
+        policy: StepPolicy,
+        kept: Set[str] = frozenset(),
+        recomputed: Set[int] = frozenset(),
+        offloaded: Set[int] = frozenset(),
+    ) -> StepPolicy:
+        """A policy that does otherwise with these."""
+        return self.policy(
+            kept ^ set(policy.kept),
+            recomputed ^ set(policy.recomputed),
+            policy.activation_budget,
+            offloaded ^ set(policy.offloaded),
+        )
 
 
-def search(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial]) -> list[Trial]:
-    """Try the grid, and then what is near to the best.
+def search(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial | None]) -> list[Trial]:
+    """Try the grid, and then what is near to the best; at first without the host, which so never makes a step slower.
 
     Args:
         choices: what is open.
-        attempt: evaluates a policy.
+        attempt: evaluates a policy; None: it takes more of the host than there is.
     """
-    tried = {policy: attempt(policy) for policy in dict.fromkeys(choices.grid())}
-    most = max(len(tried), _MOST_NODES // choices.num_nodes)
+    tried: dict[StepPolicy, Trial | None] = {}
+    if choices.offloads:
+        _explore(replace(choices, offloads=()), attempt, tried)
+    _explore(choices, attempt, tried)
+    return list(filter(None, tried.values()))
+
+
+def _explore(
+    choices: OpenChoices, attempt: Callable[[StepPolicy], Trial | None], tried: dict[StepPolicy, Trial | None]
+) -> None:
+    most = len(tried) + _MOST_NODES // choices.num_nodes
+    tried |= {policy: attempt(policy) for policy in choices.grid() if policy not in tried}
     around: dict[StepPolicy, Iterator[StepPolicy]] = {}
     while True:
         before = len(tried)
         # One for each of the best in turn: of a large graph, not all that is near is tried.
-        for center in [trial.policy for trial in _frontier(tried.values())]:
+        for center in [trial.policy for trial in _frontier(filter(None, tried.values()))]:
             policies = around.setdefault(center, choices.near(center))
             policy = next((policy for policy in policies if policy not in tried), None)
             if policy is not None and len(tried) < most:
                 tried[policy] = attempt(policy)
         if len(tried) == before:
-            return list(tried.values())
+            return
 
 
 def _frontier(trials: Iterable[Trial]) -> list[Trial]:

@@ -6,6 +6,9 @@ Before: operators whose results go to the host are ``MUST_CPU_OFFLOAD`` or ``PRE
 After:  they are ``MUST_SAVE``, and marked if that is possible; views of them are ``MUST_RECOMPUTE``, so that what is saved is
         the memory, whole and once.
 
+``offload_saved``, after the partitioner, in the forward and the backward graph, does the same for a memory budget: it marks
+what the partitioner has saved of the operators that ``may_wait`` was called with.
+
 ``copy_activations``, in the forward and the backward graph:
 
 Before: forward gives out marked values, which backward takes.
@@ -27,7 +30,8 @@ import functools
 import itertools
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -36,11 +40,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..collectives.host_copies import copies_to, fetch, offload, wait_copy, wait_offload
 from ..fx.emit import emit
 from ..fx.graph import argument_text
+from ..fx.sizes import num_bytes
 from ..ir.ops import ReduceGrad, reduce_grads
 from ..models.cost_model import is_free, kernels
 from ..models.memory_model import IS_OFFLOADED, IS_PARAMETER, memory_roots
 from .recompute_stretches import units_of_parameters
 
+#: The key in ``node.meta`` of what may wait on the host.
+_MAY_WAIT = "fsdp_may_wait"
+#: Of what nobody has named: less is not worth two copies.
+_LEAST_BYTES = 1 << 16
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 
 
@@ -62,6 +71,41 @@ def offload_activations(graph: Graph) -> None:
         if "ac_graph_id" in root.meta:
             # Of one region: no boundary of two, at which the partitioner would save.
             node.meta["ac_graph_id"] = root.meta["ac_graph_id"]
+
+
+def may_wait(nodes: Iterable[Node]) -> None:
+    """Say of nodes of a joint graph that what the partitioner saves of them waits on the host. In place."""
+    for node in nodes:
+        node.meta[_MAY_WAIT] = True
+
+
+def offload_saved(forward: Graph, backward: Graph, num_forward_outputs: int) -> None:
+    """Mark what goes to the host, in a partitioned forward and its backward graph. In place.
+
+    Args:
+        forward, backward: the graphs.
+        num_forward_outputs: how many of forward's outputs are the model's: the first ones.
+    """
+    outputs: Any = forward.output_node().args[0]
+    root_of = memory_roots(forward)
+    # What is saved twice, or given to the caller as well, would not be freed.
+    holds = Counter(root_of[node] for node in dict.fromkeys(outputs) if isinstance(node, Node) and node in root_of)
+    saved = {
+        node.name: node
+        for node in outputs[num_forward_outputs:]
+        if isinstance(node, Node) and _MAY_WAIT in node.meta and _can_wait(node, root_of) and holds[root_of[node]] == 1
+    }
+    taken = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    for name, node in saved.items():
+        for end in (node, taken[name]):
+            end.meta[IS_OFFLOADED] = True
+
+
+def _can_wait(node: Node, root_of: Mapping[Node, Node]) -> bool:
+    root = root_of.get(node)
+    if root is None or root.op != "call_function" or IS_PARAMETER in root.meta:
+        return False
+    return copies_to(node.meta["val"].device) and num_bytes(node.meta["val"]) >= _LEAST_BYTES
 
 
 def will_offload(graph: Graph) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -50,8 +50,8 @@ def test_nothing_fits() -> None:
 # The search, of steps whose bytes and time are sums.
 
 
-def open_choices(num_nodes: int = 100) -> OpenChoices:
-    return OpenChoices(("d", "c", "b", "a"), (0, 1, 2, 3), 4, (SAVE, RECOMPUTE_CHEAP), num_nodes)
+def open_choices(num_nodes: int = 100, offloads: tuple[int, ...] = ()) -> OpenChoices:
+    return OpenChoices(("d", "c", "b", "a"), (0, 1, 2, 3), 4, (SAVE, RECOMPUTE_CHEAP), num_nodes, offloads)
 
 
 def attempt_with(seed: int) -> Callable[[StepPolicy], Trial]:
@@ -60,11 +60,18 @@ def attempt_with(seed: int) -> Callable[[StepPolicy], Trial]:
     kept = {unit: (numbers.randint(1, 100), -numbers.randint(1, 100)) for unit in "abcd"}
     again = {number: (-numbers.randint(1, 100), numbers.randint(1, 100)) for number in range(4)}
     cheap = -numbers.randint(1, 100), numbers.randint(1, 100)
+    copied = {number: (-numbers.randint(1, 100), numbers.randint(1, 100)) for number in range(4)}
 
     def attempt(policy: StepPolicy) -> Trial:
-        parts = [kept[unit] for unit in policy.kept] + [again[number] for number in policy.recomputed]
+        parts: list[Sequence[int]] = [kept[unit] for unit in policy.kept] + [again[number] for number in policy.recomputed]
         parts += [cheap] if policy.activation_budget == RECOMPUTE_CHEAP else []
-        return Trial(policy, 1000 + sum(part[0] for part in parts), 1000 + sum(part[1] for part in parts))
+        # Of what is computed again, less is saved.
+        waiting = [
+            [part // (4 if number in policy.recomputed else 1) for part in copied[number]] for number in policy.offloaded
+        ]
+        parts += waiting
+        host_bytes = -sum(part[0] for part in waiting)
+        return Trial(policy, 1000 + sum(part[0] for part in parts), 1000 + sum(part[1] for part in parts), host_bytes)
 
     return attempt
 
@@ -72,17 +79,22 @@ def attempt_with(seed: int) -> Callable[[StepPolicy], Trial]:
 def every_policy(choices: OpenChoices) -> list[StepPolicy]:
     subsets = [
         [subset for size in range(len(values) + 1) for subset in itertools.combinations(values, size)]
-        for values in (choices.units, choices.stretches)
+        for values in (choices.units, choices.stretches, choices.offloads)
     ]
-    return [choices.policy(*parts) for parts in itertools.product(*subsets, choices.activation_budgets)]
+    every = [
+        choices.policy(kept, recomputed, budget, offloaded)
+        for kept, recomputed, offloaded, budget in itertools.product(*subsets, choices.activation_budgets)
+    ]
+    return list(dict.fromkeys(every))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_search_comes_close_to_the_best(seed: int) -> None:
+@pytest.mark.parametrize(("offloads", "policies"), [((), 512), ((0, 1, 2, 3), 8192)])
+def test_search_comes_close_to_the_best(offloads: tuple[int, ...], policies: int, seed: int) -> None:
     """Of all budgets, those of a knapsack with sizes at random, which is worse than layers are."""
-    attempt, choices = attempt_with(seed), open_choices()
+    attempt, choices = attempt_with(seed), open_choices(30, offloads)
     best = [attempt(policy) for policy in every_policy(choices)]
-    assert len(best) == len({trial.policy for trial in best}) == 512
+    assert len(best) == len({trial.policy for trial in best}) == policies
     found, grid = search(choices, attempt), [attempt(policy) for policy in choices.grid()]
     assert len(found) == len({trial.policy for trial in found}) and set(grid) <= set(found) <= set(best)
     times: dict[str, list[int]] = {}
@@ -98,6 +110,37 @@ def test_large_graphs_are_tried_less() -> None:
     attempt = attempt_with(0)
     sizes = [len(search(open_choices(num_nodes), attempt)) for num_nodes in (100, 1000, 1 << 20)]
     assert sizes[0] > sizes[1] == 30 > sizes[2] == len(open_choices().grid()) == 20
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_host_makes_no_step_slower(seed: int) -> None:
+    """What is found without it is there with it, also where little is tried."""
+    attempt = attempt_with(seed)
+    without, granted = (search(open_choices(500, offloads), attempt) for offloads in ((), (0, 1, 2, 3)))
+    assert len(without) < len(granted) and set(without) < set(granted)
+
+
+def test_what_the_host_cannot_hold_is_no_trial() -> None:
+    attempt = attempt_with(0)
+
+    def attempt_within(policy: StepPolicy) -> Trial | None:
+        found = attempt(policy)
+        return found if found.host_bytes <= 60 else None
+
+    found = search(open_choices(offloads=(0, 1, 2, 3)), attempt_within)
+    assert 0 < max(trial.host_bytes for trial in found) <= 60
+
+
+def test_grid_of_the_host() -> None:
+    """What is saved of the first stretches waits there; or what those begin with that are computed again."""
+    choices = open_choices(offloads=(0, 1, 2, 3))
+    added = choices.grid()[len(open_choices().grid()) :]
+    assert {one.kept for one in added} == {("d",), ("d", "c", "b", "a")}
+    found = {(one.activation_budget, one.recomputed, one.offloaded) for one in added}
+    first = [(0,), (0, 1), (0, 1, 2)]
+    assert found == {
+        case for some in first for case in ((SAVE, (), some), (RECOMPUTE_CHEAP, (), some), (RECOMPUTE_CHEAP, some, some))
+    }
 
 
 def test_what_is_near() -> None:

@@ -1,15 +1,19 @@
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch._functorch.aot_autograd import aot_function
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from passes.ir.ops import unshard
-from passes.models.memory_model import mark_memory
+from passes.models.memory_model import IS_OFFLOADED, mark_memory
 from passes.pipeline import graph_text
-from passes.transforms.offload_activations import copy_activations, offload_activations
+from passes.transforms import offload_activations as offload_activations_pass
+from passes.transforms.offload_activations import copy_activations, may_wait, offload_activations, offload_saved
 from tests.common.copy_engine import copying
 from tests.passes.tracing import PassTestCase
 
@@ -198,3 +202,41 @@ def forward(self, primals_1: "f32[1, 8]", primals_2: "f32[1, 8]", primals_3: "f3
         for policy in (None, CheckpointPolicy.MUST_SAVE):
             _, forward, backward = self.partitioned(policy, torch.ops.aten.sigmoid.default)
             self.assertNotIn("fsdp_host", self.text(forward) + self.text(backward))
+
+
+class TestOffloadSaved(PassTestCase):
+    def marked(self, saved: tuple[str, ...], outputs: tuple[str, ...] = (), least: int = 1, engine: bool = True) -> list[str]:
+        """What goes to the host of what a graph of two sigmoids saves, of which all but the second may wait."""
+
+        def function(x):
+            first = x.sigmoid()
+            return first.view(8, 3), first.t(), first.sigmoid(), first.t().sigmoid()
+
+        forward = make_fx(function)(torch.zeros(3, 8)).graph
+        nodes = {node.name: node for node in forward.nodes}
+        forward.output_node().args = (tuple(nodes[name] for name in outputs + saved),)
+        may_wait(node for name, node in nodes.items() if name != "sigmoid_1")
+        backward = Graph()
+        for name in saved:
+            backward.placeholder(name)
+        with copying() if engine else nullcontext(), mock.patch.object(offload_activations_pass, "_LEAST_BYTES", least):
+            offload_saved(forward, backward, len(outputs))
+        found = [[node.name for node in graph.nodes if IS_OFFLOADED in node.meta] for graph in (forward, backward)]
+        self.assertEqual(set(found[0]), set(found[1]))
+        return found[1]
+
+    def test_what_the_budget_named(self) -> None:
+        self.assertEqual(self.marked(("sigmoid_2", "sigmoid_1", "t")), ["sigmoid_2", "t"])
+
+    def test_memory_that_has_to_stay(self) -> None:
+        """Saved twice, the function's own output, or an input: a copy would free nothing."""
+        self.assertEqual(self.marked(("view", "t")), [])
+        self.assertEqual(self.marked(("t", "sigmoid_2"), outputs=("view",)), ["sigmoid_2"])
+        self.assertEqual(self.marked(("x_1",)), [])
+
+    def test_little_is_not_worth_two_copies(self) -> None:
+        self.assertEqual(self.marked(("sigmoid",), least=3 * 8 * 4), ["sigmoid"])
+        self.assertEqual(self.marked(("sigmoid",), least=3 * 8 * 4 + 1), [])
+
+    def test_a_device_without_an_engine(self) -> None:
+        self.assertEqual(self.marked(("sigmoid",), engine=False), [])

@@ -24,6 +24,7 @@ from passes.auto.memory_budget import (
     held_in_backward,
     search,
 )
+from passes.collectives.host_copies import copies_to
 from passes.fx.emit import replaying_traces
 from passes.fx.sizes import num_bytes
 from passes.fx.torch_internals.aot import functorch_config, partitioners
@@ -33,6 +34,7 @@ from passes.ir.ops import unshards
 from passes.models.hardware import Hardware
 from passes.models.memory_model import Breakdown, Category
 from passes.pipeline import ignore_pass, run_partitioner_passes
+from passes.transforms.offload_activations import offload_saved
 
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
@@ -87,7 +89,9 @@ class StepBudget:
                 "options['memory_budget'] partitions graphs, and so does torch._inductor.config.custom_partitioner_fn: unset "
                 "one of the two."
             )
-        self.limit = options.budget_bytes(next(iter(units.values())).mesh.device)
+        self._device = next(iter(units.values())).mesh.device
+        self.limit = options.budget_bytes(self._device)
+        self._host_limit = options.host_budget_bytes
         self._resident, self._inputs = _resident(units.values(), examples, Optimizer.of(options.optimizer))
         self._open = {name for name, unit in units.items() if unit.may_choose_reshard}
         self._hardware = hardware
@@ -109,15 +113,25 @@ class StepBudget:
             BudgetTooLow: nothing fits.
         """
         outputs = kwargs["num_fwd_outputs"]
-        choices = OpenChoices.of(joint.graph, outputs, self._open, functorch_config.activation_memory_budget)
+        choices = OpenChoices.of(
+            joint.graph,
+            outputs,
+            self._open,
+            functorch_config.activation_memory_budget,
+            offloads=self._host_limit > 0 and copies_to(self._device),
+        )
         self._sizes = sizes = self._sizes_of(joint.graph)
 
-        def attempt(policy: StepPolicy) -> Trial:
+        def attempt(policy: StepPolicy) -> Trial | None:
             forward, backward = _partition(snapshot(joint), inputs, policy, **kwargs)
             scheduled = [schedule(forward, False), schedule(backward, True)]
             with sizes.counted():
                 time = sum(graph_time(graph, self._hardware) for graph, _ in scheduled)
-                return Trial(policy, self._peak(scheduled), time)
+                host_bytes = self._host_bytes(scheduled)
+                # What a policy of the user sends there is not the budget's.
+                if policy.offloaded and host_bytes > self._host_limit:
+                    return None
+                return Trial(policy, self._peak(scheduled), time, host_bytes)
 
         with replaying_traces():
             trials = search(choices, attempt)
@@ -127,8 +141,16 @@ class StepBudget:
         if sizes.are_open:
             with replaying_traces():
                 scheduled = [schedule(snapshot(forward), False), schedule(snapshot(backward), True)]
-            sizes.admit_larger(lambda: self._peak(scheduled) <= self.limit)
+            waits = bool(choice.chosen.policy.offloaded)
+            sizes.admit_larger(
+                lambda: self._peak(scheduled) <= self.limit and not (waits and self._host_bytes(scheduled) > self._host_limit)
+            )
         return forward, backward
+
+    def _host_bytes(self, scheduled: Sequence[tuple[Graph, Interface]]) -> int:
+        """The bytes of activations that wait on the host between forward and backward."""
+        forward, _ = scheduled[0]
+        return int(graph_memory(forward, fuses=self._fuses).offloaded)
 
     def _peak(self, scheduled: Sequence[tuple[Graph, Interface]]) -> int:
         """The most that lives at once in a step of these graphs, forward and backward."""
@@ -218,7 +240,9 @@ def _partition(
     told = observer() if is_final else ignore_pass
     run_partitioner_passes(joint.graph, told, policy=policy, num_forward_outputs=kwargs["num_fwd_outputs"])
     with functorch_config.patch(activation_memory_budget=policy.activation_budget):
-        return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        forward, backward = partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    offload_saved(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+    return forward, backward
 
 
 def _check_is_whole(units: Iterable[Unit]) -> None:

@@ -43,6 +43,8 @@ class Options:
             ``CapturedGraph.live_bytes()``.
         memory_budget: the most bytes that may live at once in a whole step, shards and optimizer included: bytes, text such as
             "80GB" or "74.5GiB", or a part of the device's memory, from 0.0 to 1.0 (see :mod:`passes.auto.memory_budget`).
+        host_budget: only with ``memory_budget``: the most bytes of pinned memory of the host, for each rank, in which
+            activations may wait for backward where that makes a faster step: an int, or text as there. None or 0: none do.
         optimizer: only with ``memory_budget``: whose state counts; "adamw", "momentum", "sgd", its bytes for each element of a
             parameter, or None.
         hardware: only with "auto" or ``memory_budget``: the machine's numbers, or the path of a file that
@@ -56,6 +58,7 @@ class Options:
     schedule: str = "default"
     memory_limit: int | None = None
     memory_budget: int | float | str | None = None
+    host_budget: int | str | None = None
     optimizer: str | float | None = "adamw"
     hardware: Hardware | str | os.PathLike[str] | None = None
     merge_below: int | None = None
@@ -101,21 +104,22 @@ class Options:
     def _check_budget(self) -> None:
         budget = self.memory_budget
         if budget is None:
-            if self.optimizer != "adamw":
-                raise ValueError("options['optimizer'] means something only with options['memory_budget'].")
+            for name, default in (("optimizer", "adamw"), ("host_budget", None)):
+                if getattr(self, name) != default:
+                    raise ValueError(f"options[{name!r}] means something only with options['memory_budget'].")
             return
         Optimizer.of(self.optimizer)
         if self.cudagraphs:
             raise ValueError(
                 "options['memory_budget'] does not count the memory that CUDA graphs keep: leave options['cudagraphs'] out."
             )
-        if isinstance(budget, str):
-            size = _SIZE.fullmatch(budget.strip())
-            is_sensible = size is not None and float(size["number"]) > 0
-        elif isinstance(budget, float):
-            is_sensible = 0 < budget <= 1
-        else:
-            is_sensible = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
+        host = self.host_budget
+        if host not in (None, 0) and not _is_size(host):
+            raise ValueError(
+                "options['host_budget'] must be a number of bytes (an int) or text such as '80GB' or '74.5GiB', 0 or None to "
+                f"send nothing to the host, not {host!r}."
+            )
+        is_sensible = 0 < budget <= 1 if isinstance(budget, float) else _is_size(budget)
         if not is_sensible:
             raise ValueError(
                 "options['memory_budget'] must be a number of bytes (an int), text such as '80GB' or '74.5GiB', or a part of "
@@ -130,18 +134,19 @@ class Options:
         """
         budget = self.memory_budget
         assert budget is not None
-        if isinstance(budget, str):
-            size = _SIZE.fullmatch(budget.strip())
-            assert size is not None
-            return int(float(size["number"]) * _UNITS[size["unit"].upper()])
-        if isinstance(budget, int):
-            return budget
+        if not isinstance(budget, float):
+            return _bytes_of(budget)
         if device.type == "cpu":
             raise ValueError(
                 f"options['memory_budget'] = {budget!r} is a part of the device's memory, but the parameters are on the CPU, "
                 "whose memory is not this rank's alone: give bytes, such as '16GB'."
             )
         return int(budget * torch.get_device_module(device).get_device_properties(device).total_memory)
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """The most bytes of activations that the budget may send to the host."""
+        return _bytes_of(self.host_budget or 0)
 
     @property
     def small_unit_bytes(self) -> int:
@@ -157,3 +162,19 @@ class Options:
         if self.schedule != "auto":
             return None
         return AutoSchedule(find_hardware(self.hardware, device.type), self.memory_limit)
+
+
+def _is_size(given: Any) -> bool:
+    """Whether an option is a number of bytes, as an int or as text."""
+    if isinstance(given, str):
+        size = _SIZE.fullmatch(given.strip())
+        return size is not None and float(size["number"]) > 0
+    return isinstance(given, int) and not isinstance(given, bool) and given > 0
+
+
+def _bytes_of(given: int | str) -> int:
+    if isinstance(given, int):
+        return given
+    size = _SIZE.fullmatch(given.strip())
+    assert size is not None
+    return int(float(size["number"]) * _UNITS[size["unit"].upper()])

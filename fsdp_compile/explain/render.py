@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from passes.auto.memory_budget import SAVE, Choice
+from passes.auto.memory_budget import SAVE, Choice, StepPolicy
 
 from .exposure import Exposure, milliseconds
 from .parts import Suggestion, UnitReport
@@ -176,16 +176,21 @@ def _memory_table(report: Report) -> Table:
 def _budget_table(choice: Choice) -> Table:
     """The trials that a memory budget can come to choose; what the next bytes would buy."""
     frontier = choice.frontier()
-    rows = [[f"budget {size(choice.limit)}", "stay gathered", "recomputed", "memory", "forward and backward"]]
+    offloads = any(trial.policy.offloaded for trial in frontier)
+    head = [f"budget {size(choice.limit)}", "stay gathered", "recomputed", *(["wait on the host"] if offloads else [])]
+    rows = [[*head, "memory", "forward and backward"]]
     for trial in frontier:
         policy = trial.policy
         units = len(policy.kept) + len(policy.resharded)
-        kept = f"{len(policy.kept)} of {units} units"
+        cells = [f"{len(policy.kept)} of {units} units"]
         recomputed = [] if policy.activation_budget == SAVE else ["what is cheap"]
-        recomputed += [f"{len(policy.recomputed)} of {policy.stretches} stretches"] if policy.recomputed else []
+        recomputed += [_stretches(policy.recomputed, policy)] if policy.recomputed else []
+        cells.append(", ".join(recomputed) or "nothing")
+        if offloads:
+            waiting = f"{_stretches(policy.offloaded, policy)}, {size(trial.host_bytes)}"
+            cells.append(waiting if policy.offloaded else "nothing")
         mark = "chosen" if trial == choice.chosen else "" if trial.peak_bytes <= choice.limit else "too large"
-        memory, time = size(trial.peak_bytes), milliseconds(trial.time_ns)
-        rows.append([mark, kept, ", ".join(recomputed) or "nothing", memory, time])
+        rows.append([mark, *cells, size(trial.peak_bytes), milliseconds(trial.time_ns)])
     others = len(choice.trials) - len(frontier)
     note = f"{others} others were tried, that take no less time with as many bytes or more."
     next_one = next((trial for trial in frontier if trial.peak_bytes > choice.limit), None)
@@ -193,6 +198,10 @@ def _budget_table(choice: Choice) -> Table:
         more, saved = size(next_one.peak_bytes - choice.limit), milliseconds(choice.chosen.time_ns - next_one.time_ns)
         note += f" With {more} more, the step would be {saved} faster."
     return Table(rows, note)
+
+
+def _stretches(numbers: Sequence[int], policy: StepPolicy) -> str:
+    return f"{len(numbers)} of {policy.stretches} stretches"
 
 
 def verdict(report: Report) -> str:

@@ -1,0 +1,196 @@
+"""``options={"memory_budget": ..., "host_budget": ...}``: activations that wait on the host because a budget needs it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compile import Capture, Report, capture, explain, fsdp_backend, fully_shard
+from fsdp_compile.compiler.options import Options
+from passes.auto.memory_budget import Choice, Trial
+from passes.models.hardware import HostLink, known_hardware
+from tests.common import models
+from tests.common.copy_engine import CopyEngine, copying
+from tests.common.distributed import RankPools
+from tests.common.parity import Case, Run, compare, regression_batch, train_reference, train_sharded
+from tests.fsdp_compile.test_memory_budget import Model, batch, shard, step_ns
+
+_LARGE = 1 << 40
+#: A bus that carries a layer's activations while a layer is computed, beside a device that computes slowly.
+_FAST = replace(known_hardware("cuda", "H100"), host=HostLink(1e-6, 50e9, 50e9, 50e9), flops_per_s={"float32": 1e11})
+
+
+def explained(budget: int | str, host_budget: int | str | None, **options: Any) -> Report:
+    given = {"memory_budget": budget, "host_budget": host_budget, **options}
+    return explain(Model(), batch(), (8,), _FAST, shard=shard, options=given, suggest=False)
+
+
+@functools.cache
+def choice(host_budget: int | str | None) -> Choice:
+    (found,) = explained(_LARGE, host_budget).choices
+    return found
+
+
+def _offloads(trials: Any) -> list[Trial]:
+    return [trial for trial in trials if trial.policy.offloaded]
+
+
+@pytest.mark.exhaustive
+def test_steps_that_copy_are_among_the_best() -> None:
+    """They take fewer bytes than others that take as long, and only they have bytes on the host."""
+    without, granted = choice(None), choice(_LARGE)
+    assert not _offloads(without.trials) and _offloads(granted.frontier())
+    for trial in granted.trials:
+        assert bool(trial.policy.offloaded) >= (trial.host_bytes > 0)
+    assert set(without.frontier()) <= set(granted.trials)
+    best = _offloads(granted.frontier())[-1]
+    fitting = [trial.time_ns for trial in without.trials if trial.peak_bytes <= best.peak_bytes]
+    assert best.time_ns < min(fitting, default=_LARGE)
+
+
+@pytest.mark.exhaustive
+def test_the_host_has_a_budget_as_well() -> None:
+    most = max(trial.host_bytes for trial in choice(_LARGE).trials)
+    granted = choice(most // 2)
+    used = [trial.host_bytes for trial in _offloads(granted.trials)]
+    assert 0 < max(used) <= most // 2
+    assert not choice(0).trials[0].host_bytes and not _offloads(choice(0).trials)
+
+
+def test_the_step_is_the_one_that_was_tried_and_says_so() -> None:
+    trial = _offloads(choice(_LARGE).frontier())[-1]
+    report = explained(trial.peak_bytes, "1TB")
+    assert report.choices[0].chosen == trial
+    assert report.memory.peak_bytes + batch().nbytes <= trial.peak_bytes
+    assert (report.memory.host_bytes, step_ns(report)) == (trial.host_bytes, trial.time_ns)
+    text = str(report)
+    assert "wait on the host" in text and f"{len(trial.policy.offloaded)} of {trial.policy.stretches} stretches" in text
+
+
+# Executed, with an engine whose copies leave NaN where nothing has arrived.
+
+
+def _train(options: Mapping[str, Any], rows: int = 512) -> tuple[list[Tensor], Capture]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model()
+    shard(model, init_device_mesh("cpu", (1,)))
+    compiled: Callable[..., Tensor] = torch.compile(model, backend=fsdp_backend, options=dict(options))
+    with capture() as captured:
+        compiled(batch()[:rows]).backward()
+    found: list[Any] = [param.grad for param in model.parameters()]
+    return [gradient.full_tensor() for gradient in found], captured
+
+
+@pytest.mark.usefixtures("one_rank")
+class TestOneProcess:
+    def test_copies_what_the_trial_counts(self) -> None:
+        """Of a step that only copies, to the bit what the step without a budget computes."""
+        options = {"lowering": "aot_eager", "hardware": _FAST, "host_budget": "1GB"}
+        expected, _ = _train({"lowering": "aot_eager"})
+        with copying(1e9) as engine:
+            _, captured = _train({**options, "memory_budget": _LARGE})
+            assert not engine.copies
+            trial = _chosen_to_copy(captured.choices[0])
+            found, captured = _train({**options, "memory_budget": trial.peak_bytes})
+            assert captured.choices[0].chosen == trial
+            _copied(engine, trial.host_bytes)
+        assert all(map(torch.equal, found, expected))
+
+    @pytest.mark.exhaustive
+    def test_without_memory_of_its_own_nothing_waits_elsewhere(self) -> None:
+        """The CPU has the host's memory."""
+        _, captured = _train({"lowering": "aot_eager", "memory_budget": _LARGE, "host_budget": "1GB"})
+        assert not _offloads(captured.choices[0].trials)
+
+    @pytest.mark.exhaustive
+    def test_larger_batches_keep_to_the_budget_of_the_host(self) -> None:
+        """A graph with sizes that change serves what fits on the host, too; what does not is compiled anew."""
+        options = {"lowering": "aot_eager", "hardware": _FAST}
+        with copying(1e9):
+            _, captured = _train({**options, "memory_budget": _LARGE, "host_budget": "1GB"}, rows=256)
+            trial = _chosen_to_copy(captured.choices[0])
+            torch._dynamo.reset()
+            model = Model()
+            shard(model, init_device_mesh("cpu", (1,)))
+            given = {**options, "memory_budget": 4 * trial.peak_bytes, "host_budget": trial.host_bytes}
+            compiled = torch.compile(model, backend=fsdp_backend, options=given, dynamic=True)
+            with capture() as captured:
+                for rows in (256, 128, 512):
+                    compiled(batch()[:rows]).backward()
+        for one in captured.choices:
+            assert one.chosen.host_bytes <= trial.host_bytes
+
+
+def _chosen_to_copy(found: Choice) -> Trial:
+    """A step that a budget chooses, and that only copies."""
+    return next(one for one in found.frontier() if one.policy.offloaded and not one.policy.recomputed)
+
+
+def _copied(engine: CopyEngine, nbytes: int) -> None:
+    for kind in ("to_host", "to_device"):
+        copies = [copy for copy in engine.copies if copy.kind == kind]
+        assert len(copies) > 1 and sum(copy.nbytes for copy in copies) == nbytes
+
+
+# Real ranks.
+
+_CASE = Case("mlp", functools.partial(models.MLP, layers=2), batch=functools.partial(regression_batch, sizes=(2048,)), steps=2)
+#: Copies that take next to nothing.
+_INSTANT = replace(_FAST, kernel_s=1e-9, host=HostLink(1e-9, 1e15, 1e15, 1e15))
+
+
+def train_with_copies(lowering: str) -> list[Run]:
+    """Train without a budget, and within one for which activations wait on the host."""
+    given = {"lowering": lowering, "hardware": _INSTANT, "host_budget": "1GB"}
+    without, _, copied = _train_case({"lowering": lowering})
+    assert not copied
+    _, captured, copied = _train_case({**given, "memory_budget": _LARGE})
+    assert not copied
+    trial = _chosen_to_copy(captured.choices[0])
+    within, captured, copied = _train_case({**given, "memory_budget": trial.peak_bytes})
+    assert captured.choices[0].chosen == trial and copied
+    return [without, within]
+
+
+def _train_case(options: Mapping[str, Any]) -> tuple[Run, Capture, bool]:
+    torch._dynamo.reset()
+    with copying(1e9) as engine, capture(passes=False) as captured:
+        run = train_sharded(_CASE, fully_shard, {"backend": fsdp_backend, "options": dict(options)})
+    return run, captured, bool(engine.copies)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_trains_alike(ranks: int, lowering: str, rank_pools: RankPools) -> None:
+    by_rank = rank_pools[ranks].run(train_with_copies, lowering=lowering)
+    without, copied = ([runs[index] for runs in by_rank] for index in range(2))
+    compare(copied, train_reference(_CASE, ranks), rtol=1e-5)
+    compare(copied, without, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_budget": "1GB"}, r"options\['host_budget'\] means something only with options\['memory_budget'\]"),
+        ({"memory_budget": 10, "host_budget": -1}, r"options\['host_budget'\] must be .* not -1"),
+        ({"memory_budget": 10, "host_budget": 0.5}, r"options\['host_budget'\] must be .* not 0.5"),
+        ({"memory_budget": 10, "host_budget": "much"}, r"options\['host_budget'\] must be .* not 'much'"),
+    ],
+)
+def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options.parse(options)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 0), (0, 0), (7, 7), ("2KiB", 2048)])
+def test_sizes(given: Any, expected: int) -> None:
+    assert Options.parse({"memory_budget": 10, "host_budget": given}).host_budget_bytes == expected

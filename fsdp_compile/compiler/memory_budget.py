@@ -6,8 +6,9 @@ time, and which units are open. Also every graph that is lowered later, for othe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -36,6 +37,7 @@ from passes.models.memory_model import Breakdown, Category
 from passes.pipeline import ignore_pass, run_partitioner_passes
 from passes.transforms.offload_activations import offload_saved
 
+from ..optim.device_state import device_state_bytes, on_first_steps
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .calls import UnitFacts, other_bytes
@@ -92,7 +94,12 @@ class StepBudget:
         self._device = next(iter(units.values())).mesh.device
         self.limit = options.budget_bytes(self._device)
         self._host_limit = options.host_budget_bytes
-        self._resident, self._inputs = _resident(units.values(), examples, Optimizer.of(options.optimizer))
+        self._held, self._inputs = _held(units.values(), examples)
+        # Compiled code must not keep the model.
+        self._scopes = weakref.WeakSet(unit.scope for unit in units.values())
+        self._assumed = Optimizer.of(options.optimizer)
+        self._state = self._state_bytes()
+        self._choice: Choice | None = None
         self._open = {name for name, unit in units.items() if unit.may_choose_reshard}
         self._hardware = hardware
         self._fuses = fuses
@@ -135,8 +142,9 @@ class StepBudget:
 
         with replaying_traces():
             trials = search(choices, attempt)
-        choice = Choice.of(trials, self.limit)
+        choice = self._choice = Choice.of(trials, self.limit)
         record_choice(choice)
+        self._watch_optimizers()
         forward, backward = _partition(joint, inputs, choice.chosen.policy, is_final=True, **kwargs)
         if sizes.are_open:
             with replaying_traces():
@@ -170,7 +178,32 @@ class StepBudget:
     @property
     def resident(self) -> int:
         """What lives all the time."""
-        return self._resident + sum(int(num_bytes(value)) for value in self._inputs)
+        return self._held + self._state + sum(int(num_bytes(value)) for value in self._inputs)
+
+    def _state_bytes(self) -> int:
+        """Of the optimizers: of those that have stepped, what they keep; of others, what the option says."""
+        params = {param for scope in self._scopes for unit in scope.units for param in unit.params}
+        return device_state_bytes((param for param in params if param.param.requires_grad), self._assumed.state_of)
+
+    def _watch_optimizers(self) -> None:
+        """From the first step on, have the model compiled anew if the choice is not the one for what optimizers really keep."""
+        budget = weakref.ref(self)
+
+        def look() -> None:
+            found = budget()
+            if found is not None:
+                found._follow_optimizers()
+
+        weakref.finalize(self, on_first_steps(look).remove)
+
+    def _follow_optimizers(self) -> None:
+        before, self._state = self._state, self._state_bytes()
+        assert self._choice is not None and self._sizes is not None
+        if self._state == before:
+            return
+        if self._sizes.are_open or not self._choice.holds_at(self.limit - (self._state - before)):
+            for scope in self._scopes:
+                scope.optimizer_is_known = True
 
     def _during_forward(self, forward: _Figures) -> int:
         return self.resident + forward.parameters + forward.peak
@@ -257,23 +290,12 @@ def _check_is_whole(units: Iterable[Unit]) -> None:
         )
 
 
-def _resident(units: Iterable[Unit], examples: Sequence[Any], optimizer: Optimizer) -> tuple[int, list[Tensor]]:
-    """What lives all the time: bytes of shards (as on the rank with the largest), optimizer and buffers; and the inputs."""
+def _held(units: Iterable[Unit], examples: Sequence[Any]) -> tuple[int, list[Tensor]]:
+    """What lives all the time besides the optimizers' state: bytes of shards and buffers; and the inputs."""
     all_units = list(dict.fromkeys(unit for one in units for unit in one.scope.units))
-    facts = [_padded(UnitFacts.of(unit, unit.name), unit) for unit in all_units]
     roots = [unit for unit in all_units if unit.is_root]
     held = {id(value) for root in roots for module in root.modules for value in (*module.buffers(), *module.parameters())}
     held |= {id(param.shard) for unit in all_units for param in unit.params}
     inputs = {id(value): value for value in examples if isinstance(value, Tensor) and id(value) not in held}
-    shards = sum(unit.shard_bytes for unit in facts)
-    return shards + optimizer.state_bytes(facts) + sum(map(other_bytes, roots)), list(inputs.values())
-
-
-def _padded(facts: UnitFacts, unit: Unit) -> UnitFacts:
-    """The facts of a unit with what the last ranks may lack, so that all ranks count the same."""
-    stepped = [(param.padded_numel, param.local.dtype.itemsize) for param in unit.params if param.param.requires_grad]
-    return replace(
-        facts,
-        trainable=sum(numel for numel, _ in stepped),
-        trainable_bytes=sum(numel * itemsize for numel, itemsize in stepped),
-    )
+    shards = sum(UnitFacts.of(unit, unit.name).shard_bytes for unit in all_units)
+    return shards + sum(map(other_bytes, roots)), list(inputs.values())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from passes.models.hardware import Hardware
 
+from ..units.sharded_param import ShardedParam
 from .calls import UnitFacts
 
 #: Tensors of a shard's size and dtype that optimizers of torch keep for it.
@@ -49,6 +50,10 @@ class Optimizer:
         """The bytes of its state on this rank."""
         elements, num_bytes = (sum(getattr(unit, name) for unit in units) for name in ("trainable", "trainable_bytes"))
         return round(self.bytes_per_element * elements) + self.copies * num_bytes
+
+    def state_of(self, param: ShardedParam) -> float:
+        """The bytes of its state for a parameter, on the rank with the largest shard."""
+        return param.padded_numel * (self.bytes_per_element + self.copies * param.local.dtype.itemsize)
 
     def time_ns(self, units: Sequence[UnitFacts], hardware: Hardware) -> int:
         """The time of a step that reads gradients, and reads and writes shards and state, once each, where they are."""

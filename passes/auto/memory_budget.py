@@ -122,6 +122,10 @@ class Choice:
             raise BudgetTooLow(_too_low(limit, min(trial.peak_bytes for trial in trials)))
         return Choice(limit, tuple(trials), min(fitting, key=lambda trial: (trial.time_ns, trial.peak_bytes)))
 
+    def holds_at(self, limit: int) -> bool:
+        """Whether the choice would be the same within another budget."""
+        return self.chosen.peak_bytes <= limit and Choice.of(self.trials, limit).chosen == self.chosen
+
     def frontier(self) -> list[Trial]:
         """The trials that a budget can come to choose, from the least bytes to the fastest."""
         return _frontier(self.trials)

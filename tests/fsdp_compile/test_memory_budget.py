@@ -297,6 +297,48 @@ class TestOneProcess:
         with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="= 1000 bytes is too low"):
             compiled(batch())
 
+    @pytest.mark.parametrize(
+        ("assumed", "optimizer_class", "fits"), [("adamw", torch.optim.SGD, True), ("sgd", torch.optim.AdamW, False)]
+    )
+    def test_the_first_step_tells_what_the_optimizer_keeps(
+        self, assumed: str, optimizer_class: Callable[..., torch.optim.Optimizer], fits: bool
+    ) -> None:
+        """The second step has a choice of its own: a faster one where there is more room, one with fewer bytes where less."""
+        states = {"sgd": 0, "adamw": 2 * sum(param.numel() * 4 // 8 for param in Model(1).parameters())}
+        _, captured = train(sharded(1), _LARGE)
+        torch._dynamo.reset()
+        frontier = captured.choices[0].frontier()
+        # What is assumed leaves a byte too little for the fastest step, and room with the real state; or the other way round.
+        budget = frontier[-1].peak_bytes - 1 if fits else frontier[-1].peak_bytes - states["adamw"]
+        model = sharded(1)
+        optimizer = optimizer_class(model.parameters(), lr=0.1)
+        options = {**_EAGER, "memory_budget": budget, "optimizer": assumed}
+        compiled = torch.compile(model, backend=fsdp_backend, options=options)
+        chosen = []
+        for _ in range(4):
+            with capture(passes=False) as captured:
+                compiled(batch()).backward()
+            chosen.append([choice.chosen for choice in captured.choices])
+            optimizer.step()
+            optimizer.zero_grad()
+        (first,), (second,), *later = chosen
+        assert later == [[], []]
+        assert (first.policy == frontier[-1].policy) != fits and (second.policy == frontier[-1].policy) == fits
+        assert (second.time_ns < first.time_ns) == fits and second.peak_bytes <= budget
+        real = 0 if fits else states["adamw"] + 4 * len(optimizer.state)
+        (as_tried,) = (trial for trial in frontier if trial.policy == second.policy)
+        assert second.peak_bytes == as_tried.peak_bytes - states["adamw"] + real
+
+    def test_a_first_step_as_assumed_changes_nothing(self) -> None:
+        model = sharded(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {**_EAGER, "memory_budget": _LARGE, "optimizer": "sgd"}
+        compiled = torch.compile(model, backend=fsdp_backend, options=options)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(3):
+                compiled(batch()).backward()
+                optimizer.step()
+
     @pytest.mark.parametrize("how", ["block", "graph break", "nothing sharded"])
     def test_parts_of_a_step_are_refused(self, how: str) -> None:
         model: Any = sharded() if how != "nothing sharded" else Model()

@@ -3,10 +3,11 @@
     python benchmarks/budget_search.py                # 200 random graphs
     python benchmarks/budget_search.py --graphs 20
 
-Small random models are traced for random machines. Of each, every combination of units that stay gathered and stretches that
-are computed again is partitioned, scheduled and evaluated: what a search may find at best, in the terms of the models of time
-and memory. Compared with it is what ``options={"memory_budget": ...}`` tries, for all budgets at which the best changes, and
-for one drawn at random between the least and the most. Nothing is run, and no process group is needed.
+Small random models are traced for random machines, of one node or several. Of each, every combination of units that stay
+gathered, or of which nodes keep copies, and of stretches that are computed again is partitioned, scheduled and evaluated: what
+a search may find at best, in the terms of the models of time and memory. Compared with it is what the backend tries under
+``options={"memory_budget": ...}``, for all budgets at which the best changes, and for one drawn at random between the least and
+the most. Nothing is run, and no process group is needed.
 """
 
 from __future__ import annotations
@@ -117,9 +118,11 @@ def trials_of(seed: int) -> dict[str, list[Trial]]:
 
 def every_policy(choices: OpenChoices) -> Iterator[StepPolicy]:
     """All that can be done about what is open."""
-    for budget in choices.activation_budgets:
-        for kept, recomputed in itertools.product(_subsets(choices.units), _subsets(choices.stretches)):
-            yield choices.policy(kept, recomputed, budget)
+    subsets = (_subsets(values) for values in (choices.units, choices.in_nodes, choices.stretches))
+    for kept, in_nodes, recomputed in itertools.product(*subsets):
+        if not set(kept).intersection(in_nodes):
+            for budget in choices.activation_budgets:
+                yield choices.policy(kept, recomputed, budget, in_nodes=in_nodes)
 
 
 def _subsets(values: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -150,7 +150,12 @@ def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
 
 
 def run_partitioner_passes(
-    graph: Graph, observer: Observer = log_pass, *, policy: StepPolicy | None = None, num_forward_outputs: int = 0
+    graph: Graph,
+    observer: Observer = log_pass,
+    *,
+    policy: StepPolicy | None = None,
+    num_forward_outputs: int = 0,
+    node_groups: Mapping[str, str] | None = None,
 ) -> None:
     """Passes over the joint graph that tell the partitioner what to save. In place.
 
@@ -159,13 +164,14 @@ def run_partitioner_passes(
         observer: is told of every pass.
         policy: of a memory budget: which units stay gathered, and what is recomputed.
         num_forward_outputs: with a policy: how many of the graph's outputs are forward's.
+        node_groups: with a policy: see :meth:`~passes.auto.memory_budget.OpenChoices.of`.
     """
     if policy is not None:
         with _observed(graph, "joint", "recompute_stretches", observer, if_changed=True):
             stretches = forward_stretches(graph, num_forward_outputs)
             recompute_stretches(stretches, policy.recomputed)
         may_wait(node for number in policy.offloaded for node in stretches[number])
-        policy.reshard(graph)
+        policy.reshard(graph, node_groups or {})
     with _observed(graph, "joint", "offload_activations", observer, if_changed=True):
         offload_activations(graph)
     with _observed(graph, "joint", "reshard_after_forward", observer):

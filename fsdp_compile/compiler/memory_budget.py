@@ -25,6 +25,7 @@ from passes.auto.memory_budget import (
     held_in_backward,
     search,
 )
+from passes.collectives.functional import group_ranks
 from passes.collectives.host_copies import copies_to
 from passes.fx.emit import replaying_traces
 from passes.fx.sizes import num_bytes
@@ -32,12 +33,14 @@ from passes.fx.torch_internals.aot import functorch_config, partitioners
 from passes.fx.torch_internals.inductor import CustomPartitionerFn, inductor_config
 from passes.ir.interface import FullParameter, Interface
 from passes.ir.ops import unshards
+from passes.models.group_layout import GroupLayout
 from passes.models.hardware import Hardware
 from passes.models.memory_model import Breakdown, Category
 from passes.pipeline import ignore_pass, run_partitioner_passes
 from passes.transforms.offload_activations import offload_saved
 
 from ..optim.device_state import device_state_bytes, on_first_steps
+from ..units.mesh import ShardingMesh
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .calls import UnitFacts, other_bytes
@@ -101,6 +104,8 @@ class StepBudget:
         self._state = self._state_bytes()
         self._choice: Choice | None = None
         self._open = {name for name, unit in units.items() if unit.may_choose_reshard}
+        self._nodes = _nodes((units[name] for name in sorted(self._open)), hardware)
+        self._node_groups = {mesh.shard_group: mesh.post_forward_group(size, connects=False) for mesh, size in self._nodes}
         self._hardware = hardware
         self._fuses = fuses
         self._sizes: DynamicSizes | None = None
@@ -126,11 +131,12 @@ class StepBudget:
             self._open,
             functorch_config.activation_memory_budget,
             offloads=self._host_limit > 0 and copies_to(self._device),
+            node_groups=self._node_groups,
         )
         self._sizes = sizes = self._sizes_of(joint.graph)
 
         def attempt(policy: StepPolicy) -> Trial | None:
-            forward, backward = _partition(snapshot(joint), inputs, policy, **kwargs)
+            forward, backward = self._partition(snapshot(joint), inputs, policy, **kwargs)
             scheduled = [schedule(forward, False), schedule(backward, True)]
             with sizes.counted():
                 time = sum(graph_time(graph, self._hardware) for graph, _ in scheduled)
@@ -145,7 +151,10 @@ class StepBudget:
         choice = self._choice = Choice.of(trials, self.limit)
         record_choice(choice)
         self._watch_optimizers()
-        forward, backward = _partition(joint, inputs, choice.chosen.policy, is_final=True, **kwargs)
+        if choice.chosen.policy.in_nodes:
+            for mesh, size in self._nodes:
+                mesh.post_forward_group(size)
+        forward, backward = self._partition(joint, inputs, choice.chosen.policy, is_final=True, **kwargs)
         if sizes.are_open:
             with replaying_traces():
                 scheduled = [schedule(snapshot(forward), False), schedule(snapshot(backward), True)]
@@ -153,6 +162,22 @@ class StepBudget:
             sizes.admit_larger(
                 lambda: self._peak(scheduled) <= self.limit and not (waits and self._host_bytes(scheduled) > self._host_limit)
             )
+        return forward, backward
+
+    def _partition(
+        self, joint: GraphModule, inputs: Sequence[Any], policy: StepPolicy, *, is_final: bool = False, **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        outputs = kwargs["num_fwd_outputs"]
+        run_partitioner_passes(
+            joint.graph,
+            observer() if is_final else ignore_pass,
+            policy=policy,
+            num_forward_outputs=outputs,
+            node_groups=self._node_groups,
+        )
+        with functorch_config.patch(activation_memory_budget=policy.activation_budget):
+            forward, backward = partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        offload_saved(forward.graph, backward.graph, outputs)
         return forward, backward
 
     def _host_bytes(self, scheduled: Sequence[tuple[Graph, Interface]]) -> int:
@@ -267,15 +292,15 @@ class BudgetPartitioner(CustomPartitionerFn):  # type: ignore[misc]
         return "fsdp_compile.memory_budget"
 
 
-def _partition(
-    joint: GraphModule, inputs: Sequence[Any], policy: StepPolicy, *, is_final: bool = False, **kwargs: Any
-) -> tuple[GraphModule, GraphModule]:
-    told = observer() if is_final else ignore_pass
-    run_partitioner_passes(joint.graph, told, policy=policy, num_forward_outputs=kwargs["num_fwd_outputs"])
-    with functorch_config.patch(activation_memory_budget=policy.activation_budget):
-        forward, backward = partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
-    offload_saved(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
-    return forward, backward
+def _nodes(units: Iterable[Unit], hardware: Hardware) -> list[tuple[ShardingMesh, int]]:
+    """The meshes whose groups that shard are on several nodes, each with the number of its ranks that share one."""
+    meshes = {mesh.shard_group: mesh for unit in units for mesh in unit.meshes}
+    found = []
+    for mesh in meshes.values():
+        size = GroupLayout.of(group_ranks(mesh.shard_group)).per_node(hardware.ranks_per_node)
+        if 1 < size < mesh.shard_size and mesh.shard_size % size == 0:
+            found.append((mesh, size))
+    return found
 
 
 def _check_is_whole(units: Iterable[Unit]) -> None:

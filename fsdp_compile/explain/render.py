@@ -182,7 +182,8 @@ def _budget_table(choice: Choice) -> Table:
     for trial in frontier:
         policy = trial.policy
         units = len(policy.kept) + len(policy.resharded)
-        cells = [f"{len(policy.kept)} of {units} units"]
+        in_nodes = f", {len(policy.in_nodes)} in each node" if policy.in_nodes else ""
+        cells = [f"{len(policy.kept)} of {units} units{in_nodes}"]
         recomputed = [] if policy.activation_budget == SAVE else ["what is cheap"]
         recomputed += [_stretches(policy.recomputed, policy)] if policy.recomputed else []
         cells.append(", ".join(recomputed) or "nothing")

@@ -81,8 +81,12 @@ class ShardingMesh:
         shard: Placement = Replicate() if dim == REPLICATED else Shard(dim)
         return (Replicate(), shard) if self.mesh.ndim == 2 else (shard,)
 
-    def post_forward_group(self, size: int) -> str:
+    def post_forward_group(self, size: int, *, connects: bool = True) -> str:
         """Name of this rank's group of ``size`` neighbours, for ``reshard_after_forward=size``; empty for one rank and for all.
+
+        Args:
+            size: how many ranks.
+            connects: False: only name it, for a choice that may not fall on it. A later call connects.
 
         Raises:
             ValueError: ``size`` does not divide the shard dimension.
@@ -96,7 +100,7 @@ class ShardingMesh:
             return ""
         start = self.shard_rank // size * size
         ranks = dist.get_process_group_ranks(resolve_group(self.shard_group))[start : start + size]
-        return _group_of(tuple(ranks), "fsdp_post_forward", self.device)
+        return _group_of(tuple(ranks), "fsdp_post_forward", self.device, connects=connects)
 
     def reduce_scatter_group(self) -> str:
         """Name of a group of the shard group's ranks that only reduce-scatters use. The first call for a set of ranks makes it,
@@ -105,17 +109,20 @@ class ShardingMesh:
         return _group_of(tuple(ranks), "fsdp_reduce_scatter", self.device)
 
 
-def _group_of(ranks: tuple[int, ...], purpose: str, device: torch.device) -> str:
+def _group_of(ranks: tuple[int, ...], purpose: str, device: torch.device, *, connects: bool = True) -> str:
     """Name of a group for a purpose, which its first caller makes: a collective call of its ranks, but of no others."""
     # Every unit asks for the same ones.
     made = _groups.setdefault(dist.group.WORLD, {})
     key = ranks, purpose
-    if key not in made:
-        # Also where the parameters are fake.
-        with unset_fake_temporarily():
-            made[key] = new_local_group(ranks, purpose).group_name
-        connect(made[key], device)
-    return made[key]
+    # Also where the parameters are fake.
+    with unset_fake_temporarily():
+        if key not in made:
+            made[key] = _Made(new_local_group(ranks, purpose).group_name)
+        found = made[key]
+        if connects and not found.is_connected:
+            connect(found.name, device)
+            found.is_connected = True
+    return found.name
 
 
 def connect(group_name: str, device: torch.device) -> None:
@@ -140,8 +147,16 @@ def _backend(group_name: str, device: torch.device) -> Any:
     return resolve_group(group_name)._get_backend(device)
 
 
+@dataclass
+class _Made:
+    """A group that was made for a purpose."""
+
+    name: str
+    is_connected: bool = False
+
+
 # By the world that they belong to, so that they go with it.
-_groups: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], str]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], _Made]] = weakref.WeakKeyDictionary()
 
 
 def _default_mesh() -> DeviceMesh:

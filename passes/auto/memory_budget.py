@@ -5,7 +5,8 @@ activations is saved. What comes of each is partitioned, scheduled and asked for
 schedule graphs; the fastest whose bytes are within the budget is taken.
 
 **Units** that nobody has decided about stay gathered from the last that forward reads to the first: parameters of the last live
-shortest, and their gathers in backward have the least to hide behind.
+shortest, and their gathers in backward have the least to hide behind. Where ranks are on several nodes, each node may keep a
+copy of the others, a shard on each of its ranks, so that backward gathers them without the network.
 
 **Activations** are saved as the partitioner does by default; or what is cheap to compute again is recomputed (its own next
 step); or, besides, the first stretches of forward are recomputed whole (:mod:`passes.transforms.recompute_stretches`): those
@@ -24,11 +25,12 @@ slower, in the model. The choice depends on graph, budget and hardware numbers, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
+from ..collectives.layout import REPLICATED
 from ..ir.ops import Unshard, unshards, update_args
 from ..models.cost_model import kernels, unwritten
 from ..models.hardware import Hardware
@@ -62,6 +64,7 @@ class StepPolicy:
         activation_budget: the partitioner's, from 0 to 1.
         offloaded: the stretches of which what is saved waits on the host, by number; of those that are computed again too, that
             is what the next one begins with.
+        in_nodes: of the resharded units, those of which each node keeps a copy.
     """
 
     kept: tuple[str, ...]
@@ -70,13 +73,20 @@ class StepPolicy:
     stretches: int
     activation_budget: float
     offloaded: tuple[int, ...] = ()
+    in_nodes: tuple[str, ...] = ()
 
-    def reshard(self, graph: Graph) -> None:
-        """Write into a joint graph which units reshard. In place."""
+    def reshard(self, graph: Graph, node_groups: Mapping[str, str]) -> None:
+        """Write into a joint graph which units reshard. In place.
+
+        Args:
+            graph: the graph.
+            node_groups: see :meth:`OpenChoices.of`.
+        """
         for node in unshards(graph.nodes):
-            unit = Unshard.of(node).unit
-            if unit in self.kept or unit in self.resharded:
-                update_args(node, reshard_after_forward=unit in self.resharded)
+            spec = Unshard.of(node)
+            if spec.unit in self.kept or spec.unit in self.resharded:
+                group = node_groups.get(spec.group, "") if spec.unit in self.in_nodes else ""
+                update_args(node, reshard_after_forward=spec.unit in self.resharded, post_forward_group=group)
 
 
 @dataclass(frozen=True)
@@ -142,6 +152,7 @@ class OpenChoices:
         activation_budgets: the partitioner's.
         num_nodes: of the joint graph.
         offloads: stretches of which what is saved can wait on the host, by number.
+        in_nodes: units of which nodes can keep a copy.
     """
 
     units: tuple[str, ...]
@@ -150,6 +161,7 @@ class OpenChoices:
     activation_budgets: tuple[float, ...]
     num_nodes: int
     offloads: tuple[int, ...] = ()
+    in_nodes: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -159,6 +171,7 @@ class OpenChoices:
         activation_budget: float = SAVE,
         *,
         offloads: bool = False,
+        node_groups: Mapping[str, str] | None = None,
     ) -> OpenChoices:
         """What is open about the step of a joint graph, ahead of the passes that speak to the partitioner.
 
@@ -168,22 +181,32 @@ class OpenChoices:
             open_units: those whose resharding is to be chosen.
             activation_budget: the partitioner's, as the user has set it; if that is something else than to save, it stays.
             offloads: whether activations may wait on the host.
+            node_groups: of groups that shard and are on several nodes, by name: that of the ranks of this rank's node.
         """
         stretches = forward_stretches(graph, num_forward_outputs)
         open_stretches = tuple(number for number, stretch in enumerate(stretches) if is_open(stretch))
+        units = tuple(unit for unit in _by_last_reader(graph, stretches) if unit in open_units)
+        in_nodes = _units_in_nodes(graph, node_groups or {})
         return OpenChoices(
-            tuple(unit for unit in _by_last_reader(graph, stretches) if unit in open_units),
+            units,
             open_stretches,
             len(stretches),
             (SAVE, RECOMPUTE_CHEAP) if activation_budget == SAVE else (activation_budget,),
             len(graph.nodes),
             open_stretches if offloads else (),
+            tuple(unit for unit in units if unit in in_nodes),
         )
 
     def policy(
-        self, kept: Collection[str], recomputed: Collection[int], activation_budget: float, offloaded: Collection[int] = ()
+        self,
+        kept: Collection[str],
+        recomputed: Collection[int],
+        activation_budget: float,
+        offloaded: Collection[int] = (),
+        in_nodes: Collection[str] = (),
     ) -> StepPolicy:
-        """The policy that keeps some units, computes some stretches again, and has some wait on the host."""
+        """The policy that keeps some units, and of others a copy in each node, computes some stretches again, and has some wait
+        on the host."""
         return StepPolicy(
             tuple(unit for unit in self.units if unit in kept),
             tuple(unit for unit in self.units if unit not in kept),
@@ -191,16 +214,18 @@ class OpenChoices:
             self.num_stretches,
             activation_budget,
             tuple(sorted(offloaded)),
+            tuple(unit for unit in self.in_nodes if unit in in_nodes and unit not in kept),
         )
 
     def grid(self) -> list[StepPolicy]:
-        """Policies all over what is open: the last units stay gathered, the first stretches are computed again, or wait on the
-        host, or both."""
+        """Policies all over what is open: the last units stay gathered, and of the others, nodes have a copy or not; the first
+        stretches are computed again, or wait on the host, or both."""
         earlier = [tuple(n for n in numbers if n < self.num_stretches - 1) for numbers in (self.stretches, self.offloads)]
         levels, waiting = ([numbers[:count] for count in _levels(len(numbers))] for numbers in earlier)
         saving, cheap = self.activation_budgets[0], self.activation_budgets[-1]
         policies = [
-            self.policy(self.units[:count], recomputed, budget)
+            self.policy(self.units[:count], recomputed, budget, in_nodes=in_nodes)
+            for in_nodes in dict.fromkeys(((), self.in_nodes))
             for budget, recomputed in [(saving, ()), *((cheap, level) for level in levels)]
             for count in sorted({*_levels(len(self.units)), min(1, len(self.units))})
         ]
@@ -219,13 +244,17 @@ class OpenChoices:
             yield replace(policy, activation_budget=budget)
         for unit in self.units:
             yield self._changed(policy, kept={unit})
+        for unit in self.in_nodes:
+            yield self._changed(policy, kept={unit} & set(policy.kept), in_nodes={unit})
         for number in self.stretches:
             yield self._changed(policy, recomputed={number})
         for number in self.offloads:
             yield self._changed(policy, offloaded={number})
             yield self._changed(policy, recomputed={number}, offloaded={number})
         for one, other in itertools.product(policy.kept, policy.resharded):
-            yield self._changed(policy, kept={one, other})
+            yield self._changed(policy, kept={one, other}, in_nodes={one, other} if other in policy.in_nodes else set())
+        for one, other in itertools.product(policy.in_nodes, sorted(set(policy.resharded).difference(policy.in_nodes))):
+            yield self._changed(policy, in_nodes={one, other})
         for name, numbers in (("recomputed", self.stretches), ("offloaded", self.offloads)):
             chosen = getattr(policy, name)
             for first, second in itertools.product(chosen, sorted(set(numbers).difference(chosen))):
@@ -237,6 +266,7 @@ class OpenChoices:
         kept: Set[str] = frozenset(),
         recomputed: Set[int] = frozenset(),
         offloaded: Set[int] = frozenset(),
+        in_nodes: Set[str] = frozenset(),
     ) -> StepPolicy:
         """A policy that does otherwise with these."""
         return self.policy(
@@ -244,6 +274,7 @@ class OpenChoices:
             recomputed ^ set(policy.recomputed),
             policy.activation_budget,
             offloaded ^ set(policy.offloaded),
+            in_nodes ^ set(policy.in_nodes),
         )
 
 
@@ -300,6 +331,14 @@ def _by_last_reader(graph: Graph, stretches: Sequence[Sequence[Node]]) -> list[s
     for place, node in enumerate(node for stretch in stretches for node in stretch):
         last |= {unit_of[source]: place for source in node.all_input_nodes if source in unit_of}
     return sorted(last, key=last.__getitem__, reverse=True)
+
+
+def _units_in_nodes(graph: Graph, node_groups: Mapping[str, str]) -> set[str]:
+    """The units of which nodes can keep a copy: those with parameters that are cut over several nodes. What an extension sends
+    is not kept so."""
+    specs = [Unshard.of(node) for node in unshards(graph.nodes)]
+    excluded = {spec.unit for spec in specs if spec.extension}
+    return {spec.unit for spec in specs if spec.group in node_groups and spec.dim != REPLICATED} - excluded
 
 
 def graph_memory(graph: Graph, *, fuses: bool) -> Breakdown:

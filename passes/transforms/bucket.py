@@ -44,7 +44,7 @@ from ..collectives.rounded_gather import GatherPolicy, rounding
 from ..fx.emit import emit
 from ..fx.graph import derived, with_sources
 from ..ir.interface import FullParameter, Interface
-from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard_rounded, unshard, unshards
+from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard, reshard_rounded, unshard, unshards
 from ..ir.plan import Gather
 from ..ir.storage import gaps_to_gather
 from ..ir.work import BucketName, Role, Work, mark, nodes_of
@@ -147,11 +147,18 @@ def reduction_buckets(graph: Graph) -> list[Bucket]:
 
 
 def sink_derived(graph: Graph) -> None:
-    """Move views and casts of unshards next to their first reader, so that they do not pull the gather forward."""
+    """Move views and casts of unshards, and what reshards them, next to their first reader, so that they do not pull the gather
+    forward."""
     gathers = dict.fromkeys(unshards(graph.nodes))
     for node in reversed(derived(graph, list(gathers))):
         if node not in gathers and node.users:
             min(node.users).prepend(node)
+    for full in gathers:
+        pieces = [user for user in full.users if user.target in (reshard, reshard_rounded)]
+        first_reader = min((user for user in full.users if user not in pieces), default=None)
+        if first_reader is not None:
+            for piece in pieces:
+                first_reader.prepend(piece)
 
 
 def _drop_trivial(graph: Graph) -> None:

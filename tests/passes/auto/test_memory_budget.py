@@ -50,8 +50,8 @@ def test_nothing_fits() -> None:
 # The search, of steps whose bytes and time are sums.
 
 
-def open_choices(num_nodes: int = 100, offloads: tuple[int, ...] = ()) -> OpenChoices:
-    return OpenChoices(("d", "c", "b", "a"), (0, 1, 2, 3), 4, (SAVE, RECOMPUTE_CHEAP), num_nodes, offloads)
+def open_choices(num_nodes: int = 100, offloads: tuple[int, ...] = (), in_nodes: tuple[str, ...] = ()) -> OpenChoices:
+    return OpenChoices(("d", "c", "b", "a"), (0, 1, 2, 3), 4, (SAVE, RECOMPUTE_CHEAP), num_nodes, offloads, in_nodes)
 
 
 def attempt_with(seed: int) -> Callable[[StepPolicy], Trial]:
@@ -61,9 +61,14 @@ def attempt_with(seed: int) -> Callable[[StepPolicy], Trial]:
     again = {number: (-numbers.randint(1, 100), numbers.randint(1, 100)) for number in range(4)}
     cheap = -numbers.randint(1, 100), numbers.randint(1, 100)
     copied = {number: (-numbers.randint(1, 100), numbers.randint(1, 100)) for number in range(4)}
+    in_nodes = {unit: numbers.randint(1, 100) for unit in "abcd"}
 
     def attempt(policy: StepPolicy) -> Trial:
         parts: list[Sequence[int]] = [kept[unit] for unit in policy.kept] + [again[number] for number in policy.recomputed]
+        # A copy in a node takes a fourth, and saves what it saves of the time.
+        parts += [
+            (kept[unit][0] // 4, kept[unit][1] * saved // 100) for unit, saved in in_nodes.items() if unit in policy.in_nodes
+        ]
         parts += [cheap] if policy.activation_budget == RECOMPUTE_CHEAP else []
         # Of what is computed again, less is saved.
         waiting = [
@@ -79,20 +84,24 @@ def attempt_with(seed: int) -> Callable[[StepPolicy], Trial]:
 def every_policy(choices: OpenChoices) -> list[StepPolicy]:
     subsets = [
         [subset for size in range(len(values) + 1) for subset in itertools.combinations(values, size)]
-        for values in (choices.units, choices.stretches, choices.offloads)
+        for values in (choices.units, choices.stretches, choices.offloads, choices.in_nodes)
     ]
     every = [
-        choices.policy(kept, recomputed, budget, offloaded)
-        for kept, recomputed, offloaded, budget in itertools.product(*subsets, choices.activation_budgets)
+        choices.policy(kept, recomputed, budget, offloaded, in_nodes)
+        for kept, recomputed, offloaded, in_nodes, budget in itertools.product(*subsets, choices.activation_budgets)
     ]
     return list(dict.fromkeys(every))
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize(("offloads", "policies"), [((), 512), ((0, 1, 2, 3), 8192)])
-def test_search_comes_close_to_the_best(offloads: tuple[int, ...], policies: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("offloads", "in_nodes", "policies"),
+    [((), (), 512), ((0, 1, 2, 3), (), 8192), ((), ("d", "c", "b", "a"), 2592)],
+    ids=["device", "host", "nodes"],
+)
+def test_search_comes_close_to_the_best(offloads: tuple[int, ...], in_nodes: tuple[str, ...], policies: int, seed: int) -> None:
     """Of all budgets, those of a knapsack with sizes at random, which is worse than layers are."""
-    attempt, choices = attempt_with(seed), open_choices(30, offloads)
+    attempt, choices = attempt_with(seed), open_choices(30, offloads, in_nodes)
     best = [attempt(policy) for policy in every_policy(choices)]
     assert len(best) == len({trial.policy for trial in best}) == policies
     found, grid = search(choices, attempt), [attempt(policy) for policy in choices.grid()]
@@ -152,6 +161,22 @@ def test_what_is_near() -> None:
     )
     assert StepPolicy(("d", "c"), ("b", "a"), (), 4, SAVE) in near and StepPolicy(("d", "c"), ("b", "a"), (3,), 4, SAVE) in near
     assert all(one.stretches == 4 and sorted(one.kept + one.resharded) == list("abcd") for one in near)
+
+
+def test_what_is_near_in_nodes() -> None:
+    """A unit is gathered as a whole, kept within the node, or not at all: each changes to either, or with another."""
+    choices = open_choices(in_nodes=("d", "c", "b", "a"))
+    policy = choices.policy(("d",), (), SAVE, in_nodes=("c",))
+    assert policy == StepPolicy(("d",), ("c", "b", "a"), (), 4, SAVE, (), ("c",))
+    near = {(one.kept, one.in_nodes) for one in choices.near(policy)}
+    assert near == {
+        # As it is, with other stretches; each unit otherwise.
+        (("d",), ("c",)),
+        *(((), ("c",)), (("d", "c"), ()), (("d", "b"), ("c",)), (("d", "a"), ("c",))),
+        *(((), ("d", "c")), (("d",), ()), (("d",), ("c", "b")), (("d",), ("c", "a"))),
+        # Two that change places.
+        *((("c",), ("d",)), (("b",), ("c",)), (("a",), ("c",)), (("d",), ("b",)), (("d",), ("a",))),
+    }
 
 
 def test_nothing_open() -> None:

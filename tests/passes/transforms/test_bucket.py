@@ -2,7 +2,7 @@ import torch
 
 from passes.collectives.layout import REPLICATED
 from passes.ir.interface import FullParameter, Interface
-from passes.ir.ops import unshard
+from passes.ir.ops import reshard, unshard
 from passes.ir.plan import Gather
 from passes.ir.work import Role, bucket, role
 from passes.transforms.bucket import bucket_gathers, gather_buckets
@@ -75,6 +75,38 @@ def forward(self, rows: "f32[2, 4]", columns: "f32[3, 2]"):
     relu: "f32[13, 4]" = aten.relu.default(slice_1)
     relu_1: "f32[3, 16]" = aten.relu.default(_unsafe_view_1)
     return (relu, relu_1)
+""",
+        )
+
+    def test_resharding_waits_for_a_reader(self) -> None:
+        """As views do: where operators stand at the top, gathers need not."""
+
+        def forward(first, second, x):
+            one = unshard(first, "first", [8, 8], self.shard, unit="first")
+            other = unshard(second, "second", [8, 8], self.shard, unit="second")
+            return reshard(other, "second", self.replicate), reshard(one, "first", self.replicate), x @ one @ other
+
+        gm = self.trace(forward, torch.zeros(1, 8), torch.zeros(1, 8), torch.zeros(4, 8), names="first second x")
+        bucket_gathers(gm.graph)
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
+def forward(self, first: "f32[1, 8]", second: "f32[1, 8]", x: "f32[4, 8]"):
+    view: "f32[8]" = aten.view.default(first, [-1])
+    all_gather_into_tensor: "f32[64]" = _c10d_functional.all_gather_into_tensor.default(view, 8, 'shard')
+    wait_tensor: "f32[64]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
+    view_1: "f32[8, 8]" = aten.view.default(wait_tensor, [8, -1])
+    view_2: "f32[8, 8]" = aten.view.default(view_1, [8, 8])
+    reshard_1: "f32[4, 8]" = fsdp_compile.reshard.default(view_2, 'first', 'replicate')
+    mm: "f32[4, 8]" = aten.mm.default(x, view_2)
+    view_3: "f32[8]" = aten.view.default(second, [-1])
+    all_gather_into_tensor_1: "f32[64]" = _c10d_functional.all_gather_into_tensor.default(view_3, 8, 'shard')
+    wait_tensor_1: "f32[64]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor_1)
+    view_4: "f32[8, 8]" = aten.view.default(wait_tensor_1, [8, -1])
+    view_5: "f32[8, 8]" = aten.view.default(view_4, [8, 8])
+    reshard: "f32[4, 8]" = fsdp_compile.reshard.default(view_5, 'second', 'replicate')
+    mm_1: "f32[4, 8]" = aten.mm.default(mm, view_5)
+    return (reshard, reshard_1, mm_1)
 """,
         )
 

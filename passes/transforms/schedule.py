@@ -5,7 +5,7 @@ After:  *gathers* start one unit ahead: the next unit's just before the graph wa
         own (:class:`Prefetch`) starts those of its list instead, in the list's order; if it gathers nothing itself, where the
         graph first computes with its parameters, or computes their gradients. A gather without a start starts where it is
         waited for, and the graph's first gather at the top. Shards that are kept on the host begin to be copied to the device
-        where the gather before theirs starts, so that they are there when theirs does; the first two at the top.
+        where the copy before theirs is waited for, so that they are there when their gather starts; the first two at the top.
         *Reductions* start where they did, as soon as the kernel that makes their last gradient has run; waits sink to the end,
         where the results are needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before
         a unit's gradients are copied in, the reduce-scatter of ``max_pending_reductions`` units ago is finished, so that never
@@ -124,7 +124,8 @@ def schedule_gathers(graph: Graph, prefetches: Sequence[Prefetch] = ()) -> None:
 
 
 def _schedule_copies(graph: Graph) -> None:
-    """Let shards that are kept on the host be copied to the device one gather ahead, in the order of the gathers."""
+    """Let shards that are kept on the host be copied to the device in the order of the gathers, each where the gather of the
+    copy before it starts: that has arrived, so the bus is free."""
     copies = nodes_of(graph, Role.COPY_TO_DEVICE)
     starts = nodes_of(graph, Role.START_GATHER)
     anchor = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
@@ -133,7 +134,7 @@ def _schedule_copies(graph: Graph) -> None:
             copy = with_sources(copies[name])
             if anchor not in copy:
                 _move_before(anchor, copy)
-        anchor = start[0]
+            anchor = start[0]
 
 
 def default_max_pending_reductions(*, replicated: bool) -> int:

@@ -86,6 +86,43 @@ relu
 """,
         )
 
+    def test_copies_begin_where_the_copy_before_has_arrived(self) -> None:
+        """The third and the last of four units are on the host: the bus is theirs from the top on, and from the third's gather."""
+
+        def forward(x, *shards):
+            for index, shard in enumerate(shards):
+                device = {"device": "cpu"} if index in (2, 3) else {}
+                weight = unshard(shard, f"{index}.weight", [8, 8], self.shard, unit=str(index), offset=0, **device)
+                x = (x @ weight).relu()
+            return (x,)
+
+        gm = self.trace(forward, torch.zeros(3, 8), *[torch.zeros(1, 8) for _ in range(4)])
+        bucket_gathers(gm.graph)
+        schedule_gathers(gm.graph)
+        self.assertExpectedInline(
+            self.outline(gm.graph),
+            """\
+copy_to_device 2
+start_gather 0
+start_gather 1
+finish_gather 0
+mm
+relu
+copy_to_device 3
+start_gather 2
+finish_gather 1
+mm
+relu
+start_gather 3
+finish_gather 2
+mm
+relu
+finish_gather 3
+mm
+relu
+""",
+        )
+
     def gathers(self, gm: GraphModule, lists: Mapping[str, Sequence[str]], plan: Sequence[Gather] | None = None) -> str:
         """The outline of a graph after bucketing and scheduling its gathers with these lists."""
         interface = Interface(gm.graph)

@@ -8,6 +8,7 @@ from passes.collectives.traced_hook import HookNotTraceable
 
 from . import comm_hooks
 from .api.module import FSDPModule, register_fsdp_forward_method
+from .api.partial_offload import PartialCPUOffloadPolicy
 from .api.replace import replacing_fsdp2
 from .api.schedule_controls import share_comm_ctx
 from .api.sharding import fully_shard, sync_module_states
@@ -36,6 +37,7 @@ __all__ = [
     "HookNotTraceable",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "PartialCPUOffloadPolicy",
     "RanksDisagree",
     "Report",
     "UnshardHandle",

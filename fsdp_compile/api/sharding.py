@@ -28,6 +28,7 @@ from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .composable import is_fsdp2s, register, state_of
 from .module import FSDPModule, sharded_params_of, swap_class, swap_class_of_wrapper, unit_of
+from .partial_offload import PartialCPUOffloadPolicy, Piece
 
 M = TypeVar("M", bound=nn.Module)
 # Also torch's ShardPlacementResult, which torch 2.11 lacks.
@@ -94,7 +95,8 @@ def fully_shard(
             of one of these and of a mesh that the parameter is sharded over in the place of ``mesh``. Dimensions other than 0
             must divide by the number of ranks.
         mp_policy: dtypes of computation and reduction.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the host (docs/memory.md).
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the host (docs/memory.md);
+            :class:`PartialCPUOffloadPolicy`, where the device has no room for them.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: torch's ``DataParallelMeshDims``, for parameters that are DTensors on all dimensions of ``mesh``: which of
             them to shard over, and to have replicas on. Parameters must be replicated there. In a forward they are DTensors on
@@ -110,7 +112,7 @@ def fully_shard(
     Source: torch/distributed/fsdp/_fully_shard/_fully_shard.py; scalars are kept whole on every rank, which FSDP2 refuses.
     """
     modules = _check_modules(module)
-    offload = _check_offload_policy(offload_policy)
+    _check_offload_policy(offload_policy)
     check_policy(mp_policy)
     if not isinstance(gather_policy, GatherPolicy | None):
         raise TypeError(f"fully_shard(gather_policy=...) takes a GatherPolicy, not {gather_policy!r}.")
@@ -126,6 +128,7 @@ def fully_shard(
     _check_devices(found)
 
     meshes = dict.fromkeys(cut.mesh for cut in cuts.values()) or (sharding_mesh,)
+    offload, bytes_on_device = _offload(offload_policy, cuts)
     unit = Unit(modules, sharding_mesh, meshes, mp_policy, reshard_after_forward, attach, gather_policy, offload)
     if unit.copies:
         _check_copied(found, cuts, gather_policy)
@@ -141,6 +144,8 @@ def fully_shard(
         unit.allocate()
         for member in modules:
             _name_units(member)
+    if isinstance(offload_policy, PartialCPUOffloadPolicy):
+        offload_policy.bytes_on_device += bytes_on_device
     for param in ignored:
         param._fsdp_ignored = True  # type: ignore[attr-defined]
     return module
@@ -208,10 +213,22 @@ def _check_modules(module: Any) -> list[nn.Module]:
     return modules
 
 
-def _check_offload_policy(policy: Any) -> CPUOffloadPolicy | None:
-    if type(policy) not in (OffloadPolicy, CPUOffloadPolicy):
-        raise TypeError(f"fully_shard(offload_policy=...) takes a CPUOffloadPolicy or OffloadPolicy, not {policy!r}.")
-    return policy if isinstance(policy, CPUOffloadPolicy) else None
+def _check_offload_policy(policy: Any) -> None:
+    if type(policy) not in (OffloadPolicy, CPUOffloadPolicy, PartialCPUOffloadPolicy):
+        raise TypeError(
+            "fully_shard(offload_policy=...) takes a CPUOffloadPolicy, a PartialCPUOffloadPolicy or an OffloadPolicy, not "
+            f"{policy!r}."
+        )
+
+
+def _offload(policy: OffloadPolicy, cuts: dict[nn.Parameter, _Cut]) -> tuple[CPUOffloadPolicy | None, int]:
+    """The policy of a unit, and what that adds to what a partial one counts on the device."""
+    if not isinstance(policy, PartialCPUOffloadPolicy):
+        return (policy if isinstance(policy, CPUOffloadPolicy) else None), 0
+    pieces = [(param, _piece(param), cut) for param, cut in cuts.items()]
+    return policy.decide(
+        Piece(piece.shape, piece.dtype, cut.dim, cut.mesh.shard_size, param.requires_grad) for param, piece, cut in pieces
+    )
 
 
 def _check_copied(

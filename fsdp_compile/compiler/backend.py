@@ -357,9 +357,9 @@ def _check_offload(options: Options, params: Iterable[ShardedParam]) -> None:
     """Check that parameters on the host are compiled with options that know of their copies.
 
     Raises:
-        ValueError: a budget for the step, the automatic schedule, or CUDA graphs were asked for.
+        ValueError: the automatic schedule or CUDA graphs were asked for.
     """
-    chosen = _unaware_option(options)
+    chosen = next((name for name in ("schedule", "cudagraphs") if _is_asked_for(options, name)), None)
     for param in params:
         if chosen is not None and param.unit.copies:
             value = getattr(options, chosen)
@@ -376,7 +376,7 @@ def _refuse_updates(options: Options) -> None:
     Raises:
         ValueError: a budget for the step, the automatic schedule, or CUDA graphs were asked for.
     """
-    chosen = _unaware_option(options)
+    chosen = next((name for name in ("memory_budget", "schedule", "cudagraphs") if _is_asked_for(options, name)), None)
     if chosen is not None:
         raise ValueError(
             f"options[{chosen!r}] = {getattr(options, chosen)!r} does not know of updates in backward (optimizer_in_backward). "
@@ -398,14 +398,12 @@ def _check_activation_offload(options: Options) -> None:
         )
 
 
-def _unaware_option(options: Options) -> str | None:
-    """The option that asks for what knows neither of copies between host and device nor of updates in backward."""
-    is_set = {
+def _is_asked_for(options: Options, name: str) -> bool:
+    return {
         "memory_budget": options.memory_budget is not None,
         "schedule": options.schedule == "auto",
         "cudagraphs": options.cudagraphs,
-    }
-    return next((name for name, holds in is_set.items() if holds), None)
+    }[name]
 
 
 def _refuse_writes(inputs: Sequence[Any], params: Iterable[ShardedParam]) -> None:

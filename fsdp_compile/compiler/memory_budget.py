@@ -206,8 +206,8 @@ class StepBudget:
         return self._held + self._state + sum(int(num_bytes(value)) for value in self._inputs)
 
     def _state_bytes(self) -> int:
-        """Of the optimizers: of those that have stepped, what they keep; of others, what the option says."""
-        params = {param for scope in self._scopes for unit in scope.units for param in unit.params}
+        """Of the optimizers: of those that have stepped, what they keep on the device; of others, what the option says."""
+        params = {param for scope in self._scopes for unit in scope.units for param in unit.params if not unit.copies}
         return device_state_bytes((param for param in params if param.param.requires_grad), self._assumed.state_of)
 
     def _watch_optimizers(self) -> None:
@@ -316,11 +316,11 @@ def _check_is_whole(units: Iterable[Unit]) -> None:
 
 
 def _held(units: Iterable[Unit], examples: Sequence[Any]) -> tuple[int, list[Tensor]]:
-    """What lives all the time besides the optimizers' state: bytes of shards and buffers; and the inputs."""
+    """What lives on the device all the time besides the optimizers' state: bytes of shards and buffers; and the inputs."""
     all_units = list(dict.fromkeys(unit for one in units for unit in one.scope.units))
     roots = [unit for unit in all_units if unit.is_root]
     held = {id(value) for root in roots for module in root.modules for value in (*module.buffers(), *module.parameters())}
     held |= {id(param.shard) for unit in all_units for param in unit.params}
     inputs = {id(value): value for value in examples if isinstance(value, Tensor) and id(value) not in held}
-    shards = sum(UnitFacts.of(unit, unit.name).shard_bytes for unit in all_units)
+    shards = sum(UnitFacts.of(unit, unit.name).shard_bytes for unit in all_units if not unit.copies)
     return shards + sum(map(other_bytes, roots)), list(inputs.values())

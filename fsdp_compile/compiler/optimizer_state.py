@@ -49,11 +49,15 @@ class Optimizer:
     def state_bytes(self, units: Sequence[UnitFacts]) -> int:
         """The bytes of its state on this rank."""
         elements, num_bytes = (sum(getattr(unit, name) for unit in units) for name in ("trainable", "trainable_bytes"))
-        return round(self.bytes_per_element * elements) + self.copies * num_bytes
+        return round(self.state_of_shard(elements, num_bytes))
 
     def state_of(self, param: ShardedParam) -> float:
         """The bytes of its state for a parameter, on the rank with the largest shard."""
-        return param.padded_numel * (self.bytes_per_element + self.copies * param.local.dtype.itemsize)
+        return self.state_of_shard(param.padded_numel, param.padded_numel * param.local.dtype.itemsize)
+
+    def state_of_shard(self, numel: int, num_bytes: int) -> float:
+        """The bytes of its state for so many elements, that take so many bytes."""
+        return self.bytes_per_element * numel + self.copies * num_bytes
 
     def time_ns(self, units: Sequence[UnitFacts], hardware: Hardware) -> int:
         """The time of a step that reads gradients, and reads and writes shards and state, once each, where they are."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,6 +14,7 @@ from passes.auto.auto_schedule import AutoSchedule
 from passes.models.hardware import Hardware
 
 from .aot_eager_lowering import AotEagerLowering
+from .byte_sizes import bytes_of, is_size
 from .inductor_lowering import InductorLowering
 from .lowering import Lowering
 from .machine import find_hardware
@@ -23,12 +23,6 @@ from .optimizer_state import Optimizer
 #: What makes functions of graphs, by the names that users give: called once for each graph of Dynamo.
 LOWERINGS: Mapping[str, Callable[[], Lowering]] = {"inductor": InductorLowering, "aot_eager": AotEagerLowering}
 _SCHEDULES = ("default", "auto")
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) *(?P<unit>[KMGT]?i?B)", re.IGNORECASE)
-_UNITS = {"B": 1} | {
-    f"{prefix}{suffix}": base ** (power + 1)
-    for suffix, base in (("B", 1000), ("IB", 1024))
-    for power, prefix in enumerate("KMGT")
-}
 
 
 @dataclass(frozen=True)
@@ -114,12 +108,12 @@ class Options:
                 "options['memory_budget'] does not count the memory that CUDA graphs keep: leave options['cudagraphs'] out."
             )
         host = self.host_budget
-        if host not in (None, 0) and not _is_size(host):
+        if host not in (None, 0) and not is_size(host):
             raise ValueError(
                 "options['host_budget'] must be a number of bytes (an int) or text such as '80GB' or '74.5GiB', 0 or None to "
                 f"send nothing to the host, not {host!r}."
             )
-        is_sensible = 0 < budget <= 1 if isinstance(budget, float) else _is_size(budget)
+        is_sensible = 0 < budget <= 1 if isinstance(budget, float) else is_size(budget)
         if not is_sensible:
             raise ValueError(
                 "options['memory_budget'] must be a number of bytes (an int), text such as '80GB' or '74.5GiB', or a part of "
@@ -135,7 +129,7 @@ class Options:
         budget = self.memory_budget
         assert budget is not None
         if not isinstance(budget, float):
-            return _bytes_of(budget)
+            return bytes_of(budget)
         if device.type == "cpu":
             raise ValueError(
                 f"options['memory_budget'] = {budget!r} is a part of the device's memory, but the parameters are on the CPU, "
@@ -146,7 +140,7 @@ class Options:
     @property
     def host_budget_bytes(self) -> int:
         """The most bytes of activations that the budget may send to the host."""
-        return _bytes_of(self.host_budget or 0)
+        return bytes_of(self.host_budget or 0)
 
     @property
     def small_unit_bytes(self) -> int:
@@ -162,19 +156,3 @@ class Options:
         if self.schedule != "auto":
             return None
         return AutoSchedule(find_hardware(self.hardware, device.type), self.memory_limit)
-
-
-def _is_size(given: Any) -> bool:
-    """Whether an option is a number of bytes, as an int or as text."""
-    if isinstance(given, str):
-        size = _SIZE.fullmatch(given.strip())
-        return size is not None and float(size["number"]) > 0
-    return isinstance(given, int) and not isinstance(given, bool) and given > 0
-
-
-def _bytes_of(given: int | str) -> int:
-    if isinstance(given, int):
-        return given
-    size = _SIZE.fullmatch(given.strip())
-    assert size is not None
-    return int(float(size["number"]) * _UNITS[size["unit"].upper()])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compile import Capture, Report, capture, explain, fsdp_backend, fully_shard
+from fsdp_compile import Capture, CPUOffloadPolicy, Report, capture, explain, fsdp_backend, fully_shard
 from fsdp_compile.compiler.options import Options
 from passes.auto.memory_budget import Choice, Trial
 from passes.models.hardware import HostLink, known_hardware
@@ -140,6 +140,40 @@ def _copied(engine: CopyEngine, nbytes: int) -> None:
         assert len(copies) > 1 and sum(copy.nbytes for copy in copies) == nbytes
 
 
+# Shards on the host, by a policy.
+
+
+def shard_on_host(model: nn.Module, mesh: DeviceMesh, on_host: Collection[str] = ("blocks.0", "blocks.2")) -> None:
+    for name in ("blocks.0", "blocks.1", "blocks.2", ""):
+        offload = {"offload_policy": CPUOffloadPolicy()} if name in on_host else {}
+        fully_shard(model.get_submodule(name), mesh=mesh, **offload)
+
+
+def _explained_on_host(budget: int, on_host: Collection[str]) -> Report:
+    sharding = functools.partial(shard_on_host, on_host=on_host)
+    with copying():
+        # Units on the host and on the device share no collectives.
+        options = {"memory_budget": budget, "merge_below": 0}
+        return explain(Model(), batch(), (8,), _FAST, shard=sharding, options=options, suggest=False)
+
+
+@pytest.mark.exhaustive
+def test_shards_on_the_host_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards, gradients and the optimizer's state of these units do not count; copies do, as long as they are on the device."""
+    monkeypatch.setattr("passes.auto.memory_budget._MOST_NODES", 0)
+    ((all_on_device,), (found,)) = (_explained_on_host(_LARGE, names).choices for names in ((), ("blocks.0", "blocks.2")))
+    # Of a block: two weights, three vectors of the width and one of four times that. Two tensors of AdamW; and of both units
+    # a shard or two less, since a copy is on the device ahead of each gather, and gradients are until they are copied.
+    shards = (2 * 4 * 64 * 64 + 3 * 64 + 4 * 64) * 4 // 8
+    before = {trial.policy: trial for trial in all_on_device.trials}
+    for trial in found.trials:
+        assert 2 * 3 * shards - 2 * shards <= before[trial.policy].peak_bytes - trial.peak_bytes <= 2 * 4 * shards
+    least = found.frontier()[0]
+    report = _explained_on_host(least.peak_bytes, ("blocks.0", "blocks.2"))
+    assert report.choices[0].chosen == least
+    assert report.memory.peak_bytes + batch().nbytes == least.peak_bytes and step_ns(report) == least.time_ns
+
+
 # Real ranks.
 
 _CASE = Case("mlp", functools.partial(models.MLP, layers=2), batch=functools.partial(regression_batch, sizes=(2048,)), steps=2)
@@ -175,6 +209,37 @@ def test_trains_alike(ranks: int, lowering: str, rank_pools: RankPools) -> None:
     without, copied = ([runs[index] for runs in by_rank] for index in range(2))
     compare(copied, train_reference(_CASE, ranks), rtol=1e-5)
     compare(copied, without, rtol=1e-6)
+
+
+def train_on_host(lowering: str) -> list[Run]:
+    """Train with shards on the host, without a budget, and within the least possible one."""
+    runs, budgets = [], [None, _LARGE]
+    shards = functools.partial(fully_shard, offload_policy=CPUOffloadPolicy())
+    for budget in budgets:
+        torch._dynamo.reset()
+        compiled = {"backend": fsdp_backend, "options": {"lowering": lowering, "memory_budget": budget}}
+        with copying(1e9) as engine, capture(passes=False) as captured:
+            runs.append(train_sharded(_CASE, shards, compiled))
+        assert engine.copies
+        if budget == _LARGE:
+            budgets.append(captured.choices[0].frontier()[0].peak_bytes)
+    assert len(runs) == 3 and captured.choices[0].chosen.policy.recomputed
+    return runs
+
+
+def train_fsdp2() -> Run:
+    offload = CPUOffloadPolicy(pin_memory=False)
+    return train_sharded(_CASE, functools.partial(torch.distributed.fsdp.fully_shard, offload_policy=offload), None)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("ranks", "lowering"), [(2, "aot_eager"), (4, "inductor")])
+def test_trains_alike_with_shards_on_the_host(ranks: int, lowering: str, rank_pools: RankPools) -> None:
+    by_rank = rank_pools[ranks].run(train_on_host, lowering=lowering)
+    without, unlimited, least = ([runs[index] for runs in by_rank] for index in range(3))
+    compare(least, rank_pools[ranks].run(train_fsdp2), rtol=1e-5)
+    for runs in (unlimited, least):
+        compare(runs, without, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

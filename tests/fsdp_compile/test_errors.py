@@ -255,7 +255,7 @@ def test_container_with_forward(fake_ranks: None) -> None:
 
 def test_offload_policy(fake_ranks: None) -> None:
     model = _model()
-    with _refused(model, TypeError, r"takes a CPUOffloadPolicy or OffloadPolicy, not True"):
+    with _refused(model, TypeError, r"takes a CPUOffloadPolicy, a PartialCPUOffloadPolicy or an OffloadPolicy, not True"):
         fully_shard(model, mesh=_mesh(), offload_policy=True)
     fully_shard(nn.Linear(8, 8), mesh=_mesh(), offload_policy=OffloadPolicy())
 

@@ -44,6 +44,8 @@ def on_first_steps(function: Callable[[], None]) -> RemovableHandle:
 def device_state_bytes(params: Iterable[ShardedParam], assumed: Callable[[ShardedParam], float]) -> int:
     """The bytes of state on the device for some parameters, as on the rank with the largest shards: equal on all ranks.
 
+    Scalars, such as counts of steps, do not count: for them alone, nothing need be chosen anew.
+
     Args:
         params: those whose state counts.
         assumed: the bytes for a parameter of which no optimizer that has stepped keeps anything yet. One whose optimizer keeps
@@ -61,7 +63,7 @@ def _state_bytes(param: ShardedParam, optimizer: Optimizer | None, assumed: Call
     entry = optimizer.state.get(param.param)
     if entry is None:
         return assumed(param) if optimizer.state else 0
-    return sum(_on_largest_rank(value, param) for value in entry.values() if isinstance(value, Tensor))
+    return sum(_on_largest_rank(value, param) for value in entry.values() if isinstance(value, Tensor) and value.dim())
 
 
 def _on_largest_rank(value: Any, param: ShardedParam) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, count, repeat
+from operator import add, attrgetter, is_, ne
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,11 +16,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
+
 from ..units.param_state import noted_slice
 from ..units.sharded_param import params_with_memory
+from .in_backward import living_optimizers
 
 #: A mesh and those of its dimensions over which a gradient is cut; None: the gradient is no DTensor.
 _Cut: TypeAlias = tuple[Any, tuple[int, ...]] | None
+
+_GRAD, _LOCAL, _SPEC = attrgetter("grad"), attrgetter("_local_tensor"), attrgetter("_spec")
+_DTYPE, _NBYTES = attrgetter("dtype"), attrgetter("nbytes")
 
 
 @torch.no_grad()
@@ -53,48 +62,46 @@ def clip_grad_norm_(
     _refuse_updated(parameters)
     if not norm_type > 0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    gradients: list[Any] = [param.grad for param in parameters if param.grad is not None]
+    gradients = list(map(_GRAD, parameters))
+    if any(map(is_, gradients, repeat(None))):
+        gradients = [gradient for gradient in gradients if gradient is not None]
     if not gradients:
         return torch.tensor(0.0)
-    whole: dict[int, tuple[_Cut, list[Tensor]]] = {}
-    summed: list[tuple[_Cut, Tensor]] = []
-    scaled: list[Tensor] = []
-    for gradient in gradients:
-        if not isinstance(gradient, DTensor):
-            layout, local = _PLAIN, gradient
-        else:
-            layout, local = _layout(gradient._spec), gradient._local_tensor
-        if layout.is_summand:
-            # Each rank has a summand: what is to be measured is their sum.
-            scaled.append(local)
-            placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-            summed.append((layout.cut, gradient.redistribute(placements=placements).to_local()))
-        elif id(layout.cut) in whole:
-            whole[id(layout.cut)][1].append(local)
-        else:
-            whole[id(layout.cut)] = layout.cut, [local]
+    whole, summed = _by_cut(gradients)
     first: Tensor = gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0]
-    pieces: dict[_Cut, list[Tensor]] = {}
-    for cut, tensors in whole.values():
-        pieces.setdefault(cut, []).extend(_merged(tensors))
-    scaled += [piece for merged in pieces.values() for piece in merged]
-    for cut, local in summed:
-        pieces.setdefault(cut, []).append(local)
+    pieces = {cut: list(_merged(tensors)) for cut, tensors in whole.items()}
+    scaled = [piece for merged in pieces.values() for piece in merged]
+    for gradient in summed:
+        # Each rank has a summand: what is to be measured is their sum.
+        scaled.append(gradient._local_tensor)
+        placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        pieces.setdefault(_layout(gradient).cut, []).append(gradient.redistribute(placements=placements).to_local())
     total = _total_norm(pieces, first, float(norm_type), foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
             "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    clip_grads_with_norm_([_holder(piece) for piece in scaled], max_norm, total, foreach)
+    # It reads no more of parameters than this.
+    holders: list[Any] = list(map(_Holder, scaled))
+    clip_grads_with_norm_(holders, max_norm, total, foreach)
     meshes = {cut[0] if cut is not None else None for cut in pieces}
     mesh = meshes.pop()
     if mesh is None or meshes:
         return total
-    return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    meta = TensorMeta(total.shape, total.stride(), total.dtype)
+    return DTensor(total, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta), requires_grad=False)
+
+
+class _Holder(NamedTuple):
+    """Something with a gradient, for torch's functions on parameters."""
+
+    grad: Tensor
 
 
 def _refuse_updated(parameters: Iterable[Tensor]) -> None:
+    if not living_optimizers():
+        return
     sharded = params_with_memory()
     for param in parameters:
         found = sharded.get(id(param))
@@ -110,7 +117,7 @@ class _Layout(NamedTuple):
     """How a gradient lies on ranks.
 
     Attributes:
-        cut: over what it is cut; equal ones are one object.
+        cut: over what it is cut.
         is_summand: whether ranks have summands of it.
     """
 
@@ -119,88 +126,121 @@ class _Layout(NamedTuple):
 
 
 _PLAIN = _Layout(None, False)
-#: Of specs of DTensors, by their ``id``; an equal spec takes longer to be found than to be looked at.
-_layouts: dict[int, tuple[weakref.ref[Any], _Layout]] = {}
+#: Of specs of DTensors, by their ``id``: to find an equal spec takes longer than to look at it. Equal layouts are one object.
+_layouts: dict[int, _Layout] = {}
 
 
-def _layout(spec: Any) -> _Layout:
-    ref, layout = _layouts.get(id(spec), (None, _PLAIN))
-    if ref is not None and ref() is spec:
-        return layout
-    placements = spec.placements
-    dims = tuple(dim for dim, placement in enumerate(placements) if not (placement.is_replicate() or placement.is_partial()))
-    cut: _Cut = (spec.mesh, dims)
-    cut = next((kept.cut for _, kept in list(_layouts.values()) if kept.cut == cut), cut)
-    layout = _Layout(cut, any(placement.is_partial() for placement in placements))
+def _layout(gradient: Any) -> _Layout:
+    if not isinstance(gradient, DTensor):
+        return _PLAIN
+    spec = gradient._spec
     number = id(spec)
-    _layouts[number] = weakref.ref(spec, lambda _: _layouts.pop(number, None)), layout
-    return layout
+    if number not in _layouts:
+        placements = spec.placements
+        dims = tuple(dim for dim, placed in enumerate(placements) if not (placed.is_replicate() or placed.is_partial()))
+        layout = _Layout((spec.mesh, dims), any(placement.is_partial() for placement in placements))
+        # Gone when the spec is, so that what has its number is the spec.
+        weakref.finalize(spec, _layouts.pop, number).atexit = False
+        known = {id(kept): kept for kept in list(_layouts.values())}.values()
+        _layouts[number] = next((kept for kept in known if kept == layout), layout)
+    return _layouts[number]
+
+
+def _by_cut(gradients: Sequence[Any]) -> tuple[dict[_Cut, list[Tensor]], list[Any]]:
+    """Local tensors by what they are cut over, and the gradients of which ranks have summands."""
+    # Once for each parameter and step: mostly all are alike, and then nothing here is a loop of Python's.
+    if set(map(type, gradients)) == {DTensor}:
+        kinds = list(map(_layouts.get, map(id, map(_SPEC, gradients))))
+        kind = kinds[0]
+        if kind is not None and not kind.is_summand and all(map(is_, kinds, repeat(kind))):
+            return {kind.cut: list(map(_LOCAL, gradients))}, []
+    by_layout: dict[int, tuple[_Layout, list[Any]]] = {}
+    for gradient in gradients:
+        layout = _layout(gradient)
+        by_layout.setdefault(id(layout), (layout, []))[1].append(gradient)
+    whole: dict[_Cut, list[Tensor]] = {}
+    summed: list[Any] = []
+    for layout, alike in by_layout.values():
+        if layout.is_summand:
+            summed += alike
+        else:
+            whole.setdefault(layout.cut, []).extend(alike if layout is _PLAIN else map(_LOCAL, alike))
+    return whole, summed
 
 
 def _merged(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """The same elements in fewer tensors: neighbours in a flat buffer are one."""
-    # By the buffer's first address: the buffer, and first and last address of each tensor in it. Padding may follow a tensor,
-    # of which a communication hook can have made anything.
-    buffers: dict[int, tuple[Tensor, list[tuple[int, int]]]] = {}
-    start = end = 0
-    parts: list[tuple[int, int]] = []
-    for tensor in tensors:
-        address = tensor.data_ptr()
-        if not address:
-            # Without elements: of a parameter of fewer rows than ranks.
+    if not all(map(Tensor.is_contiguous, tensors)):
+        yield from (tensor for tensor in tensors if not tensor.is_contiguous())
+        tensors = [tensor for tensor in tensors if tensor.is_contiguous()]
+    dtypes = set(map(_DTYPE, tensors))
+    if len(dtypes) > 1:
+        for dtype in dtypes:
+            yield from _merged([tensor for tensor in tensors if tensor.dtype == dtype])
+        return
+    addresses = list(map(Tensor.data_ptr, tensors))
+    order = sorted(range(len(tensors)), key=addresses.__getitem__)
+    starts = [addresses[index] for index in order]
+    # Those without elements have no address: of parameters of fewer rows than ranks.
+    empty = bisect_right(starts, 0)
+    order, starts = order[empty:], starts[empty:]
+    if not order:
+        return
+    ordered = [tensors[index] for index in order]
+    ends = list(map(add, starts, map(_NBYTES, ordered)))
+    # Padding may follow a tensor, of which a communication hook can have made anything.
+    heads = [0, *compress(count(1), map(ne, starts[1:], ends))]
+    for head, tail in zip(heads, [*heads[1:], len(ordered)], strict=True):
+        yield from _of_buffers(ordered[head:tail], starts[head:tail], ends[head:tail])
+
+
+def _of_buffers(tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Iterator[Tensor]:
+    """Tensors each of which begins where the one before it ends, in as few as there are buffers."""
+    index = 0
+    while index < len(tensors):
+        piece = noted_slice(tensors[index])
+        if piece is None:
+            yield tensors[index]
+            index += 1
             continue
-        if not tensor.is_contiguous():
-            yield tensor
-            continue
-        if not start <= address < end:
-            piece = noted_slice(tensor)
-            if piece is None:
-                yield tensor
-                continue
-            start = piece.flat.data_ptr()
-            end = start + piece.flat.nbytes
-            _, parts = buffers.setdefault(start, (piece.flat, []))
         # What begins at an address in the buffer, which is alive, lies in the buffer.
-        parts.append((address, address + tensor.nbytes))
-    for start, (flat, parts) in buffers.items():
-        parts.sort()
-        size = flat.itemsize
-        first, last = parts[0][0], parts[0][0]
-        for address, after in parts:
-            if address != last:
-                yield flat.narrow(0, (first - start) // size, (last - first) // size)
-                first = address
-            last = after
-        yield flat.narrow(0, (first - start) // size, (last - first) // size)
+        flat = piece.flat
+        following = bisect_right(ends, flat.data_ptr() + flat.nbytes, lo=index)
+        numel = (ends[following - 1] - starts[index]) // flat.itemsize
+        yield flat if numel == flat.numel() else flat.narrow(0, piece.offset, numel)
+        index = following
 
 
 def _total_norm(pieces: dict[_Cut, list[Tensor]], like: Tensor, norm_type: float, foreach: bool | None) -> Tensor:
     """The norm of all elements on all ranks, on the device and in the dtype of ``like``."""
     is_largest = math.isinf(norm_type)
-    norms = {
-        cut: get_total_norm(tensors, norm_type, foreach=foreach) if tensors else like.new_zeros(())
-        for cut, tensors in pieces.items()
-    }
     dtype, device = like.dtype, like.device
     # Powers of a half-precision norm overflow early.
-    powers = {cut: norm.to(device, torch.promote_types(norm.dtype, torch.float32)) for cut, norm in norms.items()}
-    if not is_largest:
-        powers = {cut: norm**norm_type for cut, norm in powers.items()}
+    wide = torch.promote_types(dtype, torch.float32)
+    powers = {}
+    for cut, tensors in pieces.items():
+        norm = _norm(tensors, norm_type, foreach) if tensors else like.new_zeros(())
+        norm = norm.to(device, torch.promote_types(norm.dtype, wide))
+        powers[cut] = norm if is_largest else norm**norm_type
     operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
     for mesh in dict.fromkeys(cut[0] for cut in powers if cut is not None):
         for dim in range(mesh.ndim):
             cuts = [cut for cut in powers if cut is not None and cut[0] == mesh and dim in cut[1]]
-            if cuts and mesh.size(dim) > 1:
-                together = torch.stack([powers[cut] for cut in cuts])
-                dist.all_reduce(together, operation, group=mesh.get_group(dim))
+            if not cuts or mesh.size(dim) == 1:
+                continue
+            together = torch.stack([powers[cut] for cut in cuts]) if len(cuts) > 1 else powers[cuts[0]]
+            dist.all_reduce(together, operation, group=mesh.get_group(dim))
+            if len(cuts) > 1:
                 powers.update(zip(cuts, together.unbind(), strict=True))
-    together = torch.stack(list(powers.values()))
-    total = together.amax() if is_largest else together.sum() ** (1 / norm_type)
-    return total.to(dtype)
+    total, *others = powers.values()
+    if others:
+        together = torch.stack([total, *others])
+        total = together.amax() if is_largest else together.sum()
+    return (total if is_largest else total ** (1 / norm_type)).to(dtype)
 
 
-def _holder(gradient: Tensor) -> Tensor:
-    """Something with this gradient, for torch's functions on parameters."""
-    holder = gradient.detach()
-    holder.grad = gradient
-    return holder
+def _norm(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """The norm of all elements of tensors on one rank."""
+    if len(tensors) > 1:
+        return get_total_norm(tensors, norm_type, foreach=foreach)
+    return torch.linalg.vector_norm(tensors[0], norm_type)

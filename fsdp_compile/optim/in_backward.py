@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -131,12 +132,26 @@ class _Found(NamedTuple):
     update: Update
 
 
+#: Copies of optimizers among them, which parameters that are copied with them have.
+_living: WeakSet[Optimizer] = WeakSet()
+
+
+def living_optimizers() -> bool:
+    """Whether there is an optimizer that updates parameters in backward, or did."""
+    return bool(_living)
+
+
 class OptimizerInBackward(Optimizer):
     """What :func:`optimizer_in_backward` adds to a class of optimizers: stands ahead of it among the bases."""
 
     _homes: dict[Any, _Home] | None = None
     _groups: tuple[list[int], dict[int, tuple[int, dict[str, Any]]]] | None = None
     _tensors: dict[Any, Tensor] | None = None
+
+    def __new__(cls, *_: Any, **__: Any) -> OptimizerInBackward:
+        made = super().__new__(cls)
+        _living.add(made)
+        return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. The parameters are updated in backward from now on.

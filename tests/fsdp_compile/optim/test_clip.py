@@ -13,9 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compile
 from fsdp_compile import clip_grad_norm_, flat_optimizer
+from fsdp_compile.optim import clip
+from fsdp_compile.units.own_storage import with_own_storage
+from fsdp_compile.units.param_state import FlatSlice, note_slice
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import shard_units
@@ -67,24 +71,115 @@ def test_few_tensors_and_one_message(fake_ranks: None, monkeypatch: pytest.Monke
     model = _model(init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard")))
     _backward(model)
     tensors, messages = [], []
-    norm_of, reduce = torch.nn.utils.get_total_norm, dist.all_reduce
+    norm_of, reduce = clip._norm, dist.all_reduce
 
-    def count(found: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def count(found: list[Tensor], *args: Any) -> Tensor:
         tensors.extend(found)
-        return norm_of(found, *args, **kwargs)
+        return norm_of(found, *args)
 
     def note(tensor: Tensor, *args: Any, group: Any) -> None:
         messages.append((tensor.numel(), group))
         reduce(tensor, *args, group=group)
 
-    monkeypatch.setattr("fsdp_compile.optim.clip.get_total_norm", count)
+    monkeypatch.setattr(clip, "_norm", count)
     monkeypatch.setattr(dist, "all_reduce", note)
     norm = clip_grad_norm_(model.parameters(), 1.0)
     # On the first rank, no parameter has padding but ``head``'s.
-    assert len(tensors) <= 4 and all(type(tensor) is Tensor for tensor in tensors)
+    assert 0 < len(tensors) <= 4 and all(type(tensor) is Tensor for tensor in tensors)
     mesh = model.bias.device_mesh
     assert messages == [(1, mesh.get_group("shard"))]
     assert isinstance(norm, DTensor) and norm.device_mesh == mesh and norm.placements == (Replicate(), Replicate())
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_as_many_operators_for_any_number_of_parameters(fake_ranks: None) -> None:
+    counts = []
+    for layers in (2, 6):
+        model = models.MLP(hidden=16, layers=layers)
+        fsdp_compile.fully_shard(model, mesh=init_device_mesh("cpu", (8,)))
+        forward = torch.compile(model, backend=fsdp_compile.fsdp_backend, options={"lowering": "aot_eager"})
+        forward(torch.ones(2, 8)).sum().backward()
+        params = list(model.parameters())
+        with _Operators() as operators:
+            clip_grad_norm_(params, 1.0)
+        counts.append(operators.count)
+    assert counts[0] == counts[1] < 15
+
+
+def _in_buffer(flat: Tensor, offset: int, numel: int) -> Tensor:
+    piece = FlatSlice(flat, offset, numel)
+    tensor = with_own_storage(piece.tensor())
+    note_slice(tensor, piece)
+    return tensor
+
+
+def test_neighbours_are_one_tensor() -> None:
+    """Whatever their order; not across gaps, buffers or dtypes, nor with tensors that lie in no buffer or have gaps."""
+    values, others = torch.arange(12.0), torch.arange(4.0)
+    pieces = [_in_buffer(values, offset, 2) for offset in (2, 0, 4, 8)]
+    whole = [_in_buffer(others, offset, 2) for offset in (2, 0)]
+    as_numbers = pieces[2].view(torch.int32)
+    alone, strided, empty = torch.ones(3), torch.arange(6.0).view(3, 2).t(), torch.ones(0)
+    tensors = [*pieces[:2], as_numbers, pieces[3], *whole, alone, strided, empty]
+    merged = list(clip._merged(tensors))
+    found = sorted((tensor.flatten().tolist() for tensor in merged if tensor.is_floating_point()), key=str)
+    assert found == sorted(
+        [[0.0, 1.0, 2.0, 3.0], [8.0, 9.0], [0.0, 1.0, 2.0, 3.0], [1.0] * 3, strided.flatten().tolist()], key=str
+    )
+    assert [tensor.data_ptr() for tensor in merged if tensor.dtype == torch.int32] == [as_numbers.data_ptr()]
+    assert any(tensor is others for tensor in merged)
+
+
+def test_buffers_that_touch_stay_apart() -> None:
+    memory = torch.arange(8.0)
+    first, second = memory[:4], memory[4:]
+    tensors = [_in_buffer(flat, offset, 2) for flat in (first, second) for offset in (0, 2)]
+    assert [tensor.data_ptr() for tensor in clip._merged(tensors)] == [first.data_ptr(), second.data_ptr()]
+
+
+def _replace_local(grad: Any) -> None:
+    grad._local_tensor = grad._local_tensor * 2
+
+
+def _set_data(grad: Any) -> None:
+    grad._local_tensor.data = grad._local_tensor * 2
+
+
+def _in_place(grad: Any) -> None:
+    grad._local_tensor.mul_(2)
+
+
+def _transpose(grad: Any) -> None:
+    grad._local_tensor.t_()
+
+
+@pytest.mark.parametrize("change", [_replace_local, _set_data, _in_place, _transpose])
+def test_gradients_that_were_changed(change: Callable[[Any], None], one_rank: None) -> None:
+    """What is clipped is what a gradient's local tensor is now, and nothing else."""
+    model, twin = (_model(init_device_mesh("cpu", (1,))) for _ in range(2))
+    for each in (model, twin):
+        _backward(each)
+        clip_grad_norm_(each.parameters(), 1e9)
+        change(each.blocks[0].up.weight.grad)
+    landed = [param.grad._local_tensor for param in model.parameters()]
+    norm = clip_grad_norm_(model.parameters(), 0.5)
+    locals_of_twin = [param.grad._local_tensor for param in twin.parameters()]
+    expected = torch.linalg.vector_norm(torch.cat([local.flatten() for local in locals_of_twin]))
+    for local in locals_of_twin:
+        local.mul_(0.5 / (expected + 1e-6))
+    torch.testing.assert_close(_full(norm), expected, rtol=1e-6, atol=0)
+    assert all(param.grad._local_tensor is local for param, local in zip(model.parameters(), landed, strict=True))
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.grad._local_tensor, other.grad._local_tensor, rtol=2e-6, atol=0)
 
 
 def test_padding_does_not_count() -> None:
@@ -161,12 +256,12 @@ def train() -> None:
     for step in range(3):
         batch = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         norms = []
-        for forward, each, other, clip in (
+        for forward, each, other, clips in (
             (compiled, model, optimizer, clip_grad_norm_),
             (twin, twin, reference, torch.nn.utils.clip_grad_norm_),
         ):
             forward(batch).square().sum().backward()
-            norms.append(_full(clip(each.parameters(), 0.5)))
+            norms.append(_full(clips(each.parameters(), 0.5)))
             other.step()
             other.zero_grad()
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)

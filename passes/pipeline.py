@@ -229,7 +229,7 @@ def _insert_collectives(
         bucket_gathers(graph, plan.gathers, interface, grouping.gathers, unit_by_unit=unit_by_unit)
     if is_backward:
         with observe("gradient_sync"):
-            synchronize_gradients(graph, plan.reductions, interface, grouping.reductions, plan.updates)
+            synchronize_gradients(graph, plan.reductions, interface, grouping.reductions, plan.updates, plan.orders)
     interface.finish()
     with observe("flat_storage"):
         flat_storage(graph, locations, interface)

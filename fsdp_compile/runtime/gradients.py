@@ -105,6 +105,12 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
     ), factors
 
 
+def in_order_of_storage(params: Sequence[ShardedParam]) -> tuple[int, ...]:
+    """The indices of parameters as they lie in flat storage: a flat shard of gradients in this order can be read, and stepped
+    by, as it is."""
+    return tuple(sorted(range(len(params)), key=lambda index: (params[index].extension is None, params[index].offset)))
+
+
 def may_update(params: Sequence[ShardedParam]) -> bool:
     """Whether a graph that reduces gradients of parameters may update these by them.
 
@@ -505,7 +511,8 @@ def _take(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:
         grad = grad.to(reduce_dtype(unit.mp_policy, param.shard.dtype) or grad.dtype)
         buckets.setdefault((grad.dtype, param.shard.dtype, param.mesh), {})[param] = grad
     for bucket in buckets.values():
-        _take_bucket(unit, bucket)
+        params = list(bucket)
+        _take_bucket(unit, {params[index]: bucket[params[index]] for index in in_order_of_storage(params)})
 
 
 def _take_bucket(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:

@@ -27,7 +27,7 @@ from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .call import Call, Gradients
 from .course import Run
-from .gradients import note_backward, note_forward, receive
+from .gradients import in_order_of_storage, note_backward, note_forward, receive
 from .graph_inputs import GraphInputs, Owners
 from .plan import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
 from .unsharding import finish_unshard
@@ -101,6 +101,7 @@ class PlannedGraph:
         self._variants: dict[Plan, Variant] = {}
         self._offloaded = [] if is_backward else offloaded_outputs(gm.graph)
         self._inputs = GraphInputs(gm.graph)
+        self._orders: tuple[tuple[int, ...], ...] | None = None
 
     def lower_ahead(self, params: dict[tuple[str, str], ShardedParam]) -> None:
         """Lower a forward graph for the plan that its first call will have, of parameters by (unit, name) in the graph."""
@@ -202,7 +203,10 @@ class PlannedGraph:
         reducing = [bucket.unit for bucket in gradients if bucket.reduction.sync is not Sync.NONE]
         factors = [bucket.factors for bucket in gradients]
         classes = tuple(map(factors.index, factors)) if self._can_merge else ()
-        return Plan(gathers, made, prefetch, max_pending_reductions(reducing), classes, _places(gradients))
+        if self._orders is None:
+            # Equal for the parameters of equal blocks; others might lie in another order, and train just as well.
+            self._orders = tuple(in_order_of_storage(bucket.params) for bucket in gradients)
+        return Plan(gathers, made, prefetch, max_pending_reductions(reducing), classes, _places(gradients), self._orders)
 
     def _gather(self, params: list[ShardedParam] | None) -> Gather:
         if params is None:

@@ -40,6 +40,8 @@ class Plan:
         factor_classes: for each reduction, equal numbers where divide factors have equal values; asked for by
             :mod:`passes.auto.grouping` alone.
         updates: for each reduction that updates parameters, where the update of each of them writes; empty: none does.
+        orders: for each reduction, its gradients by their places in the bucket, as they are to lie in the flat shard; empty: in
+            the order in which backward computes them.
     """
 
     gathers: tuple[Gather, ...] = ()
@@ -48,6 +50,7 @@ class Plan:
     max_pending_reductions: int | None = None
     factor_classes: tuple[int, ...] = ()
     updates: tuple[tuple[Place, ...], ...] = ()
+    orders: tuple[tuple[int, ...], ...] = ()
 
     @property
     def has_hooks(self) -> bool:

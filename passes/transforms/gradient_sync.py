@@ -14,7 +14,8 @@ After:  for each bucket (unit, dtypes and groups) what its :class:`~passes.ir.pl
 A reduction absorbs the casts of its gradients that have no other reader. Partial results are added before the all-reduce: after
 it, those of the other replicas would be missing. Divide factors are inputs of the graph, and so are the tensors of a
 communication hook, which are written over as soon as nothing reads their old values. The outputs that were gradients are
-None: the runtime lands gradients itself.
+None: the runtime lands gradients itself. In a flat shard, gradients lie in the order that the plan says: that of flat storage,
+so that an optimizer takes both as they are.
 
 New nodes are marked with their work (:mod:`passes.ir.work`). Nothing overlaps yet.
 
@@ -68,6 +69,7 @@ def synchronize_gradients(
     interface: Interface,
     groups: Sequence[Group] | None = None,
     updates: Sequence[Sequence[Place]] = (),
+    orders: Sequence[Sequence[int]] = (),
 ) -> None:
     """Replace the ``reduce_grad`` nodes of a backward graph by what the plan says. In place.
 
@@ -78,6 +80,7 @@ def synchronize_gradients(
         groups: reduce these together instead of each bucket. They have all gradients, and the plan does the same with all of
             a group.
         updates: for each bucket, where the updates of its parameters write, if the plan has updates.
+        orders: for each bucket, its gradients as they are to lie in a flat shard; none: as the graph computes them.
     """
     output = graph.output_node()
     outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -89,13 +92,16 @@ def synchronize_gradients(
     output.args = (tuple(None if value in reduced else value for value in outputs),)
     assert len(plan) == len(buckets)
     wanted = list(groups) if groups is not None else whole_buckets(buckets)
-    # In the order of storage, so that the flat gradient lies as the shards that it updates.
-    interface.reduction_groups = [
-        tuple(sorted(group, key=lambda member: (member[0], updates[member[0]][member[1]].offset)))
-        if plan[group[0][0]].updates
-        else group
-        for group in wanted
-    ]
+
+    def position(member: tuple[int, int]) -> tuple[int, int]:
+        bucket, place = member
+        if plan[bucket].updates:
+            # As the shards that it updates.
+            return bucket, updates[bucket][place].offset
+        # What is not reduced becomes no flat shard.
+        return bucket, orders[bucket].index(place) if orders and plan[bucket].sync is not Sync.NONE else place
+
+    interface.reduction_groups = [tuple(sorted(group, key=position)) for group in wanted]
     for index, (group, bucket) in enumerate(
         zip(interface.reduction_groups, regroup(buckets, interface.reduction_groups), strict=True)
     ):

@@ -293,7 +293,7 @@ all_gather blocks.1 over shard: bf16[262464] -> bf16[2099712]
 mm: bf16[16, 64], bf16[64, 512] -> bf16[16, 512]
 mm: bf16[64, 16], bf16[16, 512] -> bf16[64, 512]
 reduction kernel: bf16[16, 64] -> bf16[1, 64]
-foreach kernel: bf16[64], bf16[64, 512] -> f32[8, 8], f32[8, 4096]
+foreach kernel: bf16[64, 512], bf16[64] -> f32[8, 4096], f32[8, 8]
 reduce_scatter root avg over shard: f32[32832] -> f32[4104]
 pointwise kernel: f32[262400] -> bf16[262400]
 all_gather blocks.0 over shard: bf16[262400] -> bf16[2099200]
@@ -307,7 +307,7 @@ mm: bf16[16, 2048], bf16[2048, 512] -> bf16[16, 512]
 reduction kernel: bf16[16, 512], bf16[16, 512], bf16[8, 64], bf16[16, 512] -> bf16[1, 512], bf16[16, 512], bf16[1, 512]
 mm: bf16[512, 16], bf16[16, 2048] -> bf16[512, 2048]
 mm: bf16[2048, 16], bf16[16, 512] -> bf16[2048, 512]
-foreach kernel: bf16[512], bf16[512, 2048], bf16[2048], bf16[2048, 512], bf16[512] -> f32[8, 64], f32[8, 131072], f32[8, 256], f32[8, 131072], f32[8, 64]
+foreach kernel: bf16[512], bf16[2048, 512], bf16[2048], bf16[512, 2048], bf16[512] -> f32[8, 64], f32[8, 131072], f32[8, 256], f32[8, 131072], f32[8, 64]
 reduce_scatter blocks.1 avg over shard: f32[2100224] -> f32[262528]
 wait all_gather blocks.0
 reduction kernel: bf16[16, 512] -> bf16[1, 512]
@@ -320,7 +320,7 @@ reduction kernel: bf16[16, 512], bf16[16, 512] -> bf16[1, 512]
 mm: bf16[512, 16], bf16[16, 2048] -> bf16[512, 2048]
 mm: bf16[2048, 16], bf16[16, 512] -> bf16[2048, 512]
 wait reduce_scatter root
-foreach kernel: bf16[512], bf16[512, 2048], bf16[2048], bf16[2048, 512], bf16[512] -> f32[8, 64], f32[8, 131072], f32[8, 256], f32[8, 131072], f32[8, 64]
+foreach kernel: bf16[512], bf16[2048, 512], bf16[2048], bf16[512, 2048], bf16[512] -> f32[8, 64], f32[8, 131072], f32[8, 256], f32[8, 131072], f32[8, 64]
 reduce_scatter blocks.0 avg over shard: f32[2100224] -> f32[262528]
 wait reduce_scatter blocks.1
 wait reduce_scatter blocks.0
@@ -331,13 +331,13 @@ wait reduce_scatter blocks.0
         self.assertExpectedInline(
             reductions_of(code_of("fp16").backward[0]),
             """\
-foreach kernel: f16[64], f32[], f16[64, 512] -> f16[8, 8], f16[8, 4096]
+foreach kernel: f16[64, 512], f32[], f16[64] -> f16[8, 4096], f16[8, 8]
 reduce_scatter root sum over shard: f16[32832] -> f16[4104]
-foreach kernel: f16[512], f32[], f16[512, 2048], f16[2048], f16[2048, 512], f16[512] -> f16[8, 64], f16[8, 131072], f16[8, 256], f16[8, 131072], f16[8, 64]
+foreach kernel: f16[512], f32[], f16[2048, 512], f16[2048], f16[512, 2048], f16[512] -> f16[8, 64], f16[8, 131072], f16[8, 256], f16[8, 131072], f16[8, 64]
 reduce_scatter blocks.1 sum over shard: f16[2100224] -> f16[262528]
 wait reduce_scatter root
 pointwise kernel: f16[4104], f32[] -> f32[4104]
-foreach kernel: f16[512], f32[], f16[512, 2048], f16[2048], f16[2048, 512], f16[512] -> f16[8, 64], f16[8, 131072], f16[8, 256], f16[8, 131072], f16[8, 64]
+foreach kernel: f16[512], f32[], f16[2048, 512], f16[2048], f16[512, 2048], f16[512] -> f16[8, 64], f16[8, 131072], f16[8, 256], f16[8, 131072], f16[8, 64]
 reduce_scatter blocks.0 sum over shard: f16[2100224] -> f16[262528]
 wait reduce_scatter blocks.1
 pointwise kernel: f16[262528], f32[] -> f32[262528]
@@ -350,13 +350,13 @@ pointwise kernel: f16[262528], f32[] -> f32[262528]
         self.assertExpectedInline(
             reductions_of(code_of("hook").backward[0]),
             """\
-foreach kernel: f32[64], f32[64, 512] -> bf16[8, 8], bf16[8, 4096]
+foreach kernel: f32[64, 512], f32[64] -> bf16[8, 4096], bf16[8, 8]
 reduce_scatter root sum over shard: bf16[32832] -> bf16[4104]
-foreach kernel: f32[512], f32[512, 2048], f32[2048], f32[2048, 512], f32[512] -> bf16[8, 64], bf16[8, 131072], bf16[8, 256], bf16[8, 131072], bf16[8, 64]
+foreach kernel: f32[512], f32[2048, 512], f32[2048], f32[512, 2048], f32[512] -> bf16[8, 64], bf16[8, 131072], bf16[8, 256], bf16[8, 131072], bf16[8, 64]
 reduce_scatter blocks.1 sum over shard: bf16[2100224] -> bf16[262528]
 wait reduce_scatter root
 pointwise kernel: bf16[4104] -> f32[4104]
-foreach kernel: f32[512], f32[512, 2048], f32[2048], f32[2048, 512], f32[512] -> bf16[8, 64], bf16[8, 131072], bf16[8, 256], bf16[8, 131072], bf16[8, 64]
+foreach kernel: f32[512], f32[2048, 512], f32[2048], f32[512, 2048], f32[512] -> bf16[8, 64], bf16[8, 131072], bf16[8, 256], bf16[8, 131072], bf16[8, 64]
 reduce_scatter blocks.0 sum over shard: bf16[2100224] -> bf16[262528]
 wait reduce_scatter blocks.1
 pointwise kernel: bf16[262528] -> f32[262528]
@@ -369,15 +369,15 @@ pointwise kernel: bf16[262528] -> f32[262528]
         self.assertExpectedInline(
             reductions_of(code_of("hsdp").backward[0]),
             """\
-foreach kernel: bf16[64], bf16[64, 512] -> f32[4, 16], f32[4, 8192]
+foreach kernel: bf16[64, 512], bf16[64] -> f32[4, 8192], f32[4, 16]
 reduce_scatter root avg over shard: f32[32832] -> f32[8208]
 wait reduce_scatter root
 all_reduce root avg over replicate: f32[8208] -> f32[8208]
-foreach kernel: bf16[512], bf16[512, 2048], bf16[2048], bf16[2048, 512], bf16[512] -> f32[4, 128], f32[4, 262144], f32[4, 512], f32[4, 262144], f32[4, 128]
+foreach kernel: bf16[512], bf16[2048, 512], bf16[2048], bf16[512, 2048], bf16[512] -> f32[4, 128], f32[4, 262144], f32[4, 512], f32[4, 262144], f32[4, 128]
 reduce_scatter blocks.1 avg over shard: f32[2100224] -> f32[525056]
 wait reduce_scatter blocks.1
 all_reduce blocks.1 avg over replicate: f32[525056] -> f32[525056]
-foreach kernel: bf16[512], bf16[512, 2048], bf16[2048], bf16[2048, 512], bf16[512] -> f32[4, 128], f32[4, 262144], f32[4, 512], f32[4, 262144], f32[4, 128]
+foreach kernel: bf16[512], bf16[2048, 512], bf16[2048], bf16[512, 2048], bf16[512] -> f32[4, 128], f32[4, 262144], f32[4, 512], f32[4, 262144], f32[4, 128]
 reduce_scatter blocks.0 avg over shard: f32[2100224] -> f32[525056]
 wait all_reduce root
 wait all_reduce blocks.1
@@ -394,7 +394,7 @@ wait all_reduce blocks.0
 reduce
 mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
 pointwise kernel: f32[3, 16] -> f32[1, 16]
-foreach kernel: f32[16], f32[16, 8] -> f32[4, 4], f32[4, 32]
+foreach kernel: f32[16, 8], f32[16] -> f32[4, 32], f32[4, 4]
 reduce_scatter root avg over shard: f32[144] -> f32[36]
 wait reduce_scatter root
 all_reduce root avg over replicate: f32[36] -> f32[36]
@@ -402,7 +402,7 @@ wait all_reduce root
 reduce into param.grad
 mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
 pointwise kernel: f32[3, 16] -> f32[1, 16]
-foreach kernel: f32[16], f32[16, 8] -> f32[4, 4], f32[4, 32]
+foreach kernel: f32[16, 8], f32[16] -> f32[4, 32], f32[4, 4]
 reduce_scatter root avg over shard: f32[144] -> f32[36]
 wait reduce_scatter root
 all_reduce root avg over replicate: f32[36] -> f32[36]
@@ -418,7 +418,7 @@ pointwise kernel: f32[16, 8], f32[16, 8] -> f32[16, 8]
 reduce what has accumulated
 mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
 pointwise kernel: f32[3, 16] -> f32[1, 16]
-foreach kernel: f32[16], f32[16], f32[16, 8], f32[16, 8] -> f32[4, 4], f32[4, 32]
+foreach kernel: f32[16, 8], f32[16, 8], f32[16], f32[16] -> f32[4, 32], f32[4, 4]
 reduce_scatter root avg over shard: f32[144] -> f32[36]
 wait reduce_scatter root
 all_reduce root avg over replicate: f32[36] -> f32[36]
@@ -426,20 +426,20 @@ wait all_reduce root
 scatter only, first
 mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
 pointwise kernel: f32[3, 16] -> f32[1, 16]
-foreach kernel: f32[16], f32[16, 8] -> f32[4, 4], f32[4, 32]
+foreach kernel: f32[16, 8], f32[16] -> f32[4, 32], f32[4, 4]
 reduce_scatter root avg over shard: f32[144] -> f32[36]
 wait reduce_scatter root
 scatter only, later
 mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
 pointwise kernel: f32[3, 16] -> f32[1, 16]
-foreach kernel: f32[16], f32[16, 8] -> f32[4, 4], f32[4, 32]
+foreach kernel: f32[16, 8], f32[16] -> f32[4, 32], f32[4, 4]
 reduce_scatter root avg over shard: f32[144] -> f32[36]
 wait reduce_scatter root
 pointwise kernel: f32[36], f32[36] -> f32[36]
 all-reduce with partial results
 mm: f32[16, 3], f32[3, 8] -> f32[16, 8]
 pointwise kernel: f32[3, 16] -> f32[1, 16]
-foreach kernel: f32[16], f32[16, 8] -> f32[4, 4], f32[4, 32]
+foreach kernel: f32[16, 8], f32[16] -> f32[4, 32], f32[4, 4]
 reduce_scatter root avg over shard: f32[144] -> f32[36]
 wait reduce_scatter root
 pointwise kernel: f32[36], f32[36] -> f32[36]

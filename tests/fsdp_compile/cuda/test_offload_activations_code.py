@@ -109,7 +109,7 @@ wait fetch fetch
 pointwise kernel: f32[16, 512], f32[16, 512] -> f32[16, 512]
 mm: f32[64, 16], f32[16, 512] -> f32[64, 512]
 reduction kernel: f32[16, 64] -> f32[1, 64]
-foreach kernel: f32[64], f32[64, 512] -> f32[8, 8], f32[8, 4096]
+foreach kernel: f32[64, 512], f32[64] -> f32[8, 4096], f32[8, 8]
 reduce_scatter root avg over shard: f32[32832] -> f32[4104]
 all_gather blocks.0 over shard: f32[262464] -> f32[2099712]
 wait all_gather blocks.1
@@ -124,7 +124,7 @@ mm: f32[16, 2048], f32[2048, 512] -> f32[16, 512]
 reduction kernel: f32[16, 512], f32[16, 512], f32[512], f32[16, 512] -> f32[1, 512], f32[16, 512], f32[16, 512], f32[1, 512]
 mm: f32[512, 16], f32[16, 2048] -> f32[512, 2048]
 mm: f32[2048, 16], f32[16, 512] -> f32[2048, 512]
-foreach kernel: f32[512], f32[512, 2048], f32[2048], f32[2048, 512], f32[512] -> f32[8, 64], f32[8, 131072], f32[8, 256], f32[8, 131072], f32[8, 64]
+foreach kernel: f32[512], f32[2048, 512], f32[2048], f32[512, 2048], f32[512] -> f32[8, 64], f32[8, 131072], f32[8, 256], f32[8, 131072], f32[8, 64]
 reduce_scatter blocks.1 avg over shard: f32[2100224] -> f32[262528]
 wait all_gather blocks.0
 pointwise kernel: f32[2099712] -> f32[8, 131072]
@@ -139,7 +139,7 @@ reduction kernel: f32[16, 512], f32[512], f32[16, 512] -> f32[16, 512], f32[1, 5
 mm: f32[512, 16], f32[16, 2048] -> f32[512, 2048]
 mm: f32[2048, 16], f32[16, 512] -> f32[2048, 512]
 wait reduce_scatter root
-foreach kernel: f32[512], f32[512, 2048], f32[2048], f32[2048, 512], f32[512] -> f32[8, 64], f32[8, 131072], f32[8, 256], f32[8, 131072], f32[8, 64]
+foreach kernel: f32[512], f32[2048, 512], f32[2048], f32[512, 2048], f32[512] -> f32[8, 64], f32[8, 131072], f32[8, 256], f32[8, 131072], f32[8, 64]
 reduce_scatter blocks.0 avg over shard: f32[2100224] -> f32[262528]
 wait reduce_scatter blocks.1
 wait reduce_scatter blocks.0

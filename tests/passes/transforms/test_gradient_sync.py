@@ -35,9 +35,14 @@ SUM = Averaging(divides_result=True)
 _REDUCE = ("reduce_scatter_tensor", "wait_tensor")
 
 
-def _synchronize(graph: torch.fx.Graph, *plan: Reduction, updates: Sequence[Sequence[Place]] = ()) -> Interface:
+def _synchronize(
+    graph: torch.fx.Graph,
+    *plan: Reduction,
+    updates: Sequence[Sequence[Place]] = (),
+    orders: Sequence[Sequence[int]] = (),
+) -> Interface:
     interface = Interface(graph)
-    synchronize_gradients(graph, plan, interface, updates=updates)
+    synchronize_gradients(graph, plan, interface, updates=updates, orders=orders)
     interface.finish()
     return interface
 
@@ -48,6 +53,7 @@ class SyncTestCase(PassTestCase):
         reduction: Reduction,
         *,
         updates: Sequence[Place] = (),
+        orders: Sequence[Sequence[int]] = (),
         dtype: torch.dtype = torch.float32,
         replicas: bool = False,
         **policy: torch.dtype,
@@ -63,7 +69,7 @@ class SyncTestCase(PassTestCase):
         inputs = [torch.zeros(shape, dtype=dtype) for shape in ((3, 16), (3, 4), (2, 4), (2,))]
         gm = self.trace(backward, *inputs, names="grad x weight bias")
         mixed_precision(gm.graph)
-        interface = _synchronize(gm.graph, reduction, updates=[updates])
+        interface = _synchronize(gm.graph, reduction, updates=[updates], orders=orders)
         return self.text(gm.graph), interface
 
 
@@ -90,6 +96,18 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
     return (None, None, relu, div)
 """,
         )
+
+    def test_order_of_the_plan(self) -> None:
+        """Of what becomes a flat shard: there, gradients lie otherwise than the graph computes them."""
+        for sync in Sync:
+            text, interface = self.synchronized(Reduction(sync), orders=[(1, 0)])
+            if sync is Sync.NONE:
+                assert interface.reduction_groups == [((0, 0), (0, 1))]
+                continue
+            assert interface.reduction_groups == [((0, 1), (0, 0))]
+            assert (
+                'view: "f32[8, 8]" = aten.view.default(mm, [8, -1])' in text and "aten.cat.default([view, view_1], 1)" in text
+            )
 
     def test_backend_averages(self) -> None:
         text, interface = self.synchronized(Reduction(averaging=Averaging("avg", "avg")))

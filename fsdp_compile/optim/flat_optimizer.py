@@ -23,6 +23,7 @@ from torch.optim import (
     RMSprop,
 )
 
+from .run_list import RunList
 from .runs import Run, States, find_runs
 
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -86,7 +87,8 @@ class _Plan:
 
     def __init__(self, groups: Sequence[dict[str, Any]], states: States):
         self.groups = [_Group.of(group["params"], states) for group in groups]
-        self.runs = [run for group in self.groups for run in group.runs]
+        self.run_list = RunList([run for group in self.groups for run in group.runs])
+        self.runs = self.run_list.runs
         self.rest = [param for group in self.groups for params in group.lists for param in params]
 
     def load_gradients(self, groups: Sequence[dict[str, Any]], states: States) -> bool:
@@ -95,7 +97,7 @@ class _Plan:
             return False
         if not all(own.is_of(group["params"]) for own, group in zip(self.groups, groups, strict=True)):
             return False
-        return all(run.holds(states) for run in self.runs) and all(run.load_gradients() for run in self.runs)
+        return self.run_list.holds(states) and self.run_list.load_gradients()
 
     def flat_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The optimizer's groups, with their present settings, over runs and what is no member of any."""
@@ -114,8 +116,7 @@ class _Plan:
 
     def follow(self, kept: States, states: States) -> None:
         """After a step: let the optimizer's own state be what it keeps now."""
-        for run in self.runs:
-            run.follow(states)
+        self.run_list.follow(states)
         states.update({param: kept[param] for param in self.rest if param in kept})
 
 
@@ -161,8 +162,7 @@ class FlatOptimizer(Optimizer):
         plan = self._plan
         if plan is None or not plan.load_gradients(groups, states):
             plan = self._plan = _Plan(groups, states)
-            for run in plan.runs:
-                run.load_gradients()
+            plan.run_list.load_gradients()
         kept = plan.flat_states(states)
         self.param_groups, self.state = plan.flat_groups(groups), kept
         try:
@@ -190,7 +190,7 @@ def flat_optimizer(optimizer_class: type[Optimizer], params: Any, **options: Any
     each: schedulers, hooks, ``GradScaler`` and state dicts are as with torch's, and so are the values, element by element. A
     parameter without gradient is not stepped. A parameter that is not sharded by ``fully_shard``, or whose local tensor is a
     subclass, is stepped as torch would. While a step runs, gradients that do not lie in the order of storage have a copy that
-    does: those of compiled backwards, mostly.
+    does: those that were replaced, and those of a unit that several collectives have reduced.
 
     Args:
         optimizer_class: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``NAdam``, ``RAdam``, ``Adamax``, ``Adadelta``, ``Adagrad``,

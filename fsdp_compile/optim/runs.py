@@ -9,8 +9,6 @@ run after each step.
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping, Sequence
-from itertools import accumulate, chain, repeat
-from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,35 +22,34 @@ from ..units.sharded_param import ShardedParam, params_with_memory
 #: What an optimizer keeps, by parameter and name.
 States: TypeAlias = MutableMapping[Any, dict[str, Any]]
 
-_LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgetter("_spec")
-
 
 class Run:
     """Parameters of one run.
 
     Attributes:
         params: the DTensors, in the order of storage.
+        locals: their local tensors.
+        numels: the elements of each.
+        numel: of all.
         flat: their shards, a view of storage: ``[numel]``.
         state: what the optimizer keeps for ``flat``.
+        entries: what it keeps for each parameter.
+        scalars: of each scalar in ``state``, one for each parameter.
     """
 
     def __init__(self, sharded: Sequence[ShardedParam], states: States):
         first = sharded[0]
         self.params: list[Any] = [each.param for each in sharded]
-        self._locals = [each.local for each in sharded]
-        self._addresses = [local.data_ptr() for local in self._locals]
-        self._specs = [param._spec for param in self.params]
-        self._numels = [local.numel() for local in self._locals]
+        self.locals = [each.local for each in sharded]
+        self.numels = [local.numel() for local in self.locals]
+        self.numel = sum(self.numels)
         storage = first.unit.storages[first.local.dtype]
         # A version counter of its own: for autograd, a step is no write to the storage.
-        self.flat = storage.narrow(0, first.offset, sum(self._numels)).data
+        self.flat = storage.narrow(0, first.offset, self.numel).data
         self.state: dict[str, Any] = {}
-        self._entries = [states.get(param) for param in self.params]
-        self._scalars: dict[str, Tensor] = {}
-        self._published: tuple[int, ...] = ()
-        self._expected: tuple[int, ...] = ()
-        self._versions: list[int] = []
-        entries = [entry or {} for entry in self._entries]
+        self.entries = [states.get(param) for param in self.params]
+        self.scalars: dict[str, Tensor] = {}
+        entries = [entry or {} for entry in self.entries]
         if entries[0]:
             homes = {name: self._home([entry[name] for entry in entries]) for name in entries[0]}
             self._publish(homes, states)
@@ -64,7 +61,7 @@ class Run:
         pieces = [noted_slice(value._local_tensor) for value in values]
         first = pieces[0]
         end = 0 if first is None else first.offset
-        for piece, numel in zip(pieces, self._numels, strict=True):
+        for piece, numel in zip(pieces, self.numels, strict=True):
             if piece is None or first is None or piece.flat is not first.flat or piece.offset != end:
                 flat = torch.cat([value._local_tensor.reshape(-1) for value in values])
                 return FlatSlice(flat, 0, flat.numel())
@@ -75,7 +72,7 @@ class Run:
     def _publish(self, homes: dict[str, FlatSlice | Tensor], states: States) -> None:
         """Give each parameter its part of what is kept for the run."""
         self.state.clear()
-        self._scalars.clear()
+        self.scalars.clear()
         entries = [states[param] for param in self.params]
         for entry in entries:
             for name in [name for name in entry if name not in homes]:
@@ -83,58 +80,29 @@ class Run:
         for name, home in homes.items():
             if isinstance(home, Tensor):
                 self.state[name] = home
-                self._scalars[name] = home.expand(len(entries)).clone()
+                self.scalars[name] = home.expand(len(entries)).clone()
                 for index, entry in enumerate(entries):
-                    entry[name] = self._scalars[name][index]
+                    entry[name] = self.scalars[name][index]
                 continue
             self.state[name] = home.tensor()
             offset = home.offset
-            for entry, param, numel in zip(entries, self.params, self._numels, strict=True):
+            for entry, param, numel in zip(entries, self.params, self.numels, strict=True):
                 piece = FlatSlice(home.flat, offset, numel)
                 if not _lies_there(entry.get(name), piece):
                     entry[name] = _dtensor(piece, param)
                 offset += numel
-        self._entries = list(entries)
-        self._expected = _identities(entries)
-        self._published = _identities([self.state])
-        self._versions = [scalar._version for scalar in self._scalars.values()]
+        self.entries = list(entries)
 
-    def holds(self, states: States) -> bool:
-        """Whether parameters still lie where they did, and nobody has replaced what is kept for them, or changed a scalar."""
-        # Once for each parameter and step: nothing here is a loop of Python's.
-        if not all(map(is_, map(_LOCAL, self.params), self._locals)):
-            return False
-        if list(map(Tensor.data_ptr, self._locals)) != self._addresses:
-            return False
-        if not all(map(is_, map(states.get, self.params), self._entries)):
-            return False
-        if _identities(self._entries) != self._expected:
-            return False
-        return [scalar._version for scalar in self._scalars.values()] == self._versions
-
-    def load_gradients(self) -> bool:
-        """Let ``flat.grad`` be the gradients of the run, in place if they lie in its order. False: one of them is missing, or
-        not laid out as its parameter."""
-        gradients = list(map(_GRAD, self.params))
-        if any(map(is_, gradients, repeat(None))):
-            return False
-        if not all(map(is_, map(_SPEC, gradients), self._specs)) and not all(map(is_laid_out_alike, gradients, self.params)):
-            return False
-        pieces = list(map(_LOCAL, gradients))
-        self.flat.grad = _in_order(pieces, self._numels)
-        return True
+    def copy_scalars(self) -> None:
+        """Let the scalars of parameters be those of the run."""
+        for name, scalar in self.scalars.items():
+            scalar.copy_(self.state[name])
 
     def follow(self, states: States) -> None:
-        """After a step: let parameters have what the optimizer keeps for the run now."""
-        self.flat.grad = None
-        if _identities([self.state]) != self._published:
-            # It keeps each tensor of the size of a parameter as a buffer, in which those of parameters are to lie.
-            homes = {name: kept if kept.dim() == 0 else FlatSlice(kept, 0, kept.numel()) for name, kept in self.state.items()}
-            self._publish(homes, states)
-            return
-        for name, scalar in self._scalars.items():
-            scalar.copy_(self.state[name])
-        self._versions = [scalar._version for scalar in self._scalars.values()]
+        """Let parameters have what the optimizer keeps for the run now, which is something else than before."""
+        # It keeps each tensor of the size of a parameter as a buffer, in which those of parameters are to lie.
+        homes = {name: kept if kept.dim() == 0 else FlatSlice(kept, 0, kept.numel()) for name, kept in self.state.items()}
+        self._publish(homes, states)
 
 
 class Found(NamedTuple):
@@ -228,10 +196,6 @@ def _has_elements_of(kept: Any, param: Any) -> bool:
     return alike and type(local) is Tensor and local.shape == param._local_tensor.shape
 
 
-def _identities(entries: Iterable[dict[str, Any] | None]) -> tuple[int, ...]:
-    return tuple(map(id, chain.from_iterable(map(dict.values, filter(None, entries)))))
-
-
 def _lies_there(kept: Any, piece: FlatSlice) -> bool:
     """Whether this is a DTensor whose local tensor is this run of a buffer."""
     lies_in = noted_slice(kept._local_tensor) if isinstance(kept, DTensor) else None
@@ -242,25 +206,3 @@ def _dtensor(piece: FlatSlice, param: Any) -> DTensor:
     local = with_own_storage(piece.tensor().view(param._local_tensor.shape))
     note_slice(local, piece)
     return DTensor(local, param._spec, requires_grad=False)
-
-
-def _in_order(gradients: Sequence[Tensor], numels: Sequence[int]) -> Tensor:
-    """Gradients as one tensor: the part of a flat buffer that consists of them in this order, else a copy."""
-    first = min(gradients, key=Tensor.data_ptr)
-    buffer = noted_slice(first)
-    count = sum(numels)
-    if buffer is None or buffer.offset + count > buffer.flat.numel() or not all(map(Tensor.is_contiguous, gradients)):
-        return torch.cat([gradient.reshape(-1) for gradient in gradients])
-    addresses = list(map(Tensor.data_ptr, gradients))
-    order = sorted(range(len(addresses)), key=addresses.__getitem__)
-    sizes = [numels[index] for index in order]
-    ends = accumulate(sizes, lambda end, numel: end + numel * first.itemsize, initial=addresses[order[0]])
-    # What begins at an address in the buffer, which is alive, lies in the buffer.
-    if not all(map(eq, (addresses[index] for index in order), ends)):
-        return torch.cat([gradient.reshape(-1) for gradient in gradients])
-    together = buffer.flat.narrow(0, buffer.offset, count)
-    if order == list(range(len(order))):
-        return together
-    # As a compiled backward leaves them, last layer first. Views of a split cost less than one for each gradient.
-    pieces = dict(zip(order, together.split(sizes), strict=True))
-    return torch.cat([pieces[index] for index in range(len(order))])

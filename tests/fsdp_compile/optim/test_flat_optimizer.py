@@ -29,7 +29,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_compile
 from fsdp_compile import flat_optimizer
 from fsdp_compile.optim.flat_optimizer import _ELEMENTWISE, FlatOptimizer
-from fsdp_compile.optim.runs import _in_order
 from fsdp_compile.units.own_storage import with_own_storage
 from fsdp_compile.units.param_state import FlatSlice, note_slice
 from tests.common import models
@@ -198,35 +197,58 @@ def test_a_step_takes_one_tensor_for_each_unit(fake_ranks: None) -> None:
     assert [sorted(numels) for numels in seen] == [sorted([*shards, root])] * 2
 
 
-def test_gradients_in_order_are_not_copied(fake_ranks: None) -> None:
-    """Those of an uncompiled backward are; a compiled one computes them last layer first."""
+@pytest.mark.parametrize("options", [None, {}, {"merge_below": 0}], ids=str)
+def test_gradients_in_order_are_not_copied(options: dict[str, Any] | None, fake_ranks: None) -> None:
+    """A compiled backward computes them last layer first; they land in the order of storage, like those of an uncompiled one."""
     model = _deep(2)
     optimizer = flat_optimizer(torch.optim.SGD, model.parameters())
-    _backward(model, 0)
+    forward: Any = model
+    if options is not None:
+        forward = torch.compile(model, backend=fsdp_compile.fsdp_backend, options={"lowering": "aot_eager", **options})
+    for _ in range(2):
+        # The second one is added to the first.
+        forward(torch.ones(2, 8)).sum().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         optimizer.step()
     assert not any(event.name == "aten::cat" for event in profiled.events())
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]], ids=str)
-def test_gradients_in_any_order(order: list[int]) -> None:
-    """Of a buffer as it is, of one in the order of a compiled backward, of one with a gap, and of none."""
-    values, numels = [torch.randn(size) for size in (3, 4, 2)], [3, 4, 2]
+def _in_buffer(flat: Tensor, offset: int, like: Tensor) -> Tensor:
+    piece = FlatSlice(flat, offset, like.numel())
+    found = with_own_storage(piece.tensor().view(like.shape))
+    found.copy_(like)
+    note_slice(found, piece)
+    return found
 
-    def buffer(gap: int) -> list[Tensor]:
-        flat, offset, found = torch.zeros(9 + 3 * gap), 0, {}
-        for index in order:
-            piece = FlatSlice(flat, offset, numels[index])
-            found[index] = with_own_storage(piece.tensor())
-            found[index].copy_(values[index])
-            note_slice(found[index], piece)
-            offset += numels[index] + gap
-        return [found[index] for index in range(3)]
 
-    for gradients in (buffer(0), buffer(1), values, [*buffer(0)[:2], values[2]]):
-        assert torch.equal(_in_order(gradients, numels), torch.cat(values))
-    gradients = buffer(0)
-    assert (_in_order(gradients, numels).data_ptr() == gradients[0].data_ptr()) == (order == [0, 1, 2])
+_ORDERS = {"storage": (0, 1, 2), "reverse": (2, 1, 0), "other": (1, 2, 0)}
+
+
+@pytest.mark.parametrize("kind", ["whole", "in part", "gaps", "two buffers", "no buffer"])
+@pytest.mark.parametrize("order", _ORDERS)
+def test_gradients_in_any_order(order: str, kind: str, fake_ranks: None) -> None:
+    """Of a buffer or part of one, with a gap between them, of two buffers, and of none; copied unless they lie as they should."""
+    model, twin = (fsdp_compile.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    optimizers = [flat_optimizer(torch.optim.SGD, model.parameters()), torch.optim.SGD(twin.parameters())]
+    params = list(model.parameters())
+    for each in (model, twin):
+        _set_gradients(each, 0)
+    locals_of = [param.grad._local_tensor for param in params]
+    flats, offset, gap = [torch.zeros(100) for _ in range(2)], int(kind != "whole"), int(kind == "gaps")
+    if kind == "whole":
+        flats[0] = torch.zeros(sum(local.numel() for local in locals_of))
+    for number, index in enumerate(_ORDERS[order]):
+        if kind != "no buffer":
+            flat = flats[number == 2 and kind == "two buffers"]
+            params[index].grad._local_tensor = _in_buffer(flat, offset, locals_of[index])
+        offset += locals_of[index].numel() + gap
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        optimizers[0].step()
+    optimizers[1].step()
+    _assert_same(model, twin)
+    is_copied = any(event.name == "aten::cat" for event in profiled.events())
+    assert is_copied == (order != "storage" or kind not in ("whole", "in part"))
 
 
 # --- State dicts ----------------------------------------------------------------------------------

@@ -220,7 +220,8 @@ def _total_norm(pieces: dict[_Cut, list[Tensor]], like: Tensor, norm_type: float
     powers = {}
     for cut, tensors in pieces.items():
         norm = _norm(tensors, norm_type, foreach) if tensors else like.new_zeros(())
-        norm = norm.to(device, torch.promote_types(norm.dtype, wide))
+        if norm.dtype != wide or norm.device != device:
+            norm = norm.to(device, torch.promote_types(norm.dtype, wide))
         powers[cut] = norm if is_largest else norm**norm_type
     operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
     for mesh in dict.fromkeys(cut[0] for cut in powers if cut is not None):
@@ -236,7 +237,8 @@ def _total_norm(pieces: dict[_Cut, list[Tensor]], like: Tensor, norm_type: float
     if others:
         together = torch.stack([total, *others])
         total = together.amax() if is_largest else together.sum()
-    return (total if is_largest else total ** (1 / norm_type)).to(dtype)
+    total = total if is_largest else total ** (1 / norm_type)
+    return total if total.dtype == dtype else total.to(dtype)
 
 
 def _norm(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from sys import getrefcount
 from typing import Any, NamedTuple
 
 import torch
@@ -91,13 +92,20 @@ class _Plan:
         self.runs = self.run_list.runs
         self.rest = [param for group in self.groups for params in group.lists for param in params]
 
-    def load_gradients(self, groups: Sequence[dict[str, Any]], states: States) -> bool:
-        """Give runs their gradients. False: the plan is not for what there is now."""
+    def load_gradients(self, groups: Sequence[dict[str, Any]], states: States | None) -> bool:
+        """Give runs their gradients. False: the plan is not for what there is now.
+
+        Args:
+            groups: the optimizer's groups.
+            states: what it keeps; None: nobody can have replaced any of that.
+        """
         if len(groups) != len(self.groups):
             return False
         if not all(own.is_of(group["params"]) for own, group in zip(self.groups, groups, strict=True)):
             return False
-        return self.run_list.holds(states) and self.run_list.load_gradients()
+        if not self.run_list.holds() or (states is not None and not self.run_list.is_kept(states)):
+            return False
+        return self.run_list.load_gradients()
 
     def flat_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The optimizer's groups, with their present settings, over runs and what is no member of any."""
@@ -124,6 +132,25 @@ class FlatOptimizer(Optimizer):
     """What :func:`flat_optimizer` adds to a class of optimizers: stands ahead of it among the bases."""
 
     _plan: _Plan | None = None
+    #: Whether somebody may hold ``state``, or what it has for a parameter, and replace parts of it without being seen. To look
+    #: at what is kept for each parameter takes as long as all else that a step looks at.
+    _is_shown = True
+
+    @property
+    def state(self) -> defaultdict[Any, dict[str, Any]]:  # type: ignore[override]
+        """As torch's."""
+        self._is_shown = True
+        kept: defaultdict[Any, dict[str, Any]] = self.__dict__["state"]
+        return kept
+
+    @state.setter
+    def state(self, states: defaultdict[Any, dict[str, Any]]) -> None:
+        self._is_shown = True
+        self.__dict__["state"] = states
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._is_shown = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's.
@@ -149,7 +176,16 @@ class FlatOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._step_runs()
+        self._is_shown = self._is_in_use()
         return loss
+
+    @torch.compiler.disable
+    def _is_in_use(self) -> bool:
+        """Whether anybody else holds the state, or what it has for a parameter that is stepped in a run."""
+        held: dict[str, Any] = {"state": {}}
+        if getrefcount(self.__dict__["state"]) != getrefcount(held["state"]):
+            return True
+        return self._plan is None or self._plan.run_list.is_in_use()
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -158,9 +194,9 @@ class FlatOptimizer(Optimizer):
         while getattr(step, "hooked", False):
             # Hooks have run: with the parameters, rather than what stands for them below.
             step = step.__wrapped__
-        groups, states = self.param_groups, self.state
+        groups, states = self.param_groups, self.__dict__["state"]
         plan = self._plan
-        if plan is None or not plan.load_gradients(groups, states):
+        if plan is None or not plan.load_gradients(groups, states if self._is_shown else None):
             plan = self._plan = _Plan(groups, states)
             plan.run_list.load_gradients()
         kept = plan.flat_states(states)
@@ -168,7 +204,7 @@ class FlatOptimizer(Optimizer):
         try:
             step(self)
         finally:
-            self.param_groups, self.state = groups, states  # type: ignore[assignment]
+            self.param_groups, self.state = groups, states
             plan.follow(kept, states)
 
 

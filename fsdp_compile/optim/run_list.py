@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
-from operator import attrgetter, is_, sub
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, repeat
+from operator import attrgetter, is_, itemgetter, ne, sub
+from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from passes.fx.torch_internals.core import foreach_copy_
 
 from ..units.param_state import noted_slice
 from .runs import Run, States, is_laid_out_alike
@@ -48,15 +51,26 @@ class RunList:
     def _present_versions(self) -> list[int]:
         return [scalar._version for run in self.runs for scalar in run.scalars.values()]
 
-    def holds(self, states: States) -> bool:
-        """Whether parameters still lie where they did, and nobody has replaced what is kept for them, or changed a scalar."""
+    def holds(self) -> bool:
+        """Whether parameters still lie where they did, and nobody has changed a scalar that is kept for one."""
         if not all(map(is_, map(_LOCAL, self._params), self._locals)):
             return False
-        if list(map(Tensor.data_ptr, self._locals)) != self._addresses:
-            return False
+        return list(map(Tensor.data_ptr, self._locals)) == self._addresses and self._present_versions() == self._versions
+
+    def is_kept(self, states: States) -> bool:
+        """Whether nobody has replaced what is kept for parameters."""
         if not all(map(is_, map(states.get, self._params), self._entries)):
             return False
-        return _are(_values(self._entries), self._expected) and self._present_versions() == self._versions
+        return _are(_values(self._entries), self._expected)
+
+    def is_in_use(self) -> bool:
+        """Whether anybody else holds what is kept for a parameter, and could replace it unseen."""
+        # What holds each entry of a parameter: the optimizer's state, and lists of the run and of this object.
+        counted: dict[str, Any] = {}
+        held = {"state": counted}, [counted], [counted]
+        del counted
+        (expected,) = map(getrefcount, held[1])
+        return any(map(ne, map(getrefcount, filter(None, self._entries)), repeat(expected)))
 
     def load_gradients(self) -> bool:
         """Let the gradients of runs be those of their parameters: the part of a flat buffer that consists of them in the order
@@ -73,31 +87,47 @@ class RunList:
         are_contiguous = all(map(Tensor.is_contiguous, pieces))
         # One distance for all of a run: gradients lie as parameters do, one behind the other.
         distances = list(map(sub, map(Tensor.data_ptr, pieces), self._addresses))
+        # By buffer: the runs whose gradients are parts of it, and where these begin.
+        parts: dict[int, tuple[Tensor, list[tuple[int, Run]]]] = {}
         for run, start, end in self._spans:
-            distance = distances[start]
-            is_in_order = are_contiguous and distances[start:end].count(distance) == end - start
+            is_in_order = are_contiguous and distances[start:end].count(distances[start]) == end - start
             lies_in = noted_slice(pieces[start]) if is_in_order else None
             if lies_in is None or lies_in.offset + run.numel > lies_in.flat.numel():
                 run.flat.grad = torch.cat([piece.reshape(-1) for piece in pieces[start:end]])
-            elif lies_in.flat.numel() == run.numel:
-                run.flat.grad = lies_in.flat
             else:
                 # What begins at an address in the buffer, which is alive, lies in the buffer.
-                run.flat.grad = lies_in.flat.narrow(0, lies_in.offset, run.numel)
+                parts.setdefault(id(lies_in.flat), (lies_in.flat, []))[1].append((lies_in.offset, run))
+        for flat, found in parts.values():
+            for run, part in _cut(flat, found):
+                run.flat.grad = part
         return True
 
     def follow(self, states: States) -> None:
         """After a step: let parameters have what the optimizer keeps for runs now."""
         for run in self.runs:
             run.flat.grad = None
-        if _are(_values(run.state for run in self.runs), self._published):
+        if not _are(_values(run.state for run in self.runs), self._published):
             for run in self.runs:
-                run.copy_scalars()
-            self._versions = self._present_versions()
+                run.follow(states)
+            self.note()
             return
-        for run in self.runs:
-            run.follow(states)
-        self.note()
+        scalars = [(scalar, run.state[name]) for run in self.runs for name, scalar in run.scalars.items()]
+        if scalars:
+            foreach_copy_([scalar for scalar, _ in scalars], [kept for _, kept in scalars])
+        self._versions = self._present_versions()
+
+
+def _cut(flat: Tensor, found: list[tuple[int, Run]]) -> Iterator[tuple[Run, Tensor]]:
+    """Parts of a buffer, by where they begin, and whose they are."""
+    found.sort(key=itemgetter(0))
+    starts = [start for start, _ in found]
+    ends = [start + run.numel for start, run in found]
+    if starts == [0, *ends[:-1]] and ends[-1] == flat.numel():
+        # One call costs less than one for each.
+        pieces: Sequence[Tensor] = flat.split([run.numel for _, run in found]) if len(found) > 1 else [flat]
+    else:
+        pieces = [flat.narrow(0, start, run.numel) for start, run in found]
+    return zip((run for _, run in found), pieces, strict=True)
 
 
 def _values(entries: Iterable[dict[str, Any] | None]) -> list[Any]:

@@ -93,11 +93,6 @@ class Run:
                 offset += numel
         self.entries = list(entries)
 
-    def copy_scalars(self) -> None:
-        """Let the scalars of parameters be those of the run."""
-        for name, scalar in self.scalars.items():
-            scalar.copy_(self.state[name])
-
     def follow(self, states: States) -> None:
         """Let parameters have what the optimizer keeps for the run now, which is something else than before."""
         # It keeps each tensor of the size of a parameter as a buffer, in which those of parameters are to lie.

@@ -10,7 +10,9 @@ import copy
 import functools
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,10 +27,12 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compile
 from fsdp_compile import flat_optimizer
 from fsdp_compile.optim.flat_optimizer import _ELEMENTWISE, FlatOptimizer
+from fsdp_compile.optim.run_list import RunList
 from fsdp_compile.units.own_storage import with_own_storage
 from fsdp_compile.units.param_state import FlatSlice, note_slice
 from tests.common import models
@@ -224,7 +228,7 @@ def _in_buffer(flat: Tensor, offset: int, like: Tensor) -> Tensor:
 _ORDERS = {"storage": (0, 1, 2), "reverse": (2, 1, 0), "other": (1, 2, 0)}
 
 
-@pytest.mark.parametrize("kind", ["whole", "in part", "gaps", "two buffers", "no buffer"])
+@pytest.mark.parametrize("kind", ["whole", "in part", "gaps", "two buffers", "two that touch", "no buffer"])
 @pytest.mark.parametrize("order", _ORDERS)
 def test_gradients_in_any_order(order: str, kind: str, fake_ranks: None) -> None:
     """Of a buffer or part of one, with a gap between them, of two buffers, and of none; copied unless they lie as they should."""
@@ -238,8 +242,13 @@ def test_gradients_in_any_order(order: str, kind: str, fake_ranks: None) -> None
     flats, offset, gap = [torch.zeros(100) for _ in range(2)], int(kind != "whole"), int(kind == "gaps")
     if kind == "whole":
         flats[0] = torch.zeros(sum(local.numel() for local in locals_of))
+    if kind == "two that touch":
+        memory, last = torch.zeros(100), offset + sum(locals_of[index].numel() for index in _ORDERS[order][:2])
+        flats = [memory[:last], memory[last:]]
     for number, index in enumerate(_ORDERS[order]):
-        if kind != "no buffer":
+        if kind == "two that touch" and number == 2:
+            params[index].grad._local_tensor = _in_buffer(flats[1], 0, locals_of[index])
+        elif kind != "no buffer":
             flat = flats[number == 2 and kind == "two buffers"]
             params[index].grad._local_tensor = _in_buffer(flat, offset, locals_of[index])
         offset += locals_of[index].numel() + gap
@@ -249,6 +258,50 @@ def test_gradients_in_any_order(order: str, kind: str, fake_ranks: None) -> None
     _assert_same(model, twin)
     is_copied = any(event.name == "aten::cat" for event in profiled.events())
     assert is_copied == (order != "storage" or kind not in ("whole", "in part"))
+
+
+def _compiled(layers: int) -> tuple[nn.Module, Any]:
+    """A model of one unit, whose number of parameters alone depends on that of its layers."""
+    torch.manual_seed(0)
+    model = models.MLP(hidden=16, layers=layers)
+    fsdp_compile.fully_shard(model, mesh=init_device_mesh("cpu", (8,)))
+    return model, torch.compile(model, backend=fsdp_compile.fsdp_backend, options={"lowering": "aot_eager"})
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
+def test_work_does_not_grow_with_the_number_of_parameters(options: dict[str, Any], fake_ranks: None) -> None:
+    """Neither operators nor calls of Python functions, of clipping and a step on gradients of a new backward."""
+    counts = []
+    for layers in (2, 6):
+        model, forward = _compiled(layers)
+        optimizer, params = flat_optimizer(torch.optim.AdamW, model.parameters(), **options), list(model.parameters())
+        calls = 0
+
+        def count(frame: Any, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        for index in range(4):
+            optimizer.zero_grad()
+            forward(torch.ones(2, 8)).sum().backward()
+            with _Operators() if index == 3 else nullcontext() as operators:
+                sys.setprofile(count if index == 2 else None)
+                fsdp_compile.clip_grad_norm_(params, 1.0)
+                optimizer.step()
+                sys.setprofile(None)
+        counts.append((calls, operators.count))
+    assert counts[0] == counts[1]
+    assert counts[0][0] > 10 and counts[0][1] > 5
 
 
 # --- State dicts ----------------------------------------------------------------------------------
@@ -382,6 +435,204 @@ def test_changes_between_steps(change: Callable[[nn.Module, Any], None], fake_ra
                 _set_gradients(each, step)
             optimizer.step()
     _assert_same(model, twin, *optimizers)
+
+
+def _replace_value(entry: dict[str, Any]) -> None:
+    entry["exp_avg"] = entry["exp_avg"] * 0.5
+
+
+def _remove_values(entry: dict[str, Any]) -> None:
+    entry.clear()
+
+
+def _write_scalar(entry: dict[str, Any]) -> None:
+    entry["step"].fill_(1)
+
+
+@pytest.mark.parametrize("change", [_replace_value, _remove_values, _write_scalar])
+@pytest.mark.parametrize("held", ["entry", "state", "state dict"])
+def test_changes_by_what_was_held_for_long(held: str, change: Callable[[dict[str, Any]], None], fake_ranks: None) -> None:
+    """Nobody asks the optimizer for its state when it is changed: that was two steps before."""
+    model, twin = _pair()
+    optimizers: list[Any] = [
+        flat_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2),
+        torch.optim.AdamW(twin.parameters(), lr=1e-2),
+    ]
+    kept: list[dict[str, Any]] = []
+    for step in range(6):
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+            _backward(each, step)
+            weight = next(each.parameters())
+            if step == 2:
+                state = optimizer.state_dict()["state"] if held == "state dict" else optimizer.state
+                kept.append(state[weight] if held == "entry" else state)
+                del state
+            if step == 4:
+                holder = kept.pop(0)
+                change(holder if held == "entry" else holder[weight if held == "state" else 0])
+                del holder
+            optimizer.step()
+    _assert_same(model, twin, *optimizers)
+
+
+def test_what_nobody_holds_is_not_looked_at(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    optimizer = flat_optimizer(torch.optim.AdamW, model.parameters())
+    looks = []
+    is_kept = RunList.is_kept
+    monkeypatch.setattr(RunList, "is_kept", lambda *args: looks.append(True) or is_kept(*args))
+
+    def looked() -> bool:
+        looks.clear()
+        _backward(model, 0)
+        optimizer.step()
+        return bool(looks)
+
+    assert [looked() for _ in range(3)] == [False] * 3
+    state = optimizer.state_dict()
+    assert [looked() for _ in range(2)] == [True] * 2
+    del state
+    assert [looked() for _ in range(2)] == [True, False]
+    entry = optimizer.state[model.bias]
+    assert [looked() for _ in range(2)] == [True] * 2
+    del entry
+    assert [looked() for _ in range(2)] == [True, False]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [looked() for _ in range(3)] == [True, False, False]
+
+
+def test_counts_of_steps_that_were_held_follow(fake_ranks: None) -> None:
+    model = _model()
+    optimizer = flat_optimizer(torch.optim.AdamW, model.parameters())
+    _backward(model, 0)
+    optimizer.step()
+    # Of the memory alone, which nothing can be counted of.
+    held = optimizer.state[model.bias]["step"].detach()
+    for count in range(2, 5):
+        _backward(model, 0)
+        optimizer.step()
+        assert held == count
+    held.fill_(1)
+    _backward(model, 0)
+    optimizer.step()
+    assert optimizer.state[model.bias]["step"] == 2 and optimizer.state[model.head.weight]["step"] == 5
+
+
+# --- What users do to gradients, of a compiled backward -------------------------------------------
+
+
+def _nothing(model: nn.Module, backward: Callable[[], None]) -> None:
+    pass
+
+
+def _replace(model: nn.Module, backward: Callable[[], None]) -> None:
+    model.bias.grad = model.bias.grad * 2
+
+
+def _replace_all(model: nn.Module, backward: Callable[[], None]) -> None:
+    for param in model.parameters():
+        param.grad = param.grad * 2
+
+
+def _replace_local(model: nn.Module, backward: Callable[[], None]) -> None:
+    grad: Any = model.blocks[0].up.weight.grad
+    grad._local_tensor = grad._local_tensor * 2
+
+
+def _set_local_data(model: nn.Module, backward: Callable[[], None]) -> None:
+    grad: Any = model.blocks[0].up.weight.grad
+    grad._local_tensor.data = grad._local_tensor * 2
+
+
+def _set_data(model: nn.Module, backward: Callable[[], None]) -> None:
+    model.bias.grad.data = model.bias.grad * 2
+
+
+def _edit(model: nn.Module, backward: Callable[[], None]) -> None:
+    model.bias.grad.mul_(2)
+    model.head.weight.grad._local_tensor.fill_(0.5)
+
+
+def _accumulate(model: nn.Module, backward: Callable[[], None]) -> None:
+    backward()
+
+
+def _accumulate_onto_a_replacement(model: nn.Module, backward: Callable[[], None]) -> None:
+    model.bias.grad = model.bias.grad * 2
+    backward()
+
+
+def _zero(model: nn.Module, backward: Callable[[], None]) -> None:
+    model.zero_grad(set_to_none=False)
+    backward()
+
+
+def _drop(model: nn.Module, backward: Callable[[], None]) -> None:
+    model.blocks[1].down.weight.grad = None
+
+
+def _swap(model: nn.Module, backward: Callable[[], None]) -> None:
+    first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
+    first.grad, second.grad = second.grad, first.grad
+
+
+def _freeze(model: nn.Module, backward: Callable[[], None]) -> None:
+    model.zero_grad()
+    model.head.weight.requires_grad_(False)
+    backward()
+
+
+def _land_anew(model: nn.Module, backward: Callable[[], None]) -> None:
+    held = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    backward()
+    del held
+
+
+def _backward_of(forward: Callable[[Tensor], Tensor], batch: Tensor) -> None:
+    forward(batch).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _nothing,
+        _replace,
+        _replace_all,
+        _replace_local,
+        _set_local_data,
+        _set_data,
+        _edit,
+        _accumulate,
+        _accumulate_onto_a_replacement,
+        _zero,
+        _drop,
+        _swap,
+        _freeze,
+        _land_anew,
+    ],
+)
+def test_changes_of_gradients(change: Callable[[nn.Module, Callable[[], None]], None], one_rank: None) -> None:
+    """Between a compiled backward and the step, in the third step of six; two models take turns."""
+    made = []
+    for flat in (True, False):
+        torch.manual_seed(0)
+        model = models.MLP(hidden=16)
+        shard_units(model, init_device_mesh("cpu", (1,)), fsdp_compile.fully_shard)
+        kind: Any = functools.partial(flat_optimizer, torch.optim.AdamW) if flat else torch.optim.AdamW
+        forward = torch.compile(model, backend=fsdp_compile.fsdp_backend, options={"lowering": "aot_eager"})
+        made.append((model, forward, kind(model.parameters(), lr=1e-2)))
+    for step in range(6):
+        batch = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
+        for model, forward, optimizer in made:
+            model.zero_grad()
+            backward = functools.partial(_backward_of, forward, batch)
+            backward()
+            if step == 2:
+                change(model, backward)
+            optimizer.step()
+        (model, _, optimizer), (twin, _, reference) = made
+        _assert_same(model, twin, optimizer, reference)
 
 
 def _set_gradients(model: nn.Module, step: int) -> None:

@@ -69,6 +69,10 @@ class Engine(Protocol):
         With ``is_kept``, its memory is not freed before the device has been told to wait for the copy.
         """
 
+    def write_back(self, values: Sequence[Tensor], homes: Sequence[Tensor]) -> Copy:
+        """Begin to copy flat tensors of one device over as many of the host, of the same sizes and dtypes. The memory of
+        ``values`` is not freed before the device has been told to wait for the copy."""
+
 
 class _Event:
     def __init__(self, stream: torch.Stream):
@@ -114,6 +118,13 @@ class StreamEngine:
             value.record_stream(self._out)
         return copy, _Event(self._out)
 
+    def write_back(self, values: Sequence[Tensor], homes: Sequence[Tensor]) -> Copy:
+        self._out.wait_stream(torch.accelerator.current_stream(values[0].device))
+        with self._out:
+            for home, value in zip(homes, values, strict=True):
+                home.copy_(value, non_blocking=True)
+        return _Event(self._out)
+
 
 _engines: dict[torch.device, Engine] = {}
 # By the address of the storage that it writes.
@@ -125,18 +136,19 @@ def copies_to(device: torch.device) -> bool:
     return device.type != "cpu" or device in _engines
 
 
-def _engine(device: torch.device) -> Engine:
+def engine(device: torch.device) -> Engine:
+    """What copies to and from a device that has memory of its own."""
     if device not in _engines:
         _engines[device] = StreamEngine(device)
     return _engines[device]
 
 
 @contextlib.contextmanager
-def engine_of(device: torch.device, engine: Engine) -> Iterator[None]:
+def engine_of(device: torch.device, other: Engine) -> Iterator[None]:
     """Have another engine copy to and from a device, while the ``with`` block runs. Models that are sharded meanwhile for the
     device ``cpu`` offload to the host as those of an accelerator do."""
     before = dict(_engines)
-    _engines[device] = engine
+    _engines[device] = other
     try:
         yield
     finally:
@@ -149,14 +161,14 @@ def _copy_to_device_kernel(pieces: Sequence[Tensor], device: str) -> Tensor:
     if to.type != "cpu" and to.index is None:
         to = torch.device(to.type, torch.accelerator.current_device_index())
     with torch.no_grad():
-        copy, begun = _engine(to).to_device(pieces, to)
+        copy, begun = engine(to).to_device(pieces, to)
     _begun[copy.untyped_storage()._cdata] = begun
     return copy
 
 
 def _copy_to_host_kernel(value: Tensor, pinned: bool) -> Tensor:
     with torch.no_grad():
-        copy, begun = _engine(value.device).to_host(value, pinned=pinned)
+        copy, begun = engine(value.device).to_host(value, pinned=pinned)
     _begun[copy.untyped_storage()._cdata] = begun
     return copy
 
@@ -176,7 +188,7 @@ def _all_memory(value: Tensor) -> Tensor:
 
 def _offload_kernel(value: Tensor) -> Tensor:
     with torch.no_grad():
-        copy, begun = _engine(value.device).to_host(_all_memory(value), pinned=True, is_kept=True)
+        copy, begun = engine(value.device).to_host(_all_memory(value), pinned=True, is_kept=True)
         _begun[copy.untyped_storage()._cdata] = begun
         return copy.as_strided(value.shape, value.stride())
 

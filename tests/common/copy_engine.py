@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,6 +49,9 @@ class Copied:
         self.done.wait()
 
 
+_Work: TypeAlias = tuple[Copied, Sequence[Tensor], Sequence[Tensor]]
+
+
 class CopyEngine:
     """Copies at a rate, one after the other in each direction.
 
@@ -60,41 +64,49 @@ class CopyEngine:
         self._bytes_per_s = bytes_per_s
         self.copies: list[Copied] = []
         self.events: list[str] = []
-        self._queues: dict[str, queue.SimpleQueue[tuple[Copied, Tensor, Sequence[Tensor]] | None]] = {}
+        self._queues: dict[str, queue.SimpleQueue[_Work | None]] = {}
         for kind in ("to_device", "to_host"):
             self._queues[kind] = queue.SimpleQueue()
             threading.Thread(target=self._work, args=(self._queues[kind],), daemon=True).start()
 
-    def _work(self, waiting: queue.SimpleQueue[tuple[Copied, Tensor, Sequence[Tensor]] | None]) -> None:
+    def _work(self, waiting: queue.SimpleQueue[_Work | None]) -> None:
         while (item := waiting.get()) is not None:
-            copied, result, pieces = item
+            copied, results, pieces = item
             time.sleep(copied.nbytes / self._bytes_per_s)
             # Also of tensors that were made in this mode.
             with torch.inference_mode():
-                for part, piece in zip(result.split([piece.numel() for piece in pieces]), pieces, strict=True):
-                    part.copy_(piece)
+                for result, piece in zip(results, pieces, strict=True):
+                    result.copy_(piece)
+            # Not until the next item.
+            del item, results, pieces
             copied.done.set()
 
     def close(self) -> None:
         for waiting in self._queues.values():
             waiting.put(None)
 
-    def _begin(self, kind: str, result: Tensor, pieces: Sequence[Tensor], pinned: bool) -> tuple[Tensor, Copied]:
-        if result.is_floating_point():
-            result.fill_(float("nan"))
-        copied = Copied(kind, result.nbytes, self.events, pinned)
+    def _begin(self, kind: str, results: Sequence[Tensor], pieces: Sequence[Tensor], pinned: bool = False) -> Copied:
+        for result in results:
+            if result.is_floating_point():
+                result.fill_(float("nan"))
+        copied = Copied(kind, sum(result.nbytes for result in results), self.events, pinned)
         self.copies.append(copied)
         self.events.append(f"begin {kind}")
-        self._queues[kind].put((copied, result, pieces))
-        return result, copied
+        self._queues[kind].put((copied, results, pieces))
+        return copied
 
     def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copied]:
-        result = torch.empty(sum(piece.numel() for piece in pieces), dtype=pieces[0].dtype, device=device)
-        return self._begin("to_device", result, pieces, False)
+        numels = [piece.numel() for piece in pieces]
+        result = torch.empty(sum(numels), dtype=pieces[0].dtype, device=device)
+        return result, self._begin("to_device", result.split(numels), pieces)
 
     def to_host(self, value: Tensor, *, pinned: bool, is_kept: bool = False) -> tuple[Tensor, Copied]:
         assert value.dim() == 1
-        return self._begin("to_host", torch.empty_like(value), [value], pinned)
+        result = torch.empty_like(value)
+        return result, self._begin("to_host", [result], [value], pinned)
+
+    def write_back(self, values: Sequence[Tensor], homes: Sequence[Tensor]) -> Copied:
+        return self._begin("to_host", homes, values)
 
 
 @contextlib.contextmanager

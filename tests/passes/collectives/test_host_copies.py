@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from passes.collectives.functional import shard_on_device, start_copy_to_device, start_copy_to_host
-from passes.collectives.host_copies import StreamEngine, copies_to, engine_of, wait_copy, wait_on_host
+from passes.collectives.host_copies import copies_to, engine, wait_copy, wait_on_host
 from tests.common.copy_engine import CPU, copying
+from tests.common.streams import logged_streams
 
 
 def test_what_they_give() -> None:
@@ -36,6 +34,16 @@ def test_what_they_give() -> None:
         wait_on_host(back)
 
 
+def test_tensors_on_the_host_that_are_written_back() -> None:
+    values, homes = [torch.ones(3), torch.arange(2)], [torch.zeros(3), torch.zeros(2, dtype=torch.int64)]
+    with copying(1e4) as copies:
+        begun = engine(CPU).write_back(values, homes)
+        assert bool(homes[0].isnan().all()), "nothing has arrived"
+        begun.wait_on_host()
+        assert [(copy.kind, copy.nbytes) for copy in copies.copies] == [("to_host", 28)]
+    assert all(map(torch.equal, homes, values))
+
+
 def test_they_look_like_what_they_give() -> None:
     with FakeTensorMode():
         copied = start_copy_to_device([torch.empty(2, 3), torch.empty(2)], [1, 0], device="meta")
@@ -52,49 +60,9 @@ def test_where_there_is_one_memory() -> None:
     assert not copies_to(CPU)
 
 
-class _Stream:
-    """A stream that notes what it is given, and what it waits for, in one list for all."""
-
-    def __init__(self, name: str, log: list[str]):
-        self.name, self.device, self._log = name, CPU, log
-
-    def __enter__(self) -> None:
-        self._log.append(f"on {self.name}:")
-
-    def __exit__(self, *_: Any) -> None:
-        self._log.append("on main:")
-
-    def wait_stream(self, other: _Stream) -> None:
-        self._log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: str) -> None:
-        self._log.append(f"{self.name} waits for {event}")
-
-    def record_event(self) -> Any:
-        self._log.append(f"record on {self.name}")
-        event = mock.MagicMock(synchronize=lambda: self._log.append("host waits"))
-        event.__str__ = lambda _: f"event of {self.name}"  # type: ignore[method-assign, assignment]
-        return event
-
-
 @pytest.fixture
 def log() -> Iterator[list[str]]:
-    """What is done on streams, on a device that stands for one that has them."""
-    log: list[str] = []
-    streams = iter([_Stream("in", log), _Stream("out", log)])
-    copy = Tensor.copy_
-
-    def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        log.append(f"copy {source.numel()}{' without blocking' if non_blocking else ''}")
-        return copy(target, source)
-
-    with (
-        mock.patch.object(torch, "Stream", lambda device: next(streams)),
-        mock.patch.object(torch.accelerator, "current_stream", lambda _: _Stream("main", log)),
-        mock.patch.object(Tensor, "copy_", copy_),
-        mock.patch.object(Tensor, "record_stream", lambda _, stream: log.append(f"keep for {stream.name}")),
-        engine_of(CPU, StreamEngine(CPU)),
-    ):
+    with logged_streams() as log:
         yield log
 
 
@@ -120,3 +88,14 @@ def test_streams_of_a_copy_to_the_host(log: list[str]) -> None:
     log.clear()
     wait_on_host(copied)
     assert log == ["host waits"]
+
+
+def test_streams_of_tensors_that_are_written_back(log: list[str]) -> None:
+    """What is read is the caller's to keep until the device waits."""
+    values = [torch.ones(4), torch.ones(2)]
+    begun = engine(CPU).write_back(values, [torch.empty(4), torch.empty(2)])
+    copies = ["copy 4 without blocking", "copy 2 without blocking"]
+    assert log == ["out waits for main", "on out:", *copies, "on main:", "record on out"]
+    log.clear()
+    begun.wait_on_device()
+    assert log == ["main waits for event of out"]

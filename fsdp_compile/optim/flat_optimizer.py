@@ -27,7 +27,7 @@ from torch.optim import (
 from .run_list import RunList
 from .runs import Run, States, find_runs
 
-_ELEMENTWISE: tuple[type[Optimizer], ...] = (
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
     Adadelta,
     Adagrad,
     Adam,
@@ -66,9 +66,9 @@ class _Group(NamedTuple):
     is_final: bool
 
     @classmethod
-    def of(cls, params: Sequence[Any], states: States) -> _Group:
+    def of(cls, params: Sequence[Any], states: States, make: Callable[..., Run]) -> _Group:
         """Cut the parameters of a group into runs."""
-        runs, rest, is_final = find_runs([param for param in params if param.grad is not None], states)
+        runs, rest, is_final = find_runs([param for param in params if param.grad is not None], states, make)
         lists: defaultdict[Any, list[Any]] = defaultdict(list)
         for param in rest:
             lists[param.device_mesh if isinstance(param, DTensor) else None].append(param)
@@ -83,17 +83,17 @@ class _Group(NamedTuple):
         return all(param.grad is None for param in self.idle) and all(param.grad is not None for param in rest)
 
 
-class _Plan:
+class Plan:
     """What a step hands to the optimizer in the place of its parameters: for each group, runs, and the rest as it is."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], states: States):
-        self.groups = [_Group.of(group["params"], states) for group in groups]
+    def __init__(self, groups: Sequence[dict[str, Any]], states: States, make: Callable[..., Run] = Run):
+        self.groups = [_Group.of(group["params"], states, make) for group in groups]
         self.run_list = RunList([run for group in self.groups for run in group.runs])
         self.runs = self.run_list.runs
         self.rest = [param for group in self.groups for params in group.lists for param in params]
 
-    def load_gradients(self, groups: Sequence[dict[str, Any]], states: States | None) -> bool:
-        """Give runs their gradients. False: the plan is not for what there is now.
+    def is_of(self, groups: Sequence[dict[str, Any]], states: States | None) -> bool:
+        """Whether the plan is for what there is now.
 
         Args:
             groups: the optimizer's groups.
@@ -103,9 +103,11 @@ class _Plan:
             return False
         if not all(own.is_of(group["params"]) for own, group in zip(self.groups, groups, strict=True)):
             return False
-        if not self.run_list.holds() or (states is not None and not self.run_list.is_kept(states)):
-            return False
-        return self.run_list.load_gradients()
+        return self.run_list.holds() and (states is None or self.run_list.is_kept(states))
+
+    def load_gradients(self, groups: Sequence[dict[str, Any]], states: States | None) -> bool:
+        """Give runs their gradients. False: the plan is not for what there is now."""
+        return self.is_of(groups, states) and self.run_list.load_gradients()
 
     def flat_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The optimizer's groups, with their present settings, over runs and what is no member of any."""
@@ -131,7 +133,8 @@ class _Plan:
 class FlatOptimizer(Optimizer):
     """What :func:`flat_optimizer` adds to a class of optimizers: stands ahead of it among the bases."""
 
-    _plan: _Plan | None = None
+    _function = "flat_optimizer"
+    _plan: Plan | None = None
     #: Whether somebody may hold ``state``, or what it has for a parameter, and replace parts of it without being seen. To look
     #: at what is kept for each parameter takes as long as all else that a step looks at.
     _is_shown = True
@@ -160,9 +163,11 @@ class FlatOptimizer(Optimizer):
         """
         super().add_param_group(param_group)
         if self.param_groups[-1].get("differentiable"):
+            self.param_groups.pop()
+            name = class_of_torch(self).__name__
             raise ValueError(
-                f"differentiable=True has autograd run through the step, and flat_optimizer({_base(self).__name__}) steps flat "
-                f"tensors that autograd does not connect with the parameters. Use torch.optim.{_base(self).__name__}."
+                f"differentiable=True has autograd run through the step, and {self._function}({name}) steps flat tensors that "
+                f"autograd does not connect with the parameters. Use torch.optim.{name}."
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -190,14 +195,11 @@ class FlatOptimizer(Optimizer):
     @torch.compiler.disable
     @torch.no_grad()
     def _step_runs(self) -> None:
-        step: Any = _base(self).step
-        while getattr(step, "hooked", False):
-            # Hooks have run: with the parameters, rather than what stands for them below.
-            step = step.__wrapped__
+        step = step_of_torch(self)
         groups, states = self.param_groups, self.__dict__["state"]
         plan = self._plan
         if plan is None or not plan.load_gradients(groups, states if self._is_shown else None):
-            plan = self._plan = _Plan(groups, states)
+            plan = self._plan = Plan(groups, states)
             plan.run_list.load_gradients()
         kept = plan.flat_states(states)
         self.param_groups, self.state = plan.flat_groups(groups), kept
@@ -208,15 +210,38 @@ class FlatOptimizer(Optimizer):
             plan.follow(kept, states)
 
 
-def _base(optimizer: FlatOptimizer) -> type[Optimizer]:
+def class_of_torch(optimizer: FlatOptimizer) -> type[Optimizer]:
+    """The class that it was made of."""
     return next(base for base in type(optimizer).__mro__ if base in _FLAT)
+
+
+def step_of_torch(optimizer: FlatOptimizer) -> Callable[[Optimizer], Any]:
+    """The step of that class, without the hooks: they have run, with the parameters rather than what stands for them."""
+    step: Any = class_of_torch(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
 
 
 # Of this module by their names, so that optimizers can be pickled.
 _FLAT: dict[type[Optimizer], type[Optimizer]] = {}
-for _class in _ELEMENTWISE:
+for _class in ELEMENTWISE:
     _name = f"Flat{_class.__name__}"
     _FLAT[_class] = globals()[_name] = type(_name, (FlatOptimizer, _class), {"__module__": __name__, "__doc__": _class.__doc__})
+
+
+def check_elementwise(optimizer_class: type[Optimizer], function: str) -> None:
+    """Raise a TypeError for a class that a function, which steps runs, cannot step."""
+    if optimizer_class in _FLAT:
+        return
+    name = getattr(optimizer_class, "__name__", str(optimizer_class))
+    reason = _REASONS.get(name, "its step is not known to be elementwise")
+    known = ", ".join(known.__name__ for known in ELEMENTWISE)
+    raise TypeError(
+        f"{function} cannot step {name}: {reason}. A run of flat storage has the elements of many parameters, all of "
+        f"which have to be stepped alike, each by itself. Use {name}(params, ...); {function} takes, of torch.optim: "
+        f"{known}."
+    )
 
 
 def flat_optimizer(optimizer_class: type[Optimizer], params: Any, **options: Any) -> Optimizer:
@@ -238,16 +263,7 @@ def flat_optimizer(optimizer_class: type[Optimizer], params: Any, **options: Any
         TypeError: an optimizer of another class, whose step is not known to be elementwise.
         ValueError: ``differentiable=True``; what the class refuses.
     """
-    flat = _FLAT.get(optimizer_class)
-    if flat is None:
-        name = getattr(optimizer_class, "__name__", str(optimizer_class))
-        reason = _REASONS.get(name, "its step is not known to be elementwise")
-        known = ", ".join(known.__name__ for known in _ELEMENTWISE)
-        raise TypeError(
-            f"flat_optimizer cannot step {name}: {reason}. A run of flat storage has the elements of many parameters, all of "
-            f"which have to be stepped alike, each by itself. Use {name}(params, ...); flat_optimizer takes, of torch.optim: "
-            f"{known}."
-        )
-    make: Any = flat
+    check_elementwise(optimizer_class, "flat_optimizer")
+    make: Any = _FLAT[optimizer_class]
     optimizer: Optimizer = make(params, **options)
     return optimizer

@@ -8,7 +8,7 @@ run after each step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -114,7 +114,7 @@ class Found(NamedTuple):
     is_final: bool
 
 
-def find_runs(params: Iterable[Any], states: States) -> Found:
+def find_runs(params: Iterable[Any], states: States, make: Callable[[Sequence[ShardedParam], States], Run] = Run) -> Found:
     """Cut parameters with gradients into as few runs as possible.
 
     Members of none are those that ``fully_shard`` has not sharded, whose local tensors are of a subclass or have gaps, that lie
@@ -123,6 +123,7 @@ def find_runs(params: Iterable[Any], states: States) -> Found:
     Args:
         params: the parameters.
         states: what the optimizer keeps for each.
+        make: makes a run of its parameters.
     """
     known = params_with_memory()
     found: dict[ShardedParam, tuple[Any, ...]] = {}
@@ -130,7 +131,7 @@ def find_runs(params: Iterable[Any], states: States) -> Found:
     is_final = True
     for param in params:
         sharded = known.get(id(param))
-        if sharded is None or sharded.param is not param or not _has_plain_shard(sharded):
+        if sharded is None or sharded.param is not param or not has_plain_shard(sharded):
             rest.append(param)
             continue
         history = _history(sharded, states.get(param) or {})
@@ -145,7 +146,7 @@ def find_runs(params: Iterable[Any], states: States) -> Found:
             runs[-1].append(sharded)
         else:
             runs.append([sharded])
-    return Found([Run(run, states) for run in runs], rest, is_final)
+    return Found([make(run, states) for run in runs], rest, is_final)
 
 
 def is_laid_out_alike(gradient: Any, param: Any) -> bool:
@@ -166,7 +167,8 @@ def _are_neighbours(one: ShardedParam, other: ShardedParam) -> bool:
     return _storage(one) is _storage(other) and one.offset + one.local.numel() == other.offset
 
 
-def _has_plain_shard(sharded: ShardedParam) -> bool:
+def has_plain_shard(sharded: ShardedParam) -> bool:
+    """Whether its shard is a stretch of flat storage, which can be part of a run."""
     return sharded.extension is None and type(sharded.local) is Tensor and sharded.local.is_contiguous()
 
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compile
 from fsdp_compile import flat_optimizer
-from fsdp_compile.optim.flat_optimizer import _ELEMENTWISE, FlatOptimizer
+from fsdp_compile.optim.flat_optimizer import ELEMENTWISE, FlatOptimizer
 from fsdp_compile.optim.run_list import RunList
 from fsdp_compile.units.own_storage import with_own_storage
 from fsdp_compile.units.param_state import FlatSlice, note_slice
@@ -110,7 +110,7 @@ def _pair(fully_shard: Any = fsdp_compile.fully_shard) -> tuple[nn.Module, nn.Mo
     return _model(), _model(fully_shard)
 
 
-@pytest.mark.parametrize("kind", _ELEMENTWISE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
 def test_same_as_torch(kind: type[torch.optim.Optimizer], rank: int) -> None:
     """Beside FSDP2, with groups, a schedule, and a parameter that is first stepped later, and later on not."""
     model, twin = _pair(torch.distributed.fsdp.fully_shard)
@@ -835,3 +835,10 @@ def test_other_optimizers_are_refused(kind: type[torch.optim.Optimizer], reason:
 def test_differentiable_is_refused() -> None:
     with pytest.raises(ValueError, match=r"differentiable=True .* Use torch\.optim\.AdamW"):
         flat_optimizer(torch.optim.AdamW, [nn.Parameter(torch.ones(2))], differentiable=True)
+
+
+def test_a_group_that_is_refused_is_not_added() -> None:
+    optimizer = flat_optimizer(torch.optim.AdamW, [nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match="differentiable=True"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "differentiable": True})
+    assert len(optimizer.param_groups) == 1

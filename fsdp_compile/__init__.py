@@ -21,6 +21,7 @@ from .explain.report import Report
 from .optim.clip import clip_grad_norm_
 from .optim.flat_optimizer import flat_optimizer
 from .optim.in_backward import optimizer_in_backward
+from .optim.offload import offload_optimizer
 from .runtime.agreement import RanksDisagree
 from .torch_versions import DataParallelMeshDims, GradientReductionHandle
 
@@ -51,6 +52,7 @@ __all__ = [
     "fsdp_backend",
     "fully_shard",
     "gradient_divide_factors",
+    "offload_optimizer",
     "optimizer_in_backward",
     "register_fsdp_forward_method",
     "replacing_fsdp2",

@@ -1,0 +1,225 @@
+"""Runs whose state is on the host, and buckets: what of them is on the device together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from passes.collectives.host_copies import Copy, copies_to, engine
+
+from ..units.param_state import FlatSlice
+from ..units.sharded_param import ShardedParam
+from .runs import Run, States, is_laid_out_alike
+
+HOST = torch.device("cpu")
+
+
+class HostRun(Run):
+    """A run whose state is on the host: ``state`` has flat tensors there, and scalars where torch has them.
+
+    Attributes:
+        device: where its shards are.
+        copies: whether that has memory of its own. Otherwise the state is stepped where it is.
+    """
+
+    def __init__(self, sharded: Sequence[ShardedParam], states: States, pin_memory: bool):
+        self.device = sharded[0].local.device
+        self.copies = copies_to(self.device)
+        self._pinned = pin_memory and (self.device.type != "cpu" or torch.accelerator.is_available())
+        self._new: dict[str, Tensor] = {}
+        super().__init__(sharded, states)
+
+    def _home(self, values: list[Any]) -> FlatSlice | Tensor:
+        home = super()._home(values)
+        if isinstance(home, Tensor) or not self.copies:
+            return home
+        if home.flat.device == HOST and (not self._pinned or home.flat.is_pinned()):
+            return home
+        # What was loaded, copied with the optimizer, or kept on the device while no run had the parameter.
+        kept = self._on_host(home.numel, home.flat.dtype)
+        kept.copy_(home.tensor())
+        return FlatSlice(kept, 0, home.numel)
+
+    def _on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=self._pinned)
+
+    def has_gradients(self) -> bool:
+        """Whether each parameter has a gradient that is laid out as it is."""
+        return all(
+            getattr(param.grad, "_spec", None) is param._spec or is_laid_out_alike(param.grad, param) for param in self.params
+        )
+
+    def gradient(self, start: int, numel: int) -> Tensor:
+        """Elements of the gradient, in the order of storage: ``[numel]``."""
+        pieces, first = [], 0
+        for param, count in zip(self.params, self._numels, strict=True):
+            begin, end = max(start - first, 0), min(start + numel - first, count)
+            if begin < end:
+                pieces.append(param.grad._local_tensor.reshape(-1)[begin:end])
+            first += count
+        return torch.cat(pieces)
+
+    def home(self, name: str, value: Tensor) -> Tensor:
+        """Where on the host the run keeps what is kept for a part of it under a name: ``[numel of the run]``."""
+        if name in self.state:
+            return self.state[name]
+        if name not in self._new:
+            self._new[name] = self._on_host(self.flat.numel(), value.dtype)
+        return self._new[name]
+
+    def keep(self, scalars: Mapping[str, Tensor]) -> None:
+        """All of the run has been stepped: keep what is new, and these."""
+        self.state.update(self._new)
+        self.state.update(scalars)
+        self._new = {}
+
+    def follow(self, states: States) -> None:
+        # Of a step that failed, what has been kept for a part of the run alone.
+        self._new = {}
+        super().follow(states)
+
+
+class Part(NamedTuple):
+    """Elements of a run that are stepped together.
+
+    Attributes:
+        group: the number of the run's group.
+        run: the run.
+        start, numel: the elements.
+    """
+
+    group: int
+    run: HostRun
+    start: int
+    numel: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.numel == self.run.flat.numel()
+
+    @property
+    def is_last(self) -> bool:
+        return self.start + self.numel == self.run.flat.numel()
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The elements of a tensor of the run."""
+        return flat if self.is_whole else flat.narrow(0, self.start, self.numel)
+
+    def with_gradient(self) -> Tensor:
+        """The elements of the shards, with their gradient."""
+        if self.is_whole:
+            if not self.run.load_gradients():
+                raise RuntimeError("A gradient was changed while offload_optimizer steps.")
+            return self.run.flat
+        flat = self.of(self.run.flat)
+        flat.grad = self.run.gradient(self.start, self.numel)
+        return flat
+
+    def state(self) -> dict[str, Tensor]:
+        """What is kept for the elements, on the host, and scalars."""
+        kept = {name: self.of(value) if value.dim() else value for name, value in self.run.state.items()}
+        # Each part counts the step; what the last one counts is the run's.
+        return kept if self.is_last else {name: value if value.dim() else value.clone() for name, value in kept.items()}
+
+
+class Bucket:
+    """Parts whose states are on the device together.
+
+    Attributes:
+        device: that of all parts.
+        parts: the parts.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.parts: list[Part] = []
+        self._states: list[dict[str, Tensor]] = []
+        self._fetched: list[Copy] = []
+        self._stepped: list[Tensor] = []
+        self._returned: Copy | None = None
+
+    def fetch(self) -> None:
+        """Begin to copy the states to the device."""
+        self._states = [part.state() for part in self.parts]
+        if not copies_to(self.device):
+            return
+        found: defaultdict[torch.dtype, list[tuple[dict[str, Tensor], str]]] = defaultdict(list)
+        for state in self._states:
+            for name, value in state.items():
+                if value.dim():
+                    found[value.dtype].append((state, name))
+        for places in found.values():
+            pieces = [state[name] for state, name in places]
+            flat, copy = engine(self.device).to_device(pieces, self.device)
+            self._fetched.append(copy)
+            for (state, name), piece in zip(places, flat.split([piece.numel() for piece in pieces]), strict=True):
+                state[name] = piece
+
+    def step(self, optimizer: Optimizer, step: Callable[[Optimizer], Any], groups: Sequence[dict[str, Any]]) -> None:
+        """Step the parts, as soon as their states are on the device."""
+        self._wait_for_fetched()
+        flats = [part.with_gradient() for part in self.parts]
+        members: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for part, flat in zip(self.parts, flats, strict=True):
+            members[part.group].append(flat)
+        kept: defaultdict[Any, dict[str, Tensor]] = defaultdict(dict)
+        kept.update(zip(flats, self._states, strict=True))
+        step_as(optimizer, step, [{**groups[group], "params": params} for group, params in members.items()], kept)
+        self._states = [kept[flat] for flat in flats]
+        for flat in flats:
+            flat.grad = None
+
+    def give_back(self) -> None:
+        """Begin to copy the states to the host, behind the step."""
+        values, homes = [], []
+        for part, state in zip(self.parts, self._states, strict=True):
+            scalars = {}
+            for name, value in state.items():
+                if not value.dim():
+                    scalars[name] = value
+                elif part.run.copies:
+                    values.append(value)
+                    homes.append(part.of(part.run.home(name, value)))
+                else:
+                    part.run.state[name] = value
+            if part.is_last:
+                part.run.keep(scalars)
+        self._states = []
+        if values:
+            self._stepped, self._returned = values, engine(self.device).write_back(values, homes)
+
+    def free(self) -> None:
+        """Free the states on the device, once they are on the host. The device waits, the host does not."""
+        if self._returned is not None:
+            self._returned.wait_on_device()
+        self._stepped = []
+
+    def end(self) -> None:
+        """Have no copy in flight any more. The host waits."""
+        # Of a step that failed: what was fetched must not be freed while it is being written.
+        self._wait_for_fetched()
+        if self._returned is not None:
+            self._returned.wait_on_host()
+        self._states, self._stepped, self._returned = [], [], None
+
+    def _wait_for_fetched(self) -> None:
+        for copy in self._fetched:
+            copy.wait_on_device()
+        self._fetched = []
+
+
+def step_as(
+    optimizer: Optimizer, step: Callable[[Optimizer], Any], groups: list[dict[str, Any]], kept: defaultdict[Any, Any]
+) -> None:
+    """Have an optimizer step other groups than its own, with what is kept for these."""
+    own = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = groups, kept
+    try:
+        step(optimizer)
+    finally:
+        optimizer.param_groups, optimizer.state = own

@@ -1,0 +1,312 @@
+"""Torch's elementwise optimizers, which keep what they keep for shards on the host, and step on the device.
+
+A step goes from bucket to bucket: parts of runs whose states fit into a share of the bytes that a step may have on the device.
+While one is stepped, the states of the next are on their way to the device, and those of the one before on their way back. So
+three buckets of states are on the device at once, and both directions of the bus are used all the time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from passes.collectives.host_copies import copies_to
+
+from ..units.sharded_param import ShardedParam, params_with_memory
+from .flat_optimizer import ELEMENTWISE, FlatOptimizer, Plan, check_elementwise, class_of_torch, step_of_torch
+from .host_runs import HOST, Bucket, HostRun, Part, step_as
+from .runs import has_plain_shard
+
+#: How many tensors of the size of a parameter a class keeps for it, by the settings of the parameter's group.
+_KEPT: Mapping[type[Optimizer], Callable[[Mapping[str, Any]], int]] = {
+    Adadelta: lambda group: 2,
+    Adagrad: lambda group: 1,
+    Adam: lambda group: 2 + group["amsgrad"],
+    Adamax: lambda group: 2,
+    AdamW: lambda group: 2 + group["amsgrad"],
+    ASGD: lambda group: 1,
+    NAdam: lambda group: 2,
+    RAdam: lambda group: 2,
+    RMSprop: lambda group: 1 + (group["momentum"] > 0) + group["centered"],
+    SGD: lambda group: int(group["momentum"] != 0),
+}
+#: Three buckets of states, and the gradients of one in the order of storage.
+_SHARES = 4
+_LEAST_BYTES_IN_FLIGHT = 16 << 10
+# Where a run is cut: fused kernels round what their vectors leave over otherwise than the rest.
+_ALIGNMENT = 64
+
+
+class _HeldBack:
+    """A tensor of a state dict, which torch would cast to the device of its parameter."""
+
+    def __init__(self, value: DTensor):
+        self._value = value
+
+    def for_param(self, param: Any, known: Mapping[int, ShardedParam]) -> Tensor:
+        """As torch casts it, in the memory where it is to be kept. Of what is no parameter, as it is."""
+        if not isinstance(param, Tensor):
+            return self._value
+        dtype = param.dtype if param.is_floating_point() else self._value.dtype
+        return self._value.to(dtype=dtype, device=HOST if _is_kept_on_host(param, known) else param.device)
+
+
+def _hold_back(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def held_back(entry: Any) -> Any:
+        if not isinstance(entry, dict):
+            return entry
+        return {name: _HeldBack(value) if isinstance(value, DTensor) else value for name, value in entry.items()}
+
+    return {**state_dict, "state": {key: held_back(entry) for key, entry in state_dict["state"].items()}}
+
+
+class OffloadedOptimizer(FlatOptimizer):
+    """What :func:`offload_optimizer` adds to a class of optimizers: stands ahead of it among the bases."""
+
+    _function = "offload_optimizer"
+    _pin_memory = True
+    _bytes_in_flight = 256 << 20
+
+    def __init__(self, params: Any, *, pin_memory: bool, bytes_in_flight: int, **options: Any):
+        if bytes_in_flight < _LEAST_BYTES_IN_FLIGHT:
+            raise ValueError(
+                f"bytes_in_flight={bytes_in_flight} is room for less than {_ALIGNMENT} elements of each of {_SHARES} buckets. "
+                f"Let it be {_LEAST_BYTES_IN_FLIGHT} at least; a copy is fast from some MiB on."
+            )
+        self._pin_memory, self._bytes_in_flight = pin_memory, bytes_in_flight
+        super().__init__(params, **options)
+        known = params_with_memory()
+        # Those of Adagrad, which makes them here.
+        for param, entry in self.state.items():
+            if _is_kept_on_host(param, known):
+                entry.update({name: kept.to(HOST) for name, kept in entry.items() if isinstance(kept, DTensor)})
+
+    @property
+    def device_state_bytes(self) -> int:
+        """Bytes that the optimizer keeps on the devices of its parameters between steps, scalars left out: for trainable
+        parameters that no run of flat storage can have, and for all of them on a device without memory of its own. Known ahead
+        of the first step."""
+        return self._state_bytes()[0]
+
+    @property
+    def step_bytes(self) -> int:
+        """How many bytes more there are on the device while ``step()`` runs, at most: states that pass through, and gradients
+        in the order of storage. With ``foreach=True``, or neither that nor ``fused=True``, torch's kernels take as many again
+        as a bucket of them has, for what they compute in between. Known ahead of the first step."""
+        _, passing, params = self._state_bytes()
+        most = self._bytes_in_flight // _SHARES
+        return min(passing, (_SHARES - 1) * most) + min(params, most)
+
+    def _state_bytes(self) -> tuple[int, int, int]:
+        """Bytes that are kept on the device, and on the host; and of the parameters of the latter."""
+        known, kind = params_with_memory(), class_of_torch(self)
+        on_device = on_host = params = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                local = getattr(param, "_local_tensor", param)
+                nbytes = local.numel() * local.itemsize
+                if not param.requires_grad:
+                    continue
+                if _is_kept_on_host(param, known):
+                    on_host += _KEPT[kind](group) * nbytes
+                    params += nbytes
+                else:
+                    on_device += _KEPT[kind](group) * nbytes
+        return on_device, on_host, params
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's.
+
+        Raises:
+            ValueError: a group is ``differentiable``; a parameter is on the host, or updated in backward.
+        """
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1]["params"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. What is kept for shards is on the host when it returns, and was not all on the device in between."""
+        # The last hook: those of users see tensors. __setstate__ puts these on the host.
+        handle = self.register_load_state_dict_pre_hook(_hold_back)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_pin_memory": self._pin_memory, "_bytes_in_flight": self._bytes_in_flight}
+        return {**super().__getstate__(), **own}  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known = params_with_memory()
+        for param, entry in state.get("state", {}).items():
+            for name, value in entry.items() if isinstance(entry, dict) else ():
+                if isinstance(value, _HeldBack):
+                    entry[name] = value.for_param(param, known)
+        super().__setstate__(state)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _step_runs(self) -> None:
+        groups, states = self.param_groups, self.state
+        plan = self._plan
+        if plan is None or not plan.is_of(groups, states) or not all(run.has_gradients() for run in _runs(plan)):
+            _check([param for group in groups for param in group["params"]])
+            plan = self._plan = Plan(groups, states, functools.partial(HostRun, pin_memory=self._pin_memory))
+        step = step_of_torch(self)
+        kept: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        buckets = list(self._buckets(plan))
+        try:
+            if plan.rest:
+                kept.update({param: _on_device_of(param, states[param]) for param in plan.rest if param in states})
+                rest = [
+                    {**group, "params": params} for group, own in zip(groups, plan.groups, strict=True) for params in own.lists
+                ]
+                step_as(self, step, rest, kept)
+            self._step_buckets(buckets, step)
+        finally:
+            # Here the host waits, for all copies. ``state`` is a plain dictionary, whose tensors users may have got hold of
+            # long ago, and which other threads save: nothing could wait later, when one is read. It costs the time of the last
+            # copies, of two buckets at most, and that forward is not launched ahead; while a step takes the time that the bus
+            # needs for all states, and forward reads what it updates anyway.
+            for bucket in buckets:
+                bucket.end()
+            plan.follow(kept, states)
+
+    def _step_buckets(self, buckets: Sequence[Bucket], step: Callable[[Optimizer], Any]) -> None:
+        groups = self.param_groups
+        for index, bucket in enumerate(buckets):
+            if index == 0:
+                bucket.fetch()
+            if index + 1 < len(buckets):
+                # Behind the step before, and beside this one.
+                buckets[index + 1].fetch()
+            bucket.step(self, step, groups)
+            bucket.give_back()
+            if index:
+                # Ahead of the next fetch: its memory may be this.
+                buckets[index - 1].free()
+
+    def _buckets(self, plan: Plan) -> Iterator[Bucket]:
+        """Parts of all runs, in their order, as many to a bucket as fit."""
+        most, kind = self._bytes_in_flight // _SHARES, class_of_torch(self)
+        bucket, left = None, 0
+        for index, (group, own) in enumerate(zip(self.param_groups, plan.groups, strict=True)):
+            for run in own.runs:
+                assert isinstance(run, HostRun)
+                numel, itemsize = run.flat.numel(), run.flat.itemsize
+                kept = sum(value.itemsize for value in run.state.values() if value.dim())
+                nbytes = max(kept, _KEPT[kind](group) * itemsize, itemsize)
+                size = max(most // nbytes // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT) if run.copies else max(numel, 1)
+                for start in range(0, max(numel, 1), size):
+                    part = Part(index, run, start, min(size, numel - start))
+                    if bucket is None or bucket.device != run.device or part.numel * nbytes > left:
+                        if bucket is not None:
+                            yield bucket
+                        bucket, left = Bucket(run.device), most
+                    bucket.parts.append(part)
+                    left -= part.numel * nbytes
+        if bucket is not None:
+            yield bucket
+
+
+def _runs(plan: Plan) -> Iterator[HostRun]:
+    for run in plan.runs:
+        assert isinstance(run, HostRun)
+        yield run
+
+
+def _is_kept_on_host(param: Any, known: Mapping[int, ShardedParam]) -> bool:
+    """Whether what is kept for a parameter goes to the host: it lies in flat storage, on a device with memory of its own."""
+    found = known.get(id(param))
+    return found is not None and found.param is param and has_plain_shard(found) and copies_to(found.local.device)
+
+
+def _on_device_of(param: Any, entry: dict[str, Any]) -> dict[str, Any]:
+    """What is kept for a parameter that is in no run now, where torch expects it."""
+    for name, value in entry.items():
+        if isinstance(value, DTensor) and value.device != param.device:
+            entry[name] = value.to(param.device)
+    return entry
+
+
+def _check(params: Sequence[Any]) -> None:
+    known = params_with_memory()
+    for param in params:
+        found = known.get(id(param))
+        if found is None or found.param is not param:
+            continue
+        if found.unit.offload is not None:
+            raise ValueError(
+                f"offload_optimizer cannot step parameter {found.name}: its shard is on the host "
+                "(offload_policy=CPUOffloadPolicy()), and what an optimizer keeps for it is there already. Use torch.optim or "
+                "flat_optimizer."
+            )
+        if found.updater is not None:
+            raise ValueError(
+                f"offload_optimizer cannot step parameter {found.name}: optimizer_in_backward updates it, whose states are on "
+                "the device. Call remove() on that one, or leave the parameter out."
+            )
+
+
+# Of this module by their names, so that optimizers can be pickled.
+_OFFLOADED: dict[type[Optimizer], type[Optimizer]] = {}
+for _class in ELEMENTWISE:
+    _name = f"Offloaded{_class.__name__}"
+    _OFFLOADED[_class] = globals()[_name] = type(
+        _name, (OffloadedOptimizer, _class), {"__module__": __name__, "__doc__": _class.__doc__}
+    )
+
+
+def offload_optimizer(
+    optimizer_class: type[Optimizer],
+    params: Any,
+    *,
+    pin_memory: bool = True,
+    bytes_in_flight: int = OffloadedOptimizer._bytes_in_flight,
+    **options: Any,
+) -> OffloadedOptimizer:
+    """One of torch's elementwise optimizers, which keeps its states on the host; parameters and gradients are on the device.
+
+    It is what :func:`.flat_optimizer` makes, with the same values, but that the tensors in ``optimizer.state`` are DTensors
+    whose local tensors are on the host; scalars (``step``) are where torch has them. ``step()`` copies states to the device,
+    steps them there by torch's kernels, and copies them back, bucket by bucket, the next one beside the present one. When it
+    returns, what has changed has arrived on the host. ``load_state_dict`` puts states on the host.
+
+    States of parameters that no run of flat storage can have stay on the device: of those that ``fully_shard`` did not shard,
+    and whose local tensors are a subclass or have gaps. A parameter whose gradient is laid out otherwise than it is has its
+    states on the device from that step on, until it is laid out alike. On a CPU there is one memory, and nothing is copied.
+
+    Args:
+        optimizer_class: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``NAdam``, ``RAdam``, ``Adamax``, ``Adadelta``, ``Adagrad``,
+            ``RMSprop`` or ``ASGD``. Adagrad makes its states on the device, all at once, when it is made.
+        params: parameters, named parameters or groups, as the class takes them.
+        pin_memory: whether states are in pinned memory, from which the device copies by itself. With False, copies block the
+            thread that steps.
+        bytes_in_flight: how many bytes a step may have on the device, at most: three buckets of states, and the gradients of
+            one where they do not lie in the order of storage. 16 KiB at least.
+        options: those of the class (``lr``, ``weight_decay``, ``fused``, ...).
+
+    Returns:
+        An instance of a subclass of ``optimizer_class``, with two properties of its own. ``device_state_bytes``: bytes of
+        states that stay on the device. ``step_bytes``: bytes that a step takes beside these, at most.
+
+    Raises:
+        TypeError: an optimizer of another class, whose step is not known to be elementwise.
+        ValueError: ``differentiable=True``; a parameter whose shard is on the host (``CPUOffloadPolicy``), or that
+            ``optimizer_in_backward`` updates; ``bytes_in_flight`` for less than a few elements; what the class refuses.
+    """
+    check_elementwise(optimizer_class, "offload_optimizer")
+    make: Any = _OFFLOADED[optimizer_class]
+    optimizer: OffloadedOptimizer = make(params, pin_memory=pin_memory, bytes_in_flight=bytes_in_flight, **options)
+    return optimizer

@@ -7,14 +7,15 @@
 It needs torch, Triton and this project, and no network. The checks:
 
 parity  Train a small Llama with fsdp_backend and with FSDP2: one rank on NCCL, and two ranks on the one GPU on Gloo; in fp32,
-        with a policy of bf16, and in fp16 with divide factors. Gradients have to agree. In fp32 also with shards on the host;
-        on NCCL also as a CUDA graph.
+        with a policy of bf16, and in fp16 with divide factors. Gradients have to agree. In fp32 also with shards on the host,
+        with activations there (by a policy of checkpoints, and by a budget), and with an optimizer whose states are there, of
+        which the updates have to be those of one on the device; on NCCL also as a CUDA graph.
 code    Compile a sharded model for this GPU and, in a process that sees no GPU, with fsdp_compile.cuda_code: both have to
         launch the same kernels, collectives and waits in the same order.
 time    Time forward and backward of a Llama of 1.2 billion parameters in bf16, as one of eight pretended ranks: all kernels of
         sharding and no communication; in comparison with the same model in one piece, compiled, and with FSDP2. Systems take
         turns; figures are medians. Then fsdp_backend with options={"cudagraphs": True}, and whole steps of the model in one
-        piece and of fsdp_backend's as a CUDA graph each.
+        piece and of fsdp_backend's as a CUDA graph each; and steps of AdamW with states on the device and on the host.
 
 The exit code is 1 where gradients or code differ or a check fails. Whether the goals for time are met is printed, and no error.
 """
@@ -36,7 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import allocations, cuda_graph, device_profile, parity, ranks, replay, report
+from harness import allocations, cuda_graph, device_profile, host, parity, ranks, replay, report
 from harness.flags import names_of
 from harness.link import LOOPBACK
 from harness.llama import LlamaSize
@@ -45,16 +46,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_compile import flat_optimizer, offload_optimizer
+
 _CHECKS = ("parity", "code", "time")
 _OURS = "ours"
 _SYSTEMS = (BASE, YARDSTICK, "fsdp2", _OURS)
 _CAPTURED = (BASE, _OURS)
+_OFFLOADED = "offload_optimizer"
 _WARM_UP_STEPS = 3
 _STEPS = 5
 # Of a job, several times what it takes.
 _TIMEOUT_S = 300
 # The goal: device time, relative to the model in one piece.
 _MOST_DEVICE_TIME = 1.05
+# Of what an optimizer says of its memory: small tensors take whole blocks of the allocator.
+_SLACK_BYTES = 16 << 20
 # Of losses in bf16, and of the norm of gradients of the same kernels, of which some add atomically.
 _TOLERANCE = 1e-2
 
@@ -106,14 +112,18 @@ def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]
             ranks.progress(f"parity on {dist.get_backend()}, {name}: done")
     setting = Setting(size, mesh, device, lowering=args.lowering)
     result["fp32, CPU offload"] = parity.compare("fp32", setting, OFFLOADED)
+    result["fp32, activations offloaded"] = measured(lambda: host.policy_parity(setting))
+    result["fp32, updates by offload_optimizer"] = measured(lambda: host.optimizer_parity(setting))
     if dist.get_backend() == "nccl":
-        result["fp32, CUDA graph of a step"] = graphed_parity(lambda: captured_parity(setting))
+        result["fp32, CUDA graph of a step"] = measured(lambda: captured_parity(setting))
     if mesh.size() == 1:
-        result["fp32, cudagraphs"] = graphed_parity(lambda: recorded_parity(setting))
+        # The search for a budget takes the longest of all.
+        result["fp32, memory and host budget"] = measured(lambda: host.budget_parity(setting))
+        result["fp32, cudagraphs"] = measured(lambda: recorded_parity(setting))
     return result
 
 
-def graphed_parity(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The measurement, or the error: other measurements are useful without it."""
     try:
         return measure()
@@ -266,6 +276,8 @@ def measure_time(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     with allocations.inputs_held_in_flight(device):
         for name, found in result["systems"].items():
             found["peak"] = max(allocations.peaks([steps[name]] * 3, device))
+    result["optimizers"] = measure_optimizers(systems[_OURS], batch, args.rounds, device)
+    ranks.progress("optimizers: measured")
     # Last, as a capture that fails can leave the device useless.
     graphs: dict[str, Callable[[], dict[str, Any]]] = {}
     for name in _CAPTURED if device.type == "cuda" else ():
@@ -282,6 +294,32 @@ def measure_time(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
             forget(system)
         ranks.progress(f"{name}: CUDA graphs {'failed' if 'error' in result['graphs'][name] else 'measured'}")
     return result
+
+
+def measure_optimizers(
+    system: System, batch: tuple[Tensor, Tensor], rounds: int, device: torch.device
+) -> dict[str, dict[str, Any]]:
+    """Times, activity and memory of steps of AdamW over the same parameters and gradients: by name, taking turns. Of the one
+    with states on the host also what it says of its memory."""
+    forward_backward(system, batch)
+    found: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Callable[[], None]] = {}
+    with host.memory_of_its_own(device):
+        for name, make in (("flat_optimizer", flat_optimizer), (_OFFLOADED, offload_optimizer)):
+            before = live(device)
+            # Without a learning rate: graphs are compared with what the model computes as it is.
+            optimizer: Any = make(torch.optim.AdamW, system.model.parameters(), lr=0.0, fused=True)
+            steps[name] = optimizer.step
+            optimizer.step()
+            found[name] = {"held": live(device) - before}
+        found[_OFFLOADED] |= {"said_held": optimizer.device_state_bytes, "said_peak": optimizer.step_bytes}
+        for name, times in time_rounds(steps, rounds, device).items():
+            found[name]["times"] = [asdict(one) for one in times]
+        for name, step in steps.items():
+            found[name]["activity"] = asdict(device_profile.profile(step, _STEPS, device))
+            found[name]["peak"] = max(allocations.peaks([step] * 3, device))
+    forget(system)
+    return found
 
 
 def live(device: torch.device) -> int:
@@ -495,11 +533,14 @@ class Summary:
         return [name, f"{self.wall:.2f}", f"{self.host:.2f}", f"{self.device:.2f}", ratio, *counts, *memory]
 
 
+def summary_of(found: dict[str, Any]) -> Summary:
+    """Of what was measured of a system or an optimizer."""
+    return Summary.of(found["times"], found["activity"], held=found["held"], peak=found["held"] + found["peak"])
+
+
 def summarize(result: dict[str, Any]) -> dict[str, Summary]:
     """Of each system, and of each that is a CUDA graph."""
-    summary = {}
-    for name, found in result["systems"].items():
-        summary[name] = Summary.of(found["times"], found["activity"], held=found["held"], peak=found["held"] + found["peak"])
+    summary = {name: summary_of(found) for name, found in result["systems"].items()}
     for name, found in result["graphs"].items():
         if "error" not in found:
             memory = {"held": found["held"], "peak": found["held"] + found["peak"]} if "held" in found else {}
@@ -522,19 +563,11 @@ def check_time(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list
         (result,) = start("time", args, argv, environment)
     summary = summarize(result)
     print(f"\n{result['size']}; one of {ranks.FAKE_WORLD_SIZE} pretended ranks; {args.rounds} rounds of {_STEPS} steps\n")
-    header = [
-        "forward + backward",
-        "wall ms",
-        "host ms",
-        "device ms",
-        "ratio",
-        "kernels",
-        "copies",
-        "launches",
-        "held MB",
-        "peak MB",
-    ]
-    print(report.table(header, [one.row(name, summary[BASE]) for name, one in summary.items()]))
+    header = ["wall ms", "host ms", "device ms", "ratio", "kernels", "copies", "launches", "held MB", "peak MB"]
+    print(report.table(["forward + backward", *header], [one.row(name, summary[BASE]) for name, one in summary.items()]))
+    optimizers = {name: summary_of(found) for name, found in result["optimizers"].items()}
+    base = optimizers["flat_optimizer"]
+    print("\n" + report.table(["step of AdamW", *header], [one.row(name, base) for name, one in optimizers.items()]))
     for name, found in result["graphs"].items():
         if "error" in found:
             print(f"{name}: no CUDA graph: {found['error']}")
@@ -557,6 +590,10 @@ def time_complaints(result: dict[str, Any]) -> list[str]:
         if not (same and math.isfinite(found["loss"])):
             complaints.append(f"time: the loss of {name} is {found['loss']}, that of {_OURS} {losses[_OURS]}")
     complaints += [f"time: {name}: no CUDA graph" for name, found in result["graphs"].items() if "error" in found]
+    offloaded = result["optimizers"][_OFFLOADED]
+    for what in ("held", "peak") if result["device"] == "cuda" else ():
+        if offloaded[what] > offloaded[f"said_{what}"] + _SLACK_BYTES:
+            complaints.append(f"time: {_OFFLOADED}: {what} {offloaded[what]} bytes, said {offloaded[f'said_{what}']}")
     if result["device"] == "cuda" and not result["systems"][BASE]["activity"]["kernels"]:
         complaints.append("time: the profiler saw no kernel; is CUPTI installed, and allowed?")
     return complaints

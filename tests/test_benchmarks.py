@@ -22,8 +22,11 @@ import published
 import pytest
 import step_time
 import torch
-from harness import allocations, device_profile, link, parity, phases, ranks, report, rounds
+from harness import allocations, device_profile, host, link, parity, phases, ranks, report, rounds
 from harness.gpt import Size
+from harness.systems import Setting, build
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--lowering", "aot_eager"]
@@ -121,6 +124,10 @@ def test_gpu_check_runs_dry(tmp_path: Path) -> None:
     assert losses["ours"] == pytest.approx(losses["fsdp2"], rel=1e-5) and losses["ours"] != losses["unsharded"]
     # Compared with those of steps that are not recorded.
     assert results["time"]["graphs"]["ours-cudagraphs"]["distance"] < 1e-6
+    # On a CPU, what is on the host counts as well.
+    optimizers = results["time"]["optimizers"]
+    assert optimizers["offload_optimizer"]["said_held"] == 0 < optimizers["flat_optimizer"]["held"]
+    assert optimizers["offload_optimizer"]["said_peak"] > 0 and len(optimizers["offload_optimizer"]["times"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -313,7 +320,9 @@ def time_of_systems(**ours: float) -> dict[str, Any]:
     mine = {**system, "loss": ours.get("loss", 1.0), "activity": {**activity, "kernel_ms": ours.get("kernel_ms", 10.4)}}
     mine |= {"times": [{"wall": wall, "host": 1.0} for wall in (11.0, 10.0, 30.0)], "peak": 49}
     systems = {"unsharded": system, "fsdp2-compiled": system, "fsdp2": system, "ours": mine}
-    return {"device": "cuda", "systems": systems, "graphs": {}}
+    said = {"said_held": 0, "said_peak": 1 << 20}
+    optimizers = {"flat_optimizer": system, "offload_optimizer": {**system, **said, "peak": ours.get("step", 1 << 20)}}
+    return {"device": "cuda", "systems": systems, "optimizers": optimizers, "graphs": {}}
 
 
 def test_goals_of_a_gpu() -> None:
@@ -329,10 +338,56 @@ def test_gpu_check_complains_of_worthless_figures() -> None:
         "time: the loss of fsdp2 is",
     ]
     assert "time: the loss of ours is nan" in gpu_check.time_complaints(time_of_systems(loss=math.nan))[-1]
+    (complaint,) = gpu_check.time_complaints(time_of_systems(step=1 << 26))
+    assert complaint == "time: offload_optimizer: peak 67108864 bytes, said 1048576"
     result = time_of_systems() | {"graphs": {"ours": {"error": "cannot"}}}
     assert gpu_check.time_complaints(result) == ["time: ours: no CUDA graph"]
     result["systems"]["unsharded"]["activity"]["kernels"] = 0.0
     assert "the profiler saw no kernel" in gpu_check.time_complaints(result)[-1]
+
+
+@pytest.fixture
+def small_setting(one_rank: None) -> Setting:
+    size = replace(parity.SIZE, layers=1, width=64, hidden=64, sequence=16, attention=False)
+    return Setting(size, init_device_mesh("cpu", (1,)), torch.device("cpu"), lowering="aot_eager")
+
+
+def test_updates_on_the_host_are_compared(small_setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fail to agree where a copy does not arrive."""
+    assert host.optimizer_parity(small_setting) == {"ours": 0.0, "fsdp2": 0.0}
+    monkeypatch.setattr(host._AtOnce, "write_back", lambda self, values, homes: host._Done())
+    assert not parity.Comparison(**host.optimizer_parity(small_setting)).agrees
+
+
+def test_states_that_are_not_on_the_host_are_noticed(small_setting: Setting) -> None:
+    model = build("ours", small_setting).model
+    optimizers = host.Optimizers.of([*model.parameters()], [*model.parameters()])
+    for param in optimizers.twins:
+        optimizers.offloaded.state[param]["exp_avg"] = DTensor(
+            torch.empty(param.shape, device="meta"), param._spec, requires_grad=False
+        )
+    with pytest.raises(RuntimeError, match="states are on meta"):
+        optimizers.check_host()
+
+
+@pytest.mark.exhaustive
+def test_activations_on_the_host_are_compared(small_setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With copies, that is; where a graph has none, there is nothing to compare."""
+    assert parity.Comparison(*map(host.policy_parity(small_setting).get, ("ours", "fsdp2"))).agrees
+    monkeypatch.setattr(host, "OFFLOADED_ACTIVATIONS", "ours")
+    with pytest.raises(RuntimeError, match="nothing was copied to the host"):
+        host.policy_parity(small_setting)
+
+
+@pytest.mark.exhaustive
+def test_a_budget_sends_activations_to_the_host(small_setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is found for the model that is compared."""
+    found: list[Setting] = []
+    monkeypatch.setattr(host.parity, "compare", lambda _, setting: found.append(setting))
+    with pytest.raises(RuntimeError, match="nothing was copied to the host"):
+        host.budget_parity(small_setting)
+    (setting,) = found
+    assert setting.size.sequence == 128 and 1e6 < setting.options["memory_budget"] < 1e8
 
 
 def test_ranks_have_a_deadline() -> None:

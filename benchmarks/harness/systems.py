@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from passes.models.hardware import Hardware
 
@@ -24,6 +26,7 @@ RECORDED = "ours-cudagraphs"
 APART = "ours-apart"
 ROUNDED = "ours-rounded"
 OFFLOADED = "ours-offloaded"
+OFFLOADED_ACTIVATIONS = "ours-offloaded-activations"
 # Names that torch has for its backends, and fsdp_backend for values of its option.
 LOWERINGS = ("inductor", "aot_eager")
 
@@ -114,6 +117,7 @@ class Setting:
         hardware: the machine that ``ours-auto`` schedules for; None: the default.
         reshard_after_forward: of ours; None: of all units but the root.
         memory_limit: of ``ours-auto``, in bytes; None: none.
+        options: of ours: further options of ``fsdp_backend``.
     """
 
     size: Recipe
@@ -125,6 +129,7 @@ class Setting:
     hardware: Hardware | None = None
     reshard_after_forward: bool | None = None
     memory_limit: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _unsharded(setting: Setting) -> System:
@@ -164,14 +169,15 @@ def _fsdp2(setting: Setting, *, compiled: bool = False, async_op: bool = False) 
     return System(model, model, _sync_flags(model, setting.accumulation))
 
 
-def _ours(setting: Setting, **options: Any) -> System:
+def _ours(setting: Setting, wrap: Callable[[nn.Module], nn.Module] = lambda block: block, **options: Any) -> System:
     from fsdp_compile import fsdp_backend, fully_shard
 
     model: Any = setting.size.build(setting.device)
+    model.blocks = nn.ModuleList(map(wrap, model.blocks))
     sharding = {"mesh": setting.mesh, "mp_policy": setting.policy, "reshard_after_forward": setting.reshard_after_forward}
     shard_blocks(model, fully_shard, **sharding)
-    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": setting.lowering, **options})
-    return System(model, compiled, _sync_flags(model, setting.accumulation))
+    options = {"lowering": setting.lowering, **setting.options, **options}
+    return System(model, torch.compile(model, backend=fsdp_backend, options=options), _sync_flags(model, setting.accumulation))
 
 
 def _ours_rounded(setting: Setting) -> System:
@@ -192,6 +198,23 @@ def _ours_offloaded(setting: Setting) -> System:
     shard_blocks(model, fully_shard, mesh=setting.mesh, mp_policy=setting.policy, offload_policy=CPUOffloadPolicy())
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": setting.lowering})
     return System(model, compiled, _sync_flags(model, setting.accumulation))
+
+
+class _ProductsOnHost(nn.Module):
+    """A block whose matrix products wait for backward on the host; what else it computes, backward computes again."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any) -> Any:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _products_on_host)
+        return checkpoint(self.block, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _products_on_host(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_CPU_OFFLOAD if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _sync_flags(model: Any, accumulation: Accumulation) -> Callable[[bool], None]:
@@ -218,6 +241,7 @@ _BUILDERS: dict[str, Callable[[Setting], System]] = {
     APART: lambda setting: _ours(setting, merge_below=0),
     ROUNDED: _ours_rounded,
     OFFLOADED: _ours_offloaded,
+    OFFLOADED_ACTIVATIONS: lambda setting: _ours(setting, _ProductsOnHost),
 }
 
 SYSTEMS = {
@@ -232,6 +256,7 @@ SYSTEMS = {
     APART: 'fsdp_backend, with options={"merge_below": 0}; if asked for',
     ROUNDED: "fsdp_backend, with gathers in float8 and reductions in int8; if asked for",
     OFFLOADED: "fsdp_backend, with shards, gradients and optimizer on the host; if asked for",
+    OFFLOADED_ACTIVATIONS: "fsdp_backend, with matrix products that wait on the host for backward; if asked for",
 }
 
 
@@ -242,7 +267,7 @@ def build(name: str, setting: Setting) -> System:
 
 def default_systems(group: str, device: str) -> list[str]:
     """All that train the same with this kind of process group on this kind of device."""
-    left_out = {APART, ROUNDED, OFFLOADED}
+    left_out = {APART, ROUNDED, OFFLOADED, OFFLOADED_ACTIVATIONS}
     if group == "fake":
         # The reducer of DDP fails with collectives that do nothing.
         left_out.add("ddp")

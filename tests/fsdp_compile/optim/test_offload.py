@@ -277,6 +277,23 @@ def test_grad_scaler(options: dict[str, Any], fake_ranks: None) -> None:
         assert optimizers[0].state[param]["step"] == 2
 
 
+def test_hooks_and_closure(fake_ranks: None, at_once: _AtOnce) -> None:
+    """Once for a step of many buckets."""
+    model = _model()
+    optimizer = offload_optimizer(torch.optim.AdamW, model.parameters(), bytes_in_flight=_SMALL)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda each, *_: called.append(f"after, {len(each.state)} states"))
+
+    def closure() -> str:
+        _set_gradients(model, 0)
+        return "loss"
+
+    step: Any = optimizer.step
+    assert step(closure) == "loss"
+    assert called == ["before", f"after, {len(list(model.parameters()))} states"]
+
+
 # --- What is copied, and when ---------------------------------------------------------------------
 
 
@@ -456,6 +473,53 @@ def test_memory_that_is_pinned(pin_memory: bool, fake_ranks: None, at_once: _AtO
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         optimizer.step()
         assert asked == [pin_memory] * (8 if pin_memory else 4)
+
+
+# --- What users do between steps ------------------------------------------------------------------
+
+
+def _scale(model: nn.Module, optimizer: Any) -> None:
+    optimizer.state[model.get_parameter("blocks.0.up.weight")]["exp_avg"].mul_(0.5)
+
+
+def _replace(model: nn.Module, optimizer: Any) -> None:
+    kept = optimizer.state[model.get_parameter("blocks.0.up.weight")]
+    kept["exp_avg"] = kept["exp_avg"] * 0.5
+
+
+def _count_anew(model: nn.Module, optimizer: Any) -> None:
+    optimizer.state[model.get_parameter("blocks.0.up.weight")]["step"].fill_(1)
+
+
+def _forget(model: nn.Module, optimizer: Any) -> None:
+    del optimizer.state[model.get_parameter("blocks.1.down.weight")]
+
+
+def _move(model: nn.Module, optimizer: Any) -> None:
+    weight: Any = model.get_parameter("blocks.0.up.weight")
+    weight.data = weight.data * 2
+
+
+def _to_other_group(model: nn.Module, optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop(0))
+
+
+@pytest.mark.parametrize("change", [_scale, _replace, _count_anew, _forget, _move, _to_other_group])
+def test_changes_between_steps(change: Callable[[nn.Module, Any], None], fake_ranks: None) -> None:
+    model, twin = _model(), _model()
+    with copying(1e9):
+        optimizers = [
+            offload_optimizer(torch.optim.AdamW, _groups(model), bytes_in_flight=_SMALL),
+            torch.optim.AdamW(_groups(twin)),
+        ]
+        for step in range(4):
+            for each, optimizer in zip((model, twin), optimizers, strict=True):
+                _set_gradients(each, step)
+                if step == 2:
+                    change(each, optimizer)
+                optimizer.step()
+            _assert_same(model, twin, *optimizers)
 
 
 # --- State dicts ----------------------------------------------------------------------------------

@@ -98,8 +98,8 @@ class OffloadedOptimizer(FlatOptimizer):
     @property
     def step_bytes(self) -> int:
         """How many bytes more there are on the device while ``step()`` runs, at most: states that pass through, and gradients
-        in the order of storage. With ``foreach=True``, or neither that nor ``fused=True``, torch's kernels take as many again
-        as a bucket of them has, for what they compute in between. Known ahead of the first step."""
+        in the order of storage. With ``foreach=True``, or neither that nor ``fused=True``, torch's kernels take about as many
+        again as a bucket of states has, for what they compute in between. Known ahead of the first step."""
         _, passing, params = self._state_bytes()
         most = self._bytes_in_flight // _SHARES
         return min(passing, (_SHARES - 1) * most) + min(params, most)
@@ -176,9 +176,9 @@ class OffloadedOptimizer(FlatOptimizer):
             self._step_buckets(buckets, step)
         finally:
             # Here the host waits, for all copies. ``state`` is a plain dictionary, whose tensors users may have got hold of
-            # long ago, and which other threads save: nothing could wait later, when one is read. It costs the time of the last
-            # copies, of two buckets at most, and that forward is not launched ahead; while a step takes the time that the bus
-            # needs for all states, and forward reads what it updates anyway.
+            # long ago, and which other threads save: nothing could wait later, when one of them is read. It costs the time of
+            # the last two buckets' copies, and that forward is launched behind the step instead of beside it. Both are little
+            # beside what the bus takes for all states; and forward's first gather reads what a step writes anyway.
             for bucket in buckets:
                 bucket.end()
             plan.follow(kept, states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from passes.collectives.host_copies import Copy, copies_to, engine
 
-from ..units.param_state import FlatSlice
+from ..units.param_state import FlatSlice, noted_slice
 from ..units.sharded_param import ShardedParam
 from .runs import Run, States, is_laid_out_alike
 
@@ -55,14 +56,26 @@ class HostRun(Run):
         )
 
     def gradient(self, start: int, numel: int) -> Tensor:
-        """Elements of the gradient, in the order of storage: ``[numel]``."""
-        pieces, first = [], 0
-        for param, count in zip(self.params, self._numels, strict=True):
-            begin, end = max(start - first, 0), min(start + numel - first, count)
-            if begin < end:
-                pieces.append(param.grad._local_tensor.reshape(-1)[begin:end])
-            first += count
-        return torch.cat(pieces)
+        """Elements of the gradient, in the order of storage: ``[numel]``. A copy, unless gradients lie in that order."""
+        locals_ = [param.grad._local_tensor for param in self.params]
+        slices, numels = map(noted_slice, locals_), [local.numel() for local in locals_]
+        ends = accumulate(numels)
+        firsts = [end - count for end, count in zip(ends, numels, strict=True)]
+        buffers = {
+            (piece.flat, piece.offset - first) if piece is not None and local.is_contiguous() else None
+            for piece, local, first in zip(slices, locals_, firsts, strict=True)
+        }
+        if len(buffers) == 1 and (buffer := buffers.pop()) is not None:
+            flat, offset = buffer
+            return flat.narrow(0, offset + start, numel)
+        return torch.cat(
+            [
+                local.reshape(-1)[max(start - first, 0) : start + numel - first]
+                for local, first, count in zip(locals_, firsts, numels, strict=True)
+                if first < start + numel and start < first + count
+            ]
+            or [self.flat[:0]]
+        )
 
     def home(self, name: str, value: Tensor) -> Tensor:
         """Where on the host the run keeps what is kept for a part of it under a name: ``[numel of the run]``."""
@@ -78,10 +91,9 @@ class HostRun(Run):
         self.state.update(scalars)
         self._new = {}
 
-    def follow(self, states: States) -> None:
-        # Of a step that failed, what has been kept for a part of the run alone.
+    def drop_unfinished(self) -> None:
+        """After a step that failed: forget what is new and has been made for a part of the run alone."""
         self._new = {}
-        super().follow(states)
 
 
 class Part(NamedTuple):
@@ -112,10 +124,6 @@ class Part(NamedTuple):
 
     def with_gradient(self) -> Tensor:
         """The elements of the shards, with their gradient."""
-        if self.is_whole:
-            if not self.run.load_gradients():
-                raise RuntimeError("A gradient was changed while offload_optimizer steps.")
-            return self.run.flat
         flat = self.of(self.run.flat)
         flat.grad = self.run.gradient(self.start, self.numel)
         return flat
@@ -169,10 +177,12 @@ class Bucket:
             members[part.group].append(flat)
         kept: defaultdict[Any, dict[str, Tensor]] = defaultdict(dict)
         kept.update(zip(flats, self._states, strict=True))
-        step_as(optimizer, step, [{**groups[group], "params": params} for group, params in members.items()], kept)
+        try:
+            step_as(optimizer, step, [{**groups[group], "params": params} for group, params in members.items()], kept)
+        finally:
+            for flat in flats:
+                flat.grad = None
         self._states = [kept[flat] for flat in flats]
-        for flat in flats:
-            flat.grad = None
 
     def give_back(self) -> None:
         """Begin to copy the states to the host, behind the step."""

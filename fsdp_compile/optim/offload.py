@@ -181,6 +181,8 @@ class OffloadedOptimizer(FlatOptimizer):
             # beside what the bus takes for all states; and forward's first gather reads what a step writes anyway.
             for bucket in buckets:
                 bucket.end()
+            for run in _runs(plan):
+                run.drop_unfinished()
             plan.follow(kept, states)
 
     def _step_buckets(self, buckets: Sequence[Bucket], step: Callable[[Optimizer], Any]) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.lr_scheduler import StepLR
+from torch.profiler import ProfilerActivity, profile
 
 import fsdp_compile
 from fsdp_compile import flat_optimizer, fully_shard, offload_optimizer, optimizer_in_backward
@@ -362,6 +363,27 @@ def test_gradients_in_order_of_a_bucket_alone(
     _set_gradients(model, 0)
     optimizer.step()
     assert sum(nbytes for _, nbytes in made) == sum(_local(param).nbytes for param in model.parameters())
+
+
+@pytest.mark.parametrize("hidden", [240, 4096], ids=["whole runs", "parts"])
+def test_gradients_that_lie_in_order_are_not_copied(hidden: int, fake_ranks: None, at_once: _AtOnce) -> None:
+    """Those of an uncompiled backward; if one of them is replaced, there are copies of its bucket's."""
+    model, twin = _model(hidden=hidden), _model(hidden=hidden)
+    optimizers = [
+        offload_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, bytes_in_flight=_SMALL),
+        flat_optimizer(torch.optim.SGD, twin.parameters(), lr=0.1),
+    ]
+    for replaced in (False, True):
+        for each in (model, twin):
+            each.zero_grad()
+            each(torch.ones(2, 8)).sum().backward()
+            weight: Any = each.get_parameter("blocks.0.down.weight")
+            weight.grad = weight.grad * 2 if replaced else weight.grad
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            optimizers[0].step()
+        assert any(event.name == "aten::cat" for event in profiled.events()) == replaced
+        optimizers[1].step()
+        _assert_same(model, twin, *optimizers)
 
 
 def test_streams(fake_ranks: None) -> None:

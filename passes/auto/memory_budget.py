@@ -239,26 +239,38 @@ class OpenChoices:
         return list(dict.fromkeys(policies))
 
     def near(self, policy: StepPolicy) -> Iterator[StepPolicy]:
-        """Policies that differ in one unit or stretch, or in two that change places, or in what the partitioner does."""
+        """Policies that differ in one unit or stretch, or in two that change places, or in what the partitioner does; or in any
+        two units of which nodes can keep copies."""
         for budget in self.activation_budgets:
             yield replace(policy, activation_budget=budget)
         for unit in self.units:
             yield self._changed(policy, kept={unit})
-        for unit in self.in_nodes:
-            yield self._changed(policy, kept={unit} & set(policy.kept), in_nodes={unit})
+        for units in (*((unit,) for unit in self.in_nodes), *itertools.combinations(self.in_nodes, 2)):
+            yield from self._in_other_places(policy, units)
         for number in self.stretches:
             yield self._changed(policy, recomputed={number})
         for number in self.offloads:
             yield self._changed(policy, offloaded={number})
             yield self._changed(policy, recomputed={number}, offloaded={number})
         for one, other in itertools.product(policy.kept, policy.resharded):
-            yield self._changed(policy, kept={one, other}, in_nodes={one, other} if other in policy.in_nodes else set())
-        for one, other in itertools.product(policy.in_nodes, sorted(set(policy.resharded).difference(policy.in_nodes))):
-            yield self._changed(policy, in_nodes={one, other})
+            yield self._changed(policy, kept={one, other})
         for name, numbers in (("recomputed", self.stretches), ("offloaded", self.offloads)):
             chosen = getattr(policy, name)
             for first, second in itertools.product(chosen, sorted(set(numbers).difference(chosen))):
                 yield self._changed(policy, **{name: {first, second}})
+
+    def _in_other_places(self, policy: StepPolicy, units: Sequence[str]) -> Iterator[StepPolicy]:
+        """Policies with these units gathered as a whole, or within a node, or not at all."""
+        kept, in_nodes = (set(chosen).difference(units) for chosen in (policy.kept, policy.in_nodes))
+        for ways in itertools.product(("whole", "in a node", "not at all"), repeat=len(units)):
+            placed = list(zip(units, ways, strict=True))
+            yield self.policy(
+                kept.union(unit for unit, way in placed if way == "whole"),
+                policy.recomputed,
+                policy.activation_budget,
+                policy.offloaded,
+                in_nodes.union(unit for unit, way in placed if way == "in a node"),
+            )
 
     def _changed(
         self,
@@ -266,7 +278,6 @@ class OpenChoices:
         kept: Set[str] = frozenset(),
         recomputed: Set[int] = frozenset(),
         offloaded: Set[int] = frozenset(),
-        in_nodes: Set[str] = frozenset(),
     ) -> StepPolicy:
         """A policy that does otherwise with these."""
         return self.policy(
@@ -274,7 +285,7 @@ class OpenChoices:
             recomputed ^ set(policy.recomputed),
             policy.activation_budget,
             offloaded ^ set(policy.offloaded),
-            in_nodes ^ set(policy.in_nodes),
+            policy.in_nodes,
         )
 
 

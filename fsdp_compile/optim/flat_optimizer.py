@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from sys import getrefcount
 from typing import Any, NamedTuple
 
 import torch
@@ -88,24 +87,19 @@ class Plan:
 
     def __init__(self, groups: Sequence[dict[str, Any]], states: States, make: Callable[..., Run] = Run):
         self.groups = [_Group.of(group["params"], states, make) for group in groups]
-        self.run_list = RunList([run for group in self.groups for run in group.runs])
+        self.run_list = RunList([run for group in self.groups for run in group.runs], states)
         self.runs = self.run_list.runs
         self.rest = [param for group in self.groups for params in group.lists for param in params]
 
-    def is_of(self, groups: Sequence[dict[str, Any]], states: States | None) -> bool:
-        """Whether the plan is for what there is now.
-
-        Args:
-            groups: the optimizer's groups.
-            states: what it keeps; None: nobody can have replaced any of that.
-        """
+    def is_of(self, groups: Sequence[dict[str, Any]], states: States) -> bool:
+        """Whether the plan is for what there is now: the optimizer's groups, and what it keeps."""
         if len(groups) != len(self.groups):
             return False
         if not all(own.is_of(group["params"]) for own, group in zip(self.groups, groups, strict=True)):
             return False
-        return self.run_list.holds() and (states is None or self.run_list.is_kept(states))
+        return self.run_list.holds(states)
 
-    def load_gradients(self, groups: Sequence[dict[str, Any]], states: States | None) -> bool:
+    def load_gradients(self, groups: Sequence[dict[str, Any]], states: States) -> bool:
         """Give runs their gradients. False: the plan is not for what there is now."""
         return self.is_of(groups, states) and self.run_list.load_gradients()
 
@@ -126,8 +120,8 @@ class Plan:
 
     def follow(self, kept: States, states: States) -> None:
         """After a step: let the optimizer's own state be what it keeps now."""
-        self.run_list.follow(states)
         states.update({param: kept[param] for param in self.rest if param in kept})
+        self.run_list.follow(states)
 
 
 class FlatOptimizer(Optimizer):
@@ -135,25 +129,6 @@ class FlatOptimizer(Optimizer):
 
     _function = "flat_optimizer"
     _plan: Plan | None = None
-    #: Whether somebody may hold ``state``, or what it has for a parameter, and replace parts of it without being seen. To look
-    #: at what is kept for each parameter takes as long as all else that a step looks at.
-    _is_shown = True
-
-    @property
-    def state(self) -> defaultdict[Any, dict[str, Any]]:  # type: ignore[override]
-        """As torch's."""
-        self._is_shown = True
-        kept: defaultdict[Any, dict[str, Any]] = self.__dict__["state"]
-        return kept
-
-    @state.setter
-    def state(self, states: defaultdict[Any, dict[str, Any]]) -> None:
-        self._is_shown = True
-        self.__dict__["state"] = states
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._is_shown = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's.
@@ -181,24 +156,15 @@ class FlatOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._step_runs()
-        self._is_shown = self._is_in_use()
         return loss
-
-    @torch.compiler.disable
-    def _is_in_use(self) -> bool:
-        """Whether anybody else holds the state, or what it has for a parameter that is stepped in a run."""
-        held: dict[str, Any] = {"state": {}}
-        if getrefcount(self.__dict__["state"]) != getrefcount(held["state"]):
-            return True
-        return self._plan is None or self._plan.run_list.is_in_use()
 
     @torch.compiler.disable
     @torch.no_grad()
     def _step_runs(self) -> None:
         step = step_of_torch(self)
-        groups, states = self.param_groups, self.__dict__["state"]
+        groups, states = self.param_groups, self.state
         plan = self._plan
-        if plan is None or not plan.load_gradients(groups, states if self._is_shown else None):
+        if plan is None or not plan.load_gradients(groups, states):
             plan = self._plan = Plan(groups, states)
             plan.run_list.load_gradients()
         kept = plan.flat_states(states)

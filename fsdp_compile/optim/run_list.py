@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain, repeat
-from operator import attrgetter, is_, itemgetter, ne, sub
-from sys import getrefcount
+from itertools import accumulate, chain
+from operator import attrgetter, is_, itemgetter, sub
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ class RunList:
         runs: the runs.
     """
 
-    def __init__(self, runs: Sequence[Run]):
+    def __init__(self, runs: Sequence[Run], states: States):
         self.runs = list(runs)
         self._params: list[Any] = [param for run in runs for param in run.params]
         self._locals = [local for run in runs for local in run.locals]
@@ -35,15 +34,17 @@ class RunList:
         ends = list(accumulate(len(run.params) for run in runs))
         self._spans = list(zip(runs, [0, *ends], ends, strict=False))
         # What is kept for parameters, and for runs, as it was published.
-        self._entries: list[dict[str, Any] | None] = []
+        self._owners: list[Any] = []
+        self._entries: list[dict[str, Any]] = []
         self._expected: list[Any] = []
         self._published: list[Any] = []
         self._versions: list[int] = []
-        self.note()
+        self._note(states)
 
-    def note(self) -> None:
+    def _note(self, states: States) -> None:
         """Note what is kept for parameters, to tell later on whether it is still that."""
-        self._entries = [entry for run in self.runs for entry in run.entries]
+        # All of it, in its order: to find a tensor in a dictionary is a call of Python's.
+        self._owners, self._entries = list(states), list(states.values())
         self._expected = _values(self._entries)
         self._published = _values(run.state for run in self.runs)
         self._versions = self._present_versions()
@@ -51,26 +52,14 @@ class RunList:
     def _present_versions(self) -> list[int]:
         return [scalar._version for run in self.runs for scalar in run.scalars.values()]
 
-    def holds(self) -> bool:
-        """Whether parameters still lie where they did, and nobody has changed a scalar that is kept for one."""
+    def holds(self, states: States) -> bool:
+        """Whether parameters still lie where they did, and nobody has replaced what is kept for them, or changed a scalar."""
         if not all(map(is_, map(_LOCAL, self._params), self._locals)):
             return False
-        return list(map(Tensor.data_ptr, self._locals)) == self._addresses and self._present_versions() == self._versions
-
-    def is_kept(self, states: States) -> bool:
-        """Whether nobody has replaced what is kept for parameters."""
-        if not all(map(is_, map(states.get, self._params), self._entries)):
+        if list(map(Tensor.data_ptr, self._locals)) != self._addresses or self._present_versions() != self._versions:
             return False
-        return _are(_values(self._entries), self._expected)
-
-    def is_in_use(self) -> bool:
-        """Whether anybody else holds what is kept for a parameter, and could replace it unseen."""
-        # What holds each entry of a parameter: the optimizer's state, and lists of the run and of this object.
-        counted: dict[str, Any] = {}
-        held = {"state": counted}, [counted], [counted]
-        del counted
-        (expected,) = map(getrefcount, held[1])
-        return any(map(ne, map(getrefcount, filter(None, self._entries)), repeat(expected)))
+        is_same = _are(list(states), self._owners) and _are(list(states.values()), self._entries)
+        return is_same and _are(_values(self._entries), self._expected)
 
     def load_gradients(self) -> bool:
         """Let the gradients of runs be those of their parameters: the part of a flat buffer that consists of them in the order
@@ -109,7 +98,7 @@ class RunList:
         if not _are(_values(run.state for run in self.runs), self._published):
             for run in self.runs:
                 run.follow(states)
-            self.note()
+            self._note(states)
             return
         scalars = [(scalar, run.state[name]) for run in self.runs for name, scalar in run.scalars.items()]
         if scalars:
@@ -130,8 +119,8 @@ def _cut(flat: Tensor, found: list[tuple[int, Run]]) -> Iterator[tuple[Run, Tens
     return zip((run for _, run in found), pieces, strict=True)
 
 
-def _values(entries: Iterable[dict[str, Any] | None]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, filter(None, entries))))
+def _values(entries: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, entries)))
 
 
 def _are(values: Sequence[Any], others: Sequence[Any]) -> bool:

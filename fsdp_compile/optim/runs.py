@@ -47,9 +47,8 @@ class Run:
         # A version counter of its own: for autograd, a step is no write to the storage.
         self.flat = storage.narrow(0, first.offset, self.numel).data
         self.state: dict[str, Any] = {}
-        self.entries = [states.get(param) for param in self.params]
         self.scalars: dict[str, Tensor] = {}
-        entries = [entry or {} for entry in self.entries]
+        entries = [states.get(param) or {} for param in self.params]
         if entries[0]:
             homes = {name: self._home([entry[name] for entry in entries]) for name in entries[0]}
             self._publish(homes, states)
@@ -91,7 +90,6 @@ class Run:
                 if not _lies_there(entry.get(name), piece):
                     entry[name] = _dtensor(piece, param)
                 offset += numel
-        self.entries = list(entries)
 
     def follow(self, states: States) -> None:
         """Let parameters have what the optimizer keeps for the run now, which is something else than before."""

@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_compile
 from fsdp_compile import flat_optimizer
 from fsdp_compile.optim.flat_optimizer import ELEMENTWISE, FlatOptimizer
-from fsdp_compile.optim.run_list import RunList
 from fsdp_compile.units.own_storage import with_own_storage
 from fsdp_compile.units.param_state import FlatSlice, note_slice
 from tests.common import models
@@ -473,32 +472,6 @@ def test_changes_by_what_was_held_for_long(held: str, change: Callable[[dict[str
                 del holder
             optimizer.step()
     _assert_same(model, twin, *optimizers)
-
-
-def test_what_nobody_holds_is_not_looked_at(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _model()
-    optimizer = flat_optimizer(torch.optim.AdamW, model.parameters())
-    looks = []
-    is_kept = RunList.is_kept
-    monkeypatch.setattr(RunList, "is_kept", lambda *args: looks.append(True) or is_kept(*args))
-
-    def looked() -> bool:
-        looks.clear()
-        _backward(model, 0)
-        optimizer.step()
-        return bool(looks)
-
-    assert [looked() for _ in range(3)] == [False] * 3
-    state = optimizer.state_dict()
-    assert [looked() for _ in range(2)] == [True] * 2
-    del state
-    assert [looked() for _ in range(2)] == [True, False]
-    entry = optimizer.state[model.bias]
-    assert [looked() for _ in range(2)] == [True] * 2
-    del entry
-    assert [looked() for _ in range(2)] == [True, False]
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert [looked() for _ in range(3)] == [True, False, False]
 
 
 def test_counts_of_steps_that_were_held_follow(fake_ranks: None) -> None:

@@ -385,5 +385,5 @@ def _too_low(limit: int, needed: int) -> str:
         f"options['memory_budget'] = {limit} bytes is too low: of all that was tried, the step that needs least needs {needed} "
         "bytes on each rank. Give at least so many, or have less live: more ranks, a smaller batch, smaller units, "
         "reshard_after_forward=None where it is False, an optimizer with less state (options['optimizer'] says which one is "
-        "counted)."
+        "counted; offload_optimizer has none on the device), or units on the host (CPUOffloadPolicy)."
     )

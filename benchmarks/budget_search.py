@@ -2,6 +2,7 @@
 
     python benchmarks/budget_search.py                # 200 random graphs
     python benchmarks/budget_search.py --graphs 20
+    python benchmarks/budget_search.py --several-nodes   # those of the 200 whose ranks are on several nodes
 
 Small random models are traced for random machines, of one node or several. Of each, every combination of units that stay
 gathered, or of which nodes keep copies, and of stretches that are computed again is partitioned, scheduled and evaluated: what
@@ -18,7 +19,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,12 +32,14 @@ from fsdp_compile.compiler import memory_budget
 from passes.auto.memory_budget import BudgetTooLow, Choice, OpenChoices, StepPolicy, Trial, search
 
 _UNLIMITED = 1 << 50
+_RANKS_PER_NODE = 8
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", type=int, default=200, metavar="N", help="how many; default 200")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first graph; default 0")
+    parser.add_argument("--several-nodes", action="store_true", help="leave out graphs whose ranks share a node")
     report.add_flags(parser)
     args = parser.parse_args(argv)
     if args.graphs < 1:
@@ -87,14 +90,32 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     fsdp_compile.fully_shard(model, mesh=mesh)
 
 
+class Drawn(NamedTuple):
+    """A random model, its input, the mesh that it is sharded over, and the machine."""
+
+    model: nn.Module
+    x: Tensor
+    shape: tuple[int, ...]
+    hardware: str
+
+    @staticmethod
+    def of(seed: int) -> Drawn:
+        numbers = random.Random(seed)
+        width, depth, rows = 2 ** numbers.randint(5, 11), numbers.choice([1, 2, 2]), 2 ** numbers.randint(3, 14)
+        with torch.device("meta"):
+            model, x = Model(numbers, width, depth), torch.empty(rows, width)
+        shape = numbers.choice([(2,), (8,), (64,), (2, 8)])
+        return Drawn(model, x, shape, numbers.choice(["cpu", "a100", "h100", "b200"]))
+
+    @property
+    def has_several_nodes(self) -> bool:
+        """Whether the ranks that share parameters are on several nodes, which all these machines have eight ranks in."""
+        return self.shape[-1] > _RANKS_PER_NODE
+
+
 def trials_of(seed: int) -> dict[str, list[Trial]]:
     """What is tried for a random model: by the grid alone, by the search, and by brute force."""
-    numbers = random.Random(seed)
-    width, depth, rows = 2 ** numbers.randint(5, 11), numbers.choice([1, 2, 2]), 2 ** numbers.randint(3, 14)
-    with torch.device("meta"):
-        model, x = Model(numbers, width, depth), torch.empty(rows, width)
-    shape = numbers.choice([(2,), (8,), (64,), (2, 8)])
-    hardware = numbers.choice(["cpu", "a100", "h100", "b200"])
+    drawn = Drawn.of(seed)
     found: dict[str, list[Trial]] = {}
 
     def search_all(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial]) -> list[Trial]:
@@ -112,7 +133,7 @@ def trials_of(seed: int) -> dict[str, list[Trial]]:
 
     with mock.patch.object(memory_budget, "search", search_all):
         options: dict[str, Any] = {"memory_budget": _UNLIMITED}
-        fsdp_compile.explain(model, x, shape, hardware, shard=shard, options=options, suggest=False)
+        fsdp_compile.explain(drawn.model, drawn.x, drawn.shape, drawn.hardware, shard=shard, options=options, suggest=False)
     return found
 
 
@@ -174,9 +195,11 @@ def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
     results = []
     for seed in range(args.first, args.first + args.graphs):
+        if args.several_nodes and not Drawn.of(seed).has_several_nodes:
+            continue
         results.append(compare(seed))
         print(f"graph {seed}: {results[-1]['tried']}", file=sys.stderr, flush=True)
-    print(f"\n{report.headline()}\n{args.graphs} graphs\n")
+    print(f"\n{report.headline()}\n{len(results)} graphs\n")
     print_table(results)
     report.write_json(args.json, graphs=results)
 

@@ -23,7 +23,7 @@ from passes.ir.work import Role, role
 from passes.models.hardware import Hardware, Link, Links, known_hardware
 from tests.common.distributed import RankPools
 from tests.common.parity import Case, Run, compare, regression_batch, train_reference, train_sharded
-from tests.fsdp_compile.test_memory_budget import step_ns
+from tests.fsdp_compile.test_memory_budget import few_trials, step_ns
 
 _LARGE = 1 << 40
 _SLOW = Link(1e-6, 1e9)
@@ -69,15 +69,10 @@ def explained(sharding: Any = shard, ranks_per_node: int = 4, **options: Any) ->
 
 
 @functools.cache
+@few_trials
 def unlimited() -> Choice:
     (choice,) = explained(memory_budget=_LARGE).choices
     return choice
-
-
-@pytest.fixture(autouse=True)
-def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the search begins with."""
-    monkeypatch.setattr("passes.auto.memory_budget._MOST_NODES", 0)
 
 
 def _in_nodes(trials: Any) -> list[Trial]:
@@ -85,6 +80,7 @@ def _in_nodes(trials: Any) -> list[Trial]:
 
 
 @pytest.mark.exhaustive
+@few_trials
 def test_a_budget_chooses_them_and_says_so() -> None:
     """Where not all units can stay gathered, copies in the nodes are faster than the network, and take fewer bytes."""
     trial = _in_nodes(unlimited().frontier())[-1]
@@ -107,6 +103,7 @@ def test_trials_are_what_flags_by_hand_give(which: int) -> None:
 
 
 @pytest.mark.exhaustive
+@few_trials
 def test_a_single_node_keeps_no_copies() -> None:
     assert not _in_nodes(explained(ranks_per_node=8, memory_budget=_LARGE).choices[0].trials)
 

@@ -20,7 +20,7 @@ from tests.common import models
 from tests.common.copy_engine import CopyEngine, copying
 from tests.common.distributed import RankPools
 from tests.common.parity import Case, Run, compare, regression_batch, train_reference, train_sharded
-from tests.fsdp_compile.test_memory_budget import Model, batch, shard, step_ns
+from tests.fsdp_compile.test_memory_budget import Model, batch, few_trials, shard, step_ns
 
 _LARGE = 1 << 40
 #: A bus that carries a layer's activations while a layer is computed, beside a device that computes slowly.
@@ -158,9 +158,9 @@ def _explained_on_host(budget: int, on_host: Collection[str]) -> Report:
 
 
 @pytest.mark.exhaustive
-def test_shards_on_the_host_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
+@few_trials
+def test_shards_on_the_host_leave_room() -> None:
     """Shards, gradients and the optimizer's state of these units do not count; copies do, as long as they are on the device."""
-    monkeypatch.setattr("passes.auto.memory_budget._MOST_NODES", 0)
     ((all_on_device,), (found,)) = (_explained_on_host(_LARGE, names).choices for names in ((), ("blocks.0", "blocks.2")))
     # Of a block: two weights, three vectors of the width and one of four times that. Two tensors of AdamW; and of both units
     # a shard or two less, since a copy is on the device ahead of each gather, and gradients are until they are copied.
@@ -181,6 +181,7 @@ _CASE = Case("mlp", functools.partial(models.MLP, layers=2), batch=functools.par
 _INSTANT = replace(_FAST, kernel_s=1e-9, host=HostLink(1e-9, 1e15, 1e15, 1e15))
 
 
+@few_trials
 def train_with_copies(lowering: str) -> list[Run]:
     """Train without a budget, and within one for which activations wait on the host."""
     given = {"lowering": lowering, "hardware": _INSTANT, "host_budget": "1GB"}
@@ -211,6 +212,7 @@ def test_trains_alike(ranks: int, lowering: str, rank_pools: RankPools) -> None:
     compare(copied, without, rtol=1e-6)
 
 
+@few_trials
 def train_on_host(lowering: str) -> list[Run]:
     """Train with shards on the host, without a budget, and within the least possible one."""
     runs, budgets = [], [None, _LARGE]

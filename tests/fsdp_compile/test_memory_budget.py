@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,11 @@ from tests.common.parity import Case, Run, compare, regression_batch, train_refe
 
 _LARGE = 1 << 40
 _EAGER: dict[str, Any] = {"lowering": "aot_eager"}
+
+
+def few_trials(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates what needs no more trials than those that the search begins with."""
+    return mock.patch("passes.auto.memory_budget._MOST_NODES", 0)(function)
 
 
 class Block(nn.Module):
@@ -393,6 +399,7 @@ def test_sizes(given: int | str, expected: int) -> None:
 _CASE = Case("mlp", models.MLP, batch=functools.partial(regression_batch, sizes=(256,)), steps=2)
 
 
+@few_trials
 def train_within_budgets(lowering: str) -> list[tuple[Run, StepPolicy | None]]:
     """Train without a budget, with one that is no constraint, and with the least possible; and what was chosen."""
     found: list[tuple[Run, StepPolicy | None]] = []

@@ -285,7 +285,7 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
             if is_compiling() and not was_active:
                 _refuse_traced_functional_call()
                 # Asking is what has Dynamo guard on it.
-                bool(scope.optimizer_is_known)
+                bool(scope.optimizer_state)
             if casts:
                 args, kwargs = cast_inputs(policy, args, kwargs)
             result = forward(self, *args, **kwargs)

@@ -103,6 +103,8 @@ class StepBudget:
         self._assumed = Optimizer.of(options.optimizer)
         self._state = self._state_bytes()
         self._choice: Choice | None = None
+        # The state that it counts with.
+        self._chosen_for = 0
         self._open = {name for name, unit in units.items() if unit.may_choose_reshard}
         self._nodes = _nodes((units[name] for name in sorted(self._open)), hardware)
         self._node_groups = {mesh.shard_group: mesh.post_forward_group(size, connects=False) for mesh, size in self._nodes}
@@ -150,6 +152,7 @@ class StepBudget:
             trials = search(choices, attempt)
         choice = self._choice = Choice.of(trials, self.limit)
         record_choice(choice)
+        self._chosen_for = self._state
         self._watch_optimizers()
         if choice.chosen.policy.in_nodes:
             for mesh, size in self._nodes:
@@ -211,24 +214,27 @@ class StepBudget:
         return device_state_bytes((param for param in params if param.param.requires_grad), self._assumed.state_of)
 
     def _watch_optimizers(self) -> None:
-        """From the first step on, have the model compiled anew if the choice is not the one for what optimizers really keep."""
+        """From an optimizer's first step on, have the model compiled anew if the choice is not the one for what it keeps."""
         budget = weakref.ref(self)
 
         def look() -> None:
             found = budget()
-            if found is not None:
-                found._follow_optimizers()
+            if found is not None and not found._suits_optimizers():
+                # Another one follows it.
+                watching.remove()
 
-        weakref.finalize(self, on_first_steps(look).remove)
+        watching = on_first_steps(look)
+        weakref.finalize(self, watching.remove)
 
-    def _follow_optimizers(self) -> None:
-        before, self._state = self._state, self._state_bytes()
+    def _suits_optimizers(self) -> bool:
         assert self._choice is not None and self._sizes is not None
-        if self._state == before:
-            return
-        if self._sizes.are_open or not self._choice.holds_at(self.limit - (self._state - before)):
-            for scope in self._scopes:
-                scope.optimizer_is_known = True
+        self._state = self._state_bytes()
+        more = self._state - self._chosen_for
+        if more == 0 or (not self._sizes.are_open and self._choice.holds_at(self.limit - more)):
+            return True
+        for scope in self._scopes:
+            scope.optimizer_state = str(self._state)
+        return False
 
     def _during_forward(self, forward: _Figures) -> int:
         return self.resident + forward.parameters + forward.peak

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -51,19 +51,19 @@ def device_state_bytes(params: Iterable[ShardedParam], assumed: Callable[[Sharde
         assumed: the bytes for a parameter of which no optimizer that has stepped keeps anything yet. One whose optimizer keeps
             nothing for any parameter (SGD without momentum) counts with none.
     """
-    owner_of: dict[int, Optimizer] = {}
+    owners: dict[int, list[Optimizer]] = {}
     for optimizer in list(_stepped):
-        owner_of |= {id(param): optimizer for group in optimizer.param_groups for param in group["params"]}
-    return round(sum(_state_bytes(param, owner_of.get(id(param.param)), assumed) for param in params))
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            owners.setdefault(id(param), []).append(optimizer)
+    return round(sum(_state_bytes(param, owners.get(id(param.param), ()), assumed) for param in params))
 
 
-def _state_bytes(param: ShardedParam, optimizer: Optimizer | None, assumed: Callable[[ShardedParam], float]) -> float:
-    if optimizer is None:
+def _state_bytes(param: ShardedParam, optimizers: Sequence[Optimizer], assumed: Callable[[ShardedParam], float]) -> float:
+    entries = [optimizer.state[param.param] for optimizer in optimizers if param.param in optimizer.state]
+    if not entries and not (optimizers and all(not optimizer.state for optimizer in optimizers)):
         return assumed(param)
-    entry = optimizer.state.get(param.param)
-    if entry is None:
-        return assumed(param) if optimizer.state else 0
-    return sum(_on_largest_rank(value, param) for value in entry.values() if isinstance(value, Tensor) and value.dim())
+    kept = (value for entry in entries for value in entry.values() if isinstance(value, Tensor) and value.dim())
+    return sum(_on_largest_rank(value, param) for value in kept)
 
 
 def _on_largest_rank(value: Any, param: ShardedParam) -> int:

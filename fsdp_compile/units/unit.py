@@ -45,8 +45,8 @@ class Scope:
         was_unsharded_by_hand: whether ``unshard()`` was ever called, as pipelines do.
         left_out_gradients: whether, between the microbatches of a step, a backward dropped gradients of parameters, which
             autograd had not asked for.
-        optimizer_is_known: whether optimizers were found to keep something else than a memory budget had assumed, so that it
-            chooses anew: compiled code is guarded by it.
+        optimizer_state: the bytes that optimizers were found to keep on the device, as text, where a memory budget is to choose
+            anew for that: compiled code is guarded by it. (A number that changes would become a symbol of the graph.)
         with_hooks: what graphs were lowered to that call hooks of the units, by graph and plan. It goes when the hooks go.
     """
 
@@ -59,7 +59,7 @@ class Scope:
         self.post_optim_event: Event | None = None
         self.was_unsharded_by_hand = False
         self.left_out_gradients = False
-        self.optimizer_is_known = False
+        self.optimizer_state = ""
         self.with_hooks: WeakKeyDictionary[Any, dict[Plan, Any]] = WeakKeyDictionary()
 
     def wait_for_optimizer(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -334,6 +334,43 @@ class TestOneProcess:
         real = 0 if fits else states["adamw"]
         (as_tried,) = (trial for trial in frontier if trial.policy == second.policy)
         assert second.peak_bytes == as_tried.peak_bytes - states["adamw"] + real
+
+    def test_optimizers_are_added_up(self) -> None:
+        """Of parts of the model, as each makes its first step; and another one in their place, for all of it."""
+        model = sharded(1)
+        _, captured = train(model, _LARGE)
+        torch._dynamo.reset()
+        names = dict(model.named_parameters())
+        shards = {name: param.numel() * 4 // 8 for name, param in names.items()}
+        # Room for the momentum of either half, and not for both.
+        halves = [[name for name in names if ("up" in name) == is_up] for is_up in (True, False)]
+        most = max(sum(map(shards.__getitem__, half)) for half in halves)
+        fastest = captured.choices[0].frontier()[-1].peak_bytes - 2 * sum(shards.values())
+        options = {**_EAGER, "memory_budget": fastest + most, "optimizer": "sgd"}
+        model = sharded(1)
+        compiled = torch.compile(model, backend=fsdp_backend, options=options)
+        names = dict(model.named_parameters())
+        optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.SGD([names[name] for name in half], lr=0.1, momentum=0.9) for half in halves
+        ]
+
+        def step(stepped: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+            with capture(passes=False) as captured:
+                compiled(batch()).backward()
+            for optimizer in stepped:
+                optimizer.step()
+            model.zero_grad()
+            return captured.choices
+
+        assert len(step(optimizers[:1])) == 1 and not step(optimizers)
+        (smaller,) = step(optimizers)
+        assert smaller.chosen.peak_bytes <= smaller.limit < smaller.frontier()[-1].peak_bytes
+        assert not step(optimizers)
+        # With nothing kept any more, there is room for the fastest step again.
+        optimizers[:] = [torch.optim.SGD(model.parameters(), lr=0.1)]
+        assert not step(optimizers)
+        (faster,) = step(optimizers)
+        assert faster.chosen == faster.frontier()[-1] and not step(optimizers)
 
     def test_a_first_step_as_assumed_changes_nothing(self) -> None:
         model = sharded(1)

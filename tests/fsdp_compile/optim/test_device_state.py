@@ -75,6 +75,16 @@ def test_what_has_not_stepped_is_assumed(params: list[ShardedParam]) -> None:
     assert device_state_bytes(params, lambda param: 100 * param.padded_numel) == expected
 
 
+def test_two_optimizers_of_a_parameter_both_count(params: list[ShardedParam]) -> None:
+    """As where one has taken the place of another that is still there."""
+    first, second, third = (torch.optim.SGD([param.param for param in params], momentum=momentum) for momentum in (0.9, 0.9, 0))
+    for optimizer in (first, second, third):
+        step(optimizer)
+    assert device_state_bytes(params, unknown) == 2 * 4 * padded_elements(params)
+    del first, optimizer
+    assert device_state_bytes(params, unknown) == 4 * padded_elements(params)
+
+
 def test_what_is_elsewhere_takes_nothing(params: list[ShardedParam]) -> None:
     optimizer = torch.optim.SGD([param.param for param in params], momentum=0.9)
     step(optimizer)

@@ -27,6 +27,7 @@ _LARGE = 1 << 40
 _FAST = replace(known_hardware("cuda", "H100"), host=HostLink(1e-6, 50e9, 50e9, 50e9), flops_per_s={"float32": 1e11})
 
 
+@few_trials
 def explained(budget: int | str, host_budget: int | str | None, **options: Any) -> Report:
     given = {"memory_budget": budget, "host_budget": host_budget, **options}
     return explain(Model(), batch(), (8,), _FAST, shard=shard, options=given, suggest=False)
@@ -91,6 +92,7 @@ def _train(options: Mapping[str, Any], rows: int = 512) -> tuple[list[Tensor], C
 
 @pytest.mark.usefixtures("one_rank")
 class TestOneProcess:
+    @few_trials
     def test_copies_what_the_trial_counts(self) -> None:
         """Of a step that only copies, to the bit what the step without a budget computes."""
         options = {"lowering": "aot_eager", "hardware": _FAST, "host_budget": "1GB"}
@@ -111,6 +113,7 @@ class TestOneProcess:
         assert not _offloads(captured.choices[0].trials)
 
     @pytest.mark.exhaustive
+    @few_trials
     def test_larger_batches_keep_to_the_budget_of_the_host(self) -> None:
         """A graph with sizes that change serves what fits on the host, too; what does not is compiled anew."""
         options = {"lowering": "aot_eager", "hardware": _FAST}

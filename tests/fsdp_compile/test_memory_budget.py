@@ -69,6 +69,7 @@ def batch() -> Tensor:
     return torch.ones(512, 64)
 
 
+@few_trials
 def explained(
     budget: int | str | None, flags: Mapping[str, bool | None] | None = None, model: nn.Module | None = None, **options: Any
 ) -> Report:
@@ -235,6 +236,7 @@ class TestOneProcess:
 
     @pytest.mark.exhaustive
     @pytest.mark.units_apart
+    @few_trials
     def test_later_plans_are_held_to_the_budget(self) -> None:
         """Full gradients that wait for the second microbatch are more than was chosen for."""
         few = torch.ones(8, 64)
@@ -255,6 +257,7 @@ class TestOneProcess:
                     compiled(few).backward()
 
     @pytest.mark.exhaustive
+    @few_trials
     def test_larger_batches_are_compiled_anew_where_the_choice_does_not_fit(self) -> None:
         _, captured = train(sharded(), _LARGE)
         budget = captured.choices[0].chosen.peak_bytes

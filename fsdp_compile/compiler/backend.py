@@ -359,7 +359,7 @@ def _check_offload(options: Options, params: Iterable[ShardedParam]) -> None:
     Raises:
         ValueError: the automatic schedule or CUDA graphs were asked for.
     """
-    chosen = next((name for name in ("schedule", "cudagraphs") if _is_asked_for(options, name)), None)
+    chosen = _asked_for(options, "schedule", "cudagraphs")
     for param in params:
         if chosen is not None and param.unit.copies:
             value = getattr(options, chosen)
@@ -376,7 +376,7 @@ def _refuse_updates(options: Options) -> None:
     Raises:
         ValueError: a budget for the step, the automatic schedule, or CUDA graphs were asked for.
     """
-    chosen = next((name for name in ("memory_budget", "schedule", "cudagraphs") if _is_asked_for(options, name)), None)
+    chosen = _asked_for(options, "memory_budget", "schedule", "cudagraphs")
     if chosen is not None:
         raise ValueError(
             f"options[{chosen!r}] = {getattr(options, chosen)!r} does not know of updates in backward (optimizer_in_backward). "
@@ -398,12 +398,14 @@ def _check_activation_offload(options: Options) -> None:
         )
 
 
-def _is_asked_for(options: Options, name: str) -> bool:
-    return {
+def _asked_for(options: Options, *names: str) -> str | None:
+    """The first of these options that asks for something."""
+    is_set = {
         "memory_budget": options.memory_budget is not None,
         "schedule": options.schedule == "auto",
         "cudagraphs": options.cudagraphs,
-    }[name]
+    }
+    return next((name for name in names if is_set[name]), None)
 
 
 def _refuse_writes(inputs: Sequence[Any], params: Iterable[ShardedParam]) -> None:

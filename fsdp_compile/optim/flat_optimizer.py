@@ -168,11 +168,9 @@ class FlatOptimizer(Optimizer):
             plan = self._plan = Plan(groups, states)
             plan.run_list.load_gradients()
         kept = plan.flat_states(states)
-        self.param_groups, self.state = plan.flat_groups(groups), kept
         try:
-            step(self)
+            step_as(self, step, plan.flat_groups(groups), kept)
         finally:
-            self.param_groups, self.state = groups, states
             plan.follow(kept, states)
 
 
@@ -187,6 +185,18 @@ def step_of_torch(optimizer: FlatOptimizer) -> Callable[[Optimizer], Any]:
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
+
+
+def step_as(
+    optimizer: Optimizer, step: Callable[[Optimizer], Any], groups: list[dict[str, Any]], kept: defaultdict[Any, Any]
+) -> None:
+    """Have an optimizer step other groups than its own, with what is kept for these."""
+    own = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = groups, kept
+    try:
+        step(optimizer)
+    finally:
+        optimizer.param_groups, optimizer.state = own
 
 
 # Of this module by their names, so that optimizers can be pickled.

@@ -15,6 +15,7 @@ from passes.collectives.host_copies import Copy, copies_to, engine
 
 from ..units.param_state import FlatSlice, noted_slice
 from ..units.sharded_param import ShardedParam
+from .flat_optimizer import step_as
 from .runs import Run, States, is_laid_out_alike
 
 HOST = torch.device("cpu")
@@ -221,15 +222,3 @@ class Bucket:
         for copy in self._fetched:
             copy.wait_on_device()
         self._fetched = []
-
-
-def step_as(
-    optimizer: Optimizer, step: Callable[[Optimizer], Any], groups: list[dict[str, Any]], kept: defaultdict[Any, Any]
-) -> None:
-    """Have an optimizer step other groups than its own, with what is kept for these."""
-    own = optimizer.param_groups, optimizer.state
-    optimizer.param_groups, optimizer.state = groups, kept
-    try:
-        step(optimizer)
-    finally:
-        optimizer.param_groups, optimizer.state = own

@@ -20,8 +20,8 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from passes.collectives.host_copies import copies_to
 
 from ..units.sharded_param import ShardedParam, params_with_memory
-from .flat_optimizer import ELEMENTWISE, FlatOptimizer, Plan, check_elementwise, class_of_torch, step_of_torch
-from .host_runs import HOST, Bucket, HostRun, Part, step_as
+from .flat_optimizer import ELEMENTWISE, FlatOptimizer, Plan, check_elementwise, class_of_torch, step_as, step_of_torch
+from .host_runs import HOST, Bucket, HostRun, Part
 from .runs import has_plain_shard
 
 #: How many tensors of the size of a parameter a class keeps for it, by the settings of the parameter's group.

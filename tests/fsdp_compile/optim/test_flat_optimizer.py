@@ -74,7 +74,7 @@ def _backward(model: nn.Module, step: int, without: tuple[str, ...] = ()) -> Non
             param.grad = None
 
 
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """As usual: no weight decay for vectors. So neighbours are in different groups."""
     params = list(model.parameters())
     return [
@@ -83,13 +83,13 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _local(value: Any) -> Any:
+def local_of(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _assert_same(model: nn.Module, other: nn.Module, optimizer: Any = None, other_optimizer: Any = None) -> None:
     for (name, param), twin in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(_local(param), _local(twin)), name
+        assert torch.equal(local_of(param), local_of(twin)), name
     if optimizer is None:
         return
     state, other_state = optimizer.state_dict(), other_optimizer.state_dict()
@@ -100,7 +100,7 @@ def _assert_same(model: nn.Module, other: nn.Module, optimizer: Any = None, othe
         for name, value in kept.items():
             twin = other_state["state"][index][name]
             assert type(value) is type(twin) and value.shape == twin.shape and value.dtype == twin.dtype, (index, name)
-            assert torch.equal(_local(value), _local(twin)), (index, name)
+            assert torch.equal(local_of(value), local_of(twin)), (index, name)
             if isinstance(value, DTensor):
                 assert value.placements == twin.placements and value.stride() == twin.stride()
 
@@ -115,7 +115,7 @@ def test_same_as_torch(kind: type[torch.optim.Optimizer], rank: int) -> None:
     model, twin = _pair(torch.distributed.fsdp.fully_shard)
     options = {"lr": 1e-2, **_OPTIONS.get(kind.__name__, {})}
     make: Any = kind
-    optimizer, reference = flat_optimizer(kind, _groups(model), **options), make(_groups(twin), **options)
+    optimizer, reference = flat_optimizer(kind, groups_of(model), **options), make(groups_of(twin), **options)
     assert isinstance(optimizer, kind)
     schedules = [StepLR(each, 2, 0.5) for each in (optimizer, reference)]
     for step in range(5):
@@ -152,7 +152,7 @@ def test_same_as_torch_in_other_modes(name: str, options: dict[str, Any], fake_r
             other.step()
         if options.get("fused"):
             for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(_local(param), _local(other), rtol=1e-6, atol=1e-7)
+                torch.testing.assert_close(local_of(param), local_of(other), rtol=1e-6, atol=1e-7)
         else:
             _assert_same(model, twin, optimizer, reference)
 
@@ -166,7 +166,7 @@ def test_fused_where_torch_has_none_for_dtensors(fake_ranks: None) -> None:
             _backward(each, step)
             other.step()
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(_local(param), _local(other), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(local_of(param), local_of(other), rtol=1e-6, atol=1e-7)
 
 
 # --- How few operators ----------------------------------------------------------------------------
@@ -317,14 +317,14 @@ def _saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
 def test_state_dicts_to_torch_and_back(rank: int) -> None:
     """Of a flat optimizer, into torch's on FSDP2, into a new flat one; each goes on like one that was never saved."""
     model, twin = _pair(torch.distributed.fsdp.fully_shard)
-    flat: Any = flat_optimizer(torch.optim.AdamW, _groups(model), lr=1e-2)
-    plain = torch.optim.AdamW(_groups(twin), lr=1e-2)
+    flat: Any = flat_optimizer(torch.optim.AdamW, groups_of(model), lr=1e-2)
+    plain = torch.optim.AdamW(groups_of(twin), lr=1e-2)
     for step in range(6):
         if step == 2:
             # What was loaded is not written to.
             plain.load_state_dict(_saved_and_loaded(flat.state_dict()))
         if step == 4:
-            flat = flat_optimizer(torch.optim.AdamW, _groups(model), lr=1.0)
+            flat = flat_optimizer(torch.optim.AdamW, groups_of(model), lr=1.0)
             flat.load_state_dict(_saved_and_loaded(plain.state_dict()))
         for each, optimizer in ((model, flat), (twin, plain)):
             _backward(each, step)
@@ -421,8 +421,8 @@ def _to_other_group(model: nn.Module, optimizer: Any) -> None:
 def test_changes_between_steps(change: Callable[[nn.Module, Any], None], fake_ranks: None) -> None:
     model, twin = _pair()
     optimizers = [
-        flat_optimizer(torch.optim.AdamW, _groups(model), lr=1e-2),
-        torch.optim.AdamW(_groups(twin), lr=1e-2),
+        flat_optimizer(torch.optim.AdamW, groups_of(model), lr=1e-2),
+        torch.optim.AdamW(groups_of(twin), lr=1e-2),
     ]
     for step in range(4):
         for each, optimizer in zip((model, twin), optimizers, strict=True):
@@ -631,7 +631,7 @@ def test_parameters_that_are_not_sharded(fake_ranks: None) -> None:
     assert type(model.bias) is nn.Parameter and not torch.equal(model.bias, alone.bias)
     torch.testing.assert_close(model.bias, twin.bias)
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(_local(param), _local(other))
+        torch.testing.assert_close(local_of(param), local_of(other))
 
 
 def test_parameters_with_extensions(fake_ranks: None) -> None:
@@ -756,7 +756,7 @@ def test_grad_scaler(options: dict[str, Any], fake_ranks: None) -> None:
             scaler.update()
     assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(_local(param), _local(other), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(local_of(param), local_of(other), rtol=1e-6, atol=1e-7)
         assert optimizers[0].state[param]["step"] == 2
 
 

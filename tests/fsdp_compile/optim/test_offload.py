@@ -38,6 +38,7 @@ from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import shard_units
 from tests.common.streams import logged_streams
 from tests.common.subclasses import Halved
+from tests.fsdp_compile.optim.test_flat_optimizer import groups_of, local_of
 
 #: Buckets of 4 KiB: 512 elements of AdamW's states.
 _SMALL = 16 << 10
@@ -62,30 +63,18 @@ def _set_gradients(model: nn.Module, step: int, without: Sequence[str] = ()) -> 
         generator = torch.Generator().manual_seed(1000 * dist.get_rank() + 100 * step + index)
         param.grad = None if name in without else torch.zeros_like(param)
         if param.grad is not None:
-            local = _local(param.grad)
+            local = local_of(param.grad)
             local.copy_(torch.randn(local.shape, generator=generator))
-
-
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    params = list(model.parameters())
-    return [
-        {"params": [param for param in params if param.dim() > 1]},
-        {"params": [param for param in params if param.dim() == 1], "weight_decay": 0.0},
-    ]
-
-
-def _local(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _assert_same(model: nn.Module, other: nn.Module, optimizer: Any, other_optimizer: Any) -> None:
     for (name, param), twin in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(_local(param), _local(twin)), name
+        assert torch.equal(local_of(param), local_of(twin)), name
         kept, expected = optimizer.state.get(param, {}), other_optimizer.state.get(twin, {})
         assert kept.keys() == expected.keys(), name
         for key, value in kept.items():
             assert type(value) is type(expected[key]) and value.shape == expected[key].shape, (name, key)
-            assert torch.equal(_local(value), _local(expected[key])), (name, key)
+            assert torch.equal(local_of(value), local_of(expected[key])), (name, key)
     state, other_state = optimizer.state_dict(), other_optimizer.state_dict()
     assert state["param_groups"] == other_state["param_groups"] and state["state"].keys() == other_state["state"].keys()
 
@@ -159,8 +148,8 @@ def test_same_as_torch(kind: type[torch.optim.Optimizer], fake_ranks: None) -> N
     options = {"lr": 1e-2, **_OPTIONS.get(kind.__name__, {})}
     make: Any = kind
     with copying(1e8) as engine:
-        optimizer = offload_optimizer(kind, _groups(model), bytes_in_flight=_SMALL, **options)
-        reference = make(_groups(twin), **options)
+        optimizer = offload_optimizer(kind, groups_of(model), bytes_in_flight=_SMALL, **options)
+        reference = make(groups_of(twin), **options)
         assert isinstance(optimizer, kind)
         schedules = [StepLR(each, 2, 0.5) for each in (optimizer, reference)]
         for step in range(5):
@@ -205,7 +194,7 @@ def train_and_save(world: int, path: str) -> None:
 
     def made(shard: Callable[..., Any], make: Callable[..., Any], **options: Any) -> tuple[nn.Module, Any]:
         model = _model(shard, world=world, hidden=256)
-        return model, make(_groups(model), lr=1e-2, **options)
+        return model, make(groups_of(model), lr=1e-2, **options)
 
     def saved(pair: tuple[nn.Module, Any], name: str) -> None:
         states = dict(zip(("model", "optimizer"), get_state_dict(*pair), strict=True))
@@ -269,12 +258,12 @@ def test_grad_scaler(options: dict[str, Any], fake_ranks: None) -> None:
                 scaler.scale(torch.zeros(()))
                 _set_gradients(each, step)
                 if step == 1:
-                    _local(next(each.parameters()).grad).fill_(torch.inf)
+                    local_of(next(each.parameters()).grad).fill_(torch.inf)
                 scaler.step(optimizer)
                 scaler.update()
     assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(_local(param), _local(other), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(local_of(param), local_of(other), rtol=1e-6, atol=1e-7)
         assert optimizers[0].state[param]["step"] == 2
 
 
@@ -333,7 +322,7 @@ def test_what_is_on_the_device_is_bounded(fake_ranks: None, at_once: _AtOnce) ->
     """Of a model with states of many times that, in the first step, which makes them, and in others."""
     model = _model(hidden=4096)
     optimizer = offload_optimizer(torch.optim.AdamW, model.parameters(), bytes_in_flight=_SMALL)
-    kept = sum(2 * _local(param).nbytes for param in model.parameters())
+    kept = sum(2 * local_of(param).nbytes for param in model.parameters())
     assert optimizer.step_bytes == _SMALL < kept / 8
     for step in range(3):
         _set_gradients(model, step)
@@ -362,7 +351,7 @@ def test_gradients_in_order_of_a_bucket_alone(
     monkeypatch.setattr(torch, "cat", noted)
     _set_gradients(model, 0)
     optimizer.step()
-    assert sum(nbytes for _, nbytes in made) == sum(_local(param).nbytes for param in model.parameters())
+    assert sum(nbytes for _, nbytes in made) == sum(local_of(param).nbytes for param in model.parameters())
 
 
 @pytest.mark.parametrize("hidden", [240, 4096], ids=["whole runs", "parts"])
@@ -413,7 +402,7 @@ def test_without_memory_of_its_own_nothing_is_copied(fake_ranks: None, monkeypat
     monkeypatch.setattr(host_runs, "engine", None)
     optimizer = offload_optimizer(torch.optim.AdamW, model.parameters(), bytes_in_flight=_SMALL)
     reference = flat_optimizer(torch.optim.AdamW, twin.parameters())
-    kept = sum(2 * _local(param).nbytes for param in model.parameters())
+    kept = sum(2 * local_of(param).nbytes for param in model.parameters())
     assert (optimizer.device_state_bytes, optimizer.step_bytes) == (kept, 0)
     for step in range(2):
         for each, other in ((model, optimizer), (twin, reference)):
@@ -439,7 +428,7 @@ def test_a_step_that_fails(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) ->
             offload_optimizer(torch.optim.AdamW, model.parameters(), bytes_in_flight=_SMALL),
             torch.optim.AdamW(twin.parameters()),
         ]
-        before = [_local(param).clone() for param in model.parameters()]
+        before = [local_of(param).clone() for param in model.parameters()]
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no more"):
             patch.setattr(torch.optim.AdamW, "_init_group", failing)
             _set_gradients(model, 0)
@@ -448,7 +437,7 @@ def test_a_step_that_fails(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) ->
         assert not any(optimizers[0].state.values())
         with torch.no_grad():
             for param, value in zip(model.parameters(), before, strict=True):
-                _local(param).copy_(value)
+                local_of(param).copy_(value)
         for number in range(2):
             for each, optimizer in zip((model, twin), optimizers, strict=True):
                 _set_gradients(each, number)
@@ -532,8 +521,8 @@ def test_changes_between_steps(change: Callable[[nn.Module, Any], None], fake_ra
     model, twin = _model(), _model()
     with copying(1e9):
         optimizers = [
-            offload_optimizer(torch.optim.AdamW, _groups(model), bytes_in_flight=_SMALL),
-            torch.optim.AdamW(_groups(twin)),
+            offload_optimizer(torch.optim.AdamW, groups_of(model), bytes_in_flight=_SMALL),
+            torch.optim.AdamW(groups_of(twin)),
         ]
         for step in range(4):
             for each, optimizer in zip((model, twin), optimizers, strict=True):
@@ -558,14 +547,14 @@ def _saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
 def test_state_dicts_to_torch_and_back(fake_ranks: None) -> None:
     model, twin = _model(), _model(torch.distributed.fsdp.fully_shard)
     with copying(1e9):
-        ours: Any = offload_optimizer(torch.optim.AdamW, _groups(model), lr=1e-2, bytes_in_flight=_SMALL)
-        theirs = torch.optim.AdamW(_groups(twin), lr=1e-2)
+        ours: Any = offload_optimizer(torch.optim.AdamW, groups_of(model), lr=1e-2, bytes_in_flight=_SMALL)
+        theirs = torch.optim.AdamW(groups_of(twin), lr=1e-2)
         seen: list[Any] = []
         for step in range(6):
             if step == 2:
                 theirs.load_state_dict(_saved_and_loaded(ours.state_dict()))
             if step == 4:
-                ours = offload_optimizer(torch.optim.AdamW, _groups(model), lr=1.0, bytes_in_flight=_SMALL)
+                ours = offload_optimizer(torch.optim.AdamW, groups_of(model), lr=1.0, bytes_in_flight=_SMALL)
                 ours.register_load_state_dict_pre_hook(lambda _, state: seen.extend(map(dict, state["state"].values())))
                 ours.register_load_state_dict_post_hook(lambda loaded: seen.extend(map(dict, loaded.state.values())))
                 ours.load_state_dict(_saved_and_loaded(theirs.state_dict()))
@@ -590,7 +579,7 @@ def test_what_is_loaded_is_put_on_the_host(fake_ranks: None, at_once: _AtOnce, m
     monkeypatch.setattr(offload, "HOST", torch.device("meta"))
     optimizer.load_state_dict(state)
     for entry in optimizer.state.values():
-        assert entry["exp_avg"].device.type == _local(entry["exp_avg"]).device.type == "meta"
+        assert entry["exp_avg"].device.type == local_of(entry["exp_avg"]).device.type == "meta"
         assert entry["exp_avg"].dtype == torch.float32 and entry["step"].device.type == "cpu"
     adagrad = offload_optimizer(torch.optim.Adagrad, model.parameters())
     assert all(entry["sum"].device.type == "meta" and entry["step"] == 0 for entry in adagrad.state.values())
@@ -632,14 +621,14 @@ def test_bytes_are_known_ahead(kind: type[torch.optim.Optimizer], fake_ranks: No
     _set_gradients(model, 0, ["blocks.0.up.bias"])
     optimizer.step()
     kept = {
-        name: sum(_local(value).nbytes for value in optimizer.state[param].values() if value.dim())
+        name: sum(local_of(value).nbytes for value in optimizer.state[param].values() if value.dim())
         for name, param in model.named_parameters()
         if name != "blocks.0.up.bias"
     }
     assert (device, step) == (optimizer.device_state_bytes, optimizer.step_bytes)
     assert device == kept.pop("bias") > 0
     assert at_once.peak == sum(kept.values())
-    assert step == at_once.peak + sum(_local(model.get_parameter(name)).nbytes for name in kept)
+    assert step == at_once.peak + sum(local_of(model.get_parameter(name)).nbytes for name in kept)
 
 
 # --- Parameters in no run -------------------------------------------------------------------------
@@ -661,7 +650,7 @@ def test_parameters_that_are_not_sharded(fake_ranks: None) -> None:
     (model, optimizer), (twin, reference) = made
     _assert_same(model, twin, optimizer, reference)
     assert not torch.equal(model.bias, alone.bias)  # type: ignore[arg-type]
-    assert nbytes == {sum(2 * _local(param).nbytes for param in model.parameters() if isinstance(param, DTensor))}
+    assert nbytes == {sum(2 * local_of(param).nbytes for param in model.parameters() if isinstance(param, DTensor))}
 
 
 def test_parameters_with_extensions(fake_ranks: None) -> None:
@@ -680,7 +669,7 @@ def test_parameters_with_extensions(fake_ranks: None) -> None:
                 model.zero_grad()
                 model(torch.ones(2, 16)).sum().backward()
                 for index, param in enumerate(model.parameters()):
-                    _local(param.grad).copy_(torch.full(_local(param.grad).shape, step + index + 1.0))
+                    local_of(param.grad).copy_(torch.full(local_of(param.grad).shape, step + index + 1.0))
                 optimizer.step()
     (model, _), (twin, _) = made
     assert torch.equal(model[0].weight._local_tensor.held, twin[0].weight._local_tensor.held)
@@ -759,11 +748,11 @@ def test_parameters_that_are_refused_once_they_have_memory(fake_ranks: None) -> 
     shard_units(model, init_device_mesh("cpu", (8,)), fully_shard, offload_policy=CPUOffloadPolicy())
     optimizer = offload_optimizer(torch.optim.AdamW, model.parameters())
     model.to_empty(device="cpu")
-    before = [_local(param).clone() for param in model.parameters()]
+    before = [local_of(param).clone() for param in model.parameters()]
     _set_gradients(model, 0)
     with pytest.raises(ValueError, match="its shard is on the host"):
         optimizer.step()
-    assert all(torch.equal(_local(param), value) for param, value in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(local_of(param), value) for param, value in zip(model.parameters(), before, strict=True))
 
 
 def test_buffers_go_with_the_optimizer(fake_ranks: None, at_once: _AtOnce) -> None:

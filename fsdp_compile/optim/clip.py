@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
 
+from ..units.gradient_buffer import KeptGradients, buffer_of
 from ..units.param_state import noted_slice
 from ..units.sharded_param import params_with_memory
 from .in_backward import living_optimizers
@@ -67,8 +68,53 @@ def clip_grad_norm_(
         gradients = [gradient for gradient in gradients if gradient is not None]
     if not gradients:
         return torch.tensor(0.0)
-    whole, summed = _by_cut(gradients)
     first: Tensor = gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0]
+    found = _found(gradients)
+    total = _total_norm(found, first, float(norm_type), foreach)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
+            "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    if len(found.scaled) == 1:
+        # As torch's, without what it does about lists.
+        found.scaled[0].mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
+    else:
+        # It reads no more of parameters than this.
+        holders: list[Any] = list(map(_Holder, found.scaled))
+        clip_grads_with_norm_(holders, max_norm, total, foreach)
+    return total if found.spec is None else DTensor(total, found.spec, requires_grad=False)
+
+
+class _Found(NamedTuple):
+    """What there is to measure and to scale.
+
+    Attributes:
+        pieces: tensors with all elements of gradients, each once, as few as possible, by what they are cut over.
+        scaled: the tensors that are to be scaled.
+        rounds: the all-reduces: the cuts whose norms take part, and the group.
+        spec: that of the result; None: it is a plain tensor.
+    """
+
+    pieces: dict[_Cut, list[Tensor]]
+    scaled: list[Tensor]
+    rounds: list[tuple[list[_Cut], Any]]
+    spec: DTensorSpec | None
+
+
+class _Memo(NamedTuple):
+    """What was found of gradients that buffers keep: they are the same tensors in each step."""
+
+    kept: KeptGradients
+    found: _Found
+
+
+def _found(gradients: Sequence[Any]) -> _Found:
+    buffer = buffer_of(gradients[0])
+    if buffer is not None and buffer.memo is not None and buffer.memo.kept.are(gradients):
+        found: _Found = buffer.memo.found
+        return found
+    whole, summed = _by_cut(gradients)
     pieces = {cut: list(_merged(tensors)) for cut, tensors in whole.items()}
     scaled = [piece for merged in pieces.values() for piece in merged]
     for gradient in summed:
@@ -76,21 +122,27 @@ def clip_grad_norm_(
         scaled.append(gradient._local_tensor)
         placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
         pieces.setdefault(_layout(gradient).cut, []).append(gradient.redistribute(placements=placements).to_local())
-    total = _total_norm(pieces, first, float(norm_type), foreach)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
-            "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
-        )
-    # It reads no more of parameters than this.
-    holders: list[Any] = list(map(_Holder, scaled))
-    clip_grads_with_norm_(holders, max_norm, total, foreach)
-    meshes = {cut[0] if cut is not None else None for cut in pieces}
-    mesh = meshes.pop()
-    if mesh is None or meshes:
-        return total
-    meta = TensorMeta(total.shape, total.stride(), total.dtype)
-    return DTensor(total, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta), requires_grad=False)
+    meshes = list(dict.fromkeys(cut[0] if cut is not None else None for cut in pieces))
+    spec = None
+    if len(meshes) == 1 and meshes[0] is not None:
+        meta = TensorMeta(torch.Size(), (), getattr(gradients[0], "_local_tensor", gradients[0]).dtype)
+        spec = DTensorSpec(meshes[0], (Replicate(),) * meshes[0].ndim, tensor_meta=meta)
+    found = _Found(pieces, scaled, _rounds(pieces), spec)
+    kept = KeptGradients.of(gradients) if buffer is not None and not summed else None
+    if buffer is not None and kept is not None:
+        buffer.memo = _Memo(kept, found)
+    return found
+
+
+def _rounds(cuts: Iterable[_Cut]) -> list[tuple[list[_Cut], Any]]:
+    """The all-reduces over everything that gradients are cut over."""
+    rounds = []
+    for mesh in dict.fromkeys(cut[0] for cut in cuts if cut is not None):
+        for dim in range(mesh.ndim):
+            members: list[_Cut] = [cut for cut in cuts if cut is not None and cut[0] == mesh and dim in cut[1]]
+            if members and mesh.size(dim) > 1:
+                rounds.append((members, mesh.get_group(dim)))
+    return rounds
 
 
 class _Holder(NamedTuple):
@@ -211,28 +263,24 @@ def _of_buffers(tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence
         index = following
 
 
-def _total_norm(pieces: dict[_Cut, list[Tensor]], like: Tensor, norm_type: float, foreach: bool | None) -> Tensor:
+def _total_norm(found: _Found, like: Tensor, norm_type: float, foreach: bool | None) -> Tensor:
     """The norm of all elements on all ranks, on the device and in the dtype of ``like``."""
     is_largest = math.isinf(norm_type)
     dtype, device = like.dtype, like.device
     # Powers of a half-precision norm overflow early.
     wide = torch.promote_types(dtype, torch.float32)
     powers = {}
-    for cut, tensors in pieces.items():
+    for cut, tensors in found.pieces.items():
         norm = _norm(tensors, norm_type, foreach) if tensors else like.new_zeros(())
         if norm.dtype != wide or norm.device != device:
             norm = norm.to(device, torch.promote_types(norm.dtype, wide))
         powers[cut] = norm if is_largest else norm**norm_type
     operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-    for mesh in dict.fromkeys(cut[0] for cut in powers if cut is not None):
-        for dim in range(mesh.ndim):
-            cuts = [cut for cut in powers if cut is not None and cut[0] == mesh and dim in cut[1]]
-            if not cuts or mesh.size(dim) == 1:
-                continue
-            together = torch.stack([powers[cut] for cut in cuts]) if len(cuts) > 1 else powers[cuts[0]]
-            dist.all_reduce(together, operation, group=mesh.get_group(dim))
-            if len(cuts) > 1:
-                powers.update(zip(cuts, together.unbind(), strict=True))
+    for cuts, group in found.rounds:
+        together = torch.stack([powers[cut] for cut in cuts]) if len(cuts) > 1 else powers[cuts[0]]
+        dist.all_reduce(together, operation, group=group)
+        if len(cuts) > 1:
+            powers.update(zip(cuts, together.unbind(), strict=True))
     total, *others = powers.values()
     if others:
         together = torch.stack([total, *others])

@@ -1,4 +1,5 @@
-"""What optimizers keep on the device for sharded parameters, in bytes: asked of those that have stepped."""
+"""What optimizers keep on the device for sharded parameters, in bytes: asked of those that have stepped. The buffers that they
+let gradients lie in between steps count, too."""
 
 from __future__ import annotations
 
@@ -55,12 +56,19 @@ def device_state_bytes(params: Iterable[ShardedParam], assumed: Callable[[Sharde
     for optimizer in list(_stepped):
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             owners.setdefault(id(param), []).append(optimizer)
-    return round(sum(_state_bytes(param, owners.get(id(param.param), ()), assumed) for param in params))
+    return round(sum(_state_bytes(param, owners.get(id(param.param), ()), assumed) + _home_bytes(param) for param in params))
+
+
+def _home_bytes(param: ShardedParam) -> int:
+    home = param.state.home
+    return param.shard.nbytes if home is not None and home[0]() is not None else 0
 
 
 def _state_bytes(param: ShardedParam, optimizers: Sequence[Optimizer], assumed: Callable[[ShardedParam], float]) -> float:
-    entries = [optimizer.state[param.param] for optimizer in optimizers if param.param in optimizer.state]
-    if not entries and not (optimizers and all(not optimizer.state for optimizer in optimizers)):
+    # Not as an attribute, by which a flat optimizer lends it to users.
+    states = [vars(optimizer)["state"] for optimizer in optimizers]
+    entries = [kept[param.param] for kept in states if param.param in kept]
+    if not entries and not (states and not any(states)):
         return assumed(param)
     kept = (value for entry in entries for value in entry.values() if isinstance(value, Tensor) and value.dim())
     return sum(_on_largest_rank(value, param) for value in kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,10 @@ from torch.optim import (
     RMSprop,
 )
 
+from ..units.gradient_buffer import GradientBuffer, join_storages
+from ..units.sharded_param import ShardedParam, params_with_memory
 from .run_list import RunList
-from .runs import Run, States, find_runs
+from .runs import Run, States, find_runs, has_plain_shard, in_order
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     Adadelta,
@@ -91,17 +93,13 @@ class Plan:
         self.runs = self.run_list.runs
         self.rest = [param for group in self.groups for params in group.lists for param in params]
 
-    def is_of(self, groups: Sequence[dict[str, Any]], states: States) -> bool:
+    def is_of(self, groups: Sequence[dict[str, Any]], states: States, *, was_lent: bool = True) -> bool:
         """Whether the plan is for what there is now: the optimizer's groups, and what it keeps."""
         if len(groups) != len(self.groups):
             return False
         if not all(own.is_of(group["params"]) for own, group in zip(self.groups, groups, strict=True)):
             return False
-        return self.run_list.holds(states)
-
-    def load_gradients(self, groups: Sequence[dict[str, Any]], states: States) -> bool:
-        """Give runs their gradients. False: the plan is not for what there is now."""
-        return self.is_of(groups, states) and self.run_list.load_gradients()
+        return self.run_list.holds(states, was_lent=was_lent)
 
     def flat_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The optimizer's groups, with their present settings, over runs and what is no member of any."""
@@ -129,6 +127,23 @@ class FlatOptimizer(Optimizer):
 
     _function = "flat_optimizer"
     _plan: Plan | None = None
+    _one_buffer = False
+    _state_is_lent = True
+    _buffers: Sequence[GradientBuffer] = ()
+
+    @property
+    def state(self) -> Any:
+        """As torch's. Each step looks through it for changes, from when somebody has asked for it until nobody holds it."""
+        self._state_is_lent = True
+        return vars(self)["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._state_is_lent = True
+        vars(self)["state"] = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_one_buffer": self._one_buffer}  # type: ignore[no-untyped-call]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's.
@@ -145,6 +160,11 @@ class FlatOptimizer(Optimizer):
                 f"autograd does not connect with the parameters. Use torch.optim.{name}."
             )
 
+    def use_one_buffer(self) -> None:
+        """Let the shards of all units lie in one buffer from now on, and their gradients in another."""
+        self._one_buffer = True
+        _join_storages(self._plain_params())
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the parameters that have gradients.
 
@@ -155,16 +175,20 @@ class FlatOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_runs()
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(self._step_runs)()
+        else:
+            self._step_runs()
         return loss
 
-    @torch.compiler.disable
     @torch.no_grad()
     def _step_runs(self) -> None:
         step = step_of_torch(self)
-        groups, states = self.param_groups, self.state
-        plan = self._plan
-        if plan is None or not plan.load_gradients(groups, states):
+        groups, states = self.param_groups, vars(self)["state"]
+        plan = self._load_gradients(groups, states)
+        if plan is None:
+            if self._one_buffer:
+                self._gather_in_buffers()
             plan = self._plan = Plan(groups, states)
             plan.run_list.load_gradients()
         kept = plan.flat_states(states)
@@ -172,6 +196,48 @@ class FlatOptimizer(Optimizer):
             step_as(self, step, plan.flat_groups(groups), kept)
         finally:
             plan.follow(kept, states)
+            del states, kept
+            self._state_is_lent = self._state_is_lent and not plan.run_list.is_alone()
+
+    def _load_gradients(self, groups: Sequence[dict[str, Any]], states: States) -> Plan | None:
+        """Give the runs of the plan their gradients. None: there is no plan yet, or it is not for what there is now."""
+        plan = self._plan
+        if plan is None:
+            return None
+        # First what clipping has just looked at.
+        are_loaded = plan.run_list.load_kept_gradients()
+        if not plan.is_of(groups, states, was_lent=self._state_is_lent):
+            return None
+        if not are_loaded:
+            are_loaded = all(buffer.is_whole() for buffer in self._buffers) and plan.run_list.load_gradients()
+        return plan if are_loaded else None
+
+    def _gather_in_buffers(self) -> None:
+        """Let shards lie in one buffer, for each dtype and device, and gradients in another."""
+        params = self._plain_params()
+        _join_storages(params)
+        kinds: dict[tuple[torch.dtype, torch.device], list[ShardedParam]] = {}
+        for param in sorted(params, key=in_order):
+            kinds.setdefault((param.local.dtype, param.local.device), []).append(param)
+        present = [(buffer.params, buffer.flat.dtype, buffer.flat.device) for buffer in self._buffers if buffer.is_whole()]
+        if present != [(members, *kind) for kind, members in kinds.items()]:
+            self._buffers = ()
+            self._buffers = [GradientBuffer(members) for members in kinds.values()]
+
+    def _plain_params(self) -> list[ShardedParam]:
+        """Those that can be in a run."""
+        known = params_with_memory()
+        found = (known.get(id(param)) for group in self.param_groups for param in group["params"] if param.requires_grad)
+        plain = [each for each in found if each is not None and each.unit.offload is None and has_plain_shard(each)]
+        return [each for each in plain if each.is_bound()]
+
+
+def _join_storages(params: Iterable[ShardedParam]) -> None:
+    """Let the shards of units lie in one buffer in the order in which backward reduces their gradients: the root's first, then
+    those of the last unit. What reduces several units at once then leaves gradients as they are to lie."""
+    units = list(dict.fromkeys(param.unit for param in params))[::-1]
+    units.sort(key=lambda unit: not unit.is_root)
+    join_storages(units)
 
 
 def class_of_torch(optimizer: FlatOptimizer) -> type[Optimizer]:
@@ -188,15 +254,16 @@ def step_of_torch(optimizer: FlatOptimizer) -> Callable[[Optimizer], Any]:
 
 
 def step_as(
-    optimizer: Optimizer, step: Callable[[Optimizer], Any], groups: list[dict[str, Any]], kept: defaultdict[Any, Any]
+    optimizer: FlatOptimizer, step: Callable[[Optimizer], Any], groups: list[dict[str, Any]], kept: defaultdict[Any, Any]
 ) -> None:
     """Have an optimizer step other groups than its own, with what is kept for these."""
-    own = optimizer.param_groups, optimizer.state
-    optimizer.param_groups, optimizer.state = groups, kept
+    attributes = vars(optimizer)
+    own = {name: attributes[name] for name in ("param_groups", "state")} | {"_state_is_lent": optimizer._state_is_lent}
+    attributes |= {"param_groups": groups, "state": kept}
     try:
         step(optimizer)
     finally:
-        optimizer.param_groups, optimizer.state = own
+        attributes |= own
 
 
 # Of this module by their names, so that optimizers can be pickled.
@@ -220,7 +287,7 @@ def check_elementwise(optimizer_class: type[Optimizer], function: str) -> None:
     )
 
 
-def flat_optimizer(optimizer_class: type[Optimizer], params: Any, **options: Any) -> Optimizer:
+def flat_optimizer(optimizer_class: type[Optimizer], params: Any, *, one_buffer: bool = False, **options: Any) -> Optimizer:
     """One of torch's elementwise optimizers, with a step over runs of flat storage instead of parameters one by one.
 
     The result is an instance of a subclass of ``optimizer_class``. Its groups hold the parameters, its state has a DTensor for
@@ -233,6 +300,9 @@ def flat_optimizer(optimizer_class: type[Optimizer], params: Any, **options: Any
         optimizer_class: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``NAdam``, ``RAdam``, ``Adamax``, ``Adadelta``, ``Adagrad``,
             ``RMSprop`` or ``ASGD``.
         params: parameters, named parameters or groups, as the class takes them.
+        one_buffer: let the shards of all units lie in one buffer, for each dtype and device, and their gradients in another,
+            which stays between steps: then a model is one run, but for groups and padding. Shards move there when the optimizer
+            is made, or with the next step if they have no memory yet, and meanwhile are there twice.
         options: those of the class (``lr``, ``weight_decay``, ``fused``, ...).
 
     Raises:
@@ -241,5 +311,7 @@ def flat_optimizer(optimizer_class: type[Optimizer], params: Any, **options: Any
     """
     check_elementwise(optimizer_class, "flat_optimizer")
     make: Any = _FLAT[optimizer_class]
-    optimizer: Optimizer = make(params, **options)
+    optimizer: FlatOptimizer = make(params, **options)
+    if one_buffer:
+        optimizer.use_one_buffer()
     return optimizer

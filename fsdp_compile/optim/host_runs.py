@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from passes.collectives.host_copies import Copy, copies_to, engine
 
-from ..units.param_state import FlatSlice, noted_slice
+from ..units.param_state import FlatSlice, is_laid_out_alike, noted_slice
 from ..units.sharded_param import ShardedParam
-from .flat_optimizer import step_as
-from .runs import Run, States, is_laid_out_alike
+from .flat_optimizer import FlatOptimizer, step_as
+from .runs import Run, States
 
 HOST = torch.device("cpu")
 
@@ -169,7 +169,7 @@ class Bucket:
             for (state, name), piece in zip(places, flat.split([piece.numel() for piece in pieces]), strict=True):
                 state[name] = piece
 
-    def step(self, optimizer: Optimizer, step: Callable[[Optimizer], Any], groups: Sequence[dict[str, Any]]) -> None:
+    def step(self, optimizer: FlatOptimizer, step: Callable[[Optimizer], Any], groups: Sequence[dict[str, Any]]) -> None:
         """Step the parts, as soon as their states are on the device."""
         self._wait_for_fetched()
         flats = [part.with_gradient() for part in self.parts]

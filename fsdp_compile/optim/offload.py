@@ -145,7 +145,7 @@ class OffloadedOptimizer(FlatOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_pin_memory": self._pin_memory, "_bytes_in_flight": self._bytes_in_flight}
-        return {**super().__getstate__(), **own}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         known = params_with_memory()
@@ -155,7 +155,6 @@ class OffloadedOptimizer(FlatOptimizer):
                     entry[name] = value.for_param(param, known)
         super().__setstate__(state)
 
-    @torch.compiler.disable
     @torch.no_grad()
     def _step_runs(self) -> None:
         groups, states = self.param_groups, self.state

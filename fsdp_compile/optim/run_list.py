@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from operator import attrgetter, is_, itemgetter, sub
@@ -12,10 +13,22 @@ from torch import Tensor
 
 from passes.fx.torch_internals.core import foreach_copy_
 
-from ..units.param_state import noted_slice
-from .runs import Run, States, is_laid_out_alike
+from ..units.gradient_buffer import KeptGradients, buffer_of
+from ..units.param_state import is_laid_out_alike, noted_slice
+from .runs import Run, States
 
 _LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgetter("_spec")
+
+
+def _references_alone() -> int:
+    """How many references are counted to what is in one dictionary and in one list."""
+    lists: list[dict[str, Any]] = [{}]
+    within = {"": lists[0]}
+    assert within
+    return next(map(sys.getrefcount, chain(lists)))
+
+
+_ALONE = _references_alone()
 
 
 class RunList:
@@ -39,11 +52,15 @@ class RunList:
         self._expected: list[Any] = []
         self._published: list[Any] = []
         self._versions: list[int] = []
+        # Gradients that buffers keep, and of these the parts that belong to runs.
+        self._kept: KeptGradients | None = None
+        self._parts: list[Any] = []
         self._note(states)
 
     def _note(self, states: States) -> None:
         """Note what is kept for parameters, to tell later on whether it is still that."""
         # All of it, in its order: to find a tensor in a dictionary is a call of Python's.
+        self._states = [states]
         self._owners, self._entries = list(states), list(states.values())
         self._expected = _values(self._entries)
         self._published = _values(run.state for run in self.runs)
@@ -52,20 +69,40 @@ class RunList:
     def _present_versions(self) -> list[int]:
         return [scalar._version for run in self.runs for scalar in run.scalars.values()]
 
-    def holds(self, states: States) -> bool:
-        """Whether parameters still lie where they did, and nobody has replaced what is kept for them, or changed a scalar."""
+    def holds(self, states: States, *, was_lent: bool) -> bool:
+        """Whether parameters still lie where they did, and nobody has replaced what is kept for them, or changed a scalar.
+
+        Args:
+            states: what the optimizer keeps.
+            was_lent: whether anybody can have changed its dictionaries.
+        """
         if not all(map(is_, map(_LOCAL, self._params), self._locals)):
             return False
         if list(map(Tensor.data_ptr, self._locals)) != self._addresses or self._present_versions() != self._versions:
             return False
+        if not was_lent and states is self._states[0]:
+            return True
         is_same = _are(list(states), self._owners) and _are(list(states.values()), self._entries)
         return is_same and _are(_values(self._entries), self._expected)
+
+    def is_alone(self) -> bool:
+        """Whether only the optimizer holds what it keeps, and the dictionaries in it."""
+        return set(map(sys.getrefcount, chain(self._states, self._entries))) <= {_ALONE}
+
+    def load_kept_gradients(self) -> bool:
+        """Let the gradients of runs be those that buffers keep. False: some are others than those of the last step."""
+        if self._kept is None or not self._kept.are(list(map(_GRAD, self._params))):
+            return False
+        for run, part in zip(self.runs, self._parts, strict=True):
+            run.flat.grad = part
+        return True
 
     def load_gradients(self) -> bool:
         """Let the gradients of runs be those of their parameters: the part of a flat buffer that consists of them in the order
         of storage, else a copy. False: one of them is missing, or not laid out as its parameter."""
+        self._kept = None
+        gradients = list(map(_GRAD, self._params))
         try:
-            gradients = list(map(_GRAD, self._params))
             pieces = list(map(_LOCAL, gradients))
         except AttributeError:
             # Of None, or of a plain tensor.
@@ -78,10 +115,12 @@ class RunList:
         distances = list(map(sub, map(Tensor.data_ptr, pieces), self._addresses))
         # By buffer: the runs whose gradients are parts of it, and where these begin.
         parts: dict[int, tuple[Tensor, list[tuple[int, Run]]]] = {}
+        has_copies = False
         for run, start, end in self._spans:
             is_in_order = are_contiguous and distances[start:end].count(distances[start]) == end - start
             lies_in = noted_slice(pieces[start]) if is_in_order else None
             if lies_in is None or lies_in.offset + run.numel > lies_in.flat.numel():
+                has_copies = True
                 run.flat.grad = torch.cat([piece.reshape(-1) for piece in pieces[start:end]])
             else:
                 # What begins at an address in the buffer, which is alive, lies in the buffer.
@@ -89,6 +128,8 @@ class RunList:
         for flat, found in parts.values():
             for run, part in _cut(flat, found):
                 run.flat.grad = part
+        if gradients and not has_copies and buffer_of(gradients[0]) is not None:
+            self._kept, self._parts = KeptGradients.of(gradients), [run.flat.grad for run in self.runs]
         return True
 
     def follow(self, states: States) -> None:

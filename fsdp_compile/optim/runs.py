@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..units.own_storage import with_own_storage
-from ..units.param_state import FlatSlice, note_slice, noted_slice
+from ..units.param_state import FlatSlice, is_laid_out_alike, note_slice, noted_slice
 from ..units.sharded_param import ShardedParam, params_with_memory
 
 #: What an optimizer keeps, by parameter and name.
@@ -43,9 +43,9 @@ class Run:
         self.locals = [each.local for each in sharded]
         self.numels = [local.numel() for local in self.locals]
         self.numel = sum(self.numels)
-        storage = first.unit.storages[first.local.dtype]
+        piece = place_of(first)
         # A version counter of its own: for autograd, a step is no write to the storage.
-        self.flat = storage.narrow(0, first.offset, self.numel).data
+        self.flat = piece.flat.narrow(0, piece.offset, self.numel).data
         self.state: dict[str, Any] = {}
         self.scalars: dict[str, Tensor] = {}
         entries = [states.get(param) or {} for param in self.params]
@@ -139,7 +139,7 @@ def find_runs(params: Iterable[Any], states: States, make: Callable[[Sequence[Sh
         else:
             found[sharded] = history
     runs: list[list[ShardedParam]] = []
-    for sharded in sorted(found, key=lambda each: (id(_storage(each)), each.offset)):
+    for sharded in sorted(found, key=in_order):
         if runs and _are_neighbours(runs[-1][-1], sharded) and found[runs[-1][-1]] == found[sharded]:
             runs[-1].append(sharded)
         else:
@@ -147,22 +147,22 @@ def find_runs(params: Iterable[Any], states: States, make: Callable[[Sequence[Sh
     return Found([make(run, states) for run in runs], rest, is_final)
 
 
-def is_laid_out_alike(gradient: Any, param: Any) -> bool:
-    """Whether a gradient is a DTensor whose local tensor is that of the parameter's, element by element."""
-    if not isinstance(gradient, DTensor) or type(gradient._local_tensor) is not Tensor:
-        return False
-    local = gradient._local_tensor
-    alike = gradient.device_mesh == param.device_mesh and gradient.placements == param.placements
-    return alike and local.shape == param._local_tensor.shape and local.dtype == param._local_tensor.dtype
+def place_of(sharded: ShardedParam) -> FlatSlice:
+    """Where its shard lies, without padding."""
+    place = sharded.unit.places[sharded.local.dtype]
+    return FlatSlice(place.flat, place.offset + sharded.offset, sharded.local.numel())
 
 
-def _storage(sharded: ShardedParam) -> Tensor:
-    return sharded.unit.storages[sharded.local.dtype]
+def in_order(sharded: ShardedParam) -> tuple[int, int]:
+    """A key by which parameters are sorted as they lie in memory."""
+    place = place_of(sharded)
+    return id(place.flat), place.offset
 
 
 def _are_neighbours(one: ShardedParam, other: ShardedParam) -> bool:
     """Whether the second shard begins where the first ends. Padding is not stepped."""
-    return _storage(one) is _storage(other) and one.offset + one.local.numel() == other.offset
+    first, second = place_of(one), place_of(other)
+    return first.flat is second.flat and first.offset + first.numel == second.offset
 
 
 def has_plain_shard(sharded: ShardedParam) -> bool:

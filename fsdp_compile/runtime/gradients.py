@@ -27,7 +27,7 @@ from passes.ir.reduction import Factor, Kept, Operand, Reduction, Sync, reduce_a
 from ..torch_versions import reduce_dtype
 from ..units.mesh import ShardingMesh
 from ..units.own_storage import has_memory
-from ..units.param_state import FlatSlice, grad_slice, set_grad_in, whole_buffer
+from ..units.param_state import FlatSlice, grad_slice, joined, set_grad_in
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, SyncFlags, Unit
 from .course import eager_run
@@ -137,7 +137,7 @@ def flat_partial(params: Sequence[ShardedParam]) -> Tensor:
     One of them waits at least. A missing one is zero.
     """
     slices = [param.state.partial_grad for param in params]
-    flat = whole_buffer(slices)
+    flat = joined(slices)
     if flat is None:
         like = next(piece.flat for piece in slices if piece is not None)
         numels = [param.padded_numel for param in params]
@@ -164,7 +164,7 @@ def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
 
     They lie in it already unless the user replaced one; then they move into a new buffer. A missing one is zero.
     """
-    flat = whole_buffer([grad_slice(param.param) for param in params])
+    flat = joined([grad_slice(param.param) for param in params])
     if flat is None:
         like = params[0].shard
         flat = torch.zeros(sum(param.padded_numel for param in params), dtype=dtype, device=like.device)
@@ -204,9 +204,23 @@ def _land_on_host(arriving: Sequence[tuple[Sequence[ShardedParam], Tensor]]) -> 
 
 
 def _set_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
+    if _land_at_home(params, flat):
+        return
     runs = flat.split([param.padded_numel for param in params])
     for param, piece, run in zip(params, _slices(params, flat), runs, strict=True):
         set_grad_in(param.param, param.unpad(run.view(param.padded_shape)), piece)
+
+
+def _land_at_home(params: Sequence[ShardedParam], flat: Tensor) -> bool:
+    """Copy the flat shard of gradients into the buffer that they lie in from step to step, if there is one. False: it did
+    nothing."""
+    homes = [param.state.home for param in params]
+    if homes[0] is None:
+        return False
+    buffer = homes[0][0]()
+    if buffer is None or any(home is None or home[0]() is not buffer for home in homes):
+        return False
+    return buffer.land([home[1] for home in homes if home is not None], flat)
 
 
 def _slices(params: Sequence[ShardedParam], flat: Tensor) -> list[FlatSlice]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,8 @@ class FlatSlice(NamedTuple):
     numel: int
 
     def tensor(self) -> Tensor:
-        """The run, a view: ``[numel]``."""
-        return self.flat.narrow(0, self.offset, self.numel)
+        """The run: ``[numel]``. The buffer itself if it is all of it, else a view."""
+        return self.flat if self.numel == self.flat.numel() else self.flat.narrow(0, self.offset, self.numel)
 
 
 class MadeByHook(NamedTuple):
@@ -47,15 +47,24 @@ class MadeByHook(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def whole_buffer(slices: Sequence[FlatSlice | None]) -> Tensor | None:
-    """The flat buffer that consists of these slices in this order; None if there is no such buffer."""
+def joined(slices: Sequence[FlatSlice | None]) -> Tensor | None:
+    """What consists of these slices in this order, a flat buffer or a part of one; None if there is no such part."""
     first = slices[0]
-    end = 0
+    if first is None:
+        return None
+    end = first.offset
     for piece in slices:
-        if piece is None or first is None or piece.flat is not first.flat or piece.offset != end:
+        if piece is None or piece.flat is not first.flat or piece.offset != end:
             return None
         end += piece.numel
-    return first.flat if first is not None and end == first.flat.numel() else None
+    return FlatSlice(first.flat, first.offset, end - first.offset).tensor()
+
+
+class GradientHome(Protocol):
+    """A buffer that gradients of parameters lie in from step to step (:class:`~.gradient_buffer.GradientBuffer`)."""
+
+    def land(self, indices: Sequence[int], flat: Tensor) -> bool:
+        """Copy a flat shard there, as gradients of parameters that have none. False: it cannot be done."""
 
 
 class ParamState:
@@ -70,6 +79,7 @@ class ParamState:
         uses: of a parameter that is updated in backward: the forwards that have read it and whose backward is still to come,
             as far as is known. No graph may update it before the last of them.
         was_updated: it was, since the last forward that read it.
+        home: the buffer that its gradients lie in from step to step, and its place among these; None: none.
     """
 
     def __init__(self) -> None:
@@ -79,6 +89,7 @@ class ParamState:
         self.is_unsharded = False
         self.uses = 0
         self.was_updated = False
+        self.home: tuple[weakref.ReferenceType[GradientHome], int] | None = None
         self._full: Tensor | None = None
         self._shown: Tensor | None = None
         self._full_of: Stamp = (0, 0, 0)
@@ -175,3 +186,12 @@ def grad_slice(param: nn.Parameter) -> FlatSlice | None:
     """The slice of a flat buffer that ``param.grad`` lies in; None if the user replaced it."""
     local = getattr(param.grad, "_local_tensor", None)
     return None if local is None else noted_slice(local)
+
+
+def is_laid_out_alike(gradient: Any, param: Any) -> bool:
+    """Whether a gradient is a DTensor whose local tensor is that of the parameter's, element by element."""
+    if not isinstance(gradient, DTensor) or type(gradient._local_tensor) is not Tensor:
+        return False
+    local = gradient._local_tensor
+    alike = gradient.device_mesh == param.device_mesh and gradient.placements == param.placements
+    return alike and local.shape == param._local_tensor.shape and local.dtype == param._local_tensor.dtype

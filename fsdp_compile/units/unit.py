@@ -21,6 +21,7 @@ from passes.ir.plan import Plan
 
 from .extension import is_extension
 from .mesh import ShardingMesh
+from .param_state import FlatSlice
 from .sharded_param import ShardedParam
 
 
@@ -164,6 +165,7 @@ class Unit:
         has_extensions: whether some have gathers of their own.
         params: its parameters, in registration order.
         storages: flat storage for each dtype.
+        places: where each lies: in itself, or in a buffer that storages of several units are parts of.
         flags: how it synchronises.
         forward_prefetch, backward_prefetch: the units whose gathers start when this unit's compute does; empty: the default.
         pending: gathers that ``unshard()`` started.
@@ -205,6 +207,7 @@ class Unit:
         self.has_extensions = False
         self.params: list[ShardedParam] = []
         self.storages: dict[torch.dtype, Tensor] = {}
+        self.places: dict[torch.dtype, FlatSlice] = {}
         self.post_forward_size = 0
         self._reshard_after_forward = reshard_after_forward
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
@@ -279,11 +282,19 @@ class Unit:
         self.storages = {
             dtype: torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned) for dtype, size in sizes.items()
         }
+        self.places = {dtype: FlatSlice(storage, 0, storage.numel()) for dtype, storage in self.storages.items()}
         for sharded in self.params:
             if sharded in offsets:
                 sharded.bind(self.storages[sharded.local.dtype], offsets[sharded])
             else:
                 sharded.bind_extension()
+
+    def move_storage(self, dtype: torch.dtype, place: FlatSlice) -> None:
+        """Copy the flat storage of a dtype into a part of a buffer, and make parameters and shards lie there."""
+        self.places[dtype], self.storages[dtype] = place, place.tensor()
+        for sharded in self.params:
+            if sharded.extension is None and sharded.local.dtype == dtype:
+                sharded.bind(self.storages[dtype], sharded.offset)
 
     def sync(self) -> None:
         """Make storage and shards follow parameters that were replaced, cast, or moved.

@@ -62,6 +62,9 @@ current_graph_task_id = torch._C._current_graph_task_id
 will_engine_execute_node = torch._C._will_engine_execute_node
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
+# How many tensors share a memory, given the address of its storage.
+storage_use_count = torch._C._storage_Use_Count
+
 # Lowered graphs run below autograd, which has nothing to record there.
 AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
 

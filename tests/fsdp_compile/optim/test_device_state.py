@@ -66,6 +66,16 @@ def test_is_what_it_keeps(
     assert device_state_bytes(params, unknown) == 4 * tensors * padded_elements(params)
 
 
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_gradients_that_stay_count(optimizer_class: Any, params: list[ShardedParam]) -> None:
+    optimizer = flat_optimizer(optimizer_class, [param.param for param in params], one_buffer=True)
+    step(optimizer)
+    tensors = 3 if optimizer_class is torch.optim.AdamW else 1
+    assert device_state_bytes(params, unknown) == 4 * tensors * padded_elements(params)
+    del optimizer
+    assert device_state_bytes(params, lambda param: 0.0) == 0
+
+
 def test_what_has_not_stepped_is_assumed(params: list[ShardedParam]) -> None:
     """Some parameters have an optimizer of their own, which steps later, and one has had no gradient."""
     first = torch.optim.SGD([param.param for param in params[:2]], momentum=0.9)

@@ -46,7 +46,7 @@ _SPLITS = (
     "--dp 2 --tp 2 --ep 2",
     "--cp 2 --pp 2",
 )
-_THROUGH_INDUCTOR = ("--dp 4", "--dp 2 --tp 2 --ep 2", "--cp 2 --pp 2")  # each kind of parallelism once
+_THROUGH_INDUCTOR = ("--dp 2 --tp 2 --ep 2", "--cp 2 --pp 2")  # each kind of parallelism once
 _SPLITS_OF_8 = ("--dp 2 --tp 2 --pp 2", "--dp 4 --ep 4 --tp 2", "--dp 2 --cp 2 --ep 2 --pp 2")
 
 

@@ -92,6 +92,7 @@ def _train(options: Mapping[str, Any], rows: int = 512) -> tuple[list[Tensor], C
 
 @pytest.mark.usefixtures("one_rank")
 class TestOneProcess:
+    @pytest.mark.exhaustive
     @few_trials
     def test_copies_what_the_trial_counts(self) -> None:
         """Of a step that only copies, to the bit what the step without a budget computes."""

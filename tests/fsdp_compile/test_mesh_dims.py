@@ -166,9 +166,12 @@ _QUICK = ("dp, tp",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.exhaustive) for name in _SPLITS]
+    ("name", "system"),
+    [
+        *((name, "eager") for name in _QUICK),
+        *(pytest.param(name, "aot_eager", marks=pytest.mark.exhaustive) for name in _SPLITS),
+    ],
 )
-@pytest.mark.parametrize("system", ["eager", pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
 def test_parity(name: str, system: str, rank_pools: RankPools) -> None:
     pool = rank_pools[_SPLITS[name].world]
     # Gradients are sums already.

@@ -194,7 +194,7 @@ _SPLITS = {
 }
 _QUICK = ("CP x FSDP, ring of 2",)
 _SYSTEMS = {"eager": "--no-compile", "aot_eager": "--lowering aot_eager", "inductor": "--lowering inductor"}
-_WITH_INDUCTOR = ("EP x FSDP", "EP x FSDP, grouped_mm", "CP x FSDP, ring")
+_WITH_INDUCTOR = ("EP x FSDP, grouped_mm", "CP x FSDP, ring")
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ _WAYS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
     "hooks of its own": (_with_hooks, {"gather_policy": GatherPolicy(torch.int8)}),
 }
 
-_QUICK = ("whole",)
+_QUICK = ("uncompiled",)
 
 
 def _train(way: str) -> None:

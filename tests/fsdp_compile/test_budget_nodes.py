@@ -93,7 +93,8 @@ def test_a_budget_chooses_them_and_says_so() -> None:
     assert trial.time_ns < min((one.time_ns for one in others), default=_LARGE)
 
 
-@pytest.mark.parametrize("which", [0, pytest.param(-1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("which", [0, -1])
 def test_trials_are_what_flags_by_hand_give(which: int) -> None:
     plain = [one for one in _in_nodes(unlimited().trials) if not one.policy.recomputed and one.policy.activation_budget == SAVE]
     policy, trial = plain[which].policy, plain[which]

@@ -307,7 +307,8 @@ class TestOneProcess:
             compiled(batch())
 
     @pytest.mark.parametrize(
-        ("assumed", "optimizer_class", "fits"), [("adamw", torch.optim.SGD, True), ("sgd", torch.optim.AdamW, False)]
+        ("assumed", "optimizer_class", "fits"),
+        [("adamw", torch.optim.SGD, True), pytest.param("sgd", torch.optim.AdamW, False, marks=pytest.mark.exhaustive)],
     )
     def test_the_first_step_tells_what_the_optimizer_keeps(
         self, assumed: str, optimizer_class: Callable[..., torch.optim.Optimizer], fits: bool

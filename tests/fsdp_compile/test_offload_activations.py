@@ -248,6 +248,7 @@ class TestOneProcess:
             orders = [_computed(graphs[0].graph_module.graph) for graphs in (with_auto, without)]
             assert orders[0] == orders[1] and {offload, fetch} & set(orders[0])
 
+    @pytest.mark.exhaustive
     def test_a_budget_counts_what_an_execution_holds(self) -> None:
         """The step that needs least, by policies that save and that offload: counted on the graphs, as they are executed."""
         least, rows = {}, 256

@@ -142,6 +142,7 @@ def test_a_root_without_parameters_of_its_own(options: dict[str, Any]) -> None:
     assert "layers.0\n" in str(explained.formulae) and "root" not in str(explained.formulae)
 
 
+@pytest.mark.exhaustive
 def test_says_the_same_of_its_own_sizes(explained: Report) -> None:
     assert str(explained.at()) == str(explained)
     formulae = explained.formulae

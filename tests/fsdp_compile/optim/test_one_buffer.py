@@ -35,7 +35,6 @@ test_state_dicts_to_torch_and_back = test_flat_optimizer.test_state_dicts_to_tor
 test_each_parameter_is_saved_alone = test_flat_optimizer.test_each_parameter_is_saved_alone
 test_distributed_state_dict = test_flat_optimizer.test_distributed_state_dict
 test_changes_between_steps = test_flat_optimizer.test_changes_between_steps
-test_changes_by_what_was_held_for_long = test_flat_optimizer.test_changes_by_what_was_held_for_long
 test_changes_of_gradients = test_flat_optimizer.test_changes_of_gradients
 test_parameters_that_are_not_sharded = test_flat_optimizer.test_parameters_that_are_not_sharded
 test_parameters_with_extensions = test_flat_optimizer.test_parameters_with_extensions
@@ -45,8 +44,6 @@ test_gathered_parameters_are_stale_after_a_step = test_flat_optimizer.test_gathe
 test_work_does_not_grow_with_the_number_of_parameters = (
     test_flat_optimizer.test_work_does_not_grow_with_the_number_of_parameters
 )
-test_grad_scaler = test_flat_optimizer.test_grad_scaler
-test_compiled_step = test_flat_optimizer.test_compiled_step
 test_copies_and_pickles = test_flat_optimizer.test_copies_and_pickles
 
 _one_buffer = functools.partial(flat_optimizer, one_buffer=True)

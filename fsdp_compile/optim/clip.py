@@ -69,7 +69,7 @@ def clip_grad_norm_(
     if not gradients:
         return torch.tensor(0.0)
     first: Tensor = gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0]
-    found = _found(gradients)
+    found = _found(gradients, first.dtype)
     total = _total_norm(found, first, float(norm_type), foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -109,7 +109,7 @@ class _Memo(NamedTuple):
     found: _Found
 
 
-def _found(gradients: Sequence[Any]) -> _Found:
+def _found(gradients: Sequence[Any], dtype: torch.dtype) -> _Found:
     buffer = buffer_of(gradients[0])
     if buffer is not None and buffer.memo is not None and buffer.memo.kept.are(gradients):
         found: _Found = buffer.memo.found
@@ -125,7 +125,7 @@ def _found(gradients: Sequence[Any]) -> _Found:
     meshes = list(dict.fromkeys(cut[0] if cut is not None else None for cut in pieces))
     spec = None
     if len(meshes) == 1 and meshes[0] is not None:
-        meta = TensorMeta(torch.Size(), (), getattr(gradients[0], "_local_tensor", gradients[0]).dtype)
+        meta = TensorMeta(torch.Size(), (), dtype)
         spec = DTensorSpec(meshes[0], (Replicate(),) * meshes[0].ndim, tensor_meta=meta)
     found = _Found(pieces, scaled, _rounds(pieces), spec)
     kept = KeptGradients.of(gradients) if buffer is not None and not summed else None

@@ -161,8 +161,7 @@ def in_order(sharded: ShardedParam) -> tuple[int, int]:
 
 def _are_neighbours(one: ShardedParam, other: ShardedParam) -> bool:
     """Whether the second shard begins where the first ends. Padding is not stepped."""
-    first, second = place_of(one), place_of(other)
-    return first.flat is second.flat and first.offset + first.numel == second.offset
+    return place_of(one).is_followed_by(place_of(other))
 
 
 def has_plain_shard(sharded: ShardedParam) -> bool:

@@ -18,7 +18,7 @@ from passes.collectives.layout import padding_to
 from passes.fx.torch_internals.core import foreach_copy_, storage_use_count
 
 from .own_storage import with_own_storage
-from .param_state import FlatSlice, is_laid_out_alike, note_slice, noted_slice
+from .param_state import FlatSlice, is_laid_out_alike, neighbours, note_slice, noted_slice
 from .sharded_param import ShardedParam
 from .unit import Unit
 
@@ -124,7 +124,7 @@ class GradientBuffer:
         is_alike = flat.dtype == self.flat.dtype and flat.device == self.flat.device
         if not is_alike or not self._references(indices) <= self._idle:
             return False
-        parts = _neighbours([self._pieces[index] for index in indices])
+        parts = neighbours(self._pieces[index] for index in indices)
         if len(parts) == 1:
             parts[0].tensor().copy_(flat)
         else:
@@ -146,18 +146,6 @@ class GradientBuffer:
         memories = [self._memories[index] for index in indices]
         counts = map(sys.getrefcount, gradients), map(sys.getrefcount, locals_), map(storage_use_count, memories)
         return set(zip(*counts, strict=True))
-
-
-def _neighbours(pieces: Sequence[FlatSlice]) -> list[FlatSlice]:
-    """Slices of one buffer, with those joined that follow each other."""
-    found = [pieces[0]]
-    for piece in pieces[1:]:
-        last = found[-1]
-        if last.offset + last.numel == piece.offset:
-            found[-1] = FlatSlice(last.flat, last.offset, last.numel + piece.numel)
-        else:
-            found.append(piece)
-    return found
 
 
 _buffers: weakref.WeakValueDictionary[int, GradientBuffer] = weakref.WeakValueDictionary()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -39,6 +39,10 @@ class FlatSlice(NamedTuple):
         """The run: ``[numel]``. The buffer itself if it is all of it, else a view."""
         return self.flat if self.numel == self.flat.numel() else self.flat.narrow(0, self.offset, self.numel)
 
+    def is_followed_by(self, other: FlatSlice) -> bool:
+        """Whether the other begins where this one ends."""
+        return self.flat is other.flat and self.offset + self.numel == other.offset
+
 
 class MadeByHook(NamedTuple):
     """What a communication hook keeps for a parameter: by name, and the dtype and device of the reductions that it is for."""
@@ -49,15 +53,20 @@ class MadeByHook(NamedTuple):
 
 def joined(slices: Sequence[FlatSlice | None]) -> Tensor | None:
     """What consists of these slices in this order, a flat buffer or a part of one; None if there is no such part."""
-    first = slices[0]
-    if first is None:
-        return None
-    end = first.offset
+    found = [piece for piece in slices if piece is not None]
+    parts = neighbours(found) if len(found) == len(slices) else []
+    return parts[0].tensor() if len(parts) == 1 else None
+
+
+def neighbours(slices: Iterable[FlatSlice]) -> list[FlatSlice]:
+    """Slices, with those made one that follow each other."""
+    found: list[FlatSlice] = []
     for piece in slices:
-        if piece is None or piece.flat is not first.flat or piece.offset != end:
-            return None
-        end += piece.numel
-    return FlatSlice(first.flat, first.offset, end - first.offset).tensor()
+        if found and found[-1].is_followed_by(piece):
+            found[-1] = found[-1]._replace(numel=found[-1].numel + piece.numel)
+        else:
+            found.append(piece)
+    return found
 
 
 class GradientHome(Protocol):

@@ -25,26 +25,24 @@ from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import shard_units
 
 from . import test_flat_optimizer
-from .test_flat_optimizer import local_of
-
-rank = test_flat_optimizer.rank
-
-test_same_as_torch = test_flat_optimizer.test_same_as_torch
-test_same_as_torch_in_other_modes = test_flat_optimizer.test_same_as_torch_in_other_modes
-test_state_dicts_to_torch_and_back = test_flat_optimizer.test_state_dicts_to_torch_and_back
-test_each_parameter_is_saved_alone = test_flat_optimizer.test_each_parameter_is_saved_alone
-test_distributed_state_dict = test_flat_optimizer.test_distributed_state_dict
-test_changes_between_steps = test_flat_optimizer.test_changes_between_steps
-test_changes_of_gradients = test_flat_optimizer.test_changes_of_gradients
-test_parameters_that_are_not_sharded = test_flat_optimizer.test_parameters_that_are_not_sharded
-test_parameters_with_extensions = test_flat_optimizer.test_parameters_with_extensions
-test_beside_tensor_parallelism = test_flat_optimizer.test_beside_tensor_parallelism
-test_padding_stays_zero = test_flat_optimizer.test_padding_stays_zero
-test_gathered_parameters_are_stale_after_a_step = test_flat_optimizer.test_gathered_parameters_are_stale_after_a_step
-test_work_does_not_grow_with_the_number_of_parameters = (
-    test_flat_optimizer.test_work_does_not_grow_with_the_number_of_parameters
+from .test_flat_optimizer import (  # noqa: F401
+    local_of,
+    rank,
+    test_beside_tensor_parallelism,
+    test_changes_between_steps,
+    test_changes_of_gradients,
+    test_copies_and_pickles,
+    test_distributed_state_dict,
+    test_each_parameter_is_saved_alone,
+    test_gathered_parameters_are_stale_after_a_step,
+    test_padding_stays_zero,
+    test_parameters_that_are_not_sharded,
+    test_parameters_with_extensions,
+    test_same_as_torch,
+    test_same_as_torch_in_other_modes,
+    test_state_dicts_to_torch_and_back,
+    test_work_does_not_grow_with_the_number_of_parameters,
 )
-test_copies_and_pickles = test_flat_optimizer.test_copies_and_pickles
 
 _one_buffer = functools.partial(flat_optimizer, one_buffer=True)
 
@@ -74,8 +72,8 @@ def _forward(model: nn.Module, way: str) -> Any:
     return model if options is None else torch.compile(model, backend=fsdp_compile.fsdp_backend, options=options)
 
 
-def _batch(step: int, rank: int = 0) -> Tensor:
-    return torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+def _batch(step: int, seed: int = 0) -> Tensor:
+    return torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + seed))
 
 
 # --- One tensor, and nothing to do for each parameter ---------------------------------------------

@@ -3,12 +3,13 @@
     python benchmarks/budget_search.py                # 200 random graphs
     python benchmarks/budget_search.py --graphs 20
     python benchmarks/budget_search.py --several-nodes   # those of the 200 whose ranks are on several nodes
+    python benchmarks/budget_search.py --host            # activations may wait on the host
 
 Small random models are traced for random machines, of one node or several. Of each, every combination of units that stay
-gathered, or of which nodes keep copies, and of stretches that are computed again is partitioned, scheduled and evaluated: what
-a search may find at best, in the terms of the models of time and memory. Compared with it is what the backend tries under
-``options={"memory_budget": ...}``, for all budgets at which the best changes, and for one drawn at random between the least and
-the most. Nothing is run, and no process group is needed.
+gathered, or of which nodes keep copies, and of stretches that are computed again (and, with ``--host``, of activations that
+wait on the host) is partitioned, scheduled and evaluated: what a search may find at best, in the terms of the models of time
+and memory. Compared with it is what the backend tries under ``options={"memory_budget": ...}``, for all budgets at which the
+best changes, and for one drawn at random between the least and the most. Nothing is run, and no process group is needed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compile
 from fsdp_compile.compiler import memory_budget
-from passes.auto.memory_budget import BudgetTooLow, Choice, OpenChoices, StepPolicy, Trial, search
+from passes.auto.memory_budget import BudgetTooLow, Choice, search
+from passes.auto.step_policy import OpenChoices, StepPolicy, Trial
 
 _UNLIMITED = 1 << 50
 _RANKS_PER_NODE = 8
@@ -40,6 +42,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--graphs", type=int, default=200, metavar="N", help="how many; default 200")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first graph; default 0")
     parser.add_argument("--several-nodes", action="store_true", help="leave out graphs whose ranks share a node")
+    parser.add_argument(
+        "--host", action="store_true", help="let activations wait on the host, of models of one block in one node, on a GPU"
+    )
     report.add_flags(parser)
     args = parser.parse_args(argv)
     if args.graphs < 1:
@@ -112,10 +117,14 @@ class Drawn(NamedTuple):
         """Whether the ranks that share parameters are on several nodes, which all these machines have eight ranks in."""
         return self.shape[-1] > _RANKS_PER_NODE
 
+    @property
+    def suits_host(self) -> bool:
+        """Whether there is a host to copy to, and few enough policies for brute force."""
+        return self.hardware != "cpu" and not self.has_several_nodes and len(self.model.get_submodule("blocks")) == 1  # type: ignore[arg-type]
 
-def trials_of(seed: int) -> dict[str, list[Trial]]:
+
+def trials_of(drawn: Drawn, *, host: bool = False) -> dict[str, list[Trial]]:
     """What is tried for a random model: by the grid alone, by the search, and by brute force."""
-    drawn = Drawn.of(seed)
     found: dict[str, list[Trial]] = {}
 
     def search_all(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial]) -> list[Trial]:
@@ -128,11 +137,11 @@ def trials_of(seed: int) -> dict[str, list[Trial]]:
 
         found["grid"] = [attempt_once(policy) for policy in choices.grid()]
         found["search"] = search(choices, attempt_once)
-        found["all"] = [attempt_once(policy) for policy in every_policy(choices)]
+        found["all"] = every_trial(choices, attempt_once)
         return found["search"]
 
     with mock.patch.object(memory_budget, "search", search_all):
-        options: dict[str, Any] = {"memory_budget": _UNLIMITED}
+        options: dict[str, Any] = {"memory_budget": _UNLIMITED, "host_budget": _UNLIMITED if host else None}
         fsdp_compile.explain(drawn.model, drawn.x, drawn.shape, drawn.hardware, shard=shard, options=options, suggest=False)
     return found
 
@@ -144,6 +153,24 @@ def every_policy(choices: OpenChoices) -> Iterator[StepPolicy]:
         if not set(kept).intersection(in_nodes):
             for budget in choices.activation_budgets:
                 yield choices.policy(kept, recomputed, budget, in_nodes=in_nodes)
+
+
+def every_trial(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial]) -> list[Trial]:
+    """Trials of all that, and of all that can wait on the host of what each saves."""
+    found = []
+    for policy in every_policy(choices):
+        found.append(attempt(policy))
+        for waiting in _subsets(found[-1].saved)[1:] if choices.offloads else []:
+            stretches = {activation.stretch for activation in waiting}
+            on_device = set(found[-1].saved).difference(waiting)
+            found.append(
+                attempt(
+                    choices.policy(
+                        policy.kept, policy.recomputed, policy.activation_budget, stretches, policy.in_nodes, on_device
+                    )
+                )
+            )
+    return found
 
 
 def _subsets(values: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -162,9 +189,9 @@ def slower_by(trials: Sequence[Trial], best: Sequence[Trial], budget: int) -> fl
         return float("inf")
 
 
-def compare(seed: int) -> dict[str, Any]:
+def compare(seed: int, *, host: bool = False) -> dict[str, Any]:
     """For a random graph, how far the choices are from the best ones."""
-    found = trials_of(seed)
+    found = trials_of(Drawn.of(seed), host=host)
     frontier = Choice.of(found["all"], _UNLIMITED).frontier()
     drawn = random.Random(f"budget of {seed}").randint(frontier[0].peak_bytes, frontier[-1].peak_bytes)
     budgets = [trial.peak_bytes for trial in frontier]
@@ -195,9 +222,10 @@ def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
     results = []
     for seed in range(args.first, args.first + args.graphs):
-        if args.several_nodes and not Drawn.of(seed).has_several_nodes:
+        drawn = Drawn.of(seed)
+        if (args.several_nodes and not drawn.has_several_nodes) or (args.host and not drawn.suits_host):
             continue
-        results.append(compare(seed))
+        results.append(compare(seed, host=args.host))
         print(f"graph {seed}: {results[-1]['tried']}", file=sys.stderr, flush=True)
     print(f"\n{report.headline()}\n{len(results)} graphs\n")
     print_table(results)

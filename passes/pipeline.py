@@ -39,8 +39,8 @@ from torch.fx import Graph, GraphModule
 from .auto.auto_schedule import AutoSchedule, find_grouping, schedule_automatically
 from .auto.grouping import Grouping
 from .auto.large_parameters import separate_large_parameters
-from .auto.memory_budget import StepPolicy
 from .auto.small_units import merge_small_units
+from .auto.step_policy import StepPolicy
 from .fx.emit import replaying_traces
 from .fx.graph import shard_input
 from .fx.torch_internals.aot import stable_topological_sort
@@ -55,7 +55,7 @@ from .transforms.flat_storage import flat_storage, locate_shards
 from .transforms.gradient_sync import synchronize_gradients
 from .transforms.mixed_precision import mixed_precision
 from .transforms.name_shards import name_shards
-from .transforms.offload_activations import copy_activations, may_wait, offload_activations
+from .transforms.offload_activations import copy_activations, mark_stretches, offload_activations
 from .transforms.recompute_stretches import forward_stretches, recompute_stretches
 from .transforms.repeated_layers import fold_layers, unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
@@ -164,13 +164,13 @@ def run_partitioner_passes(
         observer: is told of every pass.
         policy: of a memory budget: which units stay gathered, and what is recomputed.
         num_forward_outputs: with a policy: how many of the graph's outputs are forward's.
-        node_groups: with a policy: see :meth:`~passes.auto.memory_budget.OpenChoices.of`.
+        node_groups: with a policy: see :meth:`~passes.auto.step_policy.OpenChoices.of`.
     """
     if policy is not None:
         with _observed(graph, "joint", "recompute_stretches", observer, if_changed=True):
             stretches = forward_stretches(graph, num_forward_outputs)
             recompute_stretches(stretches, policy.recomputed)
-        may_wait(node for number in policy.offloaded for node in stretches[number])
+        mark_stretches(stretches)
         policy.reshard(graph, node_groups or {})
     with _observed(graph, "joint", "offload_activations", observer, if_changed=True):
         offload_activations(graph)

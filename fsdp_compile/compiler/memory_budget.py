@@ -6,6 +6,7 @@ time, and which units are open. Also every graph that is lowered later, for othe
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,13 @@ from torch.fx import Graph, GraphModule
 
 from passes.auto.memory_budget import (
     Choice,
-    OpenChoices,
-    StepPolicy,
-    Trial,
     graph_memory,
     graph_peak,
     graph_time,
     held_in_backward,
     search,
 )
+from passes.auto.step_policy import Activation, OpenChoices, StepPolicy, Trial
 from passes.collectives.functional import group_ranks
 from passes.collectives.host_copies import copies_to
 from passes.fx.emit import replaying_traces
@@ -51,6 +50,8 @@ from .optimizer_state import Optimizer
 if TYPE_CHECKING:
     from .options import Options
 
+#: How many partitions are kept at a time: what waits on the host is another choice about the same one.
+_MOST_PARTITIONS = 8
 #: Schedules a copy of a forward or backward graph for the plan of its first call.
 Scheduler = Callable[[GraphModule, bool], tuple[Graph, Interface]]
 
@@ -132,21 +133,23 @@ class StepBudget:
             outputs,
             self._open,
             functorch_config.activation_memory_budget,
-            offloads=self._host_limit > 0 and copies_to(self._device),
+            host_bytes=self._host_limit if copies_to(self._device) else 0,
             node_groups=self._node_groups,
         )
         self._sizes = sizes = self._sizes_of(joint.graph)
 
-        def attempt(policy: StepPolicy) -> Trial | None:
-            forward, backward = self._partition(snapshot(joint), inputs, policy, **kwargs)
+        @functools.lru_cache(_MOST_PARTITIONS)
+        def partitioned(policy: StepPolicy) -> tuple[GraphModule, GraphModule]:
+            return self._partition(snapshot(joint), inputs, policy, **kwargs)
+
+        def attempt(policy: StepPolicy) -> Trial:
+            forward, backward = map(snapshot, partitioned(policy.without_host()))
+            saved = offload_saved(forward.graph, backward.graph, outputs, policy.waits)
             scheduled = [schedule(forward, False), schedule(backward, True)]
             with sizes.counted():
                 time = sum(graph_time(graph, self._hardware) for graph, _ in scheduled)
-                host_bytes = self._host_bytes(scheduled)
-                # What a policy of the user sends there is not the budget's.
-                if policy.offloaded and host_bytes > self._host_limit:
-                    return None
-                return Trial(policy, self._peak(scheduled), time, host_bytes)
+                can_wait = [Activation(stretch, at, node.name, int(num_bytes(node.meta["val"]))) for node, stretch, at in saved]
+                return Trial(policy, self._peak(scheduled), time, self._host_bytes(scheduled), tuple(can_wait))
 
         with replaying_traces():
             trials = search(choices, attempt)
@@ -158,6 +161,7 @@ class StepBudget:
             for mesh, size in self._nodes:
                 mesh.post_forward_group(size)
         forward, backward = self._partition(joint, inputs, choice.chosen.policy, is_final=True, **kwargs)
+        offload_saved(forward.graph, backward.graph, outputs, choice.chosen.policy.waits)
         if sizes.are_open:
             with replaying_traces():
                 scheduled = [schedule(snapshot(forward), False), schedule(snapshot(backward), True)]
@@ -170,18 +174,15 @@ class StepBudget:
     def _partition(
         self, joint: GraphModule, inputs: Sequence[Any], policy: StepPolicy, *, is_final: bool = False, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        outputs = kwargs["num_fwd_outputs"]
         run_partitioner_passes(
             joint.graph,
             observer() if is_final else ignore_pass,
             policy=policy,
-            num_forward_outputs=outputs,
+            num_forward_outputs=kwargs["num_fwd_outputs"],
             node_groups=self._node_groups,
         )
         with functorch_config.patch(activation_memory_budget=policy.activation_budget):
-            forward, backward = partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        offload_saved(forward.graph, backward.graph, outputs)
-        return forward, backward
+            return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     def _host_bytes(self, scheduled: Sequence[tuple[Graph, Interface]]) -> int:
         """The bytes of activations that wait on the host between forward and backward."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from passes.auto.memory_budget import SAVE, Choice, StepPolicy
+from passes.auto.memory_budget import Choice
+from passes.auto.step_policy import SAVE, StepPolicy
 
 from .exposure import Exposure, milliseconds
 from .parts import Suggestion, UnitReport
@@ -188,7 +189,8 @@ def _budget_table(choice: Choice) -> Table:
         recomputed += [_stretches(policy.recomputed, policy)] if policy.recomputed else []
         cells.append(", ".join(recomputed) or "nothing")
         if offloads:
-            waiting = f"{_stretches(policy.offloaded, policy)}, {size(trial.host_bytes)}"
+            some = f"{len(trial.waiting)} of {len(trial.waiting) + len(policy.on_device)} activations of "
+            waiting = f"{some if policy.on_device else ''}{_stretches(policy.offloaded, policy)}, {size(trial.host_bytes)}"
             cells.append(waiting if policy.offloaded else "nothing")
         mark = "chosen" if trial == choice.chosen else "" if trial.peak_bytes <= choice.limit else "too large"
         rows.append([mark, *cells, size(trial.peak_bytes), milliseconds(trial.time_ns)])

@@ -6,8 +6,8 @@ Before: operators whose results go to the host are ``MUST_CPU_OFFLOAD`` or ``PRE
 After:  they are ``MUST_SAVE``, and marked if that is possible; views of them are ``MUST_RECOMPUTE``, so that what is saved is
         the memory, whole and once.
 
-``offload_saved``, after the partitioner, in the forward and the backward graph, does the same for a memory budget: it marks
-what the partitioner has saved of the operators that ``may_wait`` was called with.
+``offload_saved``, after the partitioner, in the forward and the backward graph, does the same for a memory budget: of what the
+partitioner has saved of stretches of forward, it marks what a policy says.
 
 ``copy_activations``, in the forward and the backward graph:
 
@@ -31,8 +31,8 @@ import itertools
 import operator
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -46,8 +46,8 @@ from ..models.cost_model import is_free, kernels
 from ..models.memory_model import IS_OFFLOADED, IS_PARAMETER, memory_roots
 from .recompute_stretches import units_of_parameters
 
-#: The key in ``node.meta`` of what may wait on the host.
-_MAY_WAIT = "fsdp_may_wait"
+#: The key in ``node.meta`` of the stretch that a node is of, by number, and of its place there.
+_STRETCH = "fsdp_stretch"
 #: Of what nobody has named: less is not worth two copies.
 _LEAST_BYTES = 1 << 16
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
@@ -73,32 +73,55 @@ def offload_activations(graph: Graph) -> None:
             node.meta["ac_graph_id"] = root.meta["ac_graph_id"]
 
 
-def may_wait(nodes: Iterable[Node]) -> None:
-    """Say of nodes of a joint graph that what the partitioner saves of them waits on the host. In place."""
-    for node in nodes:
-        node.meta[_MAY_WAIT] = True
+def mark_stretches(stretches: Sequence[Sequence[Node]]) -> None:
+    """Note on the nodes of a joint graph which stretch they are of, for :func:`offload_saved`. In place."""
+    for number, stretch in enumerate(stretches):
+        for place, node in enumerate(stretch):
+            node.meta[_STRETCH] = (number, place)
 
 
-def offload_saved(forward: Graph, backward: Graph, num_forward_outputs: int) -> None:
+class SavedActivation(NamedTuple):
+    """Something that a forward graph saves, and that can wait on the host.
+
+    Attributes:
+        node: in the forward graph.
+        stretch: that it is of, by number.
+        place: of the operator that computes it, in the stretch.
+    """
+
+    node: Node
+    stretch: int
+    place: int
+
+
+def offload_saved(
+    forward: Graph, backward: Graph, num_forward_outputs: int, waits: Callable[[int, int], bool]
+) -> list[SavedActivation]:
     """Mark what goes to the host, in a partitioned forward and its backward graph. In place.
 
     Args:
         forward, backward: the graphs.
         num_forward_outputs: how many of forward's outputs are the model's: the first ones.
+        waits: whether something that is saved waits on the host, by the number of its stretch and its place there.
+
+    Returns:
+        What can wait, in the order of forward's outputs, whether it does or not.
     """
     outputs: Any = forward.output_node().args[0]
     root_of = memory_roots(forward)
     # What is saved twice, or given to the caller as well, would not be freed.
     holds = Counter(root_of[node] for node in dict.fromkeys(outputs) if isinstance(node, Node) and node in root_of)
-    saved = {
-        node.name: node
-        for node in outputs[num_forward_outputs:]
-        if isinstance(node, Node) and _MAY_WAIT in node.meta and _can_wait(node, root_of) and holds[root_of[node]] == 1
-    }
+    found = [
+        SavedActivation(node, *node.meta[_STRETCH])
+        for node in dict.fromkeys(outputs[num_forward_outputs:])
+        if isinstance(node, Node) and _STRETCH in node.meta and _can_wait(node, root_of) and holds[root_of[node]] == 1
+    ]
     taken = {node.name: node for node in backward.find_nodes(op="placeholder")}
-    for name, node in saved.items():
-        for end in (node, taken[name]):
-            end.meta[IS_OFFLOADED] = True
+    for node, stretch, place in found:
+        if waits(stretch, place):
+            for end in (node, taken[node.name]):
+                end.meta[IS_OFFLOADED] = True
+    return found
 
 
 def _can_wait(node: Node, root_of: Mapping[Node, Node]) -> bool:

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compile import Report, capture, explain, fsdp_backend, fully_shard
 from fsdp_compile.compiler import memory_budget
 from fsdp_compile.units.mesh import ShardingMesh
-from passes.auto.memory_budget import SAVE, Choice, OpenChoices, StepPolicy, Trial
+from passes.auto.memory_budget import Choice
+from passes.auto.step_policy import SAVE, OpenChoices, StepPolicy, Trial
 from passes.collectives.functional import group_size
 from passes.fx.graph import group_of, starts_collective
 from passes.ir.work import Role, role

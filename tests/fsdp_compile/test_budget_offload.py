@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compile import Capture, CPUOffloadPolicy, Report, capture, explain, fsdp_backend, fully_shard
 from fsdp_compile.compiler.options import Options
-from passes.auto.memory_budget import Choice, Trial
+from passes.auto.memory_budget import Choice
+from passes.auto.step_policy import StepPolicy, Trial
 from passes.models.hardware import HostLink, known_hardware
 from tests.common import models
 from tests.common.copy_engine import CopyEngine, copying
@@ -57,6 +60,21 @@ def test_steps_that_copy_are_among_the_best() -> None:
 
 
 @pytest.mark.exhaustive
+def test_single_activations_are_among_the_best() -> None:
+    """Of a step, some of what a stretch saves waits on the host, and the rest does not; and it says so."""
+    found = explained.__wrapped__(_LARGE, _LARGE).choices[0]  # type: ignore[attr-defined]
+    trial = next(one for one in found.frontier() if one.policy.on_device)
+    whole = [one for one in found.trials if not one.policy.on_device and one.peak_bytes <= trial.peak_bytes]
+    assert trial.time_ns < min(one.time_ns for one in whole)
+    assert sum(activation.nbytes for activation in trial.waiting) == trial.host_bytes
+    report = explained.__wrapped__(trial.peak_bytes, _LARGE)  # type: ignore[attr-defined]
+    assert report.choices[0].chosen == trial
+    assert (report.memory.host_bytes, step_ns(report)) == (trial.host_bytes, trial.time_ns)
+    some = f"{len(trial.waiting)} of {len(trial.waiting) + len(trial.policy.on_device)} activations"
+    assert f"{some} of {len(trial.policy.offloaded)} of 4 stretches" in str(report)
+
+
+@pytest.mark.exhaustive
 def test_the_host_has_a_budget_as_well() -> None:
     most = max(trial.host_bytes for trial in choice(_LARGE).trials)
     granted = choice(most // 2)
@@ -95,16 +113,22 @@ class TestOneProcess:
     @pytest.mark.exhaustive
     @few_trials
     def test_copies_what_the_trial_counts(self) -> None:
-        """Of a step that only copies, to the bit what the step without a budget computes."""
+        """Of a step that only copies, to the bit what the step without a budget computes. So if of stretches only some of what
+        they save is copied."""
         options = {"lowering": "aot_eager", "hardware": _FAST, "host_budget": "1GB"}
         expected, _ = _train({"lowering": "aot_eager"})
         with copying(1e9) as engine:
             _, captured = _train({**options, "memory_budget": _LARGE})
             assert not engine.copies
-            trial = _chosen_to_copy(captured.choices[0])
+            trial, in_part = _chosen_to_copy(captured.choices[0]), _in_part(captured.choices[0])
             found, captured = _train({**options, "memory_budget": trial.peak_bytes})
             assert captured.choices[0].chosen == trial
             _copied(engine, trial.host_bytes)
+        assert all(map(torch.equal, found, expected))
+        with copying(1e9) as engine, _only(in_part.policy):
+            found, captured = _train({**options, "memory_budget": _LARGE})
+            assert captured.choices[0].trials == (in_part,)
+            _copied(engine, in_part.host_bytes)
         assert all(map(torch.equal, found, expected))
 
     @pytest.mark.exhaustive
@@ -136,6 +160,16 @@ class TestOneProcess:
 def _chosen_to_copy(found: Choice) -> Trial:
     """A step that a budget chooses, and that only copies."""
     return next(one for one in found.frontier() if one.policy.offloaded and not one.policy.recomputed)
+
+
+def _in_part(found: Choice) -> Trial:
+    """A step that only copies, of stretches only some of what they save."""
+    return next(one for one in found.trials if one.policy.on_device and one.waiting)
+
+
+def _only(policy: StepPolicy) -> AbstractContextManager[Any]:
+    """Have nothing else tried."""
+    return mock.patch("fsdp_compile.compiler.memory_budget.search", lambda choices, attempt: [attempt(policy)])
 
 
 def _copied(engine: CopyEngine, nbytes: int) -> None:
@@ -187,16 +221,19 @@ _INSTANT = replace(_FAST, kernel_s=1e-9, host=HostLink(1e-9, 1e15, 1e15, 1e15))
 
 @few_trials
 def train_with_copies(lowering: str) -> list[Run]:
-    """Train without a budget, and within one for which activations wait on the host."""
-    given = {"lowering": lowering, "hardware": _INSTANT, "host_budget": "1GB"}
+    """Train without a budget, and within ones for which stretches wait on the host, or some of what they save."""
     without, _, copied = _train_case({"lowering": lowering})
     assert not copied
+    given = {"lowering": lowering, "hardware": _INSTANT, "host_budget": "1GB"}
     _, captured, copied = _train_case({**given, "memory_budget": _LARGE})
     assert not copied
-    trial = _chosen_to_copy(captured.choices[0])
+    trial, in_part = _chosen_to_copy(captured.choices[0]), _in_part(captured.choices[0])
     within, captured, copied = _train_case({**given, "memory_budget": trial.peak_bytes})
     assert captured.choices[0].chosen == trial and copied
-    return [without, within]
+    with _only(in_part.policy):
+        partly, captured, copied = _train_case({**given, "memory_budget": _LARGE})
+    assert captured.choices[0].chosen == in_part and copied
+    return [without, within, partly]
 
 
 def _train_case(options: Mapping[str, Any]) -> tuple[Run, Capture, bool]:
@@ -211,9 +248,10 @@ def _train_case(options: Mapping[str, Any]) -> tuple[Run, Capture, bool]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_trains_alike(ranks: int, lowering: str, rank_pools: RankPools) -> None:
     by_rank = rank_pools[ranks].run(train_with_copies, lowering=lowering)
-    without, copied = ([runs[index] for runs in by_rank] for index in range(2))
-    compare(copied, train_reference(_CASE, ranks), rtol=1e-5)
-    compare(copied, without, rtol=1e-6)
+    without, *within = ([runs[index] for runs in by_rank] for index in range(3))
+    for copied in within:
+        compare(copied, train_reference(_CASE, ranks), rtol=1e-5)
+        compare(copied, without, rtol=1e-6)
 
 
 @few_trials

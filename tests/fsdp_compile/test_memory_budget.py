@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_compile import Capture, FSDPModule, capture, explain, fsdp_backend, fully_shard
 from fsdp_compile.compiler.options import Options
 from fsdp_compile.explain.report import Report
-from passes.auto.memory_budget import RECOMPUTE_CHEAP, SAVE, Choice, StepPolicy, Trial
+from passes.auto.memory_budget import Choice
+from passes.auto.step_policy import RECOMPUTE_CHEAP, SAVE, StepPolicy, Trial
 from passes.ir.work import Role, bucket, role
 from tests.common import models
 from tests.common.distributed import RankPools

@@ -6,10 +6,12 @@ import itertools
 import operator
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
-from passes.auto.memory_budget import RECOMPUTE_CHEAP, SAVE, BudgetTooLow, Choice, OpenChoices, StepPolicy, Trial, search
+from passes.auto.memory_budget import BudgetTooLow, Choice, search
+from passes.auto.step_policy import RECOMPUTE_CHEAP, SAVE, Activation, OpenChoices, StepPolicy, Trial
 
 
 def trial(peak_bytes: int, time_ns: int, kept: int = 0) -> Trial:
@@ -52,16 +54,20 @@ def test_nothing_fits() -> None:
 
 
 def open_choices(num_nodes: int = 100, offloads: tuple[int, ...] = (), in_nodes: tuple[str, ...] = ()) -> OpenChoices:
-    return OpenChoices(("d", "c", "b", "a"), (0, 1, 2, 3), 4, (SAVE, RECOMPUTE_CHEAP), num_nodes, offloads, in_nodes)
+    host_bytes = 1 << 20 if offloads else 0
+    return OpenChoices(
+        ("d", "c", "b", "a"), (0, 1, 2, 3), 4, (SAVE, RECOMPUTE_CHEAP), num_nodes, offloads, in_nodes, host_bytes
+    )
 
 
-def attempt_with(seed: int) -> Callable[[StepPolicy], Trial]:
-    """Bytes and time of units, stretches and cheap operators, each what a random model says."""
+def attempt_with(seed: int, activations: int = 1) -> Callable[[StepPolicy], Trial]:
+    """Bytes and time of units, stretches, cheap operators and so many activations of each stretch, each what a random model
+    says."""
     numbers = random.Random(seed)
     kept = {unit: (numbers.randint(1, 100), -numbers.randint(1, 100)) for unit in "abcd"}
     again = {number: (-numbers.randint(1, 100), numbers.randint(1, 100)) for number in range(4)}
     cheap = -numbers.randint(1, 100), numbers.randint(1, 100)
-    copied = {number: (-numbers.randint(1, 100), numbers.randint(1, 100)) for number in range(4)}
+    copied = {number: [(numbers.randint(4, 100), numbers.randint(1, 100)) for _ in range(activations)] for number in range(4)}
     in_nodes = {unit: numbers.randint(1, 100) for unit in "abcd"}
 
     def attempt(policy: StepPolicy) -> Trial:
@@ -71,13 +77,17 @@ def attempt_with(seed: int) -> Callable[[StepPolicy], Trial]:
             (kept[unit][0] // 4, kept[unit][1] * saved // 100) for unit, saved in in_nodes.items() if unit in policy.in_nodes
         ]
         parts += [cheap] if policy.activation_budget == RECOMPUTE_CHEAP else []
-        # Of what is computed again, less is saved.
-        waiting = [
-            [part // (4 if number in policy.recomputed else 1) for part in copied[number]] for number in policy.offloaded
-        ]
-        parts += waiting
-        host_bytes = -sum(part[0] for part in waiting)
-        return Trial(policy, 1000 + sum(part[0] for part in parts), 1000 + sum(part[1] for part in parts), host_bytes)
+        can_wait = []
+        for number, values in copied.items():
+            # Of what is computed again, only what it begins with is saved.
+            saved = [(values[0][0] // 4, values[0][1] // 4)] if number in policy.recomputed else values
+            for place, (nbytes, copying) in enumerate(saved):
+                can_wait.append(Activation(number, place, f"{number}.{place}", nbytes))
+                if policy.waits(number, place):
+                    parts.append((-nbytes, copying))
+        peak, time = (1000 + sum(part[index] for part in parts) for index in range(2))
+        host_bytes = sum(saved.nbytes for saved in can_wait if policy.waits(saved.stretch, saved.place))
+        return Trial(policy, peak, time, host_bytes, tuple(can_wait))
 
     return attempt
 
@@ -131,14 +141,62 @@ def test_the_host_makes_no_step_slower(seed: int) -> None:
 
 
 def test_what_the_host_cannot_hold_is_no_trial() -> None:
-    attempt = attempt_with(0)
-
-    def attempt_within(policy: StepPolicy) -> Trial | None:
-        found = attempt(policy)
-        return found if found.host_bytes <= 60 else None
-
-    found = search(open_choices(offloads=(0, 1, 2, 3)), attempt_within)
+    choices = replace(open_choices(offloads=(0, 1, 2, 3)), host_bytes=60)
+    found = search(choices, attempt_with(0))
     assert 0 < max(trial.host_bytes for trial in found) <= 60
+
+
+def small_choices(num_nodes: int = 10, host_bytes: int = 1 << 20) -> OpenChoices:
+    return OpenChoices(("b", "a"), (0, 1, 2), 3, (SAVE, RECOMPUTE_CHEAP), num_nodes, (0, 1, 2), (), host_bytes)
+
+
+def with_every_activation(attempt: Callable[[StepPolicy], Trial], policies: Sequence[StepPolicy]) -> list[Trial]:
+    """Trials by which anything of what is saved waits on the host."""
+    found = []
+    for whole in map(attempt, policies):
+        for size in range(len(whole.waiting) + 1):
+            stay = itertools.combinations(whole.waiting, size)
+            found += [attempt(replace(whole.policy, on_device=tuple(sorted(values)))) for values in stay]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("host_bytes", "least_found"), [(1 << 20, 0.95), (150, 0.75)], ids=["large host", "small host"])
+def test_search_finds_single_activations(host_bytes: int, least_found: float, seed: int) -> None:
+    """Of all subsets of three activations for each stretch, the best within a budget. With a host that holds a part of what is
+    saved, which are two knapsacks, it is found less often."""
+    attempt, choices = attempt_with(seed, activations=3), small_choices(host_bytes=host_bytes)
+    policies = every_policy(choices)
+    best = with_every_activation(attempt, [one for one in policies if one.offloaded in ((), choices.offloads)])
+    optima = Choice.of(list(filter(choices.allow, best)), 1 << 20).frontier()
+    tried = {"search": search(choices, attempt), "whole": [one for one in map(attempt, policies) if choices.allow(one)]}
+    assert all(one.host_bytes <= host_bytes for one in tried["search"])
+    hits: dict[str, float] = {}
+    for name, trials in tried.items():
+        fitting = [[one.time_ns for one in trials if one.peak_bytes <= optimum.peak_bytes] for optimum in optima]
+        found = [min(times, default=1 << 20) - optimum.time_ns for times, optimum in zip(fitting, optima, strict=True)]
+        hits[name] = found.count(0) / len(optima)
+    assert hits["search"] >= least_found > 0.3 > hits["whole"]
+    assert min(one.peak_bytes for one in tried["search"]) <= 1.05 * optima[0].peak_bytes
+
+
+def test_parts_of_what_all_stretches_save() -> None:
+    """The largest of each stretch, as far as they are within a third or two thirds of its bytes: at least where none is larger
+    than that. Not where stretches are computed again, or only some wait."""
+    choices = small_choices()
+    sizes = {0: (10, 50, 30), 1: (90, 5, 5)}
+
+    def trial_of(policy: StepPolicy) -> Trial:
+        saved = [Activation(number, place, "", nbytes) for number, each in sizes.items() for place, nbytes in enumerate(each)]
+        return Trial(policy, 1000, 1000, 0, tuple(saved))
+
+    def sent(policy: StepPolicy) -> list[int]:
+        return [activation.nbytes for activation in trial_of(policy).waiting]
+
+    found = list(choices.in_part(trial_of(choices.policy("ba", (), SAVE, (0, 1)))))
+    assert [sent(policy) for policy in found] == [[30, 5, 5], [10, 50, 5, 5]]
+    for recomputed, offloaded in (((), ()), ((), (0,)), ((1,), (0, 1))):
+        assert not list(choices.in_part(trial_of(choices.policy("ba", recomputed, SAVE, offloaded))))
 
 
 def test_grid_of_the_host() -> None:
@@ -155,13 +213,34 @@ def test_grid_of_the_host() -> None:
 
 def test_what_is_near() -> None:
     policy = StepPolicy(("d", "c"), ("b", "a"), (0,), 4, SAVE)
-    near = list(open_choices().near(policy))
+    near = list(open_choices().near(Trial(policy, 1, 1)))
     assert near[:2] == [policy, StepPolicy(("d", "c"), ("b", "a"), (0,), 4, RECOMPUTE_CHEAP)]
     assert (
         StepPolicy(("c",), ("d", "b", "a"), (0,), 4, SAVE) in near and StepPolicy(("d", "b"), ("c", "a"), (0,), 4, SAVE) in near
     )
     assert StepPolicy(("d", "c"), ("b", "a"), (), 4, SAVE) in near and StepPolicy(("d", "c"), ("b", "a"), (3,), 4, SAVE) in near
     assert all(one.stretches == 4 and sorted(one.kept + one.resharded) == list("abcd") for one in near)
+
+
+def test_activations_that_are_near() -> None:
+    """Equal ones of all stretches stay on the device, or single ones, or wait again; or two change places."""
+    choices = small_choices()
+    each = {number: [Activation(number, place, f"{number}.{place}", 10) for place in range(2)] for number in range(2)}
+    policy = choices.policy("ba", (), SAVE, (0, 1), on_device=[each[0][1]])
+    assert policy.waits(0, 0) and not policy.waits(0, 1) and policy.waits(1, 1) and not policy.waits(2, 0)
+    trial = Trial(policy, 1, 1, 30, (*each[0], *each[1]))
+    assert trial.waiting == [each[0][0], *each[1]]
+    near = list(choices.near(trial))
+    same = [one for one in near if one.kept == ("b", "a") and not one.recomputed and one.activation_budget == SAVE]
+    found = {one.on_device for one in same if one.offloaded == (0, 1)}
+    alone = {(each[0][1], one) for one in each[1]}
+    assert found == {(), (each[0][0],), (each[0][1],), *alone, *((one,) for one in each[1])}
+    # Of a stretch of which nothing waits, nothing is said.
+    assert {one.on_device for one in same if one.offloaded == (1,)} == {(), (each[1][0],)}
+    assert {one.on_device for one in same if one.offloaded == (0,)} == {(each[0][1],)}
+    # Of a stretch that changes, nothing is left of this.
+    assert {one.on_device for one in near if one.recomputed == (0,)} == {()}
+    assert {one.on_device for one in near if one.recomputed == (1,)} == {(each[0][1],)}
 
 
 def test_what_is_near_in_nodes() -> None:
@@ -173,7 +252,7 @@ def test_what_is_near_in_nodes() -> None:
     def places(one: StepPolicy) -> str:
         return "".join("k" if unit in one.kept else "n" if unit in one.in_nodes else "-" for unit in "dcba")
 
-    found = {places(one) for one in choices.near(policy)}
+    found = {places(one) for one in choices.near(Trial(policy, 1, 1))}
     every = map("".join, itertools.product("kn-", repeat=4))
     assert found == {one for one in every if sum(map(operator.ne, one, places(policy))) <= 2}
 

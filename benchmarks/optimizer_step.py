@@ -33,17 +33,19 @@ _WORLD_SIZE = 8
 
 
 class System(NamedTuple):
-    """A sharded model, what computes its loss, its parameters, and what clips their gradients and steps them."""
+    """A sharded model, what computes its loss, its parameters, what clips their gradients and steps them, and whether
+    ``clip_and_step`` does both."""
 
     name: str
     loss: Callable[[], Any]
     parameters: list[nn.Parameter]
     clip: Callable[..., Any]
     optimizer: torch.optim.Optimizer
+    is_one_call: bool
 
 
 class Seconds(NamedTuple):
-    """Of one round."""
+    """Of one round. One call for both is a step."""
 
     backward: float
     clip: float
@@ -64,13 +66,13 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 def build_systems(size: Size) -> list[System]:
     """FSDP2 and this library with torch's functions, this library over flat storage, unit by unit, and over one buffer for all
-    units; each foreach and fused."""
+    units, with two calls and with one; each foreach and fused."""
     mesh, cpu = init_device_mesh("cpu", (_WORLD_SIZE,)), torch.device("cpu")
     batch = make_batches(size, 0, 1, cpu)[0]
     systems = []
     for way in ("foreach", "fused"):
         options: dict[str, Any] = {way: True}
-        for name in ("fsdp2", "ours", "ours-flat", "ours-one-buffer"):
+        for name in ("fsdp2", "ours", "ours-flat", "ours-one-buffer", "ours-one-call"):
             fully_shard: Any = torch.distributed.fsdp.fully_shard if name == "fsdp2" else fsdp_compile.fully_shard
             model = size.build(cpu)
             for block in model.blocks:
@@ -80,14 +82,14 @@ def build_systems(size: Size) -> list[System]:
             if name != "fsdp2":
                 backend: Any = fsdp_compile.fsdp_backend
                 forward = torch.compile(model, backend=backend, options={"lowering": "aot_eager"})
-            if name in ("ours-flat", "ours-one-buffer"):
-                options["one_buffer"] = name == "ours-one-buffer"
+            if name in ("ours-flat", "ours-one-buffer", "ours-one-call"):
+                options["one_buffer"] = name != "ours-flat"
                 optimizer = fsdp_compile.flat_optimizer(torch.optim.AdamW, model.parameters(), **options)
                 clip: Callable[..., Any] = fsdp_compile.clip_grad_norm_
             else:
                 optimizer, clip = torch.optim.AdamW(model.parameters(), **options), torch.nn.utils.clip_grad_norm_
             loss = functools.partial(forward, *batch)
-            systems.append(System(f"{name} {way}", loss, list(model.parameters()), clip, optimizer))
+            systems.append(System(f"{name} {way}", loss, list(model.parameters()), clip, optimizer, name == "ours-one-call"))
     return systems
 
 
@@ -104,6 +106,9 @@ def run_once(system: System) -> Seconds:
         # Pretended collectives leave what memory held, and arithmetic on denormal numbers is slow.
         param.grad.to_local().normal_()  # type: ignore[union-attr]
     began = time.perf_counter()
+    if system.is_one_call:
+        fsdp_compile.clip_and_step(system.optimizer, 1.0)
+        return Seconds(backward, 0.0, time.perf_counter() - began)
     system.clip(system.parameters, 1.0)
     clipped = time.perf_counter()
     system.optimizer.step()

@@ -19,6 +19,7 @@ from .cuda.outline import cuda_outline
 from .explain.explain import explain
 from .explain.report import Report
 from .optim.clip import clip_grad_norm_
+from .optim.clip_and_step import clip_and_step
 from .optim.flat_optimizer import flat_optimizer
 from .optim.in_backward import optimizer_in_backward
 from .optim.offload import offload_optimizer
@@ -43,6 +44,7 @@ __all__ = [
     "Report",
     "UnshardHandle",
     "capture",
+    "clip_and_step",
     "clip_grad_norm_",
     "comm_hooks",
     "cuda_code",

@@ -68,9 +68,14 @@ def clip_grad_norm_(
         gradients = [gradient for gradient in gradients if gradient is not None]
     if not gradients:
         return torch.tensor(0.0)
-    first: Tensor = gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0]
-    found = _found(gradients, first.dtype)
-    total = _total_norm(found, first, float(norm_type), foreach)
+    return clip_found(_found(gradients), float(norm_type), max_norm, error_if_nonfinite, foreach)
+
+
+def clip_found(
+    found: Found, norm_type: float, max_norm: float, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> Tensor:
+    """Clip gradients that have been looked at; see :func:`clip_grad_norm_`."""
+    total = _total_norm(found, norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
@@ -78,7 +83,7 @@ def clip_grad_norm_(
         )
     if len(found.scaled) == 1:
         # As torch's, without what it does about lists.
-        found.scaled[0].mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
+        found.scaled[0].mul_(total.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0))
     else:
         # It reads no more of parameters than this.
         holders: list[Any] = list(map(_Holder, found.scaled))
@@ -86,7 +91,7 @@ def clip_grad_norm_(
     return total if found.spec is None else DTensor(total, found.spec, requires_grad=False)
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """What there is to measure and to scale.
 
     Attributes:
@@ -94,26 +99,39 @@ class _Found(NamedTuple):
         scaled: the tensors that are to be scaled.
         rounds: the all-reduces: the cuts whose norms take part, and the group.
         spec: that of the result; None: it is a plain tensor.
+        dtype, device: the result's.
     """
 
     pieces: dict[_Cut, list[Tensor]]
     scaled: list[Tensor]
     rounds: list[tuple[list[_Cut], Any]]
     spec: DTensorSpec | None
+    dtype: torch.dtype
+    device: torch.device
 
 
 class _Memo(NamedTuple):
     """What was found of gradients that buffers keep: they are the same tensors in each step."""
 
     kept: KeptGradients
-    found: _Found
+    found: Found
 
 
-def _found(gradients: Sequence[Any], dtype: torch.dtype) -> _Found:
+def _found(gradients: Sequence[Any]) -> Found:
     buffer = buffer_of(gradients[0])
     if buffer is not None and buffer.memo is not None and buffer.memo.kept.are(gradients):
-        found: _Found = buffer.memo.found
+        found: Found = buffer.memo.found
         return found
+    found, has_summands = look_at(gradients)
+    kept = KeptGradients.of(gradients) if buffer is not None and not has_summands else None
+    if buffer is not None and kept is not None:
+        buffer.memo = _Memo(kept, found)
+    return found
+
+
+def look_at(gradients: Sequence[Any]) -> tuple[Found, bool]:
+    """What there is to measure and to scale of gradients, and whether ranks have summands of some, which change with these."""
+    first: Tensor = gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0]
     whole, summed = _by_cut(gradients)
     pieces = {cut: list(_merged(tensors)) for cut, tensors in whole.items()}
     scaled = [piece for merged in pieces.values() for piece in merged]
@@ -125,13 +143,9 @@ def _found(gradients: Sequence[Any], dtype: torch.dtype) -> _Found:
     meshes = list(dict.fromkeys(cut[0] if cut is not None else None for cut in pieces))
     spec = None
     if len(meshes) == 1 and meshes[0] is not None:
-        meta = TensorMeta(torch.Size(), (), dtype)
+        meta = TensorMeta(torch.Size(), (), first.dtype)
         spec = DTensorSpec(meshes[0], (Replicate(),) * meshes[0].ndim, tensor_meta=meta)
-    found = _Found(pieces, scaled, _rounds(pieces), spec)
-    kept = KeptGradients.of(gradients) if buffer is not None and not summed else None
-    if buffer is not None and kept is not None:
-        buffer.memo = _Memo(kept, found)
-    return found
+    return Found(pieces, scaled, _rounds(pieces), spec, first.dtype, first.device), bool(summed)
 
 
 def _rounds(cuts: Iterable[_Cut]) -> list[tuple[list[_Cut], Any]]:
@@ -263,18 +277,18 @@ def _of_buffers(tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence
         index = following
 
 
-def _total_norm(found: _Found, like: Tensor, norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of all elements on all ranks, on the device and in the dtype of ``like``."""
+def _total_norm(found: Found, norm_type: float, foreach: bool | None) -> Tensor:
+    """The norm of all elements on all ranks: a tensor of its own."""
     is_largest = math.isinf(norm_type)
-    dtype, device = like.dtype, like.device
+    dtype, device = found.dtype, found.device
     # Powers of a half-precision norm overflow early.
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = dtype if dtype == torch.float32 else torch.promote_types(dtype, torch.float32)
     powers = {}
     for cut, tensors in found.pieces.items():
-        norm = _norm(tensors, norm_type, foreach) if tensors else like.new_zeros(())
+        norm = _norm(tensors, norm_type, foreach) if tensors else torch.zeros((), dtype=dtype, device=device)
         if norm.dtype != wide or norm.device != device:
             norm = norm.to(device, torch.promote_types(norm.dtype, wide))
-        powers[cut] = norm if is_largest else norm**norm_type
+        powers[cut] = norm if is_largest else norm.mul_(norm) if norm_type == 2.0 else norm.pow_(norm_type)
     operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
     for cuts, group in found.rounds:
         together = torch.stack([powers[cut] for cut in cuts]) if len(cuts) > 1 else powers[cuts[0]]
@@ -285,7 +299,8 @@ def _total_norm(found: _Found, like: Tensor, norm_type: float, foreach: bool | N
     if others:
         together = torch.stack([total, *others])
         total = together.amax() if is_largest else together.sum()
-    total = total if is_largest else total ** (1 / norm_type)
+    if not is_largest:
+        total = total.sqrt_() if norm_type == 2.0 else total.pow_(1 / norm_type)
     return total if total.dtype == dtype else total.to(dtype)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,11 @@ from torch.optim import (
     RMSprop,
 )
 
+from passes.fx.torch_internals.core import global_step_pre_hooks
+
 from ..units.gradient_buffer import GradientBuffer, join_storages
 from ..units.sharded_param import ShardedParam, params_with_memory
+from .clip import Found
 from .run_list import RunList
 from .runs import Run, States, find_runs, has_plain_shard, in_order
 
@@ -130,6 +134,8 @@ class FlatOptimizer(Optimizer):
     _one_buffer = False
     _state_is_lent = True
     _buffers: Sequence[GradientBuffer] = ()
+    #: That of the step to come, if nobody can have changed anything since it was looked at.
+    _ready: Plan | None = None
 
     @property
     def state(self) -> Any:
@@ -185,7 +191,7 @@ class FlatOptimizer(Optimizer):
     def _step_runs(self) -> None:
         step = step_of_torch(self)
         groups, states = self.param_groups, vars(self)["state"]
-        plan = self._load_gradients(groups, states)
+        plan = self._ready or self._load_gradients(groups, states)
         if plan is None:
             if self._one_buffer:
                 self._gather_in_buffers()
@@ -211,6 +217,35 @@ class FlatOptimizer(Optimizer):
         if not are_loaded:
             are_loaded = all(buffer.is_whole() for buffer in self._buffers) and plan.run_list.load_gradients()
         return plan if are_loaded else None
+
+    @contextmanager
+    def looked_at(self) -> Iterator[Found | None]:
+        """Look at the gradients of the step that is called within the ``with`` block, which does not look again.
+
+        Yields:
+            What there is to clip. None: the step looks itself, as gradients are not all kept in a buffer, or somebody's code
+            runs ahead of it.
+        """
+        groups, states = self.param_groups, vars(self)["state"]
+        plan = None if self._has_other_code_ahead() else self._plan
+        found = None if plan is None or plan.rest else plan.run_list.find_kept_gradients()
+        if plan is not None and found is not None and plan.is_of(groups, states, was_lent=self._state_is_lent):
+            self._ready = plan
+        try:
+            yield found if self._ready is not None else None
+        finally:
+            self._ready = None
+
+    def _has_other_code_ahead(self) -> bool:
+        """Whether ``step()`` may run something of somebody else's ahead of the step."""
+        if global_step_pre_hooks or self._optimizer_step_pre_hooks:
+            return True
+        own: Any = type(self).step
+        present = vars(self).get("step")
+        # That of a scheduler only notes that it was called.
+        if present is not None and not (hasattr(present, "_wrapped_by_lr_sched") and present.__wrapped__ is own):
+            return True
+        return _without_hooks(own) is not FlatOptimizer.step
 
     def _gather_in_buffers(self) -> None:
         """Let shards lie in one buffer, for each dtype and device, and gradients in another."""
@@ -247,7 +282,10 @@ def class_of_torch(optimizer: FlatOptimizer) -> type[Optimizer]:
 
 def step_of_torch(optimizer: FlatOptimizer) -> Callable[[Optimizer], Any]:
     """The step of that class, without the hooks: they have run, with the parameters rather than what stands for them."""
-    step: Any = class_of_torch(optimizer).step
+    return _without_hooks(class_of_torch(optimizer).step)
+
+
+def _without_hooks(step: Any) -> Callable[[Optimizer], Any]:
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]

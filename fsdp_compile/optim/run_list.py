@@ -15,6 +15,7 @@ from passes.fx.torch_internals.core import foreach_copy_
 
 from ..units.gradient_buffer import KeptGradients, buffer_of
 from ..units.param_state import is_laid_out_alike, noted_slice
+from .clip import Found, look_at
 from .runs import Run, States
 
 _LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgetter("_spec")
@@ -55,6 +56,7 @@ class RunList:
         # Gradients that buffers keep, and of these the parts that belong to runs.
         self._kept: KeptGradients | None = None
         self._parts: list[Any] = []
+        self._found: Found | None = None
         self._note(states)
 
     def _note(self, states: States) -> None:
@@ -97,10 +99,19 @@ class RunList:
             run.flat.grad = part
         return True
 
+    def find_kept_gradients(self) -> Found | None:
+        """Load them, and say what there is of them to clip. None: some are others than those of the last step."""
+        if not self.load_kept_gradients():
+            return None
+        if self._found is None:
+            found, has_summands = look_at(list(map(_GRAD, self._params)))
+            self._found = None if has_summands else found
+        return self._found
+
     def load_gradients(self) -> bool:
         """Let the gradients of runs be those of their parameters: the part of a flat buffer that consists of them in the order
         of storage, else a copy. False: one of them is missing, or not laid out as its parameter."""
-        self._kept = None
+        self._kept = self._found = None
         gradients = list(map(_GRAD, self._params))
         try:
             pieces = list(map(_LOCAL, gradients))

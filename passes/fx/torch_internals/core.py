@@ -46,6 +46,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 # ``torch.func.functional_call`` puts tensors into modules with it, by which a trace of it is recognised.
 from torch.nn.utils._named_member_accessor import swap_tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 
 # Trees of what modules take and give out, in the form that Dynamo traces.
 from torch.utils import _pytree as pytree

@@ -1,0 +1,53 @@
+"""Clipping and the step of an optimizer in one call, which looks at gradients once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .clip import clip_found, clip_grad_norm_
+from .flat_optimizer import FlatOptimizer
+
+
+def clip_and_step(
+    optimizer: Optimizer,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``clip_grad_norm_`` of all that an optimizer steps, and its ``step()``.
+
+    Values are those of the two calls, to the bit. After ``flat_optimizer(..., one_buffer=True)`` the host looks once at the
+    gradients that stay in the buffer, instead of once for each call. Everything else (other optimizers, hooks ahead of steps,
+    gradients that were replaced) is done by the two calls.
+
+    Args:
+        optimizer: any optimizer. Schedulers and hooks are called as by ``optimizer.step()``.
+        max_norm, norm_type, error_if_nonfinite, foreach: as for :func:`clip_grad_norm_`.
+
+    Returns:
+        The norm ahead of clipping, as of :func:`clip_grad_norm_`.
+
+    Raises:
+        RuntimeError: as :func:`clip_grad_norm_`; then nothing is stepped.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(_clip_and_step)(optimizer, max_norm, norm_type, error_if_nonfinite, foreach)
+    return _clip_and_step(optimizer, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _clip_and_step(optimizer: Optimizer, max_norm: float, norm_type: float, *options: Any) -> Tensor:
+    if isinstance(optimizer, FlatOptimizer) and norm_type > 0:
+        with torch.no_grad(), optimizer.looked_at() as found:
+            if found is not None:
+                norm = clip_found(found, float(norm_type), max_norm, *options)
+                optimizer.step()
+                return norm
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    norm = clip_grad_norm_(params, max_norm, norm_type, *options)
+    optimizer.step()
+    return norm

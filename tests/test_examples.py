@@ -101,7 +101,7 @@ def test_only_whole_checkpoints_count(tmp_path: Path, one_rank: None, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-00000{step}" for step in (1, 2, 3, 4)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sweep
 def test_train_gpt_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Path, cache: Path) -> None:
     command = [str(ROOT / "tests/common/killed_ranks.py"), str(ROOT / "examples/train_gpt.py"), *SIZE, "--out", str(tmp_path)]
     printed = torchrun("--max-restarts", "3", *command, "--resume", "auto", cache=cache)

@@ -83,6 +83,7 @@ def test_the_host_has_a_budget_as_well() -> None:
     assert not choice(0).trials[0].host_bytes and not _offloads(choice(0).trials)
 
 
+@pytest.mark.exhaustive
 def test_the_step_is_the_one_that_was_tried_and_says_so() -> None:
     trial = _offloads(choice(_LARGE).frontier())[-1]
     report = explained(trial.peak_bytes, "1TB")

@@ -500,9 +500,13 @@ def test_zero_bubbles_of_compiled_stages(name: str, rank_pools: RankPools) -> No
     rank_pools[4].run(compare_pipelines, name=name, whole_backward=True)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "compiles"), [("InterleavedZeroBubble", "all"), ("InterleavedZeroBubble", "second block"), ("DualPipeV", "all")]
+    ("name", "compiles"),
+    [
+        pytest.param("InterleavedZeroBubble", "all", marks=pytest.mark.exhaustive),
+        pytest.param("InterleavedZeroBubble", "second block", marks=pytest.mark.sweep),
+        pytest.param("DualPipeV", "all", marks=pytest.mark.sweep),
+    ],
 )
 def test_pipelines_without_gradients_are_refused(name: str, compiles: str, rank_pools: RankPools) -> None:
     _check_version(name)

@@ -340,6 +340,7 @@ class TestOneProcess:
         (as_tried,) = (trial for trial in frontier if trial.policy == second.policy)
         assert second.peak_bytes == as_tried.peak_bytes - states["adamw"] + real
 
+    @pytest.mark.exhaustive
     def test_optimizers_are_added_up(self) -> None:
         """Of parts of the model, as each makes its first step; and another one in their place, for all of it."""
         model = sharded(1)

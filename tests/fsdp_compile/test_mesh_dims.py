@@ -163,13 +163,18 @@ def _compare(run: Run, expected: Run, rtol: float) -> None:
 
 
 _QUICK = ("dp, tp",)
+#: Combinations of others, for eight ranks.
+_SWEPT = ("two to shard over, tp", "replicate, two to shard over")
 
 
 @pytest.mark.parametrize(
     ("name", "system"),
     [
         *((name, "eager") for name in _QUICK),
-        *(pytest.param(name, "aot_eager", marks=pytest.mark.exhaustive) for name in _SPLITS),
+        *(
+            pytest.param(name, "aot_eager", marks=pytest.mark.sweep if name in _SWEPT else pytest.mark.exhaustive)
+            for name in _SPLITS
+        ),
     ],
 )
 def test_parity(name: str, system: str, rank_pools: RankPools) -> None:

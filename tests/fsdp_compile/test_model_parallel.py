@@ -373,9 +373,12 @@ _WITH_REPLICAS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, De
 }
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("system", "name"), [("fsdp2", "adapters"), *itertools.product(("eager", "aot_eager"), _WITH_REPLICAS)]
+    ("system", "name"),
+    [
+        pytest.param(system, name, marks=getattr(pytest.mark, "exhaustive" if name == "adapters" else "sweep"))
+        for system, name in [("fsdp2", "adapters"), *itertools.product(("eager", "aot_eager"), _WITH_REPLICAS)]
+    ],
 )
 def test_microbatches_with_replicas(name: str, system: str, rank_pools: RankPools) -> None:
     build, parallelize = _WITH_REPLICAS[name]

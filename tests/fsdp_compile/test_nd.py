@@ -197,6 +197,12 @@ _SYSTEMS = {"eager": "--no-compile", "aot_eager": "--lowering aot_eager", "induc
 _WITH_INDUCTOR = ("EP x FSDP, grouped_mm", "CP x FSDP, ring")
 
 
+def _tier(name: str, system: str) -> list[Any]:
+    if system == "eager" and name not in _WITH_INDUCTOR:
+        return [pytest.mark.sweep]
+    return [] if name in _QUICK and system == "aot_eager" else [pytest.mark.exhaustive]
+
+
 @pytest.fixture(scope="module")
 def fsdp2_runs(rank_pools: RankPools) -> Callable[[str], list[Run]]:
     def runs(name: str) -> list[Run]:
@@ -213,7 +219,7 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str], list[Run]]:
             name,
             system,
             marks=[
-                *([] if name in _QUICK and system == "aot_eager" else [pytest.mark.exhaustive]),
+                *_tier(name, system),
                 *([needs_placements_with_a_mesh] if _SPLITS[name].one_unit else []),
             ],
         )

@@ -152,6 +152,7 @@ def test_says_the_same_of_its_own_sizes(explained: Report) -> None:
     assert memory == {name: held for name, held in explained.memory.categories.items() if held}
 
 
+@pytest.mark.exhaustive
 def test_says_what_dominates_at_other_sizes(explained: Report) -> None:
     there = explained.at(S=512)
     formulae = there.formulae
@@ -179,8 +180,9 @@ def test_replicas_and_microbatches() -> None:
         explained.at(M=1)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("hardware", ["h100", "cpu"])
+@pytest.mark.parametrize(
+    "hardware", [pytest.param("h100", marks=pytest.mark.exhaustive), pytest.param("cpu", marks=pytest.mark.sweep)]
+)
 @settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_evaluates_to_what_a_trace_says_anywhere(hardware: str, data: st.DataObject) -> None:

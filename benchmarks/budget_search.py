@@ -158,18 +158,10 @@ def every_policy(choices: OpenChoices) -> Iterator[StepPolicy]:
 def every_trial(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial]) -> list[Trial]:
     """Trials of all that, and of all that can wait on the host of what each saves."""
     found = []
-    for policy in every_policy(choices):
-        found.append(attempt(policy))
-        for waiting in _subsets(found[-1].saved)[1:] if choices.offloads else []:
-            stretches = {activation.stretch for activation in waiting}
-            on_device = set(found[-1].saved).difference(waiting)
-            found.append(
-                attempt(
-                    choices.policy(
-                        policy.kept, policy.recomputed, policy.activation_budget, stretches, policy.in_nodes, on_device
-                    )
-                )
-            )
+    for trial in map(attempt, every_policy(choices)):
+        found.append(trial)
+        for waiting in _subsets(trial.saved)[1:] if choices.offloads else []:
+            found.append(attempt(choices.with_waiting(trial, waiting)))
     return found
 
 

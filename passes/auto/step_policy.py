@@ -232,12 +232,12 @@ class OpenChoices:
             for number in policy.offloaded:
                 values = [activation for activation in trial.waiting if activation.stretch == number]
                 wait += _largest(values, sum(activation.nbytes for activation in values) * level // (_LEVELS - 1))
-            yield self._with_waiting(trial, wait)
+            yield self.with_waiting(trial, wait)
 
     def cut_to_host(self, trial: Trial) -> StepPolicy:
         """The policy by which less waits, where that is more than the host holds: the largest values."""
         others = trial.host_bytes - sum(activation.nbytes for activation in trial.waiting)
-        return self._with_waiting(trial, _largest(trial.waiting, self.host_bytes - others))
+        return self.with_waiting(trial, _largest(trial.waiting, self.host_bytes - others))
 
     def near(self, trial: Trial) -> Iterator[StepPolicy]:
         """Policies that differ in one unit, stretch or activation, or in two that change places, or in what the partitioner
@@ -269,15 +269,15 @@ class OpenChoices:
         saved = [activation for activation in trial.saved if activation.stretch in self.offloads]
         for place in dict.fromkeys(activation.place for activation in saved):
             equal = {activation for activation in saved if activation.place == place}
-            yield self._with_waiting(trial, waiting | equal)
-            yield self._with_waiting(trial, waiting - equal)
+            yield self.with_waiting(trial, waiting | equal)
+            yield self.with_waiting(trial, waiting - equal)
         for activation in saved:
-            yield self._with_waiting(trial, waiting ^ {activation})
+            yield self.with_waiting(trial, waiting ^ {activation})
         for one, other in itertools.product(trial.waiting, saved):
             if other not in waiting:
-                yield self._with_waiting(trial, waiting ^ {one, other})
+                yield self.with_waiting(trial, waiting ^ {one, other})
 
-    def _with_waiting(self, trial: Trial, waiting: Collection[Activation]) -> StepPolicy:
+    def with_waiting(self, trial: Trial, waiting: Collection[Activation]) -> StepPolicy:
         """The policy of a trial, but that of what it saves, these wait on the host."""
         policy = trial.policy
         return self.policy(

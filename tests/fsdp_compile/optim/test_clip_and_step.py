@@ -225,6 +225,12 @@ def test_beside_a_plain_parameter(one_rank: None) -> None:
     assert torch.equal(*plain) and not torch.equal(plain[0], torch.ones(3))
 
 
+def test_parameters_are_no_optimizer(one_rank: None) -> None:
+    parameters: Any = _model().parameters()
+    with pytest.raises(TypeError, match=r"takes an optimizer, not a generator.*clip_grad_norm_"):
+        clip_and_step(parameters, 0.5)
+
+
 def train(one_call: bool, mesh_shape: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
     """Norms, and parameters at the end; FSDP2 without ``one_call``."""
     mesh = device_mesh(mesh_shape)

@@ -106,7 +106,7 @@ def test_budgets_choose_the_best_of_small_graphs(tmp_path: Path) -> None:
         assert one["search"]["drawn"] == 0 and max(one["search"]["every"]) <= 0.05
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sweep
 def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> None:
     results = run("prediction.py", tmp_path / "out.json", "--quick", "--rounds", "1")
     row = results["rows"]["quick"]

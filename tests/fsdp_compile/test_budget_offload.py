@@ -31,9 +31,9 @@ _FAST = replace(known_hardware("cuda", "H100"), host=HostLink(1e-6, 50e9, 50e9, 
 
 
 @few_trials
-def explained(budget: int | str, host_budget: int | str | None, **options: Any) -> Report:
+def explained(budget: int | str, host_budget: int | str | None, layers: int = 3, **options: Any) -> Report:
     given = {"memory_budget": budget, "host_budget": host_budget, **options}
-    return explain(Model(), batch(), (8,), _FAST, shard=shard, options=given, suggest=False)
+    return explain(Model(layers), batch(), (8,), _FAST, shard=shard, options=given, suggest=False)
 
 
 @functools.cache
@@ -62,16 +62,16 @@ def test_steps_that_copy_are_among_the_best() -> None:
 @pytest.mark.exhaustive
 def test_single_activations_are_among_the_best() -> None:
     """Of a step, some of what a stretch saves waits on the host, and the rest does not; and it says so."""
-    found = explained.__wrapped__(_LARGE, _LARGE).choices[0]  # type: ignore[attr-defined]
+    found = explained.__wrapped__(_LARGE, _LARGE, 2).choices[0]  # type: ignore[attr-defined]
     trial = next(one for one in found.frontier() if one.policy.on_device)
     whole = [one for one in found.trials if not one.policy.on_device and one.peak_bytes <= trial.peak_bytes]
     assert trial.time_ns < min(one.time_ns for one in whole)
     assert sum(activation.nbytes for activation in trial.waiting) == trial.host_bytes
-    report = explained.__wrapped__(trial.peak_bytes, _LARGE)  # type: ignore[attr-defined]
+    report = explained.__wrapped__(trial.peak_bytes, _LARGE, 2)  # type: ignore[attr-defined]
     assert report.choices[0].chosen == trial
     assert (report.memory.host_bytes, step_ns(report)) == (trial.host_bytes, trial.time_ns)
     some = f"{len(trial.waiting)} of {len(trial.waiting) + len(trial.policy.on_device)} activations"
-    assert f"{some} of {len(trial.policy.offloaded)} of 4 stretches" in str(report)
+    assert f"{some} of {len(trial.policy.offloaded)} of 3 stretches" in str(report)
 
 
 @pytest.mark.exhaustive
@@ -244,9 +244,13 @@ def _train_case(options: Mapping[str, Any]) -> tuple[Run, Capture, bool]:
     return run, captured, bool(engine.copies)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "lowering"),
+    [
+        pytest.param(2, "inductor", marks=pytest.mark.exhaustive),
+        *(pytest.param(*setting, marks=pytest.mark.sweep) for setting in [(2, "aot_eager"), (4, "aot_eager"), (4, "inductor")]),
+    ],
+)
 def test_trains_alike(ranks: int, lowering: str, rank_pools: RankPools) -> None:
     by_rank = rank_pools[ranks].run(train_with_copies, lowering=lowering)
     without, *within = ([runs[index] for runs in by_rank] for index in range(3))
@@ -277,8 +281,13 @@ def train_fsdp2() -> Run:
     return train_sharded(_CASE, functools.partial(torch.distributed.fsdp.fully_shard, offload_policy=offload), None)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("ranks", "lowering"), [(2, "aot_eager"), (4, "inductor")])
+@pytest.mark.parametrize(
+    ("ranks", "lowering"),
+    [
+        pytest.param(4, "aot_eager", marks=pytest.mark.exhaustive),
+        *(pytest.param(*setting, marks=pytest.mark.sweep) for setting in [(2, "aot_eager"), (4, "inductor")]),
+    ],
+)
 def test_trains_alike_with_shards_on_the_host(ranks: int, lowering: str, rank_pools: RankPools) -> None:
     by_rank = rank_pools[ranks].run(train_on_host, lowering=lowering)
     without, unlimited, least = ([runs[index] for runs in by_rank] for index in range(3))

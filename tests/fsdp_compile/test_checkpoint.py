@@ -267,7 +267,11 @@ def load_between_steps(compiled: bool, assign: bool) -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-@pytest.mark.parametrize(("world", "compiled"), [(4, False), (2, True), (4, True)], ids=["4-eager", "2-compiled", "4-compiled"])
+@pytest.mark.parametrize(
+    ("world", "compiled"),
+    [(4, False), (2, True), pytest.param(4, True, marks=pytest.mark.exhaustive)],
+    ids=["4-eager", "2-compiled", "4-compiled"],
+)
 def test_load_state_dict_between_steps(world: int, compiled: bool, assign: bool, rank_pools: RankPools) -> None:
     rank_pools[world].run(load_between_steps, compiled=compiled, assign=assign)
 
@@ -540,7 +544,7 @@ def freeze_and_unfreeze(compiled: bool, names: list[str]) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["head.weight"],
+        pytest.param(["head.weight"], marks=pytest.mark.exhaustive),
         ["bias", "blocks.0.up.weight"],
         [f"blocks.0.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")],
     ],

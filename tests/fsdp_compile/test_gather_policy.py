@@ -63,15 +63,23 @@ def train(
     return runs
 
 
+def _tier(policy: str, system: str) -> Any:
+    """Systems differ in when they round, policies in what to: integers in each system, and each kind of scale in one."""
+    if (policy, system) == ("int8", "eager"):
+        return ()
+    is_of_another_scale = system == "aot_eager" and policy in ("int8 rows", "e4m3 tensors")
+    return pytest.mark.exhaustive if policy == "int8" or is_of_another_scale else pytest.mark.sweep
+
+
 @pytest.mark.parametrize(
     ("policy", "mesh_shape", "system"),
     [
-        pytest.param(policy, mesh_shape, system, marks=[] if is_quick else pytest.mark.exhaustive)
+        pytest.param(policy, mesh_shape, system, marks=marks)
         for number, (policy, system) in enumerate(itertools.product(_POLICIES, _SYSTEMS))
         # Each policy in a graph, integers and floats in each system, and each policy and each system on each mesh.
         if system == "aot_eager" or policy in ("int8", "e4m3")
         for mesh_shape in [((2,), (2, 2))[number % 2]]
-        for is_quick in [(policy, system) == ("int8", "eager")]
+        for marks in [_tier(policy, system)]
     ],
 )
 def test_parity(policy: str, mesh_shape: tuple[int, ...], system: str, rank_pools: RankPools) -> None:
@@ -88,8 +96,10 @@ def test_parity(policy: str, mesh_shape: tuple[int, ...], system: str, rank_pool
     assert differences(runs, reference(GPT, world, [4, 4], sgd), 2e-4)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("system", _SYSTEMS)
+@pytest.mark.parametrize(
+    "system",
+    [pytest.param(system, marks=pytest.mark.sweep if system == "inductor" else pytest.mark.exhaustive) for system in _SYSTEMS],
+)
 def test_a_smaller_group_gathers_what_was_rounded(system: str, rank_pools: RankPools) -> None:
     """Backward gathers pieces of the parameters that forward saw, and rounds them no second time."""
     arguments = {"mesh_shape": (4,), "task": SMALL, "policy": "e4m3", "schedules": {"once": [(Microbatch(),)] * 3}}
@@ -124,9 +134,11 @@ def read_twice(system: str, policy: str, param_dtype: torch.dtype | None) -> lis
 @pytest.mark.parametrize(
     ("policy", "system", "param_dtype"),
     [
-        pytest.param(policy, system, dtype, marks=[] if (policy, system) == ("int8", "aot_eager") else pytest.mark.exhaustive)
+        pytest.param(policy, system, dtype, marks=[] if is_quick else pytest.mark.sweep if is_swept else pytest.mark.exhaustive)
         for policy in _POLICIES
         for system in _SYSTEMS
+        for is_quick in [(policy, system) == ("int8", "aot_eager")]
+        for is_swept in [system == "inductor" and policy not in ("int8", "e4m3")]
         for dtype in (None, torch.bfloat16)
         # Policies differ in what they round to, systems in when: both dtypes in one of each.
         if policy == "int8" or (system == "aot_eager" if dtype is None else system == "inductor")

@@ -122,7 +122,11 @@ _FACTORS: dict[str, tuple[tuple[Schedule, ...], Callable[[int], tuple[float, ...
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 JOBS = {
-    "gpt": Job(GPT, tuple(FLAVOURS)),
+    "gpt": Job(GPT, ("sharded", "unsharded_then_partial", "keep_unsharded", "partial_keep_one_block", "flags_between")),
+    "gpt_more": Job(
+        GPT,
+        ("unsharded", "partial", "partial_then_unsharded", "every_second_block_defers", "only_root_defers", "sharded_keep"),
+    ),
     # Without replicas, partial is sharded.
     "gpt_fsdp": Job(GPT, ("unsharded", "keep_unsharded")),
     "small": Job(SMALL, ("unsharded", "partial", "unsharded_then_partial", "keep_unsharded", "flags_between")),
@@ -191,9 +195,12 @@ _cached_reference = functools.cache(reference)
 
 
 def _marks(job: str, shape: tuple[int, ...] = HSDP) -> Any:
-    # All flavours with replicas on a whole transformer, in one run; each is a part of other jobs, too. Code takes long to
+    # Flavours of which the next ones have parts, and two of those without replicas.
+    if job in ("gpt_more", "gpt_fsdp"):
+        return pytest.mark.sweep
+    # With replicas on a whole transformer, in one run; each flavour is a part of other jobs, too. Code takes long to
     # generate, and two ranks sharding show what four do.
-    is_large = job in ("gpt", "gpt_fsdp", "kernels") or shape == FSDP4
+    is_large = job in ("gpt", "kernels") or shape == FSDP4
     return pytest.mark.exhaustive if is_large or (job, shape) == ("factors", HSDP) else []
 
 
@@ -213,6 +220,7 @@ def _ours(job: str, mesh_shapes: Sequence[tuple[int, ...]], systems: Sequence[st
     [
         *_ours("gpt_fsdp", [FSDP], ["fsdp2", "aot_eager"]),
         *_ours("gpt", [HSDP], ["fsdp2", "aot_eager"]),
+        *_ours("gpt_more", [HSDP], ["fsdp2", "aot_eager"]),
         *_ours("small", [FSDP4], ["fsdp2", "aot_eager"]),
         *_ours("small", [HSDP], ["fsdp2", "eager"]),
         *_ours("kernels", [HSDP], ["fsdp2", "inductor"]),
@@ -233,8 +241,9 @@ def test_matches(job: str, mesh_shape: tuple[int, ...], system: str, name: str, 
 @pytest.mark.parametrize(
     ("job", "mesh_shape", "system"),
     [
-        pytest.param("gpt_fsdp", FSDP, "aot_eager", marks=pytest.mark.exhaustive),
+        pytest.param("gpt_fsdp", FSDP, "aot_eager", marks=_marks("gpt_fsdp")),
         pytest.param("gpt", HSDP, "aot_eager", marks=_marks("gpt")),
+        pytest.param("gpt_more", HSDP, "aot_eager", marks=_marks("gpt_more")),
         pytest.param("kernels", HSDP, "inductor", marks=_marks("kernels")),
         pytest.param("factors", HSDP, "aot_eager", marks=pytest.mark.exhaustive),
         ("factors", FSDP, "aot_eager"),
@@ -307,7 +316,11 @@ _GATHERS_IN_BACKWARD = {
 
 @pytest.mark.parametrize(
     ("job", "mesh_shape", "system", "name"),
-    [*_ours("gpt_fsdp", [FSDP], ["fsdp2", "aot_eager"]), *_ours("gpt", [HSDP], ["fsdp2", "aot_eager"])],
+    [
+        *_ours("gpt_fsdp", [FSDP], ["fsdp2", "aot_eager"]),
+        *_ours("gpt", [HSDP], ["fsdp2", "aot_eager"]),
+        *_ours("gpt_more", [HSDP], ["fsdp2", "aot_eager"]),
+    ],
 )
 def test_collectives(job: str, mesh_shape: tuple[int, ...], system: str, name: str, train: TrainAll) -> None:
     """The communication of each microbatch of both steps. The second step is like the first: nothing gathered survives."""
@@ -344,6 +357,7 @@ def test_collectives_of_generated_code(name: str, train: TrainAll) -> None:
     [
         *_ours("gpt_fsdp", [FSDP], ["aot_eager"]),
         *_ours("gpt", [HSDP], ["aot_eager"]),
+        *_ours("gpt_more", [HSDP], ["aot_eager"]),
         *_ours("small", [HSDP], ["eager"]),
     ],
 )

@@ -204,14 +204,13 @@ def _corpus(number: int) -> list[tuple[Schedule, ...]]:
     return found[::5]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh_shape", "number"),
     [
-        pytest.param((2,), 20, marks=pytest.mark.units_apart),
-        pytest.param((2, 2), 10, marks=pytest.mark.units_apart),
-        ((2,), 10),
-        ((2, 2), 10),
+        pytest.param((2,), 20, marks=[pytest.mark.exhaustive, pytest.mark.units_apart]),
+        pytest.param((2, 2), 10, marks=[pytest.mark.exhaustive, pytest.mark.units_apart]),
+        pytest.param((2,), 10, marks=pytest.mark.exhaustive),
+        pytest.param((2, 2), 10, marks=pytest.mark.sweep),
     ],
 )
 def test_does_what_fsdp2_does(mesh_shape: tuple[int, ...], number: int, rank_pools: RankPools) -> None:

@@ -287,9 +287,10 @@ def test_any_bucket_finds_the_tensors_of_its_parameters(rank_pools: RankPools, h
     ("shape", "flag"),
     [
         ((2,), "set_requires_gradient_sync"),
-        ((2, 2), "set_requires_all_reduce"),
-        pytest.param((2, 2), "set_requires_gradient_sync", marks=pytest.mark.exhaustive),
-        pytest.param((2, 2), "", marks=pytest.mark.exhaustive),
+        *(
+            pytest.param((2, 2), flag, marks=pytest.mark.exhaustive)
+            for flag in ("set_requires_all_reduce", "set_requires_gradient_sync", "")
+        ),
     ],
 )
 def test_tensors_move_on_when_something_is_reduced(rank_pools: RankPools, shape: tuple[int, ...], flag: str) -> None:

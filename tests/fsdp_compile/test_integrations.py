@@ -300,13 +300,19 @@ def compare_from_pretrained(folder: str, compiled: bool) -> None:
 
 
 @_needs("transformers")
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("compiled", [False, True])
-def test_tensor_parallel_plan_of_transformers(compiled: bool, tmp_path: Path, rank_pools: RankPools) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "layers"),
+    [
+        pytest.param(False, 9, marks=pytest.mark.exhaustive),
+        pytest.param(True, 3, marks=pytest.mark.exhaustive),
+        pytest.param(True, 9, marks=pytest.mark.sweep),
+    ],
+)
+def test_tensor_parallel_plan_of_transformers(compiled: bool, layers: int, tmp_path: Path, rank_pools: RankPools) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=9, **heads)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, **heads)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     rank_pools[4].run(compare_from_pretrained, folder=str(tmp_path), compiled=compiled)

@@ -162,15 +162,15 @@ def _compare(run: Run, expected: Run, rtol: float) -> None:
         assert relative_error(param, expected.parameters[key]) < rtol, key
 
 
-_QUICK = ("dp, tp",)
-#: Combinations of others, for eight ranks.
-_SWEPT = ("two to shard over, tp", "replicate, two to shard over")
+_UNCOMPILED = ("dp, tp",)
+#: Combinations of others, of eight ranks; and others in another order.
+_SWEPT = ("two to shard over, tp", "replicate, two to shard over", "replicate, shard, tp", "tp, dp")
 
 
 @pytest.mark.parametrize(
     ("name", "system"),
     [
-        *((name, "eager") for name in _QUICK),
+        *(pytest.param(name, "eager", marks=pytest.mark.exhaustive) for name in _UNCOMPILED),
         *(
             pytest.param(name, "aot_eager", marks=pytest.mark.sweep if name in _SWEPT else pytest.mark.exhaustive)
             for name in _SPLITS

@@ -66,10 +66,12 @@ def train(system: str, flavours: Sequence[str], options: str) -> Any:
 @pytest.mark.parametrize(
     ("system", "flavours", "options"),
     [
-        ("eager", _QUICK, ""),
         ("aot_eager", _QUICK, ""),
         *(
-            pytest.param(system, _QUICK if system == "inductor" else _FLAVOURS, options, marks=pytest.mark.exhaustive)
+            pytest.param(
+                *(system, _QUICK if system == "inductor" else _FLAVOURS, options),
+                marks=pytest.mark.exhaustive if (system == "aot_eager") == bool(options) else pytest.mark.sweep,
+            )
             for system in ("fsdp2", "eager", "aot_eager", "inductor")
             for options in _OPTIONS
             # FSDP2 makes its smaller groups of other ranks on each, and hangs.

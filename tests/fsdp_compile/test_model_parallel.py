@@ -298,6 +298,10 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
 
 # Of the other cases, compiled runs are exhaustive: what differs in 2-D from 1-D is in these.
 _COMPILED_QUICKLY = {"mlp", "uneven"}
+# What graphs have of these, they have in 1-D, so only the uncompiled runs are exhaustive.
+_AS_IN_ONE_DIMENSION = {"foreach", "fused", "evaluation", "reshard_true", "reshard_false", "accumulate"}
+# Without replicas they run on four ranks; adapters with replicas are in test_microbatches_with_replicas, too.
+_IN_OTHERS = {"hsdp_adapters", "hsdp_frozen_in_part"}
 
 
 def _parameters() -> list[Any]:
@@ -306,8 +310,11 @@ def _parameters() -> list[Any]:
         for world in case.worlds:
             systems = ["fsdp2"] * case.fsdp2 + ["eager", "aot_eager"] + ["inductor"] * (world in case.inductor_worlds)
             for system in systems:
-                is_quick = system in ("fsdp2", "eager") or (system == "aot_eager" and case.name in _COMPILED_QUICKLY)
-                marks = () if is_quick and world == 4 else pytest.mark.exhaustive
+                is_plain = case.name in _AS_IN_ONE_DIMENSION
+                is_quick = case.name in _COMPILED_QUICKLY if system == "aot_eager" else system != "inductor" and not is_plain
+                # Through Inductor, test_nd_example.py has a decoder that is tensor parallel, too.
+                is_swept = system == "inductor" or case.name in _IN_OTHERS or (system == "aot_eager" and is_plain)
+                marks = () if is_quick and world == 4 else pytest.mark.sweep if is_swept else pytest.mark.exhaustive
                 parameters.append(pytest.param(case, world, system, marks=marks, id=f"{case.name}-{world}-{system}"))
     return parameters
 
@@ -374,15 +381,20 @@ _WITH_REPLICAS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, De
 
 
 @pytest.mark.parametrize(
-    ("system", "name"),
+    ("system", "name", "flavours"),
     [
-        pytest.param(system, name, marks=getattr(pytest.mark, "exhaustive" if name == "adapters" else "sweep"))
-        for system, name in [("fsdp2", "adapters"), *itertools.product(("eager", "aot_eager"), _WITH_REPLICAS)]
+        pytest.param(
+            "aot_eager", "adapters", ("unsharded_then_partial", "partial_keep_one_block"), marks=pytest.mark.exhaustive
+        ),
+        *(
+            pytest.param(system, name, tuple(FLAVOURS), marks=pytest.mark.sweep)
+            for system, name in [("fsdp2", "adapters"), *itertools.product(("eager", "aot_eager"), _WITH_REPLICAS)]
+        ),
     ],
 )
-def test_microbatches_with_replicas(name: str, system: str, rank_pools: RankPools) -> None:
+def test_microbatches_with_replicas(system: str, name: str, flavours: tuple[str, ...], rank_pools: RankPools) -> None:
     build, parallelize = _WITH_REPLICAS[name]
-    task, schedules = Task(build, _batch_of_pair, squared_error), {flavour: [FLAVOURS[flavour]] * 2 for flavour in FLAVOURS}
+    task, schedules = Task(build, _batch_of_pair, squared_error), {flavour: [FLAVOURS[flavour]] * 2 for flavour in flavours}
     shard = partial(shard_beside, parallelize=parallelize)
     found = rank_pools[8].run(
         train_schedules, system=system, mesh_shape=(2, 2, 2), task=task, schedules=schedules, shard=shard, count=False
@@ -414,7 +426,7 @@ def hooked_gradients(system: str, hook: str, shape: tuple[int, ...] = (2, 2)) ->
     return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("shape", [(2, 2), pytest.param((2, 2, 2), marks=pytest.mark.exhaustive)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((2, 2, 2), marks=pytest.mark.sweep)], ids=str)
 @pytest.mark.parametrize("system", ["eager", "aot_eager"])
 def test_communication_hooks(system: str, shape: tuple[int, ...], rank_pools: RankPools) -> None:
     """They are called for the pieces, and reduce over the data parallel ranks."""

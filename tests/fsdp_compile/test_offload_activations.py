@@ -96,10 +96,10 @@ def _memory(copies: bool) -> contextlib.AbstractContextManager[Any]:
     ("name", "policy", "lowering", "params"),
     [
         ("mlp", "tanh", "aot_eager", False),
+        pytest.param("lengths", "products", "inductor", False, marks=pytest.mark.sweep),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [
-                ("lengths", "products", "inductor", False),
                 ("lengths", "preferably tanh", "aot_eager", True),
                 ("transformer", "all", "aot_eager", False),
                 ("transformer", "all", "inductor", True),
@@ -345,6 +345,7 @@ class TestReport:
         assert (last.kind, last.stage, last.exposed_ns > 0) == ("to_host", "backward", True)
         assert "not possible here: it does not know of copies of shards" in str(with_suggestions(report))
 
+    @pytest.mark.exhaustive
     def test_there_are_no_formulae_and_no_profiles(self) -> None:
         report = report_on("tanh")
         with pytest.raises(NotImplementedError, match="no formulae for a step with copies between device and host"):

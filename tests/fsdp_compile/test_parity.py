@@ -306,7 +306,6 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
 _MANY_KERNELS = {
     "hsdp-4-inductor",
     "reshard_int-4-inductor",
-    "uneven-4-inductor",
     "bf16_mlp-2-inductor",
     "graph_breaks-2-inductor",
     "transformer_uneven-2-inductor",
@@ -314,13 +313,12 @@ _MANY_KERNELS = {
 }
 
 
-# On four ranks, the cases whose shards are others than on two. What else runs on both runs there in one system.
+# On four ranks, the cases whose shards are others than on two. What else runs on both is swept there, in one system.
 _OF_FOUR_RANKS = {"mlp", "uneven", "fewer_rows_than_ranks", "reshard_int", "hsdp", "hsdp_uneven"}
 # One of each kind. The others are exhaustive.
 _OF_TWO_RANKS = {
-    *("mlp", "shard_columns", "tied", "scalar_parameters", "frozen_in_part", "unused_parameter", "shared_weight", "containers"),
-    *("reads_child", "list_of_modules", "ignored_params", "bf16_mlp", "bf16_alone", "bf16_uncast_inputs", "graph_breaks"),
-    *("checkpoint_inside_units", "compile_each_block", "two_models", "dynamic_batch", "evaluation_no_grad"),
+    *("mlp", "shard_columns", "tied", "frozen_in_part", "unused_parameter", "containers", "reads_child", "ignored_params"),
+    *("bf16_mlp", "bf16_alone", "graph_breaks", "checkpoint_inside_units", "compile_each_block", "dynamic_batch"),
     *("accumulate_gradients", "adamw_foreach_clip_grad_norm"),
 }
 
@@ -336,7 +334,9 @@ def _parameters() -> list[Any]:
                 name = f"{case.name}-{world}-{system}"
                 quick = _OF_FOUR_RANKS if world == 4 else _OF_TWO_RANKS
                 is_exhaustive = name in _MANY_KERNELS or case.name not in quick
-                marks = pytest.mark.exhaustive if is_exhaustive else ()
+                # Uneven shards are in the kernels of a transformer on two ranks, too.
+                is_swept = name == "uneven-4-inductor" or (world != case.worlds[0] and case.name not in _OF_FOUR_RANKS)
+                marks = pytest.mark.sweep if is_swept else pytest.mark.exhaustive if is_exhaustive else ()
                 parameters.append(pytest.param(case, world, system, marks=marks, id=name))
     return parameters
 

@@ -168,7 +168,7 @@ def _expected_hierarchical(shape: tuple[int, int], flag: str) -> list[Tensor]:
         ((2, 2), "aot_eager", "set_requires_all_reduce"),
         ((2, 1), "eager", ""),
         pytest.param((2, 2), "eager", "set_requires_gradient_sync", marks=pytest.mark.exhaustive),
-        pytest.param((2, 2), "inductor", "", marks=pytest.mark.exhaustive),
+        pytest.param((2, 2), "inductor", "", marks=pytest.mark.sweep),
     ],
 )
 def test_over_replicas_alone(rank_pools: RankPools, shape: tuple[int, int], system: str, flag: str) -> None:

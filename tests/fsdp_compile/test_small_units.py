@@ -48,7 +48,7 @@ def train(mesh_shape: tuple[int, ...], system: str, schedule: Schedule) -> Run:
         ((2,), "aot_eager", (Microbatch(),)),
         ((2, 2), "aot_eager", _ACCUMULATE),
         pytest.param((2,), "inductor", _ACCUMULATE, marks=pytest.mark.exhaustive),
-        pytest.param((2, 2), "inductor", _ACCUMULATE, marks=pytest.mark.exhaustive),
+        pytest.param((2, 2), "inductor", _ACCUMULATE, marks=pytest.mark.sweep),
     ],
 )
 def test_trains_like_one_process(mesh_shape: tuple[int, ...], system: str, schedule: Schedule, rank_pools: RankPools) -> None:
@@ -63,8 +63,9 @@ def test_trains_like_one_process(mesh_shape: tuple[int, ...], system: str, sched
     assert small_units.MERGE_BELOW_BYTES > 0
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "lowering", [pytest.param("aot_eager", marks=pytest.mark.exhaustive), pytest.param("inductor", marks=pytest.mark.sweep)]
+)
 def test_tensor_parallel_ranks_may_merge_others(lowering: str, rank_pools: RankPools) -> None:
     check_pieces_around_a_threshold(rank_pools, lowering, "passes.auto.small_units.MERGE_BELOW_BYTES", 4 * 45)
 

@@ -384,13 +384,14 @@ def train(shape: tuple[int, ...], lowering: str | None, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "lowering", ["aot_eager", *(pytest.param(lowering, marks=pytest.mark.exhaustive) for lowering in (None, "inductor"))]
+    "lowering", [None, *(pytest.param(lowering, marks=pytest.mark.exhaustive) for lowering in ("aot_eager", "inductor"))]
 )
 def test_trains_as_fsdp2(lowering: str | None, rank_pools: RankPools) -> None:
     rank_pools[2].run(train, shape=(2,), lowering=lowering)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param((4,), marks=pytest.mark.sweep), pytest.param((2, 2), marks=pytest.mark.exhaustive)], ids=str
+)
 def test_trains_as_fsdp2_on_four_ranks(shape: tuple[int, ...], rank_pools: RankPools) -> None:
     rank_pools[4].run(train, shape=shape, lowering="aot_eager", reshard_after_forward=False)

@@ -260,7 +260,7 @@ def test_ranks_that_share_tensors_with_those_at_odds_raise(tmp_path: Path) -> No
         pools.close()
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("mesh_shape", [(2,), pytest.param((2, 2), marks=pytest.mark.exhaustive)], ids=["fsdp", "hsdp"])
 def test_real_ranks(mesh_shape: tuple[int, ...], rank_pools: RankPools) -> None:
     world = 2 * len(mesh_shape)
     others = "rank 0" if world == 2 else "rank 2"

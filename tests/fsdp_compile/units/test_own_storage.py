@@ -516,10 +516,11 @@ def compiled_step(compiled: bool, name: str, backend: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
 
 
+_EXHAUSTIVE_STEPS = [(False, "adamw", "aot_eager"), (True, "adamw", "inductor"), (True, "sgd", "aot_eager")]
 _STEPS = [
-    pytest.param(compiled, name, backend, marks=[] if quick else pytest.mark.exhaustive)
-    for compiled, name, backend in itertools.product((False, True), _OPTIMIZERS, ("aot_eager", "inductor"))
-    for quick in [(compiled, name, backend) == (True, "adamw", "aot_eager")]
+    pytest.param(*step, marks=[] if is_quick else pytest.mark.exhaustive if step in _EXHAUSTIVE_STEPS else pytest.mark.sweep)
+    for step in itertools.product((False, True), _OPTIMIZERS, ("aot_eager", "inductor"))
+    for is_quick in [step == (True, "adamw", "aot_eager")]
 ]
 
 

@@ -225,6 +225,7 @@ def test_startup_of_a_calibration_grows_from_pairs_to_what_was_measured() -> Non
     assert _growing(pairs, links, 8) == pairs
 
 
+@pytest.mark.exhaustive
 def test_a_calibration_measures_the_messages_that_training_sends(rank_pools: RankPools) -> None:
     for operations in rank_pools[2].run(operations_of_links):
         assert {"gloo:send", "gloo:recv"} <= operations

@@ -140,7 +140,8 @@ def test_in_place_hook_where_parameters_are_whole(flag: str, rank_pools: RankPoo
         _assert_close(rank_pools[2].run(gradients, system=system, hook="all_reduces", **options)[0], expected, 1e-6)
 
 
-@pytest.mark.parametrize("flag", ["set_requires_all_reduce", pytest.param("", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flag", ["set_requires_all_reduce", ""])
 def test_hooks_over_shards_and_over_replicas(flag: str, rank_pools: RankPools) -> None:
     options = {"shape": (2, 2), "microbatches": 3 if flag else 1, "flag": flag}
     expected = rank_pools[4].run(gradients, system="aot_eager", hook="", **options)[0]

@@ -580,7 +580,7 @@ def test_state_dict_options(name: str, rank_pools: RankPools) -> None:
 # --- Profiles -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=pytest.mark.exhaustive), False], ids=["compiled", "eager"])
 def test_profile_names_buckets(compiled: bool, fake_ranks: None) -> None:
     model = _mlp()
     shard_units(model, init_device_mesh("cpu", (8,)), fully_shard)

@@ -423,6 +423,7 @@ def variants() -> tuple[bool, list[Tensor], list[Tensor], int]:
     return is_same, expected, found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.exhaustive
 def test_beside_a_gather_policy_and_compiled_by_block(rank_pools: RankPools) -> None:
     for is_same, expected, found, graphs in rank_pools[2].run(variants):
         assert is_same

@@ -440,7 +440,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize(
     ("system", "mesh_shape", "optimizer_name"),
     [
-        ("aot_eager", HSDP, "adamw"),
+        pytest.param("aot_eager", HSDP, "adamw", marks=pytest.mark.exhaustive),
         pytest.param("aot_eager", FSDP, "adamw_foreach", marks=pytest.mark.exhaustive),
         ("aot_eager", FSDP, "adamw_fused"),
         pytest.param("aot_eager", FSDP, "sgd", marks=pytest.mark.exhaustive),
@@ -840,11 +840,11 @@ def fail_and_recover(system: str, mesh_shape: tuple[int, ...], where: str, pendi
     [
         # After an error in backward, FSDP2 adds the full gradients that autograd had made by then to the next ones.
         pytest.param("fsdp2", HSDP, "partial", "forward", marks=needs_fsdp2("reset_iter_state")),
-        ("aot_eager", HSDP, "partial", "backward"),
         *[
             pytest.param(*setting, marks=pytest.mark.exhaustive)
             for setting in [
                 ("aot_eager", HSDP, "partial", "forward"),
+                ("aot_eager", HSDP, "partial", "backward"),
                 ("aot_eager", HSDP, "unsharded", "forward"),
                 ("aot_eager", HSDP, "unsharded", "backward"),
             ]

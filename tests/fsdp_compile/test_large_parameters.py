@@ -46,12 +46,9 @@ def train_with_separate_matrices(mesh_shape: tuple[int, ...], lowering: str, sch
         return trainee.train(SMALL, [schedule] * 2, sgd)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("mesh_shape", "lowering", "schedule"),
-    [
-        pytest.param((2,), "inductor", (Microbatch(),), marks=pytest.mark.exhaustive),
-        ((2, 2), "aot_eager", _ACCUMULATE),
-    ],
+    ("mesh_shape", "lowering", "schedule"), [((2,), "inductor", (Microbatch(),)), ((2, 2), "aot_eager", _ACCUMULATE)]
 )
 def test_trains_like_one_process(mesh_shape: tuple[int, ...], lowering: str, schedule: Schedule, rank_pools: RankPools) -> None:
     world = math.prod(mesh_shape)

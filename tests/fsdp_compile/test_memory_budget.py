@@ -108,6 +108,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
+@pytest.mark.exhaustive
 def test_the_step_is_the_one_that_was_tried_and_explains_itself() -> None:
     frontier = unlimited().frontier()
     middle = next(trial for trial in frontier if trial.policy.recomputed)

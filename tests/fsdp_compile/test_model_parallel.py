@@ -427,7 +427,7 @@ def hooked_gradients(system: str, hook: str, shape: tuple[int, ...] = (2, 2)) ->
 
 
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((2, 2, 2), marks=pytest.mark.sweep)], ids=str)
-@pytest.mark.parametrize("system", ["eager", "aot_eager"])
+@pytest.mark.parametrize("system", ["eager", pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
 def test_communication_hooks(system: str, shape: tuple[int, ...], rank_pools: RankPools) -> None:
     """They are called for the pieces, and reduce over the data parallel ranks."""
     pool = rank_pools[math.prod(shape)]

@@ -165,7 +165,7 @@ def _expected_hierarchical(shape: tuple[int, int], flag: str) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("shape", "system", "flag"),
     [
-        ((2, 2), "aot_eager", "set_requires_all_reduce"),
+        pytest.param((2, 2), "aot_eager", "set_requires_all_reduce", marks=pytest.mark.exhaustive),
         ((2, 1), "eager", ""),
         pytest.param((2, 2), "eager", "set_requires_gradient_sync", marks=pytest.mark.exhaustive),
         pytest.param((2, 2), "inductor", "", marks=pytest.mark.sweep),

@@ -147,9 +147,10 @@ def generate_rounded(dtype: torch.dtype, param_dtype: torch.dtype) -> CudaCode:
     ("dtype", "param_dtype"),
     [
         pytest.param(torch.int8, torch.float32, id="int8"),
-        pytest.param(torch.float8_e4m3fn, torch.bfloat16, id="float8", marks=pytest.mark.exhaustive),
+        pytest.param(torch.float8_e4m3fn, torch.bfloat16, id="float8"),
     ],
 )
+@pytest.mark.exhaustive
 def test_one_kernel_rounds_and_copies_in(dtype: torch.dtype, param_dtype: torch.dtype) -> None:
     code = generate_rounded(dtype, param_dtype)
     kernels = set()

@@ -228,6 +228,7 @@ def test_graphs_depend_on_ranks_through_numbers_alone() -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.exhaustive
 def test_is_readable(explained: Report) -> None:
     text = str(explained.formulae)
     assert re.search(r"^total\n  shards +[0-9.]+ KiB/S\n  gathers send +[0-9.]+ KiB\*\(S-1\)/S$", text, re.MULTILINE)
@@ -241,6 +242,7 @@ def test_is_readable(explained: Report) -> None:
     assert r"\frac" in latex
 
 
+@pytest.mark.exhaustive
 def test_refuses_what_it_does_not_depend_on(explained: Report) -> None:
     with pytest.raises(ValueError, match=r"R=2: the step depends on S .*, B .*, T .*, and on no R"):
         explained.at(R=2)

@@ -47,17 +47,12 @@ _SPLITS = (
     "--cp 2 --pp 2",
 )
 _THROUGH_INDUCTOR = ("--dp 2 --tp 2 --ep 2", "--cp 2 --pp 2")  # each kind of parallelism once
-_IN_CI = (
-    ("--dp 4", "aot_eager"),
-    ("--dp 2 --tp 2 --ep 2", "inductor"),
-    ("--dp 2 --cp 2 --ep 2 --pp 2", "aot_eager"),
-)
+_IN_CI = (("--dp 4", "aot_eager"), ("--cp 2 --pp 2", "aot_eager"), ("--dp 2 --tp 2 --ep 2", "inductor"))
 _SPLITS_OF_8 = ("--dp 2 --tp 2 --pp 2", "--dp 4 --ep 4 --tp 2", "--dp 2 --cp 2 --ep 2 --pp 2")
 
 
 def _cases() -> list[object]:
-    # The largest split of eight ranks has the parallelisms of four, but for sharding alone. Through Inductor, what is within a
-    # stage and a context is in test_nd.py, too.
+    # Gradients of splits are compared in test_nd.py, and pipelines in test_composition.py.
     return [
         pytest.param(world, split, lowering, marks=pytest.mark.sweep if is_swept else pytest.mark.exhaustive)
         for world, splits in ((4, _SPLITS), (8, _SPLITS_OF_8))

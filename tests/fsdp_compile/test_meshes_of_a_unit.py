@@ -63,6 +63,13 @@ def train(system: str, flavours: Sequence[str], options: str) -> Any:
     return train_schedules(system, (2, 2), _TASK, schedules, functools.partial(_shard, **_OPTIONS[options]))
 
 
+_EXHAUSTIVE = [
+    *((system, "") for system in ("fsdp2", "eager")),
+    ("aot_eager", "reshard_after_forward=2"),
+    ("aot_eager", "bf16"),
+]
+
+
 @pytest.mark.parametrize(
     ("system", "flavours", "options"),
     [
@@ -70,7 +77,7 @@ def train(system: str, flavours: Sequence[str], options: str) -> Any:
         *(
             pytest.param(
                 *(system, _QUICK if system == "inductor" else _FLAVOURS, options),
-                marks=pytest.mark.exhaustive if (system == "aot_eager") == bool(options) else pytest.mark.sweep,
+                marks=pytest.mark.exhaustive if (system, options) in _EXHAUSTIVE else pytest.mark.sweep,
             )
             for system in ("fsdp2", "eager", "aot_eager", "inductor")
             for options in _OPTIONS

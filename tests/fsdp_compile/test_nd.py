@@ -197,11 +197,11 @@ _SYSTEMS = {"eager": "--no-compile", "aot_eager": "--lowering aot_eager", "induc
 _WITH_INDUCTOR = ("EP x FSDP, grouped_mm", "CP x FSDP, ring of 2")
 # Each is a part of another split, or, of eight ranks, has parts that others have.
 _IN_OTHERS = ("EP x FSDP", "CP x FSDP", "CP x FSDP, ring", "CP x EP", "PP x TP x FSDP", "TP x EP x FSDP")
+_IN_ANOTHER_SYSTEM = (("EP x FSDP, grouped_mm", "aot_eager"), ("CP x FSDP, ring of 2", "inductor"))
 
 
 def _tier(name: str, system: str) -> list[Any]:
-    is_lowered_further = system == "aot_eager" and name in _WITH_INDUCTOR
-    if system == "eager" or name in _IN_OTHERS or (is_lowered_further and name not in _QUICK):
+    if system == "eager" or name in _IN_OTHERS or (name, system) in _IN_ANOTHER_SYSTEM:
         return [pytest.mark.sweep]
     return [] if name in _QUICK and system == "aot_eager" else [pytest.mark.exhaustive]
 

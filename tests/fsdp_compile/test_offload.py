@@ -60,9 +60,9 @@ _QUICK_CASES = {("scalar_parameters", "aot_eager")}
 
 # Whatever the model is, what is copied is the storage of its units: these are in all systems, the others, of which units and
 # storage differ in kind, in one, and models that differ in what they compute are swept.
-_IN_ALL_SYSTEMS = ("mlp", "scalar_parameters")
+_IN_ALL_SYSTEMS = ("mlp", "scalar_parameters", "reshard_int")
 _IN_ONE = {
-    *("bf16_mlp", "hsdp", "reshard_int"),
+    *("bf16_mlp", "hsdp"),
     *("uneven", "fewer_rows_than_ranks", "shard_columns", "tied_in_root", "tied_across_units", "reshard_false", "hsdp_uneven"),
     *("meta_init", "bf16_alone", "frozen_in_part", "frozen_units", "unused_parameter", "ignored_params"),
 }
@@ -80,7 +80,8 @@ def _cases() -> list[Any]:
         world = case.worlds[-1]
         systems = ("eager", "aot_eager", *["inductor"] * (world in case.inductor_worlds))
         for system in systems if case.name in _IN_ALL_SYSTEMS else ("aot_eager",):
-            slow = pytest.mark.sweep if name in _SWEPT else pytest.mark.exhaustive
+            is_swept = name in _SWEPT or (name == "reshard_int" and system != "aot_eager")
+            slow = pytest.mark.sweep if is_swept else pytest.mark.exhaustive
             marks = () if (case.name, system) in _QUICK_CASES else slow
             found.append(pytest.param(case.name, world, system, marks=marks, id=f"{case.name}-{world}-{system}"))
     return found
@@ -98,13 +99,14 @@ def test_trains_as_without(name: str, world: int, system: str, rank_pools: RankP
     [
         ("mlp", 2, "eager"),
         *(
-            pytest.param(name, world, system, marks=pytest.mark.exhaustive)
+            pytest.param(name, world, system, marks=pytest.mark.sweep if is_swept else pytest.mark.exhaustive)
             for name, world, systems in (
-                ("mlp", 4, ("eager", "aot_eager")),
-                *((name, 4, ("aot_eager",)) for name in ("reshard_int", "hsdp")),
+                ("mlp", 4, ("eager", "aot_eager", "inductor")),
+                *((name, 4, ("eager", "aot_eager")) for name in ("reshard_int", "hsdp")),
                 *((name, 2, ("aot_eager",)) for name in ("bf16_mlp", "meta_init")),
             )
             for system in systems
+            for is_swept in [system == "inductor" or (system == "eager" and name != "mlp")]
         ),
         *(pytest.param("adamw_foreach_clip_grad_norm", 2, system, marks=pytest.mark.exhaustive) for system in ("eager",)),
     ],

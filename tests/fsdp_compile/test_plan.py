@@ -180,9 +180,9 @@ def test_says_what_is_wrong(script: str, arguments: list[str], message: str, cap
 @pytest.mark.exhaustive
 def test_plans(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.png"
-    main([f"{script}:model", "--gpus", "8,24", "--global-batch", "64", "--plot", str(picture)])
+    main([f"{script}:model", "--gpus", "8,16,24", "--global-batch", "64", "--plot", str(picture)])
     printed = capsys.readouterr().out
-    assert printed.count("Traced: ") == 1
+    assert printed.count("Traced: ") == 2
     assert "24 GPUs: nothing fits in 72 GiB. 24 GPUs do not divide a global batch of 64." in printed
     assert "fully_shard(block, mesh=mesh, reshard_after_forward=" in printed
     assert picture.stat().st_size > 1000

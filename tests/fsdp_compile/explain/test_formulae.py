@@ -183,7 +183,7 @@ def test_replicas_and_microbatches() -> None:
 @pytest.mark.parametrize(
     "hardware", [pytest.param("h100", marks=pytest.mark.exhaustive), pytest.param("cpu", marks=pytest.mark.sweep)]
 )
-@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_evaluates_to_what_a_trace_says_anywhere(hardware: str, data: st.DataObject) -> None:
     if not hasattr(test_evaluates_to_what_a_trace_says_anywhere, hardware):

@@ -96,7 +96,8 @@ _CASES = [
 ]
 _UNCOMPILED = {"mlp", "uneven", "hsdp", "bf16_mlp", "shard_columns", "tied_in_root", "ignored_params"}
 _QUICK = {("mlp", "adamw", 2, "aot_eager")}
-_INDUCTOR = {("mlp", "adamw", 2), ("bf16_mlp", "adamw", 2)}
+_INDUCTOR = {("mlp", "adamw", 2), ("mlp", "sgd", 2), ("bf16_mlp", "adamw", 2), ("hsdp", "adamw", 4)}
+_SWEPT_INDUCTOR = {("mlp", "sgd", 2), ("hsdp", "adamw", 4)}
 # Models that differ in what they compute rather than in what is updated.
 _SWEPT = {"recurrent", "reads_child_unit", "two_models_in_one_graph", "evaluation_no_grad", "shared_weight"}
 
@@ -106,7 +107,8 @@ def _parameters() -> list[Any]:
     for case in _CASES:
         eager = ["eager"] * (case[0] in _UNCOMPILED and case[1] == "adamw")
         for system in (*eager, "aot_eager", *(["inductor"] if case in _INDUCTOR else [])):
-            slow = pytest.mark.sweep if case[0] in _SWEPT else pytest.mark.exhaustive
+            is_swept = case[0] in _SWEPT or (system == "inductor" and case in _SWEPT_INDUCTOR)
+            slow = pytest.mark.sweep if is_swept else pytest.mark.exhaustive
             marks = () if (*case, system) in _QUICK else slow
             found.append(pytest.param(*case, system, marks=marks, id="-".join(map(str, (*case, system)))))
     return found

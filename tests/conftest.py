@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.auto import small_units
-from tests.common.distributed import RankPools
+from tests.common.distributed import RankPools, collect_once
 
 
 @pytest.hookimpl(wrapper=True)
@@ -22,9 +21,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         small_units.MERGE_BELOW_BYTES = default
-        # What outlives a test, torch's modules above all, outlives the next: traversing it takes an eighth of all time.
-        gc.collect()
-        gc.freeze()
+        collect_once()
 
 
 @pytest.fixture(scope="session")

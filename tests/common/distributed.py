@@ -84,6 +84,16 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def collect_once() -> None:
+    """Collect garbage, and leave what survives out of later collections.
+
+    Between tests and between jobs that is torch's modules and caches, which survive the next collection as well; traversing them
+    takes longer than many a job, and an eighth of the time of tests of graphs.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def _execute(message: bytes) -> bytes:
     """The pickled value of the pickled job, or its traceback.
 
@@ -121,10 +131,7 @@ def _serve(
         timeout=timedelta(seconds=limit_s),
     )
     while True:
-        # Objects that survive a collection between jobs, torch's modules and caches, will survive the next one:
-        # leave it out, as traversing it would take longer than many a job.
-        gc.collect()
-        gc.freeze()
+        collect_once()
         try:
             message = jobs.recv_bytes()
         except EOFError:

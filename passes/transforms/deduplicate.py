@@ -10,6 +10,8 @@ Leaves alone all but unshards and the calls of checkpoints that hold some. An ``
 operator is refused: its bucket would be unknown.
 """
 
+from typing import Any
+
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -18,7 +20,7 @@ from ..ir.ops import Unshard, unshard_extension, unshards
 
 
 def _lift_out_of_checkpoints(graph: Graph, owner: GraphModule) -> None:
-    """Move unshards from checkpoint bodies to the surrounding graph; the body takes the full parameter instead."""
+    """Move unshards from checkpoint bodies to the surrounding graph; the body takes each full parameter once instead."""
     for call in [node for node in graph.nodes if node.target is torch.ops.higher_order.tag_activation_checkpoint]:
         body_node = call.args[0]
         body = owner.get_submodule(body_node.target)
@@ -26,17 +28,20 @@ def _lift_out_of_checkpoints(graph: Graph, owner: GraphModule) -> None:
         _lift_out_of_checkpoints(body.graph, body)
         placeholders = body.graph.find_nodes(op="placeholder")
         operands = list(call.args[1:])
+        fulls: dict[Any, Node] = {}
         for inner in unshards(body.graph.nodes):
             outside = dict(zip(placeholders, operands, strict=True))
-            with graph.inserting_before(call):
-                outer = graph.node_copy(inner, outside.__getitem__)
-            with body.graph.inserting_after(placeholders[-1]):
-                full = body.graph.placeholder(f"unsharded_{Unshard.of(inner).shard.name}")
-                full.meta = dict(inner.meta)
-            inner.replace_all_uses_with(full)
+            shard = outside[Unshard.of(inner).shard]
+            if shard not in fulls:
+                with graph.inserting_before(call):
+                    outer = graph.node_copy(inner, outside.__getitem__)
+                with body.graph.inserting_after(placeholders[-1]):
+                    full = fulls[shard] = body.graph.placeholder(f"unsharded_{Unshard.of(inner).shard.name}")
+                    full.meta = dict(inner.meta)
+                placeholders.append(full)
+                operands.append(outer)
+            inner.replace_all_uses_with(fulls[shard])
             body.graph.erase_node(inner)
-            placeholders.append(full)
-            operands.append(outer)
         for position in reversed(range(len(placeholders))):
             if not placeholders[position].users:
                 body.graph.erase_node(placeholders.pop(position))

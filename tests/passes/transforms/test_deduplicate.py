@@ -107,6 +107,47 @@ def forward(self, l_x_: "f32[3, 4]", unsharded_l_shard_: "f32[16, 4]"):
 """,
         )
 
+    def test_checkpoint_body_takes_a_parameter_once(self) -> None:
+        def forward(shard, x):
+            def inner(x):
+                return self.unshard(shard).sum() * x
+
+            def block(x):
+                x = (x @ self.unshard(shard).t()) @ self.unshard(shard)
+                return checkpoint(inner, x, use_reentrant=False)
+
+            return checkpoint(block, x, use_reentrant=False)
+
+        gm = self.dynamo_graph(forward, torch.zeros(2, 4), torch.zeros(3, 4))
+        deduplicate(gm)
+        body = next(module for name, module in gm.named_modules() if name and isinstance(module, GraphModule))
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
+def forward(self, L_x_: "f32[3, 4]", L_shard_: "f32[2, 4]"):
+    l_x_ = L_x_
+    l_shard_ = L_shard_
+    unshard_default: "f32[16, 4]" = fsdp_compile.unshard.default(l_shard_, 'tied.weight', [16, 4], 'shard')
+    wrap_body_1 = self.wrap_body_1
+    tag_activation_checkpoint = higher_order.tag_activation_checkpoint(wrap_body_1, l_x_, unshard_default, use_reentrant = False)
+    getitem: "f32[3, 4]" = tag_activation_checkpoint[0]
+    return (getitem,)
+""",
+        )
+        self.assertExpectedInline(
+            self.text(body.graph),
+            """\
+def forward(self, l_x_: "f32[3, 4]", unsharded_l_shard_: "f32[16, 4]"):
+    t: "f32[4, 16]" = unsharded_l_shard_.t()
+    matmul: "f32[3, 16]" = l_x_ @ t
+    x: "f32[3, 4]" = matmul @ unsharded_l_shard_
+    wrap_body_0 = self.wrap_body_0
+    tag_activation_checkpoint = higher_order.tag_activation_checkpoint(wrap_body_0, x, unsharded_l_shard_, use_reentrant = False)
+    getitem: "f32[3, 4]" = tag_activation_checkpoint[0]
+    return (getitem,)
+""",
+        )
+
     def test_different_shards_stay_apart(self) -> None:
         def forward(shard_a, shard_b, x):
             return (x @ self.unshard(shard_a, "a.weight").t()) @ self.unshard(shard_b, "b.weight")

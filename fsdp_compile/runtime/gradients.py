@@ -148,9 +148,13 @@ def flat_partial(params: Sequence[ShardedParam]) -> Tensor:
 
 
 def unsharded_grad(param: ShardedParam, like: Tensor) -> Tensor:
-    """The full gradient of earlier microbatches; zeros in the dtype of ``like`` where there is none."""
-    grad = param.state.unsharded_grad
-    return like.new_zeros(param.shape) if grad is None else grad
+    """The full gradient of earlier microbatches, which a graph may add to in place.
+
+    Where there is none, zeros take its place from now on, with dtype and device of ``like``. That may be a fake tensor.
+    """
+    if param.state.unsharded_grad is None:
+        param.state.unsharded_grad = torch.zeros(param.shape, dtype=like.dtype, device=like.device)
+    return param.state.unsharded_grad
 
 
 def keep_partial(params: Sequence[ShardedParam], flat: Tensor) -> None:

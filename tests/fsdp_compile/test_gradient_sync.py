@@ -614,14 +614,16 @@ def test_numbers_tell_wrong_arithmetic() -> None:
 
 
 class Switch(nn.Module):
-    """One of two layers, as a Python attribute says."""
+    """One of two layers, as a Python attribute says, or both: None."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.uses_left = True
+        self.uses_left: bool | None = True
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.uses_left is None:
+            return x + torch.tanh(self.left(x)) + torch.tanh(self.right(x))
         return x + torch.tanh(self.left(x) if self.uses_left else self.right(x))
 
 
@@ -638,7 +640,7 @@ class Switched(nn.Module):
 SWITCHED = Task(Switched, regression_batch, squared_error)
 # The flag with which full gradients, or partial results, of the first microbatch wait for the second.
 PENDING = {"unsharded": sync(False), "partial": all_reduce(False)}
-Branches: TypeAlias = Sequence[tuple[bool, Flag]]
+Branches: TypeAlias = Sequence[tuple[bool | None, Flag]]
 
 
 def _backward(trainee: Trainee, task: Task) -> None:
@@ -650,7 +652,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def switch_branches(system: str, mesh_shape: tuple[int, ...], branches: Branches) -> dict[str, Tensor]:
-    """A job: gradients of microbatches, each through the left layer or not, under a flag."""
+    """A job: gradients of microbatches, each through one layer or both, under a flag."""
     trainee = Trainee(system, mesh_shape, Switched)
     switch: Any = trainee.model.get_submodule("blocks.0")
     for index, (uses_left, flag) in enumerate(branches):
@@ -680,7 +682,8 @@ def test_each_microbatch_may_use_other_parameters(
 ) -> None:
     """A gradient that waits and gets nothing more is reduced alone with the last backward; new ones accumulate after it."""
     flag, world = PENDING[pending], _world(mesh_shape)
-    branches = [(True, flag), (False, flag), (True, flag), (False, sync(True))]
+    # With both, gradients of which one waits and one does not are in one bucket.
+    branches = [(True, flag), (None, flag), (False, flag), (True, flag), (False, sync(True))]
     expected = _switched_alone(world, branches)
     for found in rank_pools[world].run(switch_branches, system=system, mesh_shape=mesh_shape, branches=branches):
         assert found.keys() == expected.keys()

@@ -24,7 +24,7 @@ from passes.fx.torch_internals.core import TracingContext, disable_dynamo, swap_
 from passes.fx.torch_internals.dynamo import OptimizedModule
 from passes.ir.ops import unshard, unshard_extension
 
-from ..runtime.uncompiled import Forward, read
+from ..runtime.uncompiled import Forward, is_recomputing, read, read_in_forward_of
 from ..units.extension import is_extension
 from ..units.sharded_param import ShardedParam, model_parallel_attribute, shard_attribute
 from ..units.unit import MovedError, Scope, Unit
@@ -233,12 +233,14 @@ def _read_eagerly(module: Any, name: str) -> Any:
     if registered is not sharded.param:
         # torch.func.functional_call puts tensors there.
         return sharded.compute_with(registered) if module._fsdp_scope.active else registered
-    if not module._fsdp_scope.active:
+    is_recomputed = not module._fsdp_scope.active and is_recomputing()
+    if not module._fsdp_scope.active and not is_recomputed:
         shown = sharded.state.shown(sharded.param)
         return registered if shown is None else sharded.as_read(shown)
     if sharded.shard.is_meta:
         raise RuntimeError(sharded.meta_message())
-    full = read(sharded)
+    # A container of parameters has no forward that a checkpoint could run again, nor has a module whose parent reads them.
+    full = read_in_forward_of(module, sharded) if is_recomputed else read(sharded)
     if full is None:
         sharded.sync_requires_grad()
         full = sharded.gather_alone()

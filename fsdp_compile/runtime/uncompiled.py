@@ -215,12 +215,15 @@ class _State:
         reading: the parameters that the running call of a module reads.
         trainable: the unit's parameters as autograd knows them in the model's forward.
         modules_run: the modules of the unit whose forward is over, until all of them are.
+        saves_notes: whether autograd saved notes in the place of parameters in the last forward. A checkpoint that runs it
+            again in backward counts what is saved.
     """
 
     gathered: Callable[[], Gathered | None] = lambda: None
     reading: Reading | None = None
     trainable: Trainable | None = None
     modules_run: set[nn.Module] = field(default_factory=set)
+    saves_notes: bool = False
 
 
 _states: weakref.WeakKeyDictionary[Unit, _State] = weakref.WeakKeyDictionary()
@@ -492,6 +495,20 @@ def read(param: ShardedParam) -> Tensor | None:
     return state.reading.value(param)
 
 
+def is_recomputing() -> bool:
+    """Whether a checkpoint runs a part of a forward again, in a backward."""
+    return in_backward() and torch.is_grad_enabled()
+
+
+def read_in_forward_of(module: nn.Module, param: ShardedParam) -> Tensor | None:
+    """What :func:`read` returns while the forward of a module runs that registers the parameter."""
+    forward = Forward(param.unit, module, is_unit=False)
+    try:
+        return read(param)
+    finally:
+        forward.end()
+
+
 _TRACING_MODES = tuple(getattr(TorchDispatchModeKey, mode) for mode in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 
@@ -515,9 +532,12 @@ class Forward:
         self._scope = unit.scope
         self._scope.uncompiled_depth += 1
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        # Where a checkpoint recomputes a part of a unit, its own hooks count saved tensors.
-        saves_notes = is_unit and unit.reshards_after_forward and torch.is_grad_enabled()
-        if saves_notes and saved_tensors_hooks_is_enabled():
+        if not is_unit or not torch.is_grad_enabled():
+            # Where a checkpoint recomputes a part of a unit, its own hooks count saved tensors.
+            return
+        if not in_backward():
+            state_of(unit).saves_notes = unit.reshards_after_forward
+        if state_of(unit).saves_notes and saved_tensors_hooks_is_enabled():
             self._hooks = _hooks(unit)
             self._hooks.__enter__()
 

@@ -146,6 +146,44 @@ class CheckpointsInside(nn.Module):
         return self.head(x)
 
 
+class ReadsInCheckpoints(nn.Module):
+    """Reads inside of checkpointed regions that no forward of the module that registers the parameter surrounds, or that there
+    are two of: of a parameter, of containers, and of a child's weight."""
+
+    class Twice(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(dim, dim)
+            self.tied = nn.Linear(dim, dim, bias=False)
+            self.tied.weight = self.layer.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.tied(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+    class Held(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.gains = nn.ParameterList(torch.randn(dim) for _ in range(2))
+            self.shifts = nn.ParameterDict({"last": torch.randn(dim)})
+            self.child = nn.Linear(dim, dim)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for gain in self.gains:
+                x = torch.tanh(x * gain)
+            return F.linear(x, self.child.weight) + self.shifts["last"]
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Twice(dim)])
+        self.twice, self.held = self.Twice(dim), self.Held(dim)
+        self.head = nn.Linear(dim, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in (*self.blocks, self.twice, self.held):
+            x = checkpoint(module, x, use_reentrant=False)
+        return self.head(x)
+
+
 class ScalarParameters(nn.Module):
     """A 0-dim parameter in a unit and one in the root."""
 

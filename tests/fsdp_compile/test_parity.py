@@ -266,6 +266,7 @@ _OF_EACH_RANK = [
     Case("to_bfloat16", _one_block, dtype=torch.bfloat16, optimizer=_sgd, reference_rtol=None, fsdp2_rtol=2e-2),
     Case("checkpoint_around_units", partial(models.MLP, checkpointed=True), inductor_worlds=(2,)),
     Case("checkpoint_inside_units", models.CheckpointsInside),
+    Case("reads_in_checkpoints", models.ReadsInCheckpoints, inductor_worlds=(2,)),
     Case("graph_breaks", models.GraphBreaks, inductor_worlds=(2,)),
     Case("compile_first_block", models.MLP, compile=_compile_first_block),
     Case("compile_each_block", models.MLP, compile=_compile_each_block),
@@ -318,7 +319,8 @@ _OF_FOUR_RANKS = {"mlp", "uneven", "fewer_rows_than_ranks", "reshard_int", "hsdp
 # One of each kind. The others are exhaustive.
 _OF_TWO_RANKS = {
     *("mlp", "shard_columns", "tied", "frozen_in_part", "unused_parameter", "containers", "reads_child", "ignored_params"),
-    *("bf16_mlp", "bf16_alone", "graph_breaks", "checkpoint_inside_units", "compile_each_block", "dynamic_batch"),
+    *("bf16_mlp", "bf16_alone", "graph_breaks", "checkpoint_inside_units", "reads_in_checkpoints"),
+    *("compile_each_block", "dynamic_batch"),
     *("accumulate_gradients", "adamw_foreach_clip_grad_norm"),
 }
 

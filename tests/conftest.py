@@ -9,6 +9,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.auto import small_units
 from tests.common.distributed import RankPools, collect_once
+from tests.common.lost_guards import refuse_lost_guards
+
+refuse_lost_guards()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from torch.fx import GraphModule
 
+from passes.fx.size_guards import Assumptions
+
 from ..runtime.planned_graph import boxed
 from .lowering import Lowered, Lowering
 
@@ -19,7 +21,9 @@ class AotEagerLowering(Lowering):
     config_patches: ClassVar[Mapping[str, Any]] = {"fallback_random": True}
     fuses: ClassVar[bool] = False
 
-    def lower(self, gm: GraphModule, *, is_backward: bool, inductor_kwargs: Mapping[str, Any]) -> Lowered:
+    def lower(
+        self, gm: GraphModule, *, is_backward: bool, inductor_kwargs: Mapping[str, Any], assumptions: Assumptions
+    ) -> Lowered:
         gm.recompile()
         return Lowered(boxed(lambda args: gm(*_emptied(args))))
 

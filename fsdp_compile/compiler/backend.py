@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule
 
 from passes.auto.memory_budget import BudgetTooLow
 from passes.fx.graph import placeholder_index
+from passes.fx.size_guards import SizeGuard
 from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import TracingContext, is_traceable_wrapper_subclass, unset_fake_temporarily
 from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, inductor_config
@@ -322,11 +323,13 @@ class _Compilation:
             planned.lower_ahead(self._params)
         return boxed(planned)
 
-    def _lower(self, prepared: PreparedGraph, plan: Plan) -> tuple[BoxedFunction, Interface, Run]:
+    def _lower(
+        self, prepared: PreparedGraph, plan: Plan, args: Sequence[Any] | None
+    ) -> tuple[BoxedFunction, Interface, Run, SizeGuard | None]:
         if plan.updates:
             # The optimizer may have been made after the model was compiled.
             _refuse_updates(self._options)
-        return prepared.lower(plan)
+        return prepared.lower(plan, args)
 
     def _schedule(self, gm: GraphModule, is_backward: bool) -> tuple[Graph, Interface]:
         """Do with a graph what its first call will have done to it, up to the lowering. In place."""
@@ -349,7 +352,7 @@ class _Compilation:
         return gm.graph, interface
 
 
-def _never_lowered(plan: Any) -> Any:
+def _never_lowered(plan: Any, args: Any) -> Any:
     raise AssertionError("a graph that is tried for a memory budget is not lowered")
 
 

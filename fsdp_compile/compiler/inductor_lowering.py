@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule
 
+from passes.fx.size_guards import Assumptions
 from passes.fx.torch_internals.core import TracingContext
-from passes.fx.torch_internals.inductor import compile_fx, compile_fx_inner, inductor_config
+from passes.fx.torch_internals.inductor import FxGraphCache, compile_fx, compile_fx_inner, inductor_config
 from passes.lowering.program import write_program
 from passes.lowering.segments import Segment, cut_into_segments
 from passes.transforms.fuse_products import fuse_products
@@ -24,6 +26,8 @@ from .lowering import Lowered, Lowering
 #: Called as ``compile_fx_inner`` is, with a graph without collectives, its fake inputs, and keywords. What it returns takes a
 #: list of inputs, which it empties; its attribute ``source_code``, if it has one, goes into the program's.
 SegmentCompiler = Callable[..., Any]
+# By segment: what was compiled, and the conditions on sizes that it relies on.
+_Kernels = dict[Hashable, tuple[Any, Sequence[Any]]]
 
 
 class InductorLowering(Lowering):
@@ -38,7 +42,8 @@ class InductorLowering(Lowering):
 
     def __init__(self, compile_segment: SegmentCompiler = compile_fx_inner):
         self._compile_segment = compile_segment
-        self._kernels: dict[Hashable, Any] = {}
+        # Several of a segment, if it was compiled for several sizes.
+        self._kernels: dict[Hashable, list[tuple[Any, Sequence[Any]]]] = {}
 
     def prepare(self, device_types: set[str]) -> None:
         if device_types == {"cpu"}:
@@ -47,29 +52,42 @@ class InductorLowering(Lowering):
     def compile_unsharded(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=self._compile_segment))
 
-    def lower(self, gm: GraphModule, *, is_backward: bool, inductor_kwargs: Mapping[str, Any]) -> Lowered:
+    def lower(
+        self, gm: GraphModule, *, is_backward: bool, inductor_kwargs: Mapping[str, Any], assumptions: Assumptions
+    ) -> Lowered:
         outer, segments = cut_into_segments(gm)
         keys: dict[str, Hashable] = {name: (is_backward, segment.key) for name, segment in segments.items()}
-        new = {keys[name]: segment for name, segment in segments.items() if keys[name] not in self._kernels}
+        kernels = {key: found for key in keys.values() if (found := self._found(key, assumptions)) is not None}
+        new = {keys[name]: segment for name, segment in segments.items() if keys[name] not in kernels}
         # Which inputs are parameters or saved, by position, is said of the whole graph.
         kwargs = {**inductor_kwargs, "static_input_idxs": ()}
         # What Inductor would look for is fused already, and it would warn of each segment.
         with inductor_config.patch(_micro_pipeline_tp=False), even_loop_splits():
             # Whole, or after a failure not at all.
-            self._kernels |= self._compile(new, kwargs, in_background=_devices(gm.graph) == {torch.device("cpu")})
-        compiled = {name: self._kernels[key] for name, key in keys.items()}
+            made = self._compile(new, kwargs, assumptions, in_background=_devices(gm.graph) == {torch.device("cpu")})
+        for key, (function, conditions) in made.items():
+            self._kernels.setdefault(key, []).append((function, conditions))
+            kernels[key] = function
+        compiled = {name: kernels[key] for name, key in keys.items()}
         source, function = write_program(outer, compiled, gm)
         parts = [f"# {name}\n{kernels.source_code}" for name, kernels in compiled.items() if hasattr(kernels, "source_code")]
         return Lowered(boxed(function), "\n\n".join([source, *parts]))
 
+    def _found(self, key: Hashable, assumptions: Assumptions) -> Any | None:
+        """Kernels of an earlier lowering; None if there are none for the sizes at hand."""
+        found = self._kernels.get(key, ())
+        return next((kernels for kernels, conditions in found if assumptions.admit(conditions)), None)
+
     def _compile(
-        self, segments: Mapping[Hashable, Segment], kwargs: Mapping[str, Any], *, in_background: bool
-    ) -> dict[Hashable, Any]:
+        self, segments: Mapping[Hashable, Segment], kwargs: Mapping[str, Any], assumptions: Assumptions, *, in_background: bool
+    ) -> _Kernels:
         if not in_background:
-            return self._compile_together(segments, segments, kwargs)
+            return self._compile_together(segments, segments, kwargs, assumptions)
         groups = split_among_cores({key: len(segment.graph_module.graph.nodes) for key, segment in segments.items()})
         with kernels_in_background() as end_library:
-            compile_group = functools.partial(self._compile_together, segments=segments, kwargs=kwargs, end_library=end_library)
+            compile_group = functools.partial(
+                self._compile_together, segments=segments, kwargs=kwargs, assumptions=assumptions, end_library=end_library
+            )
             done = share_among_ranks({group: functools.partial(compile_group, group) for group in groups})
         return {key: kernels for group in done.values() for key, kernels in group.items()}
 
@@ -78,9 +96,18 @@ class InductorLowering(Lowering):
         keys: Iterable[Hashable],
         segments: Mapping[Hashable, Segment],
         kwargs: Mapping[str, Any],
+        assumptions: Assumptions,
         end_library: Callable[[], None] = lambda: None,
-    ) -> dict[Hashable, Any]:
-        kernels = {key: self._compile_one(segments[key], kwargs) for key in keys}
+    ) -> _Kernels:
+        # Code of a segment relies also on what was decided for those before it.
+        kernels: _Kernels = {}
+        for key in keys:
+            known = assumptions.on_data()
+            compiled = self._compile_one(segments[key], kwargs)
+            if assumptions.on_data() != known:
+                # With an entry of its cache, Inductor keeps conditions on other sizes alone.
+                _take_out_of_cache(compiled)
+            kernels[key] = compiled, assumptions.added()
         end_library()
         return kernels
 
@@ -92,6 +119,12 @@ class InductorLowering(Lowering):
             # The outputs of segments have the traced layout, so those of the whole graph do.
             context.output_strides.clear()
         return compiled
+
+
+def _take_out_of_cache(compiled: Any) -> None:
+    key = getattr(compiled, "_fx_graph_cache_key", None)
+    if key is not None:
+        shutil.rmtree(FxGraphCache._get_tmp_dir_for_key(key), ignore_errors=True)
 
 
 def _devices(graph: Graph) -> set[torch.device]:

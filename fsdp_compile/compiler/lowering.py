@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 from torch.fx import Graph, GraphModule
 
+from passes.fx.size_guards import Assumptions
+
 from ..runtime.planned_graph import BoxedFunction
 
 
@@ -59,7 +61,9 @@ class Lowering(ABC):
         return None
 
     @abstractmethod
-    def lower(self, gm: GraphModule, *, is_backward: bool, inductor_kwargs: Mapping[str, Any]) -> Lowered:
+    def lower(
+        self, gm: GraphModule, *, is_backward: bool, inductor_kwargs: Mapping[str, Any], assumptions: Assumptions
+    ) -> Lowered:
         """Make a function of a forward or backward graph.
 
         Runs while Dynamo's lock is held, in the contexts of the graph's compilation, whenever it is called with a new plan.
@@ -68,4 +72,5 @@ class Lowering(ABC):
             gm: the graph, with its collectives in the order in which they are to start; not to be changed. It may be kept.
             is_backward: which of the two it is.
             inductor_kwargs: what ``compile_fx`` says of the whole graph to ``compile_fx_inner``.
+            assumptions: what is decided about sizes. Code of an earlier lowering may be used if they admit its conditions.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule
 from passes.auto.auto_schedule import AutoSchedule
 from passes.collectives.functional import dimension_of
 from passes.fx.graph import group_of, starts_collective
+from passes.fx.size_guards import Assumptions, InputSizes, SizeGuard, deciding_by, taking_guards
 from passes.fx.torch_internals.aot import V
 from passes.fx.torch_internals.core import CompileContext, TracingContext, compile_context, tracing, unset_fake_temporarily
 from passes.fx.torch_internals.dynamo import compile_lock
@@ -75,25 +76,50 @@ class PreparedGraph:
         self._group_names = _group_names(gm.graph, other_groups)
         self._tracing_context = TracingContext.try_get()
         self._compile_context = CompileContext.try_get()
+        fake_mode = self._tracing_context.fake_mode if self._tracing_context is not None else None
+        self._shape_env = fake_mode.shape_env if fake_mode is not None else None
         run_preparing_passes(gm, lowering.preparing_passes, is_backward=self.is_backward, observer=observer())
+        self._sizes = InputSizes(gm.graph)
 
     @with_room_for_frames
-    def lower(self, plan: Plan) -> tuple[BoxedFunction, Interface, Run]:
-        """A function of the graph for a plan, what it takes and gives besides, and what the ranks know it as."""
+    def lower(self, plan: Plan, args: Sequence[Any] | None) -> tuple[BoxedFunction, Interface, Run, SizeGuard | None]:
+        """Make a function of the graph for a plan.
+
+        Args:
+            plan: what it does.
+            args: the inputs of the call that needs it; None: Dynamo is compiling the frame, and takes guards.
+
+        Returns:
+            The function, what it takes and gives besides, what the ranks know it as, and a check of sizes without which no call
+            may run it; None: none is needed.
+
+        Raises:
+            RuntimeError: the sizes of the call do not fulfil what compiled code supposes of sizes.
+        """
         # Fake tensors of a mode around the call are not those of the graph.
         with unset_fake_temporarily():
-            gm, interface = self._schedule(plan)
+            gm, interface, supposed = self._schedule(plan)
             if self._budget is not None:
                 self._budget.check(gm.graph, interface, is_backward=self.is_backward)
             group_names = self._group_names | _reduce_scatter_groups(plan)
             stage = "backward" if self.is_backward else "forward"
             # Another thread may compile meanwhile: on other ranks it may be that one's turn.
             run = agree_on_graph(stage, collective_sequence(gm.graph, group_names), group_names)
-            with self._compiling():
-                return self._lower(gm, plan, group_names), interface, run
+            values = {} if args is None else self._sizes.of(args)
+            with self._compiling() as assumptions, deciding_by(values, gm, self._shape_env):
+                if not assumptions.admit(supposed):
+                    raise RuntimeError(_unfulfilled(stage, SizeGuard(supposed, self._sizes)))
+                function = self._lower(gm, plan, group_names, assumptions)
+                unchecked = assumptions.unchecked(self._sizes)
+            guard = SizeGuard(unchecked, self._sizes) if unchecked else None
+            if guard is not None and args is not None and not guard(args):
+                raise RuntimeError(_unfulfilled(stage, guard))
+            return function, interface, run, guard
 
-    def _schedule(self, plan: Plan, prepare: Callable[[Graph], None] = lambda _: None) -> tuple[GraphModule, Interface]:
-        """A copy of the graph after the passes for a plan.
+    def _schedule(
+        self, plan: Plan, prepare: Callable[[Graph], None] = lambda _: None
+    ) -> tuple[GraphModule, Interface, Sequence[Any]]:
+        """A copy of the graph after the passes for a plan, its interface, and what the passes suppose of sizes.
 
         Args:
             plan: what it does.
@@ -101,7 +127,7 @@ class PreparedGraph:
         """
         gm = snapshot(self._gm)
         prepare(gm.graph)
-        with self._compiling():
+        with self._compiling() as assumptions:
             interface = run_passes(
                 gm,
                 plan,
@@ -111,25 +137,29 @@ class PreparedGraph:
                 auto=self._auto,
                 merge_below=self._merge_below,
             )
-        return gm, interface
+            return gm, interface, assumptions.added()
 
     @contextlib.contextmanager
-    def _compiling(self) -> Iterator[None]:
+    def _compiling(self) -> Iterator[Assumptions]:
+        is_late = TracingContext.try_get() is None and self._tracing_context is not None
         with contextlib.ExitStack() as stack:
             # Neither torch.fx nor Inductor can work for two threads at once. Dynamo holds the lock while it compiles.
             stack.enter_context(compile_lock)
             stack.enter_context(collector_paused())
             stack.enter_context(torch.no_grad())
             stack.enter_context(inductor_config.patch(self._config_patches))
-            if TracingContext.try_get() is None and self._tracing_context is not None:
-                # The first call with this plan, at run time.
+            if is_late:
+                assert self._tracing_context is not None
                 stack.enter_context(tracing(self._tracing_context))
                 stack.enter_context(compile_context(self._compile_context))
                 stack.enter_context(V.set_fake_mode(self._tracing_context.fake_mode))
-            yield
+                stack.enter_context(taking_guards(self._shape_env))
+            yield Assumptions(self._shape_env, is_late=is_late)
 
-    def _lower(self, gm: GraphModule, plan: Plan, group_names: dict[str, str]) -> BoxedFunction:
-        lowered = self._lowering.lower(gm, is_backward=self.is_backward, inductor_kwargs=self._inductor_kwargs)
+    def _lower(self, gm: GraphModule, plan: Plan, group_names: dict[str, str], assumptions: Assumptions) -> BoxedFunction:
+        lowered = self._lowering.lower(
+            gm, is_backward=self.is_backward, inductor_kwargs=self._inductor_kwargs, assumptions=assumptions
+        )
         function = lowered.function
         if self._recorders is not None:
             function = boxed(self._recorders.recorded(function, gm.graph, is_backward=self.is_backward, groups=group_names))
@@ -138,6 +168,13 @@ class PreparedGraph:
             captured = CapturedGraph(snapshot(gm), lowered.code, group_names, lambda prepare: again(prepare)[0])
             record(captured, self.is_backward, function)
         return function
+
+
+def _unfulfilled(stage: str, guard: SizeGuard) -> str:
+    return (
+        f"A {stage} graph can be compiled only for sizes with {guard}, and is called with others. Compile with "
+        "torch.compile(dynamic=False), or mark the size as static (torch._dynamo.mark_static)."
+    )
 
 
 def _group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:

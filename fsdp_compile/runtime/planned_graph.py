@@ -6,6 +6,7 @@ A lowered graph does not know which parameters it works on: equal blocks may sha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from passes.collectives.host_copies import leave_to_device, wait_on_host
+from passes.fx.size_guards import SizeGuard
 from passes.fx.torch_internals.core import AutoDispatchBelowAutograd, RecordFunctionFast, top_saved_tensors_default_hooks
 from passes.ir.interface import InputSlot, Interface, OutputSlot
 from passes.ir.ops import Unshard
@@ -31,6 +33,11 @@ from .gradients import in_order_of_storage, note_backward, note_forward, receive
 from .graph_inputs import GraphInputs, Owners
 from .plan import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
 from .unsharding import finish_unshard
+
+logger = logging.getLogger(__name__)
+
+#: Warned of: one plan, compiled for so many sizes. As many as Dynamo compiles a frame for.
+_MANY_VARIANTS = 8
 
 #: Takes its arguments as a list, which it empties.
 BoxedFunction = Callable[[list[Any]], Any]
@@ -51,6 +58,7 @@ class Variant:
         inputs, outputs: what it takes and gives besides those of the traced graph.
         run: what the ranks know it as.
         reductions: the gradients that it reduces together, by bucket and position there; None: those of each bucket.
+        guard: says whether the inputs of a call have sizes that it is for; None: all have.
     """
 
     function: BoxedFunction
@@ -58,6 +66,7 @@ class Variant:
     outputs: Sequence[OutputSlot]
     run: Run
     reductions: Sequence[Group] | None = None
+    guard: SizeGuard | None = None
 
 
 #: The range in profiles around each call of a lowered graph, by whether it is a backward graph.
@@ -72,7 +81,7 @@ class PlannedGraph:
 
     Args:
         gm: the graph after the preparing passes.
-        lower: lowers a graph for a plan.
+        lower: lowers a graph for a plan, and the inputs of a call; None in their place where Dynamo checks sizes.
         is_backward: which of the two it is.
         owners: whose shards its inputs are where they do not tell.
         can_keep: whether gathered parameters may live on: not those of a graph for inference.
@@ -85,7 +94,7 @@ class PlannedGraph:
     def __init__(
         self,
         gm: GraphModule,
-        lower: Callable[[Plan], tuple[BoxedFunction, Interface, Run]],
+        lower: Callable[[Plan, Sequence[Any] | None], tuple[BoxedFunction, Interface, Run, SizeGuard | None]],
         *,
         is_backward: bool,
         owners: Owners,
@@ -98,14 +107,14 @@ class PlannedGraph:
         self._can_keep = can_keep
         self._can_merge = can_merge
         self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-        self._variants: dict[Plan, Variant] = {}
+        self._variants: dict[Plan, list[Variant]] = {}
         self._offloaded = [] if is_backward else offloaded_outputs(gm.graph)
         self._inputs = GraphInputs(gm.graph)
         self._orders: tuple[tuple[int, ...], ...] | None = None
 
     def lower_ahead(self, params: dict[tuple[str, str], ShardedParam]) -> None:
         """Lower a forward graph for the plan that its first call will have, of parameters by (unit, name) in the graph."""
-        self._variant(self.first_plan(params), {unit: param.unit for (unit, _), param in params.items()})
+        self._variant(self.first_plan(params), {unit: param.unit for (unit, _), param in params.items()}, None)
 
     def first_plan(self, params: Mapping[tuple[str, str], ShardedParam]) -> Plan:
         """The plan that its first call will have, of parameters by (unit, name) in the graph."""
@@ -134,7 +143,7 @@ class PlannedGraph:
             elif not self.is_backward and self._can_keep:
                 note_forward(map(call.param, self._inputs.read))
         plan = self._plan(call, is_wanted)
-        variant = self._variant(plan, call.units)
+        variant = self._variant(plan, call.units, args)
         variant.run.begin()
         if variant.reductions is not None:
             call.regroup(variant.reductions)
@@ -166,21 +175,29 @@ class PlannedGraph:
             else:
                 leave_to_device(copy)
 
-    def _variant(self, plan: Plan, units: dict[str, Unit]) -> Variant:
-        variant = self._variants.get(plan)
-        if variant is not None:
-            return variant
-        variants = self._variants
-        if plan.has_hooks:
-            # Models of the same classes share this graph, each with hooks of its own.
-            variants = next(iter(units.values())).scope.with_hooks.setdefault(self, {})
-        variant = variants.get(plan)
-        if variant is None:
-            log_idle_lists(units, is_backward=self.is_backward)
-            function, interface, run = self._lower(plan)
-            groups = interface.reduction_groups if interface.reduction_groups != self._inputs.reduction_groups else None
-            variant = variants[plan] = Variant(function, interface.inputs, interface.outputs, run, groups)
-        return variant
+    def _variant(self, plan: Plan, units: dict[str, Unit], args: Sequence[Any] | None) -> Variant:
+        variants = self._variants.get(plan)
+        if variants is None:
+            found = self._variants
+            if plan.has_hooks:
+                # Models of the same classes share this graph, each with hooks of its own.
+                found = next(iter(units.values())).scope.with_hooks.setdefault(self, {})
+            variants = found.setdefault(plan, [])
+        for variant in variants:
+            if variant.guard is None or (args is not None and variant.guard(args)):
+                return variant
+        log_idle_lists(units, is_backward=self.is_backward)
+        function, interface, run, guard = self._lower(plan, args)
+        groups = interface.reduction_groups if interface.reduction_groups != self._inputs.reduction_groups else None
+        variants.append(Variant(function, interface.inputs, interface.outputs, run, groups, guard))
+        if len(variants) == _MANY_VARIANTS:
+            logger.warning(
+                "A %s graph has been compiled for %d sets of sizes, and goes on so: its code is for %s.",
+                "backward" if self.is_backward else "forward",
+                len(variants),
+                guard,
+            )
+        return variants[-1]
 
     def _plan(self, call: Call, is_wanted: bool) -> Plan:
         actions = tuple(self._gather(params) for params in call.gathers)

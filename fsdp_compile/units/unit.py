@@ -61,7 +61,7 @@ class Scope:
         self.was_unsharded_by_hand = False
         self.left_out_gradients = False
         self.optimizer_state = ""
-        self.with_hooks: WeakKeyDictionary[Any, dict[Plan, Any]] = WeakKeyDictionary()
+        self.with_hooks: WeakKeyDictionary[Any, dict[Plan, list[Any]]] = WeakKeyDictionary()
 
     def wait_for_optimizer(self) -> None:
         """Let the current stream wait for the user's event, once."""

@@ -39,6 +39,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from passes.auto import small_units
 
+from .lost_guards import refuse_lost_guards
+
 # Modules that all ranks need.
 _PRELOAD = [
     "torch._dynamo",
@@ -120,6 +122,7 @@ def _serve(
     # Shared, so that ranks that compile the same kernel build it once.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_cache
     torch.set_num_threads(1)
+    refuse_lost_guards()
     # A rank blocked in a collective cannot run Python code; the C-level handler can still write its stack.
     stacks = open(stack_file, "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)

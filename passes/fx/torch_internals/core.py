@@ -58,6 +58,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # What expressions of sizes are written with.
 from torch.utils._sympy import functions as sympy_functions
 
+# Conditions on sizes are checked as Python.
+from torch.utils._sympy.printers import PythonPrinter
+
 # Autograd's engine: which backward runs (-1: none), whether it is to run a node, and what it is to call when it ends.
 current_graph_task_id = torch._C._current_graph_task_id
 will_engine_execute_node = torch._C._will_engine_execute_node

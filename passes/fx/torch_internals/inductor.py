@@ -5,8 +5,9 @@ import torch._inductor.config as inductor_config
 # Kernels are collected, and compiled in the background several to a file (``patches.py``).
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 
-# Compiles such a file: its template of bindings for one function is written for several.
-from torch._inductor.codecache import CppPythonBindingsCodeCache
+# Compiles such a file: its template of bindings for one function is written for several. And the cache of compiled graphs, from
+# which one is taken that relies on more than its entry says.
+from torch._inductor.codecache import CppPythonBindingsCodeCache, FxGraphCache
 
 # The backend that is built on; its parameter ``inner_compile`` gets forward and backward graphs. From 2.12 on both take
 # ``compile_region_name``, too, which is handed on among the keywords.

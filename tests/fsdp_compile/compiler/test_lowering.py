@@ -16,6 +16,7 @@ from fsdp_compile.compiler.backend import compile_with
 from fsdp_compile.compiler.lowering import Lowered, Lowering
 from fsdp_compile.compiler.options import LOWERINGS, Options
 from fsdp_compile.runtime.planned_graph import boxed
+from passes.fx.size_guards import Assumptions
 
 
 def mark_outputs(graph: Graph) -> None:
@@ -38,7 +39,9 @@ class Interpreted(Lowering):
         self._log.append("unsharded")
         return gm.forward
 
-    def lower(self, gm: GraphModule, *, is_backward: bool, inductor_kwargs: Mapping[str, Any]) -> Lowered:
+    def lower(
+        self, gm: GraphModule, *, is_backward: bool, inductor_kwargs: Mapping[str, Any], assumptions: Assumptions
+    ) -> Lowered:
         assert config.fallback_random and "marked" in gm.graph.output_node().meta
         self._log.append("backward" if is_backward else "forward")
 

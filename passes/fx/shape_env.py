@@ -1,0 +1,104 @@
+"""The ShapeEnv of a compilation after Dynamo has built the frame's guards: taking guards again, for a lowering that comes late.
+
+A ``ShapeEnv`` collects what tracing and lowering decide about symbolic sizes. Dynamo turns that into guards of the frame when
+the backend returns, and freezes the ShapeEnv: whatever is decided later is used, and checked by nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import sympy
+from torch import SymInt
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
+
+from .torch_internals.core import PythonPrinter
+
+# Values of symbols in the call that was traced; ``var_to_val`` in older torches.
+_VALUES = ("backed_var_to_val", "var_to_val")
+
+
+def facts(shape_env: ShapeEnv) -> list[Any]:
+    """The conditions on sizes that compiled code relies on: guards, then those on sizes that depend on data."""
+    deferred = [condition.expr for found in shape_env.deferred_runtime_asserts.values() for condition in found]
+    return [*(guard.expr for guard in shape_env.guards), *deferred]
+
+
+def suppose(shape_env: ShapeEnv, fact: Any) -> None:
+    """Add a condition that holds."""
+    shape_env.guard_or_defer_runtime_assert(fact, "a condition of code that is reused")
+
+
+def values_of(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
+    """The values that symbols count as where a decision is made."""
+    found: dict[sympy.Symbol, sympy.Integer] = next(getattr(shape_env, name) for name in _VALUES if hasattr(shape_env, name))
+    return found
+
+
+@contextlib.contextmanager
+def reopened(shape_env: ShapeEnv) -> Iterator[None]:
+    """Take guards inside of the ``with`` block as before the frame's were built, and forget them afterwards."""
+    before = dict(vars(shape_env))
+    for name, value in before.items():
+        if isinstance(value, (dict, list, set)) or name == "unbacked_inputs":
+            setattr(shape_env, name, copy.copy(value))
+    deferred = shape_env.deferred_runtime_asserts
+    shape_env.deferred_runtime_asserts = {symbol: list(conditions) for symbol, conditions in deferred.items()}
+    shape_env.frozen = shape_env.runtime_asserts_frozen = False
+    _forget_answers()
+    try:
+        yield
+    finally:
+        versions = {name: getattr(shape_env, name) for name in before if name.endswith("version_counter")}
+        vars(shape_env).update(before)
+        # Expressions remember what they were simplified to, by these numbers.
+        vars(shape_env).update({name: number + 1 for name, number in versions.items()})
+        _forget_answers()
+
+
+@contextlib.contextmanager
+def deciding_at(shape_env: ShapeEnv, values: Mapping[sympy.Symbol, int], sizes: Iterable[SymInt]) -> Iterator[None]:
+    """Decide by other values of symbols than those of the call that was traced. Inside of :func:`reopened`.
+
+    Args:
+        shape_env: the ShapeEnv.
+        values: the values.
+        sizes: the sizes in the graph that is compiled; each knows its value.
+    """
+    known = values_of(shape_env)
+    changed = {symbol: sympy.Integer(value) for symbol, value in values.items() if known.get(symbol, value) != value}
+    known.update(changed)
+    nodes: dict[int, Any] = {}
+    for size in sizes if changed else ():
+        if size.node.hint is not None and not size.node.expr.free_symbols.isdisjoint(changed):
+            nodes[id(size.node)] = size.node
+    before = {key: node._hint for key, node in nodes.items()}
+    try:
+        for node in nodes.values():
+            node._hint = int(node.expr.xreplace(known))
+        yield
+    finally:
+        for key, node in nodes.items():
+            node._hint = before[key]
+
+
+def as_python(fact: Any) -> str:
+    """Print a condition as a Python expression in the names of its symbols."""
+    return str(PythonPrinter().doprint(fact))
+
+
+def as_function(symbols: Iterable[sympy.Symbol], text: str) -> Callable[..., Any]:
+    """Make a function of symbols, in this order, of a Python expression."""
+    function: Callable[..., Any] = eval(f"lambda {', '.join(map(str, symbols))}: {text}", dict(SYMPY_INTERP))
+    return function
+
+
+def _forget_answers() -> None:
+    """Clear caches of what ShapeEnvs have answered: an answer from the cache adds no guard."""
+    for function in vars(ShapeEnv).values():
+        clear = getattr(function, "cache_clear", None)
+        if clear is not None:
+            clear()

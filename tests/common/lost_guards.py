@@ -1,0 +1,19 @@
+"""A test fails where something is decided about sizes that nothing checks any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+def refuse_lost_guards() -> None:
+    """Have every ``ShapeEnv`` of this process raise where it would ignore a guard, because the frame's have been built."""
+    ignore = ShapeEnv._check_frozen
+
+    def check(self: ShapeEnv, expr: Any, concrete_val: Any) -> None:
+        if self.frozen:
+            raise AssertionError(f"{expr} == {concrete_val} was decided after the guards of the frame were built.")
+        ignore(self, expr, concrete_val)
+
+    ShapeEnv._check_frozen = check  # type: ignore[method-assign]

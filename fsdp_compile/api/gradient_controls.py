@@ -63,13 +63,13 @@ class GradientControls(Controls):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is that of the last microbatch, for the whole model.
 
-        Every backward finishes its own reductions here, so there is none to wait for. At the end of the last one, gradients
-        that earlier ones accumulated in parameters that it did not reach are reduced, too.
+        Says when an optimizer in backward may update (:func:`~fsdp_compile.optimizer_in_backward`). For reductions it changes
+        nothing: in FSDP2 the last backward waits for those of earlier ones, and here every backward finishes its own.
         """
         self._fsdp_unit.scope.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether :meth:`finalize_backward` reduces gradients that a backward did not, rather than the last backward.
+        """Set whether :meth:`finalize_backward` reduces gradients that a backward did not, rather than the end of a backward.
 
         For N backwards without synchronisation, followed by ``set_requires_gradient_sync(True)`` and one finalisation. A unit
         that is set to synchronise when a backward reaches it is still reduced by that backward.

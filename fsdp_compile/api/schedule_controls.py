@@ -39,10 +39,11 @@ class ScheduleControls(Controls):
         """Set which units' gathers start in forward when this unit's compute starts, in this order.
 
         Args:
-            modules: sharded modules of the same tree; an empty list restores the default, the next unit.
+            modules: sharded modules, which have an effect in graphs that gather both units; an empty list restores the default,
+                the next unit.
 
         Raises:
-            ValueError: an entry is not sharded, or belongs to another tree of sharded modules.
+            ValueError: an entry is not sharded.
         """
         self._fsdp_unit.forward_prefetch = self._listed(modules, "set_modules_to_forward_prefetch")
 
@@ -57,12 +58,6 @@ class ScheduleControls(Controls):
             if not isinstance(module, ScheduleControls):
                 raise ValueError(
                     f"{method} takes modules that fully_shard has sharded, but got {type(module).__name__}: {module}"
-                )
-            if module._fsdp_unit.scope is not self._fsdp_unit.scope:
-                raise ValueError(
-                    f"{method} was called on {self._fsdp_unit.name or 'the root'} ({type(self).__name__}) with "
-                    f"{module._fsdp_unit.name or 'the root'} ({type(module).__name__}), a unit of another tree. Call it after "
-                    "fully_shard on the module that holds both."
                 )
             units.append(module._fsdp_unit)
         return tuple(units)

@@ -310,7 +310,7 @@ def _finish_backward(task: int) -> None:
                 _receive_zeros(unit, backward)
             if unit.flags.reshard_after_backward:
                 unit.drop_full()
-            if unit.scope.is_last_backward and not unit.scope.finalizes_by_hand:
+            if not unit.scope.finalizes_by_hand:
                 backward.reduced.update(dict.fromkeys(reduce_pending(unit)))
         _land_on_host(backward.arriving)
         call_hooks(backward.reduced)

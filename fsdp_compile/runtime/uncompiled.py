@@ -126,7 +126,7 @@ class Gathered:
             self.fulls.update(finish_gather_of(pending, resharded))
         self._resharded = resharded
         self._refill()
-        if unit.reshards_after_forward:
+        if unit.reshards_after_forward or state_of(unit).saves_notes:
             self._note_storages()
 
     def _refill(self) -> None:

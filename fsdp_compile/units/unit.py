@@ -41,7 +41,7 @@ class Scope:
         uncompiled_depth: the number of nested forwards of sharded modules that run uncompiled.
         units: the units, in the order of their modules.
         is_last_backward: whether the next backward is that of the last microbatch.
-        finalizes_by_hand: whether ``finalize_backward()`` reduces what a backward did not, rather than the last backward.
+        finalizes_by_hand: whether ``finalize_backward()`` reduces what a backward did not, rather than the end of a backward.
         post_optim_event: the event that the next forward has to wait for.
         was_unsharded_by_hand: whether ``unshard()`` was ever called, as pipelines do.
         left_out_gradients: whether, between the microbatches of a step, a backward dropped gradients of parameters, which

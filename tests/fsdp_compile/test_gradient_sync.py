@@ -48,6 +48,7 @@ from tests.common.microbatches import (
     divide_factor,
     force_sum,
     full,
+    last_backward,
     reference,
     reshard_after_backward,
     reshard_after_forward,
@@ -691,6 +692,27 @@ def test_each_microbatch_may_use_other_parameters(
             torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+def reduced_when(system: str) -> list[set[str]]:
+    """A job: the parameters of the unit that have a gradient after each microbatch."""
+    trainee = Trainee(system, FSDP, Switched)
+    switch, model = trainee.model.get_submodule("blocks.0"), trainee.model
+    found = []
+    last_backward(False).apply(model)
+    for uses_left, syncs in ((True, False), (False, True)):
+        switch.uses_left = uses_left  # type: ignore[assignment]
+        sync(syncs).apply(model)
+        _backward(trainee, SWITCHED)
+        found.append(set(_gradients(switch)))
+    return found
+
+
+@pytest.mark.parametrize("system", ["fsdp2", "eager", "aot_eager"])
+def test_what_waits_is_reduced_although_no_backward_is_the_last(system: str, rank_pools: RankPools) -> None:
+    """Of parameters, too, that the microbatch does not use."""
+    both = {f"{layer}.{name}" for layer in ("left", "right") for name in ("weight", "bias")}
+    assert rank_pools[2].run(reduced_when, system=system) == [[set(), both]] * 2
+
+
 class InChunks(nn.Module):
     """A body, and a head that is applied to one chunk of what the body gives at a time."""
 
@@ -738,8 +760,7 @@ def loss_in_chunks(system: str, reduces_each: bool) -> tuple[dict[str, Tensor], 
 
 @pytest.mark.parametrize(
     ("system", "reduces_each"),
-    # FSDP2 reduces what waits in a unit only where a backward reaches the unit.
-    [("fsdp2", True), ("eager", True), ("eager", False), ("aot_eager", True), ("aot_eager", False)],
+    [("fsdp2", True), ("fsdp2", False), ("eager", True), ("eager", False), ("aot_eager", True), ("aot_eager", False)],
 )
 def test_losses_in_chunks(system: str, reduces_each: bool, rank_pools: RankPools) -> None:
     for found, expected in rank_pools[2].run(loss_in_chunks, system=system, reduces_each=reduces_each):

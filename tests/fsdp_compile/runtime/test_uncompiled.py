@@ -66,6 +66,29 @@ def counted(work: Callable[[], Any]) -> dict[str, int]:
 # --- As FSDP2 -------------------------------------------------------------------------------------
 
 
+def change_reshard(fully_shard: FullyShard, before: bool) -> list[torch.Tensor]:
+    """Gradients of a step with checkpoints around units, whose flag changes between forward and backward."""
+    torch.manual_seed(0)
+    model: Any = models.MLP(checkpointed=True)
+    shard_units(model, device_mesh((2,)), fully_shard)
+    model.set_reshard_after_forward(before)
+    loss = model(torch.ones(3, 8)).square().sum()
+    model.set_reshard_after_forward(not before)
+    loss.backward()
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+def change_reshard_in_both(before: bool) -> None:
+    """Executed by every rank."""
+    theirs = change_reshard(torch.distributed.fsdp.fully_shard, before)
+    torch.testing.assert_close(change_reshard(fully_shard, before), theirs)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_reshard_after_forward_changes_between_forward_and_backward(before: bool, rank_pools: RankPools) -> None:
+    rank_pools[2].run(change_reshard_in_both, before=before)
+
+
 def communicate(name: str, fully_shard: FullyShard) -> list[dict[str, int]]:
     """The communication of two steps of a case of ``test_parity.py``: forward, backward, forward, backward."""
     case = CASES[name]

@@ -24,6 +24,7 @@ from passes.fx.torch_internals.core import TracingContext, disable_dynamo, swap_
 from passes.fx.torch_internals.dynamo import OptimizedModule
 from passes.ir.ops import unshard, unshard_extension
 
+from ..compiler.traced_forwards import note_traced_forward
 from ..runtime.uncompiled import Forward, is_recomputing, read, read_in_forward_of
 from ..units.extension import is_extension
 from ..units.sharded_param import ShardedParam, model_parallel_attribute, shard_attribute
@@ -248,8 +249,11 @@ def _read_eagerly(module: Any, name: str) -> Any:
 
 
 @torch.compiler.assume_constant_result
-def _refuse_traced_functional_call() -> bool:
-    """Check, while Dynamo traces a forward, that ``functional_call`` is not traced with it.
+def _begin_traced_forward(is_of_root: bool) -> bool:
+    """Note, while Dynamo traces, that an outermost forward begins, and check that ``functional_call`` is not traced with it.
+
+    Args:
+        is_of_root: whether it is the forward of a root.
 
     Raises:
         RuntimeError: it is. Only Dynamo sees the tensors that it puts into modules then: traced properties would have to look
@@ -260,6 +264,7 @@ def _refuse_traced_functional_call() -> bool:
             "torch.func.functional_call is traced together with a module that fully_shard sharded, whose shards compiled code "
             "reads whatever functional_call is given. Call it uncompiled, or write values to the parameters."
         )
+    note_traced_forward(is_of_root=is_of_root)
     return True
 
 
@@ -285,7 +290,7 @@ def _in_unit(forward: Callable[..., Any], casts: bool) -> Callable[..., Any]:
             scope.active = True
         try:
             if is_compiling() and not was_active:
-                _refuse_traced_functional_call()
+                _begin_traced_forward(casts and unit.is_root)
                 # Asking is what has Dynamo guard on it.
                 bool(scope.optimizer_state)
             if casts:

@@ -51,6 +51,7 @@ from .machine import find_hardware
 from .memory_budget import BudgetPartitioner, StepBudget
 from .options import LOWERINGS, Options
 from .prepared_graph import PreparedGraph
+from .traced_forwards import holds_whole_forwards
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ def compile_with(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[A
     uncompiled = snapshot(gm)
     params = {names: sharded_param(example_inputs[index]) for index, names in shards.items()}
     owners = Owners(params)
-    compiled = _Compilation(example_inputs, options, lowering, params, owners).run(gm)
+    is_whole = holds_whole_forwards(gm, dict.fromkeys(param.unit for param in params.values()))
+    compiled = _Compilation(example_inputs, options, lowering, params, owners, is_whole=is_whole).run(gm)
     return _check_parameters(compiled, uncompiled, shards, owners)
 
 
@@ -218,6 +220,7 @@ class _Compilation:
         lowering: makes functions of the graphs that come of it.
         params: the sharded parameters that it reads, by the names of unit and parameter in it.
         owners: who they belong to when it runs.
+        is_whole: whether the graph is all that a call of a model computes.
     """
 
     def __init__(
@@ -227,6 +230,8 @@ class _Compilation:
         lowering: Lowering,
         params: Mapping[tuple[str, str], ShardedParam],
         owners: Owners,
+        *,
+        is_whole: bool = False,
     ):
         # AOTAutograd keeps the compilation, which must not keep the model: emptied in the end.
         self._examples = list(example_inputs)
@@ -245,7 +250,7 @@ class _Compilation:
         self._budget: StepBudget | None = None
         if options.memory_budget is not None and device is not None:
             hardware = find_hardware(options.hardware, device.type)
-            self._budget = StepBudget(options, self._params, self._examples, hardware, fuses=lowering.fuses)
+            self._budget = StepBudget(options, self._params, self._examples, hardware, fuses=lowering.fuses, is_whole=is_whole)
         tags = _JointPass(inductor_config.joint_custom_post_pass, options, tells_partitioner=self._budget is None)
         self._config_patches = {
             **lowering.config_patches,

@@ -74,6 +74,7 @@ class StepBudget:
         examples: the graph's inputs.
         hardware: what the step is predicted for.
         fuses: whether the lowering fuses operators into kernels.
+        is_whole: whether the graph is all that a call of the model computes; units that it does not use are left out then.
 
     Raises:
         ValueError: the graph is not all of a step.
@@ -87,9 +88,12 @@ class StepBudget:
         hardware: Hardware,
         *,
         fuses: bool,
+        is_whole: bool,
     ):
         units = {name: param.unit for (name, _), param in params.items()}
-        _check_is_whole(units.values())
+        left_out = _left_out(units.values())
+        if left_out and not is_whole:
+            raise ValueError(_not_whole(left_out))
         if inductor_config.custom_partitioner_fn is not None:
             raise ValueError(
                 "options['memory_budget'] partitions graphs, and so does torch._inductor.config.custom_partitioner_fn: unset "
@@ -99,6 +103,8 @@ class StepBudget:
         self.limit = options.budget_bytes(self._device)
         self._host_limit = options.host_budget_bytes
         self._held, self._inputs = _held(units.values(), examples)
+        # Another microbatch of the step may have used them.
+        self._held += sum(map(_gradient_bytes, left_out))
         # Compiled code must not keep the model.
         self._scopes = weakref.WeakSet(unit.scope for unit in units.values())
         self._assumed = Optimizer.of(options.optimizer)
@@ -310,16 +316,26 @@ def _nodes(units: Iterable[Unit], hardware: Hardware) -> list[tuple[ShardingMesh
     return found
 
 
-def _check_is_whole(units: Iterable[Unit]) -> None:
+def _left_out(units: Iterable[Unit]) -> list[Unit]:
+    """The units with parameters, of the trees of some, that are not among these."""
     present = set(units)
-    missing = [unit for scope in dict.fromkeys(unit.scope for unit in present) for unit in scope.units if unit not in present]
-    names = [unit.name or "the root" for unit in missing if unit.params]
-    if names:
-        raise ValueError(
-            f"options['memory_budget'] is for a whole step, but a graph of this model uses no parameter of {', '.join(names)}. "
-            "Compile the whole model, without graph breaks: torch.compile(model, fullgraph=True) says where they are. For "
-            "blocks that are compiled one by one there is options['memory_limit'], of one graph."
-        )
+    of_trees = (unit for scope in dict.fromkeys(unit.scope for unit in present) for unit in scope.units)
+    return [unit for unit in of_trees if unit not in present and unit.params]
+
+
+def _not_whole(left_out: Iterable[Unit]) -> str:
+    names = ", ".join(unit.name or "the root" for unit in left_out)
+    return (
+        f"options['memory_budget'] is for a whole step, but a graph of this model, which is not all of its forward, uses no "
+        f"parameter of {names}. Compile the whole model, without graph breaks: torch.compile(model, fullgraph=True) says where "
+        "they are. For blocks that are compiled one by one there is options['memory_limit'], of one graph."
+    )
+
+
+def _gradient_bytes(unit: Unit) -> int:
+    """What the gradients of a unit take on the device between microbatches."""
+    trained = [param for param in unit.params if param.param.requires_grad and not unit.copies]
+    return sum(param.padded_numel * param.shard.element_size() for param in trained)
 
 
 def _held(units: Iterable[Unit], examples: Sequence[Any]) -> tuple[int, list[Tensor]]:

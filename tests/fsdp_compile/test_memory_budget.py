@@ -51,10 +51,11 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([Block() for _ in range(depth)])
         self.head = nn.Linear(64, 64)
+        self.skipped: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skipped else block(x)
         return self.head(x).square().mean()
 
 
@@ -389,10 +390,29 @@ class TestOneProcess:
                 compiled(batch()).backward()
                 optimizer.step()
 
-    @pytest.mark.parametrize("how", ["block", "graph break", "nothing sharded"])
+    @few_trials
+    def test_a_forward_may_leave_units_out(self) -> None:
+        """Then their shards count, and gradients that other microbatches gave them; and the optimizer's state, if there is any."""
+        skipping = sharded(3)
+        compiled, of_all = train(skipping, _LARGE)
+        skipping.skipped = 1
+        with capture() as without:
+            compiled(batch()).backward()
+        _, smaller = train(sharded(2), _LARGE)
+        shard_bytes = sum(storage.nbytes for storage in cast(FSDPModule, skipping.blocks[1])._fsdp_unit.storages.values())
+        (choice,), (other,) = without.choices, smaller.choices
+        # AdamW's state, which is what is assumed, is two shards more.
+        expected = [trial.peak_bytes + (2 + 2) * shard_bytes for trial in other.trials]
+        assert [trial.peak_bytes for trial in choice.trials] == expected
+        assert len(of_all.choices) == 1
+
+    @pytest.mark.parametrize("how", ["block", "graph break", "part with units left out", "nothing sharded"])
     def test_parts_of_a_step_are_refused(self, how: str) -> None:
         model: Any = sharded() if how != "nothing sharded" else Model()
         function: Callable[..., Any] = {"block": lambda x: model.blocks[0](x), "nothing sharded": model}.get(how, model)
+        if how == "part with units left out":
+            model.skipped = 2
+            model.blocks[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
         if how == "graph break":
             first = model.blocks[0]
             model.blocks[0] = nn.Identity()

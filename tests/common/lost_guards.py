@@ -8,11 +8,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def refuse_lost_guards() -> None:
-    """Have every ``ShapeEnv`` of this process raise where it would ignore a guard, because the frame's have been built."""
+    """Have every ``ShapeEnv`` of this process raise where it would ignore a guard, because the frame's have been built.
+
+    Inside of ``suppress_guards()`` it ignores guards on purpose, as where formulae are made of sizes.
+    """
     ignore = ShapeEnv._check_frozen
 
     def check(self: ShapeEnv, expr: Any, concrete_val: Any) -> None:
-        if self.frozen:
+        if self.frozen and not self._suppress_guards_tls():
             raise AssertionError(f"{expr} == {concrete_val} was decided after the guards of the frame were built.")
         ignore(self, expr, concrete_val)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import shutil
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -11,6 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from passes.fx.size_guards import Assumptions
+from passes.fx.sizes import symbolic_sizes_of
 from passes.fx.torch_internals.core import TracingContext
 from passes.fx.torch_internals.inductor import FxGraphCache, compile_fx, compile_fx_inner, inductor_config
 from passes.lowering.program import write_program
@@ -20,8 +22,11 @@ from passes.transforms.pin_layouts import pin_layouts
 
 from ..runtime.planned_graph import boxed
 from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks, split_among_cores
+from .capture import snapshot
 from .loop_splits import even_loop_splits
 from .lowering import Lowered, Lowering
+
+logger = logging.getLogger(__name__)
 
 #: Called as ``compile_fx_inner`` is, with a graph without collectives, its fake inputs, and keywords. What it returns takes a
 #: list of inputs, which it empties; its attribute ``source_code``, if it has one, goes into the program's.
@@ -103,7 +108,7 @@ class InductorLowering(Lowering):
         kernels: _Kernels = {}
         for key in keys:
             known = assumptions.on_data()
-            compiled = self._compile_one(segments[key], kwargs)
+            compiled = self._compile_one(segments[key], kwargs, assumptions)
             if assumptions.on_data() != known:
                 # With an entry of its cache, Inductor keeps conditions on other sizes alone.
                 _take_out_of_cache(compiled)
@@ -111,9 +116,21 @@ class InductorLowering(Lowering):
         end_library()
         return kernels
 
-    def _compile_one(self, segment: Segment, kwargs: Mapping[str, Any]) -> Any:
-        inputs = [node.meta["val"] for node in segment.graph_module.graph.find_nodes(op="placeholder")]
-        compiled = self._compile_segment(segment.graph_module, inputs, **kwargs)
+    def _compile_one(self, segment: Segment, kwargs: Mapping[str, Any], assumptions: Assumptions) -> Any:
+        gm = segment.graph_module
+        inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        sizes = list(symbolic_sizes_of(node.meta.get("val") for node in gm.graph.nodes))
+        # Inductor works on the graph that it is given.
+        untouched = snapshot(gm) if sizes else gm
+        try:
+            compiled = self._compile_segment(gm, inputs, **kwargs)
+        except Exception as error:
+            # Inductor is at its best with numbers. A segment that it cannot compile for any size, where a whole graph had told
+            # it of sizes that have to be numbers, is compiled for those at hand.
+            if not assumptions.fix(sizes):
+                raise
+            logger.info("A segment is compiled for the sizes at hand alone, as compiling it for others failed: %r", error)
+            compiled = self._compile_segment(untouched, inputs, **kwargs)
         context = TracingContext.try_get()
         if context is not None and context.output_strides:
             # The outputs of segments have the traced layout, so those of the whole graph do.

@@ -8,7 +8,7 @@ for a call that fails it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -130,6 +130,16 @@ class Assumptions:
         for fact in conditions:
             suppose(self._shape_env, fact)
         return True
+
+    def fix(self, sizes: Iterable[SymInt]) -> bool:
+        """Rely on sizes being what they count as where it is decided by them. False: none of them can be another one."""
+        if self._shape_env is None:
+            return False
+        known = values_of(self._shape_env)
+        symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols if symbol in known}
+        for symbol in sorted(symbols, key=str):
+            suppose(self._shape_env, sympy.Eq(symbol, known[symbol]))  # type: ignore[arg-type]
+        return bool(symbols)
 
     def _depends_on_data(self, fact: Any) -> bool:
         return self._shape_env is not None and not fact.free_symbols <= values_of(self._shape_env).keys()

@@ -103,6 +103,9 @@ def _(x: Any, what: str) -> Any:
         sizes.check_leq(size, _MANY)
     elif what == "number":
         sizes.guard_int(size)
+    elif what == "known":
+        # As Inductor's power of a symbol to -1, in what becomes of some convolutions.
+        int(size)
     few = what == "factor" and bool(sizes.evaluate_expr(size <= _MANY))
     return lowering.lowerings[torch.ops.aten.mul.Tensor](x, _factor(few, what))
 
@@ -170,6 +173,20 @@ def test_late_decisions_compile_backward_alone(one_rank: None) -> None:
     training = Training("factor", dynamic=True)
     with capture() as captured:
         for size in (3, 9, 4, 8):
+            training.step(size)
+    assert (len(captured.forward), len(captured.backward)) == (1, 2)
+
+
+def test_what_inductor_compiles_for_numbers_alone(one_rank: None) -> None:
+    """Forward by a guard of the frame, backward by one of its own."""
+    training = Training("known", dynamic=True, in_forward=True)
+    with capture() as captured:
+        for size in (3, 9, 3, 9):
+            training.step(size)
+    assert (len(captured.forward), len(captured.backward)) == (2, 2)
+    training = Training("known", dynamic=True)
+    with capture() as captured:
+        for size in (3, 9, 3, 9):
             training.step(size)
     assert (len(captured.forward), len(captured.backward)) == (1, 2)
 

@@ -1,0 +1,105 @@
+"""``python -m tests.fuzz --lowering inductor --seeds 200 --ranks 2x2``: run cases, and shrink what fails to a script."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from tests.common.distributed import RankFailure, RankPool
+from tests.common.lost_guards import refuse_lost_guards
+
+from .case import Case
+from .compare import check
+from .draw import draw
+from .shrink import shrink
+
+_SCRIPT = '''\
+"""Run it with: torchrun --nproc-per-node {world} FILE, from where the folder "tests" is."""
+
+import torch.distributed as dist
+
+from tests.fuzz.case import *
+from tests.fuzz.compare import check
+
+CASE = {case}
+
+dist.init_process_group("gloo")
+for line in check(CASE, {system!r}, {oracle!r}):
+    if dist.get_rank() == 0:
+        print(line)
+dist.destroy_process_group()
+'''
+
+
+def run(pool: RankPool, case: Case, system: str, oracle: str) -> list[str]:
+    """What differs, or the error that ranks end with, as lines."""
+    try:
+        return list(pool.run(check, case=case, system=system, oracle=oracle)[0])
+    except RankFailure as error:
+        return str(error).strip().splitlines()
+
+
+def kind_of(lines: list[str]) -> str:
+    """The kind of a failure: its error, or that there is a difference; empty: it is none."""
+    if not lines:
+        return ""
+    errors = [line.strip() for line in lines if "Error: " in line or "did not finish" in line or "died" in line]
+    return errors[-1].split(":")[0] if errors else "difference"
+
+
+def is_of_fsdp2(pool: RankPool, case: Case, system: str) -> bool:
+    """Whether whole parameters agree with the library and not with FSDP2."""
+    return not run(pool, case, system, "whole") and bool(run(pool, case, "fsdp2", "whole"))
+
+
+def script(case: Case, system: str, oracle: str) -> str:
+    """A script that runs a case by itself."""
+    return _SCRIPT.format(world=case.world, case=case, system=system, oracle=oracle)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--lowering", choices=("eager", "aot_eager", "inductor"), default="aot_eager")
+    parser.add_argument("--seeds", type=int, default=20, help="how many cases")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--ranks", default="2", help="2, 4, or 2x2: two replicas of two shards")
+    parser.add_argument("--oracle", choices=("whole", "fsdp2", "eager"), default="whole", help="what to compare with")
+    parser.add_argument("--no-shrink", action="store_true", help="print what fails as it was drawn")
+    given = parser.parse_args()
+    refuse_lost_guards()
+    mesh = tuple(map(int, given.ranks.split("x")))
+    drawn = partial(draw, mesh=mesh, compiled=given.lowering != "eager", oracle=given.oracle)
+    failed: list[int] = []
+    of_fsdp2: list[int] = []
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        pool = RankPool(drawn(given.first).world, Path(folder))
+        for seed in range(given.first, given.first + given.seeds):
+            case = drawn(seed)
+            lines = run(pool, case, given.lowering, given.oracle)
+            if not lines:
+                continue
+            if given.oracle == "fsdp2" and is_of_fsdp2(pool, case, given.lowering):
+                of_fsdp2.append(seed)
+                continue
+            failed.append(seed)
+            print(f"--- seed {seed}: {kind_of(lines)}", *lines[-12:], sep="\n", flush=True)
+            if not given.no_shrink:
+                wanted = kind_of(lines)
+                case = shrink(case, lambda one: kind_of(run(pool, one, given.lowering, given.oracle)) == wanted)  # noqa: B023
+                lines = run(pool, case, given.lowering, given.oracle)
+            print(*lines[-4:], script(case, given.lowering, given.oracle), sep="\n", flush=True)
+        pool.close()
+    took = time.monotonic() - start
+    print(f"{given.seeds} cases, {len(failed)} failed{f': {failed}' if failed else ''}; {took / given.seeds:.2f} s each")
+    if of_fsdp2:
+        print(f"In {len(of_fsdp2)} FSDP2 fails, or differs from whole parameters: {of_fsdp2}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Blocks of random models: each takes and gives ``[batch, length, DIM]``, and has one idea that sharding has to get right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from .case import Block, Model
+
+#: Of hidden states. No number of ranks divides it evenly but two and three.
+DIM = 6
+VOCABULARY = 11
+MOST_LENGTH = 12
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 7), nn.Linear(7, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class Convolution(nn.Module):
+    """A convolution over the length, then a depthwise one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.depthwise = nn.Conv1d(DIM, DIM, 3, padding=1), nn.Conv1d(DIM, DIM, 3, padding=1, groups=DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.depthwise(torch.tanh(self.mix(x.transpose(1, 2)))).transpose(1, 2)
+
+
+class Experts(nn.Module):
+    """Experts that all compute, weighted by a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(DIM, 3, bias=False)
+        self.experts = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        return x + sum(weights[..., index : index + 1] * expert(x) for index, expert in enumerate(self.experts))
+
+
+class StackedExperts(nn.Module):
+    """The weights of all experts in one parameter of three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.gate = nn.Parameter(torch.randn(3, DIM, DIM) / DIM), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(torch.einsum("bld,edf,e->blf", x, self.weight, self.gate.softmax(0)))
+
+
+class LoRA(nn.Module):
+    """An adapter beside a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.a, self.b = nn.Linear(DIM, 2, bias=False), nn.Linear(2, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.b(self.a(x)))
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+class Looped(nn.Module):
+    """A layer that is called three times, and whose weight is read besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + torch.tanh(self.layer(x)) / 2
+        return F.linear(x, self.layer.weight.t())
+
+
+class Gains(nn.Module):
+    """A ``ParameterList``, a ``ParameterDict`` and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.ParameterList(torch.randn(DIM) for _ in range(2))
+        self.shifts = nn.ParameterDict({"last": torch.randn(DIM), "unused": torch.randn(2)})
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gain in self.gains:
+            x = x + torch.tanh(x * gain)
+        return x * self.scale + self.shifts["last"]
+
+
+class Held(nn.Module):
+    """Containers alone, and the weight of a child that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains, self.child = nn.ParameterList([torch.randn(DIM)]), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(F.linear(x * self.gains[0], self.child.weight))
+
+
+class Norms(nn.Module):
+    """Parameters of one dimension with defaults of ones and zeros, and positions up to the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.positions = nn.LayerNorm(DIM), nn.Parameter(torch.randn(MOST_LENGTH, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + self.positions[: x.shape[1]]
+
+
+class Parametrized(nn.Module):
+    """A weight that is computed of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = parametrizations.weight_norm(nn.Linear(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+class Nested(nn.Module):
+    """A block in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = MLP(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+KINDS: dict[str, type[nn.Module]] = {
+    "mlp": MLP,
+    "attention": Attention,
+    "convolution": Convolution,
+    "experts": Experts,
+    "stacked experts": StackedExperts,
+    "lora": LoRA,
+    "tied": Tied,
+    "looped": Looped,
+    "gains": Gains,
+    "held": Held,
+    "norms": Norms,
+    "parametrized": Parametrized,
+    "nested": Nested,
+}
+
+
+class Inside(nn.Module):
+    """A block whose forward is recomputed within the module."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+class Network(nn.Module):
+    """The model of a case.
+
+    Attributes:
+        skips: the indices of blocks that forward leaves out.
+    """
+
+    def __init__(self, spec: Model) -> None:
+        super().__init__()
+        self.spec = spec
+        self.skips: tuple[int, ...] = ()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.blocks = nn.ModuleList(map(_block, spec.blocks))
+        self.head = nn.Linear(DIM, VOCABULARY)
+        if spec.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        order = [*range(len(self.blocks)), *([] if self.spec.again is None else [self.spec.again])]
+        for index in order:
+            if index in self.skips:
+                continue
+            block: Callable[[Tensor], Tensor] = self.blocks[index]
+            around = self.spec.blocks[index].checkpoint == "around"
+            x = checkpoint(block, x, use_reentrant=False) if around else block(x)
+        return self.head(x)
+
+
+def _block(spec: Block) -> nn.Module:
+    block = KINDS[spec.kind]()
+    return Inside(block) if spec.checkpoint == "inside" else block
+
+
+def network(spec: Model) -> Network:
+    """The model with the same values on every rank and in every run."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Network(spec).to(getattr(torch, spec.dtype))

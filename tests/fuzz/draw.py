@@ -1,0 +1,187 @@
+"""Draws cases: a seed gives the same case on every machine."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from .blocks import KINDS, MOST_LENGTH
+from .case import Block, Call, Case, Evaluate, Event, Freeze, Micro, Model, Path, Reload, Step
+from .execute import OF_THE_LIBRARY, OPTIMIZERS
+
+# Kinds whose first child may be a unit inside of their own.
+_HAVE_MODULES = ("mlp", "attention", "convolution", "experts", "lora", "looped", "nested")
+_LENGTHS = (2, 5, 8, MOST_LENGTH)
+
+
+class _Drawing:
+    """One case in the making."""
+
+    def __init__(self, seed: int, mesh: tuple[int, ...], compiled: bool, oracle: str, is_small: bool):
+        self.random = Random(seed)
+        self.mesh = mesh
+        self.compiled = compiled
+        self.oracle = oracle
+        self.is_small = is_small
+        self.with_fsdp2 = oracle == "fsdp2"
+        self.world = 1
+        for size in mesh:
+            self.world *= size
+
+    def maybe(self, chance: float) -> bool:
+        return self.random.random() < chance
+
+    def case(self) -> Case:
+        self.model = self._model()
+        self.optimizer = self._optimizer()
+        self.options = self._options()
+        # Sizes of ranks differ: each recompiles by itself.
+        self.sizes_differ = self.maybe(0.2)
+        events: list[Event] = []
+        for _ in range(2 if self.is_small else self.random.choice((2, 3, 3, 4))):
+            events += self._between_steps()
+            events += self._step()
+        return Case(self.mesh, self.model, tuple(events), self.optimizer, self._features(), self.options)
+
+    def _model(self) -> Model:
+        kinds = [
+            self.random.choice(list(KINDS)) for _ in range(self.random.choice((1, 2) if self.is_small else (1, 2, 2, 3, 3, 4)))
+        ]
+        blocks = []
+        for index, kind in enumerate(kinds):
+            checkpoint = self.random.choice(("", "", "", "around", "around", "inside"))
+            units = ["own", "own", "own", ""]
+            units += ["nested"] if kind in _HAVE_MODULES and checkpoint != "inside" else []
+            units += ["with next"] if index + 1 < len(kinds) else []
+            reshard: list[bool | int | None] = [None, None, True, False]
+            if self.mesh == (4,):
+                reshard.append(2)
+            blocks.append(Block(kind, checkpoint, self.random.choice(units), self.random.choice(reshard)))
+        policy = None
+        if self.maybe(0.25):
+            policy = self.random.choice([("float64", None), ("float32", "float64"), (None, "float64"), ("float32", None)])
+        return Model(
+            tuple(blocks),
+            "float64" if self.maybe(0.8) else "float32",
+            tied=self.maybe(0.2),
+            again=self.random.randrange(len(blocks)) if self.maybe(0.2) else None,
+            policy=policy,
+            reshard=self.random.choice([None, None, True, False]),
+        )
+
+    def _optimizer(self) -> str:
+        names = [name for name in OPTIMIZERS if not self.with_fsdp2 or name not in OF_THE_LIBRARY]
+        return self.random.choice(["sgd", *names])
+
+    def _features(self) -> tuple[str, ...]:
+        if self.oracle == "fsdp2":
+            return ()
+        features = ["rounded"] if self.oracle == "eager" else []
+        if not self.options and self.optimizer not in ("in backward", "offloaded") and not features and self.maybe(0.1):
+            features.append("offload")
+        if self.mesh != (2, 2) and self.optimizer != "in backward" and self.maybe(0.15):
+            features.append("hook")
+        return tuple(features)
+
+    def _options(self) -> tuple[tuple[str, Any], ...]:
+        if not self.compiled or self.with_fsdp2:
+            return ()
+        options = self.random.choice(
+            [(), (), (), (("merge_below", 0),), (("schedule", "auto"),), (("memory_budget", 1 << 40),)]
+        )
+        if self.optimizer == "in backward" and options not in ((), (("merge_below", 0),)):
+            return ()
+        return options
+
+    def _sizes(self) -> tuple[tuple[int, int], ...]:
+        def one() -> tuple[int, int]:
+            return self.random.choice((1, 2, 3, 4)), self.random.choice(_LENGTHS)
+
+        return tuple(one() for _ in range(self.world)) if self.sizes_differ else (one(),)
+
+    def _paths(self) -> list[str]:
+        """The modules that were passed to ``fully_shard``."""
+        units = [f"blocks.{index}" for index, block in enumerate(self.model.blocks) if block.unit]
+        grouped = {index + 1 for index, block in enumerate(self.model.blocks) if block.unit == "with next"}
+        return ["", *(path for path in units if int(path.removeprefix("blocks.")) not in grouped)]
+
+    def _may_skip(self) -> list[int]:
+        blocks = self.model.blocks
+        grouped = {at for index, block in enumerate(blocks) if block.unit == "with next" for at in (index, index + 1)}
+        return [index for index in range(len(blocks)) if index not in grouped]
+
+    def _between_steps(self) -> list[Event]:
+        events: list[Event] = []
+        if self.maybe(0.2):
+            # What FSDP2 gathers first in inference mode, it cannot gather into later.
+            events.append(Evaluate(self._sizes(), self.maybe(0.5) and not self.with_fsdp2))
+        if self.maybe(0.1):
+            events.append(Reload())
+        if self.maybe(0.1) and not self.with_fsdp2 and self.optimizer in ("sgd", "adamw", "foreach", "fused"):
+            path = f"blocks.{self.random.randrange(len(self.model.blocks))}"
+            if self.model.blocks[int(path.removeprefix("blocks."))].kind not in ("lora", "tied"):
+                events.append(Freeze(path, self.maybe(0.5)))
+        if self.maybe(0.15):
+            path = self.random.choice(self._paths())
+            events.append(Call("unshard", path))
+            if self.maybe(0.5):
+                events.append(Call("reshard", path))
+        return events
+
+    def _call(self, between: bool = False) -> Call:
+        path = self.random.choice(self._paths())
+        kinds = ["sync", "sync", "reshard after backward", "last"]
+        # The automatic schedule chooses by itself what to prefetch, and refuses lists.
+        kinds += ["prefetch"] if ("schedule", "auto") not in self.options else []
+        kinds += ["all-reduce"] if len(self.mesh) == 2 else []
+        kinds += ["reshard after forward"] if not self.compiled or not between else []
+        kind = self.random.choice(kinds)
+        recurse = (("recurse", self.maybe(0.5)),) if self.maybe(0.5) else ()
+        value = (self.maybe(0.5),)
+        if kind == "last":
+            return Call("set_is_last_backward", "", value)
+        if kind == "prefetch":
+            some = tuple(Path(self.random.choice(self._paths())) for _ in range(self.random.choice((0, 1, 2))))
+            return Call(f"set_modules_to_{self.random.choice(('forward', 'backward'))}_prefetch", path, (some,))
+        name = {"sync": "requires_gradient_sync", "all-reduce": "requires_all_reduce"}.get(kind, kind.replace(" ", "_"))
+        return Call(f"set_{name}", path, value, recurse)
+
+    def _step(self) -> list[Event]:
+        """Microbatches of which the last reduces all, and the optimizer's step."""
+        events: list[Event] = []
+        may_skip = self._may_skip()
+        microbatches = self.random.choice((1, 1, 2, 3))
+        defaults = (
+            Call("set_requires_gradient_sync", "", (True,)),
+            Call("set_is_last_backward", "", (True,)),
+            Call("set_reshard_after_backward", "", (True,)),
+        )
+        for number in range(microbatches):
+            is_last = number == microbatches - 1
+            skips = tuple(index for index in may_skip if self.maybe(0.15))
+            forwards = 2 if self.maybe(0.1) else 1
+            if self.optimizer == "in backward":
+                events.append(Call("set_requires_gradient_sync", "", (is_last,)))
+                events.append(Micro(self._sizes(), skips, forwards))
+                continue
+            if is_last and microbatches > 1:
+                events += defaults
+            elif not is_last:
+                events += [self._call() for _ in range(self.random.choice((0, 1, 1, 2)))]
+            between = (self._call(between=True),) if not is_last and self.maybe(0.15) else ()
+            events.append(Micro(self._sizes(), skips, forwards, between))
+        clip = self.random.choice([None, None, 0.5]) if self.optimizer != "in backward" else None
+        return [*events, Step(clip)]
+
+
+def draw(seed: int, mesh: tuple[int, ...], *, compiled: bool, oracle: str = "whole", is_small: bool = False) -> Case:
+    """The case of a seed.
+
+    Args:
+        seed: the seed.
+        mesh: the shape of its mesh.
+        compiled: whether it is to be compiled; a flag that traces anew is not set between a forward and its backward then.
+        oracle: what it is to be compared with. With "fsdp2" it has only what that has; with "eager", gathers that round.
+        is_small: of at most two blocks and two steps.
+    """
+    return _Drawing(seed, mesh, compiled, oracle, is_small).case()

@@ -1,0 +1,229 @@
+"""Runs a case with one system, on every rank, and notes what can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import fsdp_compile
+from tests.common.distributed import device_mesh
+
+from .blocks import VOCABULARY, Network, network
+from .case import Call, Case, Evaluate, Event, Freeze, Micro, Model, Path, Reload, Step
+
+#: Systems: FSDP2, the library uncompiled, its lowerings.
+SYSTEMS = ("fsdp2", "eager", "aot_eager", "inductor")
+
+_adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+
+#: Optimizers by name, made of parameters. All but those of :data:`OF_THE_LIBRARY` are torch's.
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "adamw": _adamw,
+    "foreach": partial(_adamw, foreach=True),
+    "fused": partial(_adamw, fused=True),
+    "flat": lambda params: fsdp_compile.flat_optimizer(torch.optim.AdamW, params, lr=1e-2, eps=1e-3),
+    "one buffer": lambda params: fsdp_compile.flat_optimizer(torch.optim.AdamW, params, one_buffer=True, lr=1e-2, eps=1e-3),
+    "in backward": lambda params: fsdp_compile.optimizer_in_backward(torch.optim.AdamW, params, lr=1e-2, eps=1e-3),
+    "offloaded": lambda params: fsdp_compile.offload_optimizer(torch.optim.AdamW, params, lr=1e-2, eps=1e-3),
+}
+OF_THE_LIBRARY = ("flat", "one buffer", "in backward", "offloaded")
+
+
+#: What a case may have besides: "offload" and "rounded", which are options of ``fully_shard``, and what is done to a sharded model.
+FEATURES: dict[str, Callable[[Any], None]] = {
+    "hook": lambda model: model.register_comm_hook(
+        fsdp_compile.comm_hooks.DefaultState(dist.group.WORLD), fsdp_compile.comm_hooks.reduce_scatter_hook
+    ),
+}
+
+
+@dataclass
+class Seen:
+    """What one rank has seen of one event.
+
+    Attributes:
+        event: the event.
+        loss: of a microbatch or an evaluation.
+        norm: of the gradients, where they are clipped.
+        grads: at the end of a step: full gradients by name; None where there is none.
+        params: behind the step of the optimizer: full parameters by name.
+        local: after a microbatch: this rank's shards of gradients.
+    """
+
+    event: Event
+    loss: float | None = None
+    norm: float | None = None
+    grads: dict[str, Tensor | None] | None = None
+    params: dict[str, Tensor] | None = None
+    local: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+def _batch(index: int, rank: int, size: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * index + rank)
+    tokens = torch.randint(VOCABULARY, size, generator=generator)
+    return tokens, torch.randn((*size, VOCABULARY), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum() / 16
+
+
+def _policy(spec: Model) -> MixedPrecisionPolicy | None:
+    if spec.policy is None:
+        return None
+    return MixedPrecisionPolicy(*(None if name is None else getattr(torch, name) for name in spec.policy))
+
+
+def shard(model: Network, case: Case, fully_shard: Callable[..., Any]) -> None:
+    """Shard a model as the case says."""
+    options: dict[str, Any] = {"mesh": device_mesh(case.mesh)}
+    if (policy := _policy(case.model)) is not None:
+        options["mp_policy"] = policy
+    if "offload" in case.features:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if "rounded" in case.features:
+        options["gather_policy"] = fsdp_compile.GatherPolicy(torch.int8)
+    blocks = list(model.blocks)
+    taken: set[int] = set()
+    for index, (spec, block) in enumerate(zip(case.model.blocks, blocks, strict=True)):
+        if index in taken or not spec.unit:
+            continue
+        if spec.unit == "nested":
+            inner = next((child for child in block.children() if next(child.parameters(), None) is not None), None)
+            if inner is not None and type(inner) not in (nn.ParameterList, nn.ParameterDict, nn.ModuleList):
+                fully_shard(inner, reshard_after_forward=spec.reshard, **options)
+        modules = [block]
+        if spec.unit == "with next" and index + 1 < len(blocks):
+            modules.append(blocks[index + 1])
+            taken.add(index + 1)
+        fully_shard(modules if len(modules) > 1 else block, reshard_after_forward=spec.reshard, **options)
+    fully_shard(model, reshard_after_forward=case.model.reshard, **options)
+
+
+class _Trainee:
+    """A model in a loop: sharded, or whole on the batches of all ranks."""
+
+    def __init__(self, case: Case, system: str):
+        self.case = case
+        self.system = system
+        self.model: Any = network(case.model)
+        self.forward: Callable[[Tensor], Tensor] = self.model
+        self.is_whole = system == "whole"
+        if not self.is_whole:
+            shard(self.model, case, torch.distributed.fsdp.fully_shard if system == "fsdp2" else fsdp_compile.fully_shard)
+            for feature in case.features:
+                if feature in FEATURES:
+                    FEATURES[feature](self.model)
+            if system in ("aot_eager", "inductor"):
+                options = {**dict(case.options), "lowering": system}
+                self.forward = torch.compile(self.model, backend=fsdp_compile.fsdp_backend, options=options)
+        name = case.optimizer
+        if self.is_whole and name in OF_THE_LIBRARY:
+            name = "adamw"
+        self.named = dict(self.model.named_parameters())
+        self.optimizer = OPTIMIZERS[name](self.named.values())
+        self.updates_in_backward = name == "in backward"
+        self.index = 0
+
+    def run(self, event: Event) -> Seen:
+        seen = Seen(event)
+        if isinstance(event, Micro):
+            self._micro(event, seen)
+        elif isinstance(event, Step):
+            self._step(event, seen)
+        elif isinstance(event, Evaluate):
+            with torch.inference_mode() if event.inference else torch.no_grad():
+                seen.loss = self._losses(event.sizes)
+        elif isinstance(event, Freeze):
+            self.model.get_submodule(event.path).requires_grad_(event.requires_grad)
+        elif isinstance(event, Reload):
+            self._reload()
+        elif not self.is_whole:
+            self._call(event)
+        return seen
+
+    def _call(self, event: Call) -> None:
+        def resolved(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return [*map(resolved, value)]
+            return self.model.get_submodule(value.path) if isinstance(value, Path) else value
+
+        arguments = {name: resolved(value) for name, value in event.kwargs}
+        getattr(self.model.get_submodule(event.path), event.method)(*map(resolved, event.args), **arguments)
+
+    def _losses(
+        self, sizes: tuple[tuple[int, int], ...], forwards: int = 1, before_backward: Callable[[], None] | None = None
+    ) -> float:
+        """This rank's loss. With ``before_backward`` also gradients, of the mean over all ranks."""
+        dtype = getattr(torch, self.case.model.dtype)
+        self.index += 1
+        losses = {}
+        for rank in range(self.case.world) if self.is_whole else [dist.get_rank()]:
+            loss: Any = 0.0
+            for number in range(forwards):
+                tokens, target = _batch(10 * self.index + number, rank, sizes[rank % len(sizes)], dtype)
+                loss = loss + _loss(self.forward(tokens).to(dtype), target)
+            if before_backward is not None:
+                before_backward()
+                (loss / self.case.world if self.is_whole else loss).backward()
+            losses[rank] = loss.item()
+        return losses[dist.get_rank()]
+
+    def _micro(self, event: Micro, seen: Seen) -> None:
+        self.model.skips = event.skips
+
+        def between() -> None:
+            for call in () if self.is_whole else event.between:
+                self._call(call)
+
+        seen.loss = self._losses(event.sizes, event.forwards, between)
+        if not self.is_whole:
+            seen.local = {name: _local(param.grad) for name, param in self.named.items()}
+
+    def _step(self, event: Step, seen: Seen) -> None:
+        if not self.updates_in_backward:
+            seen.grads = {name: None if param.grad is None else _full(param.grad) for name, param in self.named.items()}
+            if event.clip is not None:
+                norm = torch.nn.utils.clip_grad_norm_(self.named.values(), event.clip)
+                seen.norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        seen.params = {name: _full(param) for name, param in self.named.items()}
+
+    def _reload(self) -> None:
+        state = {name: value.clone() for name, value in self.model.state_dict().items()}
+        with torch.no_grad():
+            for param in self.named.values():
+                param.mul_(2)
+        self.model.load_state_dict(state)
+
+
+def _local(grad: Any) -> Tensor | None:
+    return None if grad is None else grad.to_local().detach().clone()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def execute(case: Case, system: str) -> list[Seen]:
+    """Run a case with a system ("whole": whole parameters, in this process alone). Every rank calls this."""
+    torch._dynamo.reset()
+    # Past its limit Dynamo runs a frame eagerly, on each rank after other calls.
+    limits = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64)
+    with limits if system in ("aot_eager", "inductor") else nullcontext():
+        trainee = _Trainee(case, system)
+        return [trainee.run(event) for event in case.events]

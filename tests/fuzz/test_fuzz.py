@@ -1,0 +1,98 @@
+"""Random models under random loops: fixed seeds, and that a fault would be found and shrunk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.common.distributed import RankPools
+
+from .__main__ import script
+from .case import *  # noqa: F403 (what a printed case is made of)
+from .case import Block, Call, Case, Freeze, Micro, Model, Path, Step
+from .compare import check
+from .draw import draw
+from .shrink import shrink, simpler
+
+
+def check_seeds(seeds: range, mesh: tuple[int, ...], system: str, is_small: bool) -> dict[int, list[str]]:
+    """A job: what differs from whole parameters, by seed."""
+    cases = {seed: draw(seed, mesh, compiled=system != "eager", is_small=is_small) for seed in seeds}
+    return {seed: found for seed, case in cases.items() if (found := check(case, system))}
+
+
+@pytest.mark.parametrize("first", range(0, 20, 5))
+def test_small_models(first: int, rank_pools: RankPools) -> None:
+    assert rank_pools[2].run(check_seeds, seeds=range(first, first + 5), mesh=(2,), system="aot_eager", is_small=True) == [
+        {},
+        {},
+    ]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("first", range(100, 300, 20))
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize("system", ["eager", "aot_eager", "inductor"])
+def test_models(system: str, mesh: tuple[int, ...], first: int, rank_pools: RankPools) -> None:
+    seeds = range(first, first + (2 if system == "inductor" else 20))
+    world = draw(first, mesh, compiled=False).world
+    assert rank_pools[world].run(check_seeds, seeds=seeds, mesh=mesh, system=system, is_small=False) == [{}] * world
+
+
+# That it would find something.
+
+
+def check_with_fault(case: Case, method: str) -> bool:
+    """A job: whether it is noticed that whole parameters do not know of a call."""
+    return bool(check(replace(case, events=(Call(method, "blocks.0", (1.0,)), *case.events)), "eager"))
+
+
+def test_finds_a_wrong_factor(rank_pools: RankPools) -> None:
+    case = Case((2,), Model((Block("tied"), Block("gains"))), (Micro(((2, 3),)), Step()))
+    assert rank_pools[2].run(check_with_fault, case=case, method="set_gradient_divide_factor") == [True, True]
+    assert rank_pools[2].run(check_seeds, seeds=range(40, 42), mesh=(2,), system="eager", is_small=True) == [{}, {}]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_cases_are_equal_everywhere_and_print_as_code(seed: int) -> None:
+    case = draw(seed, (2, 2), compiled=True)
+    assert case == draw(seed, (2, 2), compiled=True) == eval(repr(case))
+    compile(script(case, "eager", "whole"), "script", "exec")
+
+
+def test_shrinks_to_what_matters() -> None:
+    """A fault that needs a checkpointed block of one kind, and a flag of another one."""
+
+    def fails(case: Case) -> bool:
+        at = [f"blocks.{index}" for index, block in enumerate(case.model.blocks) if block.kind == "experts"]
+        looped = any(block.kind == "looped" and block.checkpoint for block in case.model.blocks)
+        return looped and any(isinstance(event, Call) and event.path in at for event in case.events)
+
+    blocks = (Block("mlp"), Block("looped", "around", reshard=True), Block("gains"), Block("experts", unit="nested"))
+    call = Call("set_modules_to_forward_prefetch", "blocks.3", ((Path("blocks.0"), Path("blocks.1")),))
+    events = (Freeze("blocks.0", False), Micro(((3, 5), (1, 8)), (0, 2), 2), call, Step(0.5), Micro(((2, 2),), (3,)))
+    case = Case((2,), Model(blocks, "float32", tied=True, again=2), events * 2, "adamw", ("hook",), (("merge_below", 0),))
+    found = shrink(case, fails)
+    looped, experts = Block("looped", "around", ""), Block("experts", "", "")
+    assert found.model == Model((looped, experts), "float32"), "a dtype is not simpler than another"
+    call = Call("set_modules_to_forward_prefetch", "blocks.1", ((Path("blocks.0"),),))
+    assert found.events == (Micro(((2, 2),)), call) or found.events == (call, Micro(((2, 2),)))
+    assert (found.optimizer, found.features, found.options) == ("sgd", (), ())
+
+
+def test_what_is_simpler_is_valid() -> None:
+    """No event names a block that is not there, and none is skipped twice."""
+    for seed in range(30):
+        for case in simpler(draw(seed, (2,), compiled=False)):
+            blocks = len(case.model.blocks)
+            for event in case.events:
+                paths = [event.path] if isinstance(event, Call | Freeze) else []
+                paths += (
+                    [one.path for one in event.args[0] if isinstance(one, Path)]
+                    if isinstance(event, Call) and event.args and isinstance(event.args[0], tuple)
+                    else []
+                )
+                assert all(not path or int(path.split(".")[1]) < blocks for path in paths)
+                assert not isinstance(event, Micro) or all(index < blocks for index in event.skips)
+            assert case.model.again is None or case.model.again < blocks

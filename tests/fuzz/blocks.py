@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+
+from tests.common.subclasses import Wrapper
 
 from .case import Block, Model
 
@@ -168,6 +171,84 @@ class Nested(nn.Module):
         return self.outer(torch.tanh(self.inner(x)))
 
 
+class Pieces(nn.Module):
+    """Takes a keyword, and gives a dict with an entry that nobody reads, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unread = nn.Linear(DIM, DIM), nn.Linear(DIM, 2)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Any]:
+        return {"value": torch.tanh(self.layer(x)) * scale, "unread": [self.unread(x.detach()), None], "number": 3}
+
+
+class Structured(nn.Module):
+    """A part that takes and gives more than one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces, self.scale = Pieces(), nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.pieces(x, scale=self.scale)
+        return x + found["value"] / found["number"]
+
+
+class Target(nn.Module):
+    """A layer that is called without gradients, and then with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.layer(x)
+        return x + torch.tanh(self.layer(x)) * target.sigmoid()
+
+
+class Parallel(nn.Module):
+    """Two layers that tensor parallelism can cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 8), nn.Linear(8, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Whole(Wrapper):
+    """A subclass with a gather of its own, which gathers it as it is."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        rows = -(-outer_size[0] // mesh.size())
+        return (F.pad(self.held, [0, 0] * (self.held.dim() - 1) + [0, rows - self.held.size(0)]),), outer_size
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        full = gathered[0][: metadata[0]].to(param_dtype)
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(full)
+            return None
+        return full, (gathered[0], full)
+
+
+class Extended(nn.Module):
+    """A weight with a gather of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def extend(self) -> None:
+        """Make the weight a subclass."""
+        self.layer.weight = nn.Parameter(Whole(self.layer.weight.detach()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
 KINDS: dict[str, type[nn.Module]] = {
     "mlp": MLP,
     "attention": Attention,
@@ -182,6 +263,10 @@ KINDS: dict[str, type[nn.Module]] = {
     "norms": Norms,
     "parametrized": Parametrized,
     "nested": Nested,
+    "structured": Structured,
+    "target": Target,
+    "parallel": Parallel,
+    "extended": Extended,
 }
 
 

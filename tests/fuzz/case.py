@@ -42,6 +42,7 @@ class Model(_Data):
         again: the index of a block that is called once more behind the last one; None: none is.
         policy: ``param_dtype`` and ``reduce_dtype`` of all units; None: no policy.
         reshard: the root's ``reshard_after_forward``.
+        cut_last: parameters are cut along their last dimension, where ranks divide that.
     """
 
     blocks: tuple[Block, ...]
@@ -50,6 +51,7 @@ class Model(_Data):
     again: int | None = None
     policy: tuple[str | None, ...] | None = None
     reshard: bool | None = None
+    cut_last: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,7 +123,13 @@ class Freeze(_Data):
 
 @dataclass(frozen=True, repr=False)
 class Reload(_Data):
-    """``load_state_dict`` of what ``state_dict`` gives, after other values have been written to parameters."""
+    """Load a state dict, after other values have been written to what it is of.
+
+    Attributes:
+        what: "model" (``state_dict``), "full" (torch's ``get_model_state_dict`` of full parameters), or "optimizer".
+    """
+
+    what: str = "model"
 
 
 Event = Micro | Call | Step | Evaluate | Freeze | Reload
@@ -136,8 +144,10 @@ class Case(_Data):
         model: the model.
         events: the loop.
         optimizer: a key of :data:`.execute.OPTIMIZERS`.
-        features: "offload", "rounded", or keys of :data:`.execute.FEATURES`.
+        features: "offload", "rounded", "tensor parallel" (the mesh is of shards, and of ranks that cut layers), "by block" (each
+            block is compiled by itself), or keys of :data:`.execute.FEATURES`.
         options: of ``torch.compile``, besides the lowering.
+        factor: what gradients are divided by; None: by the number of ranks with data of their own.
     """
 
     mesh: tuple[int, ...]
@@ -146,6 +156,7 @@ class Case(_Data):
     optimizer: str = "sgd"
     features: tuple[str, ...] = ()
     options: tuple[tuple[str, Any], ...] = field(default=())
+    factor: float | None = None
 
     @property
     def world(self) -> int:
@@ -154,3 +165,8 @@ class Case(_Data):
         for size in self.mesh:
             world *= size
         return world
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks with data of their own."""
+        return self.mesh[0] if "tensor parallel" in self.features else self.world

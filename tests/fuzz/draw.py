@@ -10,7 +10,7 @@ from .case import Block, Call, Case, Evaluate, Event, Freeze, Micro, Model, Path
 from .execute import OF_THE_LIBRARY, OPTIMIZERS
 
 # Kinds whose first child may be a unit inside of their own.
-_HAVE_MODULES = ("mlp", "attention", "convolution", "experts", "lora", "looped", "nested")
+_HAVE_MODULES = ("mlp", "attention", "convolution", "experts", "lora", "looped", "nested", "structured", "target", "parallel")
 _LENGTHS = (2, 5, 8, MOST_LENGTH)
 
 
@@ -28,6 +28,11 @@ class _Drawing:
         for size in mesh:
             self.world *= size
 
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks with data of their own."""
+        return self.mesh[0] if "tensor parallel" in self.features else self.world
+
     def maybe(self, chance: float) -> bool:
         return self.random.random() < chance
 
@@ -35,13 +40,14 @@ class _Drawing:
         self.model = self._model()
         self.optimizer = self._optimizer()
         self.options = self._options()
+        self.features = self._features()
         # Sizes of ranks differ: each recompiles by itself.
         self.sizes_differ = self.maybe(0.2)
         events: list[Event] = []
         for _ in range(2 if self.is_small else self.random.choice((2, 3, 3, 4))):
             events += self._between_steps()
             events += self._step()
-        return Case(self.mesh, self.model, tuple(events), self.optimizer, self._features(), self.options)
+        return Case(self.mesh, self.model, tuple(events), self.optimizer, self.features, self.options, self._factor())
 
     def _model(self) -> Model:
         kinds = [
@@ -67,19 +73,33 @@ class _Drawing:
             again=self.random.randrange(len(blocks)) if self.maybe(0.2) else None,
             policy=policy,
             reshard=self.random.choice([None, None, True, False]),
+            cut_last=self.maybe(0.15) and "extended" not in kinds,
         )
 
     def _optimizer(self) -> str:
-        names = [name for name in OPTIMIZERS if not self.with_fsdp2 or name not in OF_THE_LIBRARY]
+        extended = any(block.kind == "extended" for block in self.model.blocks)
+        names = [name for name in OPTIMIZERS if not (self.with_fsdp2 or extended) or name not in OF_THE_LIBRARY]
         return self.random.choice(["sgd", *names])
 
+    def _factor(self) -> float | None:
+        return self.random.choice([1.0, 3.0, 8.0]) if self.maybe(0.15) and "hook" not in self.features else None
+
     def _features(self) -> tuple[str, ...]:
+        features = ["by block"] if self.compiled and not self.options and self.maybe(0.15) else []
+        if (
+            self.mesh == (2, 2)
+            and self.optimizer in ("sgd", "adamw")
+            and self.model.policy is None
+            and not self.model.cut_last
+            and self.maybe(0.5)
+        ):
+            return (*features, "tensor parallel")
         if self.oracle == "fsdp2":
-            return ()
-        features = ["rounded"] if self.oracle == "eager" else []
+            return tuple(features)
+        features += ["rounded"] if self.oracle == "eager" else []
         if not self.options and self.optimizer not in ("in backward", "offloaded") and not features and self.maybe(0.1):
             features.append("offload")
-        if self.mesh != (2, 2) and self.optimizer != "in backward" and self.maybe(0.15):
+        if len(self.mesh) == 1 and self.optimizer != "in backward" and self.maybe(0.15):
             features.append("hook")
         return tuple(features)
 
@@ -97,7 +117,7 @@ class _Drawing:
         def one() -> tuple[int, int]:
             return self.random.choice((1, 2, 3, 4)), self.random.choice(_LENGTHS)
 
-        return tuple(one() for _ in range(self.world)) if self.sizes_differ else (one(),)
+        return tuple(one() for _ in range(self.data_ranks)) if self.sizes_differ else (one(),)
 
     def _paths(self) -> list[str]:
         """The modules that were passed to ``fully_shard``."""
@@ -116,7 +136,7 @@ class _Drawing:
             # What FSDP2 gathers first in inference mode, it cannot gather into later.
             events.append(Evaluate(self._sizes(), self.maybe(0.5) and not self.with_fsdp2))
         if self.maybe(0.1):
-            events.append(Reload())
+            events.append(Reload(self.random.choice(("model", "full", "optimizer"))))
         if self.maybe(0.1) and not self.with_fsdp2 and self.optimizer in ("sgd", "adamw", "foreach", "fused"):
             path = f"blocks.{self.random.randrange(len(self.model.blocks))}"
             if self.model.blocks[int(path.removeprefix("blocks."))].kind not in ("lora", "tied"):
@@ -133,7 +153,7 @@ class _Drawing:
         kinds = ["sync", "sync", "reshard after backward", "last"]
         # The automatic schedule chooses by itself what to prefetch, and refuses lists.
         kinds += ["prefetch"] if ("schedule", "auto") not in self.options else []
-        kinds += ["all-reduce"] if len(self.mesh) == 2 else []
+        kinds += ["all-reduce"] if len(self.mesh) == 2 and "tensor parallel" not in self.features else []
         kinds += ["reshard after forward"] if not self.compiled or not between else []
         kind = self.random.choice(kinds)
         recurse = (("recurse", self.maybe(0.5)),) if self.maybe(0.5) else ()
@@ -170,7 +190,9 @@ class _Drawing:
                 events += [self._call() for _ in range(self.random.choice((0, 1, 1, 2)))]
             between = (self._call(between=True),) if not is_last and self.maybe(0.15) else ()
             events.append(Micro(self._sizes(), skips, forwards, between))
-        clip = self.random.choice([None, None, 0.5]) if self.optimizer != "in backward" else None
+        # torch computes no norm over tensors of several meshes.
+        may_clip = self.optimizer != "in backward" and "tensor parallel" not in self.features
+        clip = self.random.choice([None, None, 0.5]) if may_clip else None
         return [*events, Step(clip)]
 
 

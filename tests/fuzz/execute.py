@@ -13,13 +13,23 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 
 import fsdp_compile
 from tests.common.distributed import device_mesh
+from tests.common.subclasses import Wrapper
 
-from .blocks import VOCABULARY, Network, network
+from .blocks import VOCABULARY, Extended, Network, Parallel, network
 from .case import Call, Case, Evaluate, Event, Freeze, Micro, Model, Path, Reload, Step
 
 #: Systems: FSDP2, the library uncompiled, its lowerings.
@@ -77,7 +87,7 @@ def _batch(index: int, rank: int, size: tuple[int, int], dtype: torch.dtype) -> 
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().sum() / 16
+    return (output - target).square().mean()
 
 
 def _policy(spec: Model) -> MixedPrecisionPolicy | None:
@@ -88,7 +98,18 @@ def _policy(spec: Model) -> MixedPrecisionPolicy | None:
 
 def shard(model: Network, case: Case, fully_shard: Callable[..., Any]) -> None:
     """Shard a model as the case says."""
-    options: dict[str, Any] = {"mesh": device_mesh(case.mesh)}
+    if "tensor parallel" in case.features:
+        mesh = device_mesh(case.mesh, ("shard", "tp"))
+        for layers in (module for module in model.modules() if isinstance(module, Parallel)):
+            parallelize_module(layers, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        options: dict[str, Any] = {"mesh": mesh["shard"]}
+    else:
+        options = {"mesh": device_mesh(case.mesh)}
+    for module in (module for module in model.modules() if isinstance(module, Extended)):
+        module.extend()
+    if case.model.cut_last:
+        ranks = options["mesh"].size(-1)
+        options["shard_placement_fn"] = lambda param: Shard(param.ndim - 1) if param.shape[-1] % ranks == 0 else None
     if (policy := _policy(case.model)) is not None:
         options["mp_policy"] = policy
     if "offload" in case.features:
@@ -126,9 +147,15 @@ class _Trainee:
             for feature in case.features:
                 if feature in FEATURES:
                     FEATURES[feature](self.model)
+            if case.factor is not None:
+                for module in self.model.modules():
+                    if hasattr(module, "set_gradient_divide_factor"):
+                        module.set_gradient_divide_factor(case.factor)
             if system in ("aot_eager", "inductor"):
                 options = {**dict(case.options), "lowering": system}
-                self.forward = torch.compile(self.model, backend=fsdp_compile.fsdp_backend, options=options)
+                compiled = self.model.blocks if "by block" in case.features else [self.model]
+                for module in compiled:
+                    module.compile(backend=fsdp_compile.fsdp_backend, options=options)
         name = case.optimizer
         if self.is_whole and name in OF_THE_LIBRARY:
             name = "adamw"
@@ -136,6 +163,7 @@ class _Trainee:
         self.optimizer = OPTIMIZERS[name](self.named.values())
         self.updates_in_backward = name == "in backward"
         self.index = 0
+        self.data_rank = dist.get_rank() * case.data_ranks // case.world
 
     def run(self, event: Event) -> Seen:
         seen = Seen(event)
@@ -149,7 +177,7 @@ class _Trainee:
         elif isinstance(event, Freeze):
             self.model.get_submodule(event.path).requires_grad_(event.requires_grad)
         elif isinstance(event, Reload):
-            self._reload()
+            self._reload(event.what)
         elif not self.is_whole:
             self._call(event)
         return seen
@@ -170,16 +198,17 @@ class _Trainee:
         dtype = getattr(torch, self.case.model.dtype)
         self.index += 1
         losses = {}
-        for rank in range(self.case.world) if self.is_whole else [dist.get_rank()]:
+        divisor = self.case.factor or self.case.data_ranks
+        for rank in range(self.case.data_ranks) if self.is_whole else [self.data_rank]:
             loss: Any = 0.0
             for number in range(forwards):
                 tokens, target = _batch(10 * self.index + number, rank, sizes[rank % len(sizes)], dtype)
                 loss = loss + _loss(self.forward(tokens).to(dtype), target)
             if before_backward is not None:
                 before_backward()
-                (loss / self.case.world if self.is_whole else loss).backward()
+                (loss / divisor if self.is_whole else loss).backward()
             losses[rank] = loss.item()
-        return losses[dist.get_rank()]
+        return losses[self.data_rank]
 
     def _micro(self, event: Micro, seen: Seen) -> None:
         self.model.skips = event.skips
@@ -202,20 +231,44 @@ class _Trainee:
         self.optimizer.zero_grad()
         seen.params = {name: _full(param) for name, param in self.named.items()}
 
-    def _reload(self) -> None:
-        state = {name: value.clone() for name, value in self.model.state_dict().items()}
+    def _reload(self, what: str) -> None:
+        # Parameters that no gradient has reached have no state.
+        options = StateDictOptions(full_state_dict=what == "full", strict=what != "optimizer")
+        if what == "optimizer":
+            states = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+            states = tree_map_only(Tensor, Tensor.clone, states)
+            for state in self.optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor) and value.ndim:
+                        value.mul_(2)
+            set_optimizer_state_dict(self.model, self.optimizer, states, options=options)
+            return
+        full = what == "full"
+        state = get_model_state_dict(self.model, options=options) if full else self.model.state_dict()
+        state = {name: value.clone() for name, value in state.items()}
         with torch.no_grad():
             for param in self.named.values():
                 param.mul_(2)
-        self.model.load_state_dict(state)
+        if full:
+            set_model_state_dict(self.model, state, options=options)
+        else:
+            self.model.load_state_dict(state)
 
 
 def _local(grad: Any) -> Tensor | None:
-    return None if grad is None else grad.to_local().detach().clone()
+    if grad is None:
+        return None
+    local = grad.to_local().detach()
+    return (local.held if isinstance(local, Wrapper) else local).clone()
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _full(tensor: Any) -> Tensor:
     tensor = tensor.detach()
+    if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, Wrapper):
+        held = tensor._local_tensor.held
+        tensor = DTensor.from_local(
+            held, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 

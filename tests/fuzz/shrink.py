@@ -61,7 +61,7 @@ def _renamed_call(call: Call, renamed: Callable[[str], str | None]) -> Call | No
 
 def _simpler_models(model: Model) -> Iterator[Model]:
     default = Model(model.blocks)
-    for name in ("tied", "again", "policy", "reshard"):
+    for name in ("tied", "again", "policy", "reshard", "cut_last"):
         if getattr(model, name) != getattr(default, name):
             yield replace(model, **{name: getattr(default, name)})
     for index, block in enumerate(model.blocks):
@@ -88,7 +88,31 @@ def _simpler_micros(micro: Micro) -> Iterator[Micro]:
         yield replace(micro, sizes=((2, 2),))
 
 
-def _has_end(case: Case) -> bool:
+def is_sound(case: Case) -> bool:
+    """Whether there is a microbatch, and the last one before each step reduces all: what it is compared with does so."""
+    off: set[tuple[str, str]] = set()
+    left = False
+
+    def note(call: Call) -> None:
+        if call.method not in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
+            return
+        if not call.args[0]:
+            off.add((call.method, call.path))
+            return
+        found = {one for one in off if one[1] == call.path or (not call.path and dict(call.kwargs).get("recurse", True))}
+        # That a unit is to be reduced says so of its replicas, too.
+        methods = (call.method, "set_requires_all_reduce" if call.method == "set_requires_gradient_sync" else call.method)
+        off.difference_update(one for one in found if one[0] in methods)
+
+    for event in case.events:
+        if isinstance(event, Call):
+            note(event)
+        elif isinstance(event, Micro):
+            for call in event.between:
+                note(call)
+            left = bool(off)
+        elif isinstance(event, Step) and left:
+            return False
     return any(isinstance(event, Micro) for event in case.events)
 
 
@@ -106,8 +130,10 @@ def simpler(case: Case) -> Iterator[Case]:
         yield replace(case, events=events[:index] + events[index + 1 :])
     if case.options:
         yield replace(case, options=())
-    if case.features:
-        yield replace(case, features=())
+    for feature in case.features:
+        yield replace(case, features=tuple(other for other in case.features if other != feature))
+    if case.factor is not None:
+        yield replace(case, factor=None)
     if case.optimizer != "sgd":
         yield replace(case, optimizer="sgd")
     for model in _simpler_models(case.model):
@@ -130,7 +156,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 200) -> Case:
     """
     while tries > 0:
         for candidate in simpler(case):
-            if not _has_end(candidate):
+            if not is_sound(candidate):
                 continue
             tries -= 1
             if fails(candidate):

@@ -13,7 +13,7 @@ from .case import *  # noqa: F403 (what a printed case is made of)
 from .case import Block, Call, Case, Freeze, Micro, Model, Path, Step
 from .compare import check
 from .draw import draw
-from .shrink import shrink, simpler
+from .shrink import is_sound, shrink, simpler
 
 
 def check_seeds(seeds: range, mesh: tuple[int, ...], system: str, is_small: bool) -> dict[int, list[str]]:
@@ -59,6 +59,7 @@ def test_cases_are_equal_everywhere_and_print_as_code(seed: int) -> None:
     case = draw(seed, (2, 2), compiled=True)
     assert case == draw(seed, (2, 2), compiled=True) == eval(repr(case))
     compile(script(case, "eager", "whole"), "script", "exec")
+    assert is_sound(case)
 
 
 def test_shrinks_to_what_matters() -> None:

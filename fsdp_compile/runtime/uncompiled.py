@@ -239,8 +239,6 @@ def state_of(unit: Unit) -> _State:
 
 def gathered_of(unit: Unit) -> Gathered:
     """The unit's full parameters, with their present values; gathered if necessary."""
-    if torch.is_grad_enabled():
-        note_forward(unit.params)
     state = state_of(unit)
     found = state.gathered()
     if found is None or not found.is_current():
@@ -456,7 +454,7 @@ class Reading:
             param.sync_requires_grad()
         unit.scope.wait_for_optimizer()
         self.gathered = gathered_of(unit)
-        self.is_recorded = False
+        self.is_recorded = self._is_noted = False
         self._values: dict[ShardedParam, Tensor] = self.gathered.fulls
 
     def value(self, param: ShardedParam) -> Tensor:
@@ -470,6 +468,10 @@ class Reading:
         return self._values[param]
 
     def _record(self) -> None:
+        if not self._is_noted:
+            # Not with the first read, which may need no gradients.
+            note_forward(self.gathered.unit.params)
+            self._is_noted = True
         state = state_of(self.gathered.unit)
         if state.trainable is None:
             state.trainable = Trainable(self.gathered.unit)

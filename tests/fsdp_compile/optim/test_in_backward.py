@@ -418,6 +418,39 @@ def test_graphs_that_share_parameters(checkpointed: bool, one_rank: None) -> Non
     _compare(drive, build=_CallsTwice, compiled=_compile_blocks)
 
 
+class _Target(nn.Module):
+    """Reads a parameter without gradients, and then with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.layer(x)
+        return torch.tanh(self.layer(x)) * target
+
+
+class _Targets(nn.Module):
+    """Units of which a checkpoint recomputes a part, or which it does not."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(_Target()) for _ in range(2)])
+        self.checkpointed = checkpointed
+        for block in self.blocks if checkpointed else ():
+            block.forward = partial(torch.utils.checkpoint.checkpoint, block[0], use_reentrant=False)  # type: ignore[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_first_read_that_needs_no_gradients(checkpointed: bool, lowering: str, one_rank: None) -> None:
+    _compare(_two_forwards, lowering, partial(_Targets, checkpointed))
+
+
 @pytest.mark.exhaustive
 def test_a_graph_waits_for_the_others(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or its update is too early: the comparison above notices."""

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.auto import small_units
@@ -12,6 +15,17 @@ from tests.common.distributed import RankPools, collect_once
 from tests.common.lost_guards import refuse_lost_guards
 
 refuse_lost_guards()
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all processes of a run share what Inductor compiles: an empty cache, if there is none given."""
+    # torch sets the variable when it is imported. Workers inherit what is set here.
+    if os.environ.get(_CACHE, default_cache_dir()) == default_cache_dir():
+        folder = tempfile.TemporaryDirectory(prefix="inductor-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[_CACHE] = folder.name
 
 
 @pytest.hookimpl(wrapper=True)
@@ -28,9 +42,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.fixture(scope="session")
-def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
+def rank_pools() -> Iterator[RankPools]:
     """Pools of ranks by world size: ``rank_pools[4].run(function, **kwargs)``."""
-    pools = RankPools(tmp_path_factory.mktemp("inductor"))
+    pools = RankPools()
     yield pools
     pools.close()
 

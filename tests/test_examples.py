@@ -22,34 +22,28 @@ SIZE += ["--val-batches", "2", "--sample-length", "0", "--max-bytes", "200000", 
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An Inductor cache for all runs: they compile the same graphs."""
-    return tmp_path_factory.mktemp("inductor")
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing interrupted, with a checkpoint after steps 3 and 6."""
     out = tmp_path_factory.mktemp("straight")
-    assert len(train(out, cache)) == 6
+    assert len(train(out)) == 6
     return out
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
-def torchrun(*command: str, cache: Path) -> str:
+def torchrun(*command: str) -> str:
     """Run a script on two ranks; gives what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     start = [*TORCHRUN, "--standalone", *command]
     done = subprocess.run(start, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def train(out: Path, cache: Path, *flags: str) -> list[float]:
+def train(out: Path, *flags: str) -> list[float]:
     """Run the main job on two ranks; gives its losses."""
-    torchrun(str(ROOT / "examples/train_gpt.py"), *SIZE, "--out", str(out), *flags, cache=cache)
+    torchrun(str(ROOT / "examples/train_gpt.py"), *SIZE, "--out", str(out), *flags)
     return losses(out)
 
 
@@ -59,11 +53,11 @@ def losses(out: Path) -> list[float]:
 
 
 @pytest.mark.exhaustive
-def test_train_gpt_equals_fsdp2_and_resumes_exactly(tmp_path: Path, straight: Path, cache: Path) -> None:
-    fsdp2 = train(tmp_path / "fsdp2", cache, "--system", "fsdp2", "--no-compile")
+def test_train_gpt_equals_fsdp2_and_resumes_exactly(tmp_path: Path, straight: Path) -> None:
+    fsdp2 = train(tmp_path / "fsdp2", "--system", "fsdp2", "--no-compile")
     assert [f"{loss:.4f}" for loss in losses(straight)] == [f"{loss:.4f}" for loss in fsdp2]
 
-    resumed = train(tmp_path / "resumed", cache, "--resume", str(straight / "step-000003"))
+    resumed = train(tmp_path / "resumed", "--resume", str(straight / "step-000003"))
     assert resumed == losses(straight)
 
 
@@ -102,9 +96,9 @@ def test_only_whole_checkpoints_count(tmp_path: Path, one_rank: None, monkeypatc
 
 
 @pytest.mark.sweep
-def test_train_gpt_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Path, cache: Path) -> None:
+def test_train_gpt_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Path) -> None:
     command = [str(ROOT / "tests/common/killed_ranks.py"), str(ROOT / "examples/train_gpt.py"), *SIZE, "--out", str(tmp_path)]
-    printed = torchrun("--max-restarts", "3", *command, "--resume", "auto", cache=cache)
+    printed = torchrun("--max-restarts", "3", *command, "--resume", "auto")
     # Nothing to resume from after the first death, which left a checkpoint all but whole.
     assert printed.count("resumed from") == 1
     assert f"resumed from {tmp_path}/step-000003" in printed
@@ -113,10 +107,10 @@ def test_train_gpt_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Pat
 
 
 @pytest.mark.exhaustive
-def test_train_gpt_on_two_nodes_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Path, cache: Path) -> None:
+def test_train_gpt_on_two_nodes_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Path) -> None:
     try:
         with make_link("1gbit") as link:
-            printed = train_on_nodes(link, tmp_path, cache)
+            printed = train_on_nodes(link, tmp_path)
     except LinkError as error:
         pytest.skip(f"two nodes are two network namespaces: {error}")
     assert f"resumed from {tmp_path}/step-000003" in printed
@@ -124,10 +118,10 @@ def test_train_gpt_on_two_nodes_goes_on_after_ranks_were_killed(tmp_path: Path, 
     assert losses(tmp_path) == pytest.approx(losses(straight), abs=1e-4)
 
 
-def train_on_nodes(link: Link, out: Path, cache: Path) -> str:
+def train_on_nodes(link: Link, out: Path) -> str:
     """Run the main job on two ranks in each network namespace, as docs/launching.md says; gives what they printed."""
     script = [str(ROOT / "tests/common/killed_ranks.py"), str(ROOT / "examples/train_gpt.py"), *SIZE, "--batch", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment |= {"GLOO_SOCKET_IFNAME": link.interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     nodes: list[subprocess.Popen[bytes]] = []
     logs = [out / "node-0.log", out / "node-1.log"]

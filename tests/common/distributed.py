@@ -114,13 +114,10 @@ def _serve(
     world_size: int,
     store_port: int,
     stack_file: str,
-    inductor_cache: str,
     limit_s: float,
     jobs: Connection,
 ) -> None:
     """The main loop of one rank: receive a job, execute it, send back its value or its traceback."""
-    # Shared, so that ranks that compile the same kernel build it once.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_cache
     torch.set_num_threads(1)
     refuse_lost_guards()
     # A rank blocked in a collective cannot run Python code; the C-level handler can still write its stack.
@@ -191,11 +188,10 @@ class RankPool:
     A job fails when its ranks have hardly computed for ``stall_s`` seconds, or are not done after ``limit_s``.
     """
 
-    def __init__(self, world_size: int, inductor_cache: Path | str, stall_s: float = 120.0, limit_s: float = 800.0) -> None:
+    def __init__(self, world_size: int, stall_s: float = 120.0, limit_s: float = 800.0) -> None:
         self.world_size = world_size
         self.stall_s = stall_s
         self.limit_s = limit_s
-        self._inductor_cache = str(inductor_cache)
         self._ranks: list[_Rank] = []
         self._scratch: Path | None = None
         self._store: dist.TCPStore | None = None
@@ -264,7 +260,6 @@ class RankPool:
                     self.world_size,
                     self._store.port,
                     str(stack_file),
-                    self._inductor_cache,
                     self.limit_s,
                     theirs,
                 )
@@ -336,13 +331,12 @@ class RankPool:
 class RankPools:
     """The pools of a test session by world size, each started when a test first asks for it."""
 
-    def __init__(self, inductor_cache: Path | str) -> None:
-        self._inductor_cache = inductor_cache
+    def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
 
     def __getitem__(self, world_size: int) -> RankPool:
         if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size, self._inductor_cache)
+            self._pools[world_size] = RankPool(world_size)
         return self._pools[world_size]
 
     def end_idle(self) -> None:

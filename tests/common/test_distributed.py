@@ -29,8 +29,8 @@ def make_groups() -> None:
 
 
 @pytest.fixture
-def ranks(tmp_path: object) -> Iterator[RankPool]:
-    pool = RankPool(2, str(tmp_path), stall_s=2.5)
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool(2, stall_s=2.5)
     yield pool
     pool.close()
 

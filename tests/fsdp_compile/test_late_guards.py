@@ -75,7 +75,7 @@ def train_convolutions(kind: str, lowering: str) -> None:
             alone.zero_grad()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["in a row", pytest.param("strided and transposed", marks=pytest.mark.exhaustive)])
 def test_convolutions(kind: str, rank_pools: RankPools) -> None:
     rank_pools[2].run(train_convolutions, kind=kind, lowering="inductor")
 

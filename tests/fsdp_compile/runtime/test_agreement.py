@@ -250,8 +250,8 @@ def _disagree_beside_tensor_parallel() -> tuple[str, float]:
 
 
 @pytest.mark.exhaustive
-def test_ranks_that_share_tensors_with_those_at_odds_raise(tmp_path: Path) -> None:
-    pools = RankPools(tmp_path)
+def test_ranks_that_share_tensors_with_those_at_odds_raise() -> None:
+    pools = RankPools()
     try:
         for message, seconds in pools[4].run(_disagree_beside_tensor_parallel):
             assert "run different programs" in message

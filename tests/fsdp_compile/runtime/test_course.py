@@ -238,9 +238,9 @@ class Model(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
+def rank_pools() -> Iterator[RankPools]:
     """Pools of these tests' own: ranks that disagree close connections, also of groups that others go on with."""
-    pools = RankPools(tmp_path_factory.mktemp("inductor"))
+    pools = RankPools()
     yield pools
     pools.close()
 

@@ -20,7 +20,7 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let all processes of a run share what Inductor compiles: an empty cache, if there is none given."""
+    """Share a cache of Inductor's among all processes of a run: an empty one, if there is none given."""
     # torch sets the variable when it is imported. Workers inherit what is set here.
     if os.environ.get(_CACHE, default_cache_dir()) == default_cache_dir():
         folder = tempfile.TemporaryDirectory(prefix="inductor-")

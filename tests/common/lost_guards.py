@@ -8,7 +8,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def refuse_lost_guards() -> None:
-    """Have every ``ShapeEnv`` of this process raise where it would ignore a guard, because the frame's have been built.
+    """Make every ``ShapeEnv`` of this process raise where it would ignore a guard, because the frame's have been built.
 
     Inside of ``suppress_guards()`` it ignores guards on purpose, as where formulae are made of sizes.
     """

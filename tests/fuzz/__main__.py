@@ -36,7 +36,7 @@ dist.destroy_process_group()
 
 
 def run(pool: RankPool, case: Case, system: str, oracle: str) -> list[str]:
-    """What differs, or the error that ranks end with, as lines."""
+    """Run a case, and return what differs, or the error that ranks end with, as lines."""
     try:
         return list(pool.run(check, case=case, system=system, oracle=oracle)[0])
     except RankFailure as error:
@@ -52,7 +52,7 @@ def kind_of(lines: list[str]) -> str:
 
 
 def is_of_fsdp2(pool: RankPool, case: Case, system: str) -> bool:
-    """Whether whole parameters agree with the library and not with FSDP2."""
+    """Say whether whole parameters agree with the library and not with FSDP2."""
     return not run(pool, case, system, "whole") and bool(run(pool, case, "fsdp2", "whole"))
 
 

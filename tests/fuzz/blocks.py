@@ -15,16 +15,16 @@ from tests.common.subclasses import Wrapper
 
 from .case import Block, Model
 
-#: Of hidden states. No number of ranks divides it evenly but two and three.
+#: The width of hidden states. No number of ranks divides it evenly but two and three.
 DIM = 6
 VOCABULARY = 11
 MOST_LENGTH = 12
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 7) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(DIM, 7), nn.Linear(7, DIM)
+        self.up, self.down = nn.Linear(DIM, hidden), nn.Linear(hidden, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -207,15 +207,11 @@ class Target(nn.Module):
         return x + torch.tanh(self.layer(x)) * target.sigmoid()
 
 
-class Parallel(nn.Module):
+class Parallel(MLP):
     """Two layers that tensor parallelism can cut."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 8), nn.Linear(8, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        super().__init__(hidden=8)
 
 
 class Whole(Wrapper):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -135,6 +136,11 @@ class Reload(_Data):
 Event = Micro | Call | Step | Evaluate | Freeze | Reload
 
 
+def data_ranks(mesh: tuple[int, ...], features: tuple[str, ...]) -> int:
+    """Count the ranks of a mesh that have data of their own."""
+    return mesh[0] if "tensor parallel" in features else math.prod(mesh)
+
+
 @dataclass(frozen=True, repr=False)
 class Case(_Data):
     """A model, and a loop that trains it.
@@ -161,12 +167,9 @@ class Case(_Data):
     @property
     def world(self) -> int:
         """The number of ranks."""
-        world = 1
-        for size in self.mesh:
-            world *= size
-        return world
+        return math.prod(self.mesh)
 
     @property
     def data_ranks(self) -> int:
         """The number of ranks with data of their own."""
-        return self.mesh[0] if "tensor parallel" in self.features else self.world
+        return data_ranks(self.mesh, self.features)

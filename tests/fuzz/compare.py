@@ -1,4 +1,4 @@
-"""What differs between two systems' runs of a case."""
+"""Compares two systems' runs of a case."""
 
 from __future__ import annotations
 

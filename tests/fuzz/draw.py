@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from .blocks import KINDS, MOST_LENGTH
-from .case import Block, Call, Case, Evaluate, Event, Freeze, Micro, Model, Path, Reload, Step
+from .case import Block, Call, Case, Evaluate, Event, Freeze, Micro, Model, Path, Reload, Step, data_ranks
 from .execute import OF_THE_LIBRARY, OPTIMIZERS
 
 # Kinds whose first child may be a unit inside of their own.
@@ -24,14 +24,6 @@ class _Drawing:
         self.oracle = oracle
         self.is_small = is_small
         self.with_fsdp2 = oracle == "fsdp2"
-        self.world = 1
-        for size in mesh:
-            self.world *= size
-
-    @property
-    def data_ranks(self) -> int:
-        """The number of ranks with data of their own."""
-        return self.mesh[0] if "tensor parallel" in self.features else self.world
 
     def maybe(self, chance: float) -> bool:
         return self.random.random() < chance
@@ -94,7 +86,7 @@ class _Drawing:
             and self.maybe(0.5)
         ):
             return (*features, "tensor parallel")
-        if self.oracle == "fsdp2":
+        if self.with_fsdp2:
             return tuple(features)
         features += ["rounded"] if self.oracle == "eager" else []
         if not self.options and self.optimizer not in ("in backward", "offloaded") and not features and self.maybe(0.1):
@@ -117,7 +109,7 @@ class _Drawing:
         def one() -> tuple[int, int]:
             return self.random.choice((1, 2, 3, 4)), self.random.choice(_LENGTHS)
 
-        return tuple(one() for _ in range(self.data_ranks)) if self.sizes_differ else (one(),)
+        return tuple(one() for _ in range(data_ranks(self.mesh, self.features))) if self.sizes_differ else (one(),)
 
     def _paths(self) -> list[str]:
         """The modules that were passed to ``fully_shard``."""

@@ -32,9 +32,6 @@ from tests.common.subclasses import Wrapper
 from .blocks import VOCABULARY, Extended, Network, Parallel, network
 from .case import Call, Case, Evaluate, Event, Freeze, Micro, Model, Path, Reload, Step
 
-#: Systems: FSDP2, the library uncompiled, its lowerings.
-SYSTEMS = ("fsdp2", "eager", "aot_eager", "inductor")
-
 _adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
 #: Optimizers by name, made of parameters. All but those of :data:`OF_THE_LIBRARY` are torch's.
@@ -273,7 +270,12 @@ def _full(tensor: Any) -> Tensor:
 
 
 def execute(case: Case, system: str) -> list[Seen]:
-    """Run a case with a system ("whole": whole parameters, in this process alone). Every rank calls this."""
+    """Run a case with a system, and return what is seen of each event. Every rank calls this.
+
+    Args:
+        case: the case.
+        system: "fsdp2"; "eager", the library uncompiled; a lowering; or "whole", whole parameters in this process alone.
+    """
     torch._dynamo.reset()
     # Past its limit Dynamo runs a frame eagerly, on each rank after other calls.
     limits = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64)

@@ -89,7 +89,7 @@ def _simpler_micros(micro: Micro) -> Iterator[Micro]:
 
 
 def is_sound(case: Case) -> bool:
-    """Whether there is a microbatch, and the last one before each step reduces all: what it is compared with does so."""
+    """Say whether there is a microbatch, and the last one before each step reduces all: what it is compared with does so."""
     off: set[tuple[str, str]] = set()
     left = False
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Generator, Iterator
@@ -15,6 +16,8 @@ from tests.common.distributed import RankPools, collect_once
 from tests.common.lost_guards import refuse_lost_guards
 
 refuse_lost_guards()
+# Pytest adds its handlers to loggers that do not propagate, and torch formats each graph for a logger with handlers.
+logging.getLogger("torch.__trace").propagate = True
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -43,17 +43,18 @@ def draw(hook: bool, system: str) -> tuple[list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("system", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_numbers(rank_pools: RankPools, system: str) -> None:
-    results = rank_pools[2].run(draw, hook=True, system="eager")
+    by_system = {
+        name: [rank_pools[2].run(draw, hook=hook, system=name) for hook in (True, False)] for name in ("eager", system)
+    }
+    results, _ = by_system["eager"]
     flat = [grad.flatten() for grads, _ in results for grad in grads]
     assert all(grad.min() >= 0 and grad.max() < 3 and not ((grad > 1) & (grad < 2)).any() for grad in flat)
     # Ranks, steps and parameters have numbers of their own.
     for place, grad in enumerate(flat):
         assert not any(torch.isin(grad % 1, other % 1).any() for other in flat[:place])
-    compiled = rank_pools[2].run(draw, hook=True, system=system)
-    for (ours, _), (theirs, _) in zip(compiled, results, strict=True):
+    for (ours, _), (theirs, _) in zip(by_system[system][0], results, strict=True):
         assert all(map(torch.equal, ours, theirs))
-    for name in ("eager", system):
-        with_hook, without = (rank_pools[2].run(draw, hook=hook, system=name) for hook in (True, False))
+    for with_hook, without in by_system.values():
         assert all(torch.equal(left, right) for (_, left), (_, right) in zip(with_hook, without, strict=True))
 
 

@@ -12,14 +12,19 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.auto import small_units
+from tests.common import inductor_use
 from tests.common.distributed import RankPools, collect_once
 from tests.common.lost_guards import refuse_lost_guards
 
 refuse_lost_guards()
+inductor_use.refuse_unless_allowed()
 # Pytest adds its handlers to loggers that do not propagate, and torch formats each graph for a logger with handlers.
 logging.getLogger("torch.__trace").propagate = True
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_pools: RankPools | None = None
+# Marks of tests that may have Inductor compile.
+_WITH_INDUCTOR = ("inductor", "cuda", "example", "night")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,12 +36,29 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[_CACHE] = folder.name
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests: ``inductor`` by a parameter; and those without another mark ``ranks`` by a fixture, or ``graph``."""
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        if hasattr(item, "callspec") and "inductor" in item.callspec.id:
+            item.add_marker("inductor")
+        if not any(item.get_closest_marker(name) for name in ("parity", "ranks", *_WITH_INDUCTOR)):
+            item.add_marker("ranks" if "rank_pools" in item.fixturenames else "graph")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "rank_pools" not in item.fixturenames and _pools is not None:
+        _pools.end_idle()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let the units of models that are small enough to look at communicate one by one where a test is marked so."""
+    """Do what the marks of a test say."""
     default = small_units.MERGE_BELOW_BYTES
     if item.get_closest_marker("units_apart"):
         small_units.MERGE_BELOW_BYTES = 0
+    inductor_use.is_allowed = any(item.get_closest_marker(name) for name in _WITH_INDUCTOR)
     try:
         return (yield)
     finally:
@@ -47,14 +69,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[RankPools]:
     """Pools of ranks by world size: ``rank_pools[4].run(function, **kwargs)``."""
-    pools = RankPools()
-    yield pools
-    pools.close()
-
-
-@pytest.fixture(autouse=True)
-def _end_idle_ranks(rank_pools: RankPools) -> None:
-    rank_pools.end_idle()
+    global _pools
+    _pools = RankPools()
+    yield _pools
+    _pools.close()
 
 
 @pytest.fixture

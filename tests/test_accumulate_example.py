@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# With four ranks on two cores it takes half a minute.
-pytestmark = pytest.mark.exhaustive
+# Four ranks take a minute of two cores.
+pytestmark = [pytest.mark.example, pytest.mark.night]
 
 ROOT = Path(__file__).parent.parent
 # All-gathers (forward + backward), reduce-scatters and all-reduces of each microbatch; five units, of which the root keeps its

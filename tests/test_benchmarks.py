@@ -28,6 +28,8 @@ from harness.systems import Setting, build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+pytestmark = pytest.mark.example
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--lowering", "aot_eager"]
 
@@ -39,7 +41,6 @@ def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.exhaustive
 def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
     flags = ["--systems", "unsharded,fsdp2-compiled,ours", "--batch", "1", "--sequence", "16", "--rounds", "2", "--steps", "1"]
     flags += ["--microbatches", "2", "--accumulate", "unsharded", "--keep-unsharded"]
@@ -51,7 +52,7 @@ def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
     assert results["summary"]["fsdp2-compiled"]["ratio"] in (1.0, None)
 
 
-@pytest.mark.sweep
+@pytest.mark.night
 def test_training_losses_compares_ways_seed_by_seed(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     flags = ["--ways", "full,int8-reductions", "--seeds", "0", "--steps", "3", "--lowering", "aot_eager"]
@@ -69,7 +70,6 @@ def test_training_losses_compares_ways_seed_by_seed(tmp_path: Path) -> None:
     assert out.stat().st_mtime_ns == made and picture.stat().st_size > 10_000
 
 
-@pytest.mark.exhaustive
 def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
     results = run("memory.py", tmp_path / "out.json", *TINY, "--systems", "ours", "--width", "256")
     found = memory.comparisons(results["ranks"])
@@ -80,7 +80,7 @@ def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
     assert forward.parameters == pytest.approx(forward.accounted, rel=0.01)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_budgets_hold_in_counted_allocations(tmp_path: Path) -> None:
     """From the least possible to one that is no constraint, with activations that count."""
     flags = ["--layers", "3", "--width", "128", "--batch", "8", "--sequence", "128"]
@@ -95,7 +95,7 @@ def test_budgets_hold_in_counted_allocations(tmp_path: Path) -> None:
     assert found[0]["recomputed"] > found[2]["recomputed"] <= 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_budgets_choose_the_best_of_small_graphs(tmp_path: Path) -> None:
     """Of the first one, and of the first one with a host; the docs have two hundred."""
     found = run("budget_search.py", tmp_path / "out.json", "--graphs", "1")["graphs"]
@@ -106,7 +106,7 @@ def test_budgets_choose_the_best_of_small_graphs(tmp_path: Path) -> None:
         assert one["search"]["drawn"] == 0 and max(one["search"]["every"]) <= 0.05
 
 
-@pytest.mark.sweep
+@pytest.mark.night
 def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> None:
     results = run("prediction.py", tmp_path / "out.json", "--quick", "--rounds", "1")
     row = results["rows"]["quick"]
@@ -115,7 +115,6 @@ def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> N
     assert all(0 < row[what]["predicted"] < 1 and row[what]["measured"] > 0 for what in ("step", "unsharded"))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="reductions of torch 2.11's pretended ranks leave gradients unset")
 def test_gpu_check_runs_dry(tmp_path: Path) -> None:
     results = run("gpu_check.py", tmp_path / "out.json", "--dry-run", "--checks", "time", "--rounds", "1")
@@ -371,7 +370,6 @@ def test_states_that_are_not_on_the_host_are_noticed(small_setting: Setting) -> 
         optimizers.check_host()
 
 
-@pytest.mark.exhaustive
 def test_activations_on_the_host_are_compared(small_setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """With copies, that is; where a graph has none, there is nothing to compare."""
     assert parity.Comparison(*map(host.policy_parity(small_setting).get, ("ours", "fsdp2"))).agrees
@@ -380,7 +378,7 @@ def test_activations_on_the_host_are_compared(small_setting: Setting, monkeypatc
         host.policy_parity(small_setting)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_a_budget_sends_activations_to_the_host(small_setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is found for the model that is compared."""
     found: list[Setting] = []
@@ -402,7 +400,6 @@ def test_table_aligns_its_columns() -> None:
     assert lines == ["system        ms", "a            1.0", "long name  100.0"]
 
 
-@pytest.mark.exhaustive
 def test_published_runs_are_predicted_with_what_is_outside_of_graphs() -> None:
     size = replace(published.RUNS[0].size, layers=2, width=64, heads=2, kv_heads=1, hidden=128, vocabulary=1024, sequence=256)
     run = replace(published.RUNS[0], size=size)
@@ -431,7 +428,6 @@ def test_table_of_optimizer_steps() -> None:
     assert second.split() == ["ours-flat", "fused", "100.00", "ms", "4.00", "ms", "5.00", "ms", "10.00", "ms", "0.10"]
 
 
-@pytest.mark.exhaustive
 def test_optimizer_step_times_all_systems(fake_ranks: None) -> None:
     seconds = optimizer_step.measure(Size(layers=1, width=32, batch=1, sequence=16), 1)
     systems = ("fsdp2", "ours", "ours-flat", "ours-one-buffer", "ours-one-call")

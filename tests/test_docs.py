@@ -21,7 +21,7 @@ for path in [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / f
     FILES[path.name].append(path)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.inductor
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="docs/passes.md shows the graphs of torch 2.13; names differ in others"
 )

@@ -16,6 +16,8 @@ from harness.link import Link, LinkError, make_link
 from torch import nn, optim
 from torch.distributed.checkpoint.api import CheckpointException
 
+pytestmark = pytest.mark.example
+
 ROOT = Path(__file__).parent.parent
 SIZE = ["--layers", "2", "--d-model", "32", "--heads", "2", "--seq-length", "32", "--batch", "2", "--steps", "6"]
 SIZE += ["--val-batches", "2", "--sample-length", "0", "--max-bytes", "200000", "--warmup", "2", "--save-every", "3"]
@@ -52,7 +54,6 @@ def losses(out: Path) -> list[float]:
     return json.loads((out / "losses.json").read_text())["losses"]
 
 
-@pytest.mark.exhaustive
 def test_train_gpt_equals_fsdp2_and_resumes_exactly(tmp_path: Path, straight: Path) -> None:
     fsdp2 = train(tmp_path / "fsdp2", "--system", "fsdp2", "--no-compile")
     assert [f"{loss:.4f}" for loss in losses(straight)] == [f"{loss:.4f}" for loss in fsdp2]
@@ -95,7 +96,7 @@ def test_only_whole_checkpoints_count(tmp_path: Path, one_rank: None, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-00000{step}" for step in (1, 2, 3, 4)]
 
 
-@pytest.mark.sweep
+@pytest.mark.night
 def test_train_gpt_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Path) -> None:
     command = [str(ROOT / "tests/common/killed_ranks.py"), str(ROOT / "examples/train_gpt.py"), *SIZE, "--out", str(tmp_path)]
     printed = torchrun("--max-restarts", "3", *command, "--resume", "auto")
@@ -106,7 +107,7 @@ def test_train_gpt_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Pat
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000003", "step-000006"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_train_gpt_on_two_nodes_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Path) -> None:
     try:
         with make_link("1gbit") as link:

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from tests.common.distributed import RankPools
 
+pytestmark = pytest.mark.example
+
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 RANKS = 2
@@ -56,7 +58,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.exhaustive
 def test_random_llama_by_torchrun(tmp_path: Path, one_rank: None) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += [str(ROOT / "examples/finetune_hf.py"), *FLAGS, "--out", str(tmp_path)]
@@ -68,7 +69,7 @@ def test_random_llama_by_torchrun(tmp_path: Path, one_rank: None) -> None:
     assert f"held-out loss: {result['before']:.4f} before, {result['after']:.4f} after 4 steps" in done.stdout
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_checkpoint_with_tied_embedding_and_tokenizer(
     tmp_path: Path, checkpoint: Path, rank_pools: RankPools, one_rank: None
 ) -> None:
@@ -79,7 +80,6 @@ def test_checkpoint_with_tied_embedding_and_tokenizer(
     assert AutoTokenizer.from_pretrained(tmp_path)("self").input_ids == [258]
 
 
-@pytest.mark.exhaustive
 def test_lora(tmp_path: Path, rank_pools: RankPools, one_rank: None) -> None:
     pytest.importorskip("peft", reason="--lora needs peft")
     rank_pools[RANKS].run(finetune, out=str(tmp_path), flags=("--lora",))
@@ -88,7 +88,7 @@ def test_lora(tmp_path: Path, rank_pools: RankPools, one_rank: None) -> None:
     assert all(torch.equal(value, loaded[name]) for name, value in base.items())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_lora_merged_into_a_checkpoint(tmp_path: Path, checkpoint: Path, rank_pools: RankPools, one_rank: None) -> None:
     pytest.importorskip("peft", reason="--lora needs peft")
     rank_pools[RANKS].run(finetune, out=str(tmp_path), flags=("--model", str(checkpoint), "--lora", "--merge", "--bf16"))

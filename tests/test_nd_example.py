@@ -16,6 +16,8 @@ from harness.fresh_module import fresh_module
 from tests.common.distributed import RankPools
 from tests.common.microbatches import graphs_captured
 
+pytestmark = pytest.mark.example
+
 _EXAMPLE = Path(__file__).parent.parent / "examples/train_nd.py"
 
 
@@ -54,12 +56,11 @@ _SPLITS_OF_8 = ("--dp 2 --tp 2 --pp 2", "--dp 4 --ep 4 --tp 2", "--dp 2 --cp 2 -
 def _cases() -> list[object]:
     # Gradients of splits are compared in test_nd.py, and pipelines in test_composition.py.
     return [
-        pytest.param(world, split, lowering, marks=pytest.mark.sweep if is_swept else pytest.mark.exhaustive)
+        pytest.param(world, split, lowering, marks=[] if (split, lowering) in _IN_CI else [pytest.mark.night])
         for world, splits in ((4, _SPLITS), (8, _SPLITS_OF_8))
         for split in splits
         for lowering in ("aot_eager", "inductor")
         if lowering == "aot_eager" or split in _THROUGH_INDUCTOR
-        for is_swept in [(split, lowering) not in _IN_CI]
     ]
 
 

@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from passes.auto import small_units
 
+from . import inductor_use
 from .lost_guards import refuse_lost_guards
 
 # Modules that all ranks need.
@@ -102,7 +103,7 @@ def _execute(message: bytes) -> bytes:
     Pickled here rather than by the connection, whose pickler would move tensors to shared memory.
     """
     try:
-        module, name, kwargs, small_units.MERGE_BELOW_BYTES = pickle.loads(message)
+        module, name, kwargs, small_units.MERGE_BELOW_BYTES, inductor_use.is_allowed = pickle.loads(message)
         torch.manual_seed(0)
         return pickle.dumps(("ok", getattr(importlib.import_module(module), name)(**kwargs)))
     except BaseException:
@@ -120,6 +121,7 @@ def _serve(
     """The main loop of one rank: receive a job, execute it, send back its value or its traceback."""
     torch.set_num_threads(1)
     refuse_lost_guards()
+    inductor_use.refuse_unless_allowed()
     # A rank blocked in a collective cannot run Python code; the C-level handler can still write its stack.
     stacks = open(stack_file, "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -204,7 +206,8 @@ class RankPool:
         """
         if not self._ranks:
             self._start()
-        job = pickle.dumps((function.__module__, function.__qualname__, kwargs, small_units.MERGE_BELOW_BYTES))
+        settings = (small_units.MERGE_BELOW_BYTES, inductor_use.is_allowed)
+        job = pickle.dumps((function.__module__, function.__qualname__, kwargs, *settings))
         try:
             for rank in self._ranks:
                 # A rank that has died shows up as the end of its replies.

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from tests.common.distributed import RankFailure, RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 def compute(seconds: float) -> int:
     end = time.process_time() + seconds
@@ -35,12 +37,12 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_ranks_that_compute_may_take_their_time(ranks: RankPool) -> None:
     assert ranks.run(compute, seconds=4) == [0, 1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_ranks_that_wait_are_stuck(ranks: RankPool) -> None:
     ranks.run(make_groups)  # they have started; the threads of groups are no work
     start = time.monotonic()

@@ -120,10 +120,9 @@ _RESULT = {"save products": (0, 0, -1, 0)}
 _NOT_SAVED = (-1, 0, 0, 0)
 
 
+@pytest.mark.night
 @pytest.mark.usefixtures("fake_ranks")
-@pytest.mark.parametrize(
-    "policy", [pytest.param(name, marks=[] if name == "save tanh" else pytest.mark.exhaustive) for name in POLICIES]
-)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_policy_says_is_done(policy: str) -> None:
     """Also within a budget that would have it otherwise: the block without a policy makes room."""
 
@@ -143,7 +142,6 @@ def test_what_a_policy_says_is_done(policy: str) -> None:
     assert count(least) in expected(_BLOCK)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fake_ranks")
 @pytest.mark.parametrize(("policy", "reshard"), [("save all", True), ("recompute all", False)])
 def test_parameters_are_not_a_policy_s_to_save(policy: str, reshard: bool) -> None:
@@ -183,12 +181,10 @@ def _case(policy: str) -> Case:
     )
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     ("policy", "lowering"),
-    [
-        pytest.param("save products", "aot_eager", marks=pytest.mark.exhaustive),
-        pytest.param("save tanh", "inductor", marks=pytest.mark.sweep),
-    ],
+    [("save products", "aot_eager"), ("save tanh", "inductor")],
 )
 def test_values_are_those_of_fsdp2_with_the_policy(policy: str, lowering: str, rank_pools: RankPools) -> None:
     expected = rank_pools[2].run(train_fsdp2, policy=policy)

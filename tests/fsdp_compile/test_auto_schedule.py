@@ -90,7 +90,7 @@ class TestOneProcess:
             compiled(torch.ones(3, 8)).sum().backward()
         assert buckets(later, Role.START_REDUCE) == ["3+2+1+0"]
 
-    @pytest.mark.exhaustive
+    @pytest.mark.night
     def test_a_memory_limit_holds_for_both_graphs(self) -> None:
         _, free = train(blocks(64), torch.ones(3, 64), **_AUTO)
         most = free.backward[0].live_bytes().peak
@@ -110,8 +110,8 @@ class TestOneProcess:
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="0 has a list of set_modules_to_forward_prefetch"):
             train(model, torch.ones(3, 8), **_AUTO)
 
-    @pytest.mark.parametrize("schedule", ["default", "auto"])
-    @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+    @pytest.mark.parametrize("schedule", [pytest.param("default", marks=pytest.mark.night), "auto"])
+    @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.night)])
     def test_accounting_is_what_a_run_allocates(self, lowering: str, schedule: str) -> None:
         """One token: what lives is parameters and their gradients."""
         model, x = blocks(128), torch.ones(1, 128)
@@ -192,7 +192,7 @@ def measure_on_ranks() -> Hardware:
     return measure(torch.device("cpu"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_a_calibration_gives_all_ranks_the_same_numbers(rank_pools: RankPools) -> None:
     first, second = rank_pools[2].run(measure_on_ranks)
     assert first == second
@@ -225,7 +225,7 @@ def test_startup_of_a_calibration_grows_from_pairs_to_what_was_measured() -> Non
     assert _growing(pairs, links, 8) == pairs
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_a_calibration_measures_the_messages_that_training_sends(rank_pools: RankPools) -> None:
     for operations in rank_pools[2].run(operations_of_links):
         assert {"gloo:send", "gloo:recv"} <= operations
@@ -263,7 +263,7 @@ def train_microbatches(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> 
     return values, {str(bucket(node)) for node in nodes if role(node) is Role.START_REDUCE}
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), pytest.param((2, 1), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("mesh_shape", [(2,), pytest.param((2, 1), marks=pytest.mark.night)])
 def test_trains_as_the_default_schedule(mesh_shape: tuple[int, ...], rank_pools: RankPools) -> None:
     default = rank_pools[2].run(train_microbatches, mesh_shape=mesh_shape, options={})
     auto = rank_pools[2].run(train_microbatches, mesh_shape=mesh_shape, options={"schedule": "auto"})

@@ -80,7 +80,7 @@ def _in_nodes(trials: Any) -> list[Trial]:
     return [trial for trial in trials if trial.policy.in_nodes]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 @few_trials
 def test_a_budget_chooses_them_and_says_so() -> None:
     """Where not all units can stay gathered, copies in the nodes are faster than the network, and take fewer bytes."""
@@ -94,7 +94,6 @@ def test_a_budget_chooses_them_and_says_so() -> None:
     assert trial.time_ns < min((one.time_ns for one in others), default=_LARGE)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("which", [0, -1])
 def test_trials_are_what_flags_by_hand_give(which: int) -> None:
     plain = [one for one in _in_nodes(unlimited().trials) if not one.policy.recomputed and one.policy.activation_budget == SAVE]
@@ -104,7 +103,6 @@ def test_trials_are_what_flags_by_hand_give(which: int) -> None:
     assert (report.memory.peak_bytes + batch().nbytes, step_ns(report)) == (trial.peak_bytes, trial.time_ns)
 
 
-@pytest.mark.exhaustive
 @few_trials
 def test_a_single_node_keeps_no_copies() -> None:
     assert not _in_nodes(explained(ranks_per_node=8, memory_budget=_LARGE).choices[0].trials)
@@ -153,7 +151,7 @@ def train_in_nodes(lowering: str) -> list[Run]:
     return [without, within]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_trains_alike(lowering: str, rank_pools: RankPools) -> None:
     by_rank = rank_pools[4].run(train_in_nodes, lowering=lowering)

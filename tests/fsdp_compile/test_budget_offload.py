@@ -46,7 +46,7 @@ def _offloads(trials: Any) -> list[Trial]:
     return [trial for trial in trials if trial.policy.offloaded]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_steps_that_copy_are_among_the_best() -> None:
     """They take fewer bytes than others that take as long, and only they have bytes on the host."""
     without, granted = choice(None), choice(_LARGE)
@@ -59,7 +59,7 @@ def test_steps_that_copy_are_among_the_best() -> None:
     assert best.time_ns < min(fitting, default=_LARGE)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_single_activations_are_among_the_best() -> None:
     """Of a step, some of what a stretch saves waits on the host, and the rest does not; and it says so."""
     found = explained.__wrapped__(_LARGE, _LARGE, 2).choices[0]  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def test_single_activations_are_among_the_best() -> None:
     assert f"{some} of {len(trial.policy.offloaded)} of 3 stretches" in str(report)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_the_host_has_a_budget_as_well() -> None:
     most = max(trial.host_bytes for trial in choice(_LARGE).trials)
     granted = choice(most // 2)
@@ -83,7 +83,7 @@ def test_the_host_has_a_budget_as_well() -> None:
     assert not choice(0).trials[0].host_bytes and not _offloads(choice(0).trials)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_the_step_is_the_one_that_was_tried_and_says_so() -> None:
     trial = _offloads(choice(_LARGE).frontier())[-1]
     report = explained(trial.peak_bytes, "1TB")
@@ -111,7 +111,7 @@ def _train(options: Mapping[str, Any], rows: int = 512) -> tuple[list[Tensor], C
 
 @pytest.mark.usefixtures("one_rank")
 class TestOneProcess:
-    @pytest.mark.exhaustive
+    @pytest.mark.night
     @few_trials
     def test_copies_what_the_trial_counts(self) -> None:
         """Of a step that only copies, to the bit what the step without a budget computes. So if of stretches only some of what
@@ -132,13 +132,13 @@ class TestOneProcess:
             _copied(engine, in_part.host_bytes)
         assert all(map(torch.equal, found, expected))
 
-    @pytest.mark.exhaustive
+    @pytest.mark.night
     def test_without_memory_of_its_own_nothing_waits_elsewhere(self) -> None:
         """The CPU has the host's memory."""
         _, captured = _train({"lowering": "aot_eager", "memory_budget": _LARGE, "host_budget": "1GB"})
         assert not _offloads(captured.choices[0].trials)
 
-    @pytest.mark.exhaustive
+    @pytest.mark.night
     @few_trials
     def test_larger_batches_keep_to_the_budget_of_the_host(self) -> None:
         """A graph with sizes that change serves what fits on the host, too; what does not is compiled anew."""
@@ -196,7 +196,7 @@ def _explained_on_host(budget: int, on_host: Collection[str]) -> Report:
         return explain(Model(), batch(), (8,), _FAST, shard=sharding, options=options, suggest=False)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 @few_trials
 def test_shards_on_the_host_leave_room() -> None:
     """Shards, gradients and the optimizer's state of these units do not count; copies do, as long as they are on the device."""
@@ -247,8 +247,8 @@ def _train_case(options: Mapping[str, Any]) -> tuple[Run, Capture, bool]:
 @pytest.mark.parametrize(
     ("ranks", "lowering"),
     [
-        pytest.param(2, "inductor", marks=pytest.mark.exhaustive),
-        *(pytest.param(*setting, marks=pytest.mark.sweep) for setting in [(2, "aot_eager"), (4, "aot_eager"), (4, "inductor")]),
+        (2, "inductor"),
+        *(pytest.param(*setting, marks=pytest.mark.night) for setting in [(2, "aot_eager"), (4, "aot_eager"), (4, "inductor")]),
     ],
 )
 def test_trains_alike(ranks: int, lowering: str, rank_pools: RankPools) -> None:
@@ -281,13 +281,8 @@ def train_fsdp2() -> Run:
     return train_sharded(_CASE, functools.partial(torch.distributed.fsdp.fully_shard, offload_policy=offload), None)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "lowering"),
-    [
-        pytest.param(4, "aot_eager", marks=pytest.mark.exhaustive),
-        *(pytest.param(*setting, marks=pytest.mark.sweep) for setting in [(2, "aot_eager"), (4, "inductor")]),
-    ],
-)
+@pytest.mark.night
+@pytest.mark.parametrize(("ranks", "lowering"), [(4, "aot_eager"), (2, "aot_eager"), (4, "inductor")])
 def test_trains_alike_with_shards_on_the_host(ranks: int, lowering: str, rank_pools: RankPools) -> None:
     by_rank = rank_pools[ranks].run(train_on_host, lowering=lowering)
     without, unlimited, least = ([runs[index] for runs in by_rank] for index in range(3))

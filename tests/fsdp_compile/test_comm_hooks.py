@@ -89,11 +89,11 @@ def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: 
     ("shape", "flag"),
     [
         ((2,), ""),
-        pytest.param((2,), "set_requires_gradient_sync", marks=pytest.mark.exhaustive),
-        pytest.param((2,), "set_requires_all_reduce", marks=pytest.mark.sweep),
-        pytest.param((2, 2), "", marks=pytest.mark.sweep),
-        pytest.param((2, 2), "set_requires_gradient_sync", marks=pytest.mark.sweep),
-        pytest.param((2, 2), "set_requires_all_reduce", marks=pytest.mark.exhaustive),
+        pytest.param((2,), "set_requires_gradient_sync", marks=pytest.mark.night),
+        pytest.param((2,), "set_requires_all_reduce", marks=pytest.mark.night),
+        pytest.param((2, 2), "", marks=pytest.mark.night),
+        pytest.param((2, 2), "set_requires_gradient_sync", marks=pytest.mark.night),
+        pytest.param((2, 2), "set_requires_all_reduce", marks=pytest.mark.night),
     ],
 )
 def test_a_hook_that_averages_changes_nothing(shape: tuple[int, ...], flag: str, rank_pools: RankPools) -> None:
@@ -107,7 +107,7 @@ def test_a_hook_that_averages_changes_nothing(shape: tuple[int, ...], flag: str,
     _assert_close(doubled, {name: 2 * grad for name, grad in expected.items()}, 1e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.inductor
 def test_a_hook_that_averages_lowers_to_kernels(rank_pools: RankPools) -> None:
     expected = rank_pools[2].run(gradients, shape=(2,), system="aot_eager", hook="")[0]
     _assert_close(rank_pools[2].run(gradients, shape=(2,), system="inductor", hook="averages")[0], expected, 1e-6)
@@ -124,14 +124,7 @@ def test_compression_rounds(rank_pools: RankPools) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "",
-        pytest.param("set_requires_gradient_sync", marks=pytest.mark.exhaustive),
-        pytest.param("set_requires_all_reduce", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("flag", ["", "set_requires_gradient_sync", "set_requires_all_reduce"])
 def test_in_place_hook_where_parameters_are_whole(flag: str, rank_pools: RankPools) -> None:
     """Two replicas of a shard dimension of one rank, as DistributedDataParallel."""
     options = {"shape": (2, 1), "microbatches": 3 if flag else 1, "flag": flag}
@@ -140,7 +133,6 @@ def test_in_place_hook_where_parameters_are_whole(flag: str, rank_pools: RankPoo
         _assert_close(rank_pools[2].run(gradients, system=system, hook="all_reduces", **options)[0], expected, 1e-6)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("flag", ["set_requires_all_reduce", ""])
 def test_hooks_over_shards_and_over_replicas(flag: str, rank_pools: RankPools) -> None:
     options = {"shape": (2, 2), "microbatches": 3 if flag else 1, "flag": flag}

@@ -140,7 +140,6 @@ def count_operators(how: str) -> Counter[str]:
     )
 
 
-@pytest.mark.exhaustive
 def test_what_is_recomputed(fake_ranks: None) -> None:
     plain, selective, budget = (count_operators(how) for how in ("plain", "selective checkpoint", "memory budget"))
     # A policy keeps products and recomputes the rest; without memory for activations, products are computed again.
@@ -384,20 +383,11 @@ def compare(name: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 10)
 
 
-# Long to compile, or like another.
-_LONG = (
-    "selective checkpoint",
-    "two models",
-    "lengths that change",
-    "Muon",
-    "LBFGS",
-    "teacher and student",
-    "forked workers",
-    "fused AdamW",
-)
+# Of the library they use what others use, in other optimizers or models.
+_AT_NIGHT = ("two models", "Muon", "LBFGS", "fused AdamW", "lengths that change")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive if name in _LONG else []) for name in _JOBS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.night if name in _AT_NIGHT else []) for name in _JOBS])
 def test_same_as_fsdp2(name: str, rank_pools: RankPools) -> None:
     rank_pools[_WORLD].run(compare, name=name)
 
@@ -465,13 +455,13 @@ def compare_pipelines(name: str, compiles: str = "all", **options: Any) -> None:
     torch.testing.assert_close(pipeline(System(ours=True), name, compiles, **options), theirs, rtol=1e-5, atol=1e-6)
 
 
-_QUICK_PIPELINE = "Interleaved1F1B"
+_PIPELINE = "Interleaved1F1B"
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name == _QUICK_PIPELINE else pytest.mark.exhaustive)
+        pytest.param(name, marks=[] if name == _PIPELINE else pytest.mark.night)
         for name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
     ],
 )
@@ -484,16 +474,16 @@ def _check_version(name: str) -> None:
         pytest.skip("between the ranks of a V, torch 2.11 sends what Gloo refuses, also with FSDP2")
 
 
-@pytest.mark.parametrize("reshards", [pytest.param(True, marks=pytest.mark.exhaustive), False], ids=["reshards", "keeps"])
+@pytest.mark.parametrize("reshards", [True, False], ids=["reshards", "keeps"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in _V_SHAPED else []) for name in _ZERO_BUBBLES]
+    "name", [pytest.param(name, marks=pytest.mark.night if name in _V_SHAPED else []) for name in _ZERO_BUBBLES]
 )
 def test_zero_bubbles(name: str, reshards: bool, rank_pools: RankPools) -> None:
     _check_version(name)
     rank_pools[4].run(compare_pipelines, name=name, compiles="", reshard_after_forward=reshards)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 @pytest.mark.parametrize("name", _ZERO_BUBBLES)
 def test_zero_bubbles_of_compiled_stages(name: str, rank_pools: RankPools) -> None:
     _check_version(name)
@@ -503,9 +493,9 @@ def test_zero_bubbles_of_compiled_stages(name: str, rank_pools: RankPools) -> No
 @pytest.mark.parametrize(
     ("name", "compiles"),
     [
-        pytest.param("InterleavedZeroBubble", "all", marks=pytest.mark.exhaustive),
-        pytest.param("InterleavedZeroBubble", "second block", marks=pytest.mark.sweep),
-        pytest.param("DualPipeV", "all", marks=pytest.mark.sweep),
+        ("InterleavedZeroBubble", "all"),
+        pytest.param("InterleavedZeroBubble", "second block", marks=pytest.mark.night),
+        pytest.param("DualPipeV", "all", marks=pytest.mark.night),
     ],
 )
 def test_pipelines_without_gradients_are_refused(name: str, compiles: str, rank_pools: RankPools) -> None:
@@ -567,11 +557,8 @@ def compare_state_dicts(name: str) -> None:
             torch.testing.assert_close(leaf, other, rtol=1e-5, atol=1e-6)
 
 
-_QUICK_STATES = ("without frozen", "full, broadcast")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in _QUICK_STATES else pytest.mark.exhaustive) for name in _STATE_OPTIONS]
+    "name", [pytest.param(name, marks=[] if name.startswith("full") else pytest.mark.night) for name in _STATE_OPTIONS]
 )
 def test_state_dict_options(name: str, rank_pools: RankPools) -> None:
     rank_pools[_WORLD].run(compare_state_dicts, name=name)
@@ -580,7 +567,7 @@ def test_state_dict_options(name: str, rank_pools: RankPools) -> None:
 # --- Profiles -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(True, marks=pytest.mark.exhaustive), False], ids=["compiled", "eager"])
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=pytest.mark.inductor), False], ids=["compiled", "eager"])
 def test_profile_names_buckets(compiled: bool, fake_ranks: None) -> None:
     model = _mlp()
     shard_units(model, init_device_mesh("cpu", (8,)), fully_shard)

@@ -545,7 +545,7 @@ def _warnings_of_the_backend() -> Iterator[list[str]]:
     messages += [str(entry.message) for entry in caught if "fsdp_backend" in str(entry.message)]
 
 
-@pytest.mark.parametrize("lowering", [pytest.param("inductor", marks=pytest.mark.exhaustive), "aot_eager"])
+@pytest.mark.parametrize("lowering", ["inductor", "aot_eager"])
 def test_plain_model_warns_once(lowering: str, one_rank: None, warn_anew: None) -> None:
     """A forgotten ``fully_shard`` gets one warning, and the model that Inductor would make of it."""
     model, inputs = nn.Linear(8, 4), torch.randn(2, 8)
@@ -562,6 +562,7 @@ def test_plain_model_warns_once(lowering: str, one_rank: None, warn_anew: None) 
         torch.testing.assert_close(parameter.grad, gradient)
 
 
+@pytest.mark.inductor
 def test_plain_model_compiles_as_with_inductor(one_rank: None) -> None:
     """To the same code, that is; nothing is captured, because nothing of the library is in it."""
     model, inputs = nn.Linear(8, 4), torch.randn(2, 8)
@@ -618,7 +619,7 @@ def test_backend_has_a_name() -> None:
     assert torch._dynamo.lookup_backend("fsdp") is fsdp_backend
 
 
-@pytest.mark.exhaustive
+@pytest.mark.inductor
 def test_backend_by_name() -> None:
     """By entry point, in a process that has not imported the backend."""
     program = """

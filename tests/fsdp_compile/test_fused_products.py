@@ -51,6 +51,7 @@ def code_of_a_block() -> CudaCode:
 
 
 class TestOutline(expecttest.TestCase):
+    @pytest.mark.cuda
     def test_block_on_cuda(self) -> None:
         """Of the collectives over "tp" none is left; those over the shards, and the order of all, are as ever."""
         with symmetric_memory._test_mode():
@@ -90,6 +91,7 @@ def test_report() -> None:
     assert (apart.total.collectives, fused.total.collectives) == (6, 3)
 
 
+@pytest.mark.cuda
 def test_a_group_without_symmetric_memory() -> None:
     warns = pytest.warns(UserWarning, match=r"not fused with collectives over tp, .*enable_symm_mem_for_group")
     with symmetric_memory._test_mode(set()), warns:
@@ -135,8 +137,8 @@ def train_fused(dim: int) -> tuple[list[str], dict[str, Tensor]]:
     return [name.split(".")[1] for name in called if "symm_mem" in name], full
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [0, pytest.param(1, marks=pytest.mark.night)])
 def test_gradients(dim: int, rank_pools: RankPools) -> None:
     """Those of one process in float64, from graphs in which every collective over "tp" is fused that can be."""
     model = seeded_model().double()

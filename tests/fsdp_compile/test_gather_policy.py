@@ -63,11 +63,8 @@ def train(
 
 
 def _tier(policy: str, system: str) -> Any:
-    """Systems differ in when they round, policies in what to: integers in each system, and each kind of scale in one."""
-    if (policy, system) == ("int8", "eager"):
-        return ()
-    is_of_another_scale = system == "aot_eager" and policy in ("int8 rows", "e4m3 tensors")
-    return pytest.mark.exhaustive if policy == "int8" or is_of_another_scale else pytest.mark.sweep
+    """Systems differ in when they round, policies in what to; what backward reads is compared below."""
+    return () if (policy, system) == ("int8", "eager") else pytest.mark.night
 
 
 @pytest.mark.parametrize(
@@ -97,7 +94,7 @@ def test_parity(policy: str, mesh_shape: tuple[int, ...], system: str, rank_pool
 
 @pytest.mark.parametrize(
     "system",
-    [pytest.param(system, marks=pytest.mark.sweep if system == "inductor" else pytest.mark.exhaustive) for system in _SYSTEMS],
+    [pytest.param(system, marks=pytest.mark.night if system == "inductor" else []) for system in _SYSTEMS],
 )
 def test_a_smaller_group_gathers_what_was_rounded(system: str, rank_pools: RankPools) -> None:
     """Backward gathers pieces of the parameters that forward saw, and rounds them no second time."""
@@ -133,12 +130,11 @@ def read_twice(system: str, policy: str, param_dtype: torch.dtype | None) -> lis
 @pytest.mark.parametrize(
     ("policy", "system", "param_dtype"),
     [
-        pytest.param(policy, system, dtype, marks=[] if is_quick else pytest.mark.sweep if is_swept else pytest.mark.exhaustive)
+        pytest.param(policy, system, dtype, marks=[] if is_fixed else pytest.mark.night)
         for policy in _POLICIES
         for system in _SYSTEMS
-        for is_quick in [(policy, system) == ("int8", "aot_eager")]
-        for is_swept in [system == "inductor" and policy not in ("int8", "e4m3")]
         for dtype in (None, torch.bfloat16)
+        for is_fixed in [system != "inductor" or (policy, dtype) == ("int8", None)]
         # Policies differ in what they round to, systems in when: both dtypes in one of each.
         if policy == "int8" or (system == "aot_eager" if dtype is None else system == "inductor")
     ],
@@ -304,7 +300,7 @@ def disagree() -> str:
     return str(raised.value)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.ranks
 def test_ranks_that_round_differently_raise() -> None:
     pools = RankPools()
     try:

@@ -196,13 +196,12 @@ _cached_reference = functools.cache(reference)
 
 
 def _marks(job: str, shape: tuple[int, ...] = HSDP) -> Any:
-    # Flavours of which the next ones have parts, and two of those without replicas.
-    if job in ("gpt_more", "gpt_fsdp"):
-        return pytest.mark.sweep
-    # With replicas on a whole transformer, in one run; each flavour is a part of other jobs, too. Code takes long to
-    # generate, and two ranks sharding show what four do.
-    is_large = job in ("gpt", "kernels") or shape == FSDP4
-    return pytest.mark.exhaustive if is_large or (job, shape) == ("factors", HSDP) else []
+    # A whole transformer has flavours of which the others have parts, and two ranks sharding show what four do.
+    return (
+        pytest.mark.night
+        if job in ("gpt", "gpt_more", "gpt_fsdp") or shape == FSDP4 or (job, shape) == ("factors", HSDP)
+        else []
+    )
 
 
 def _ours(job: str, mesh_shapes: Sequence[tuple[int, ...]], systems: Sequence[str]) -> list[Any]:
@@ -246,7 +245,7 @@ def test_matches(job: str, mesh_shape: tuple[int, ...], system: str, name: str, 
         pytest.param("gpt", HSDP, "aot_eager", marks=_marks("gpt")),
         pytest.param("gpt_more", HSDP, "aot_eager", marks=_marks("gpt_more")),
         pytest.param("kernels", HSDP, "inductor", marks=_marks("kernels")),
-        pytest.param("factors", HSDP, "aot_eager", marks=pytest.mark.exhaustive),
+        pytest.param("factors", HSDP, "aot_eager", marks=pytest.mark.night),
         ("factors", FSDP, "aot_eager"),
     ],
 )
@@ -258,7 +257,7 @@ def test_no_flag_retraces(job: str, mesh_shape: tuple[int, ...], system: str, tr
 
 
 @pytest.mark.parametrize("name", JOBS["bf16"].schedules)
-@pytest.mark.parametrize("mesh_shape", [FSDP, pytest.param(HSDP, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("mesh_shape", [FSDP, pytest.param(HSDP, marks=pytest.mark.night)])
 def test_bf16_gradients_accumulate_in_the_reduce_dtype(mesh_shape: tuple[int, ...], name: str, train: TrainAll) -> None:
     ours = _runs(train, "bf16", mesh_shape, "aot_eager", name)
     found = differences(ours, _runs(train, "bf16", mesh_shape, "fsdp2", name), 1e-3, order=2)
@@ -338,7 +337,7 @@ def test_collectives(job: str, mesh_shape: tuple[int, ...], system: str, name: s
             assert all(ours <= limit for ours, limit in zip(in_backward, _GATHERS_IN_BACKWARD[name] * 2, strict=True))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", JOBS["kernels"].schedules)
 def test_collectives_of_generated_code(name: str, train: TrainAll) -> None:
     """Of the lowering to kernels, against the numbers of FSDP2."""
@@ -441,10 +440,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize(
     ("system", "mesh_shape", "optimizer_name"),
     [
-        pytest.param("aot_eager", HSDP, "adamw", marks=pytest.mark.exhaustive),
-        pytest.param("aot_eager", FSDP, "adamw_foreach", marks=pytest.mark.exhaustive),
+        ("aot_eager", HSDP, "adamw"),
+        pytest.param("aot_eager", FSDP, "adamw_foreach", marks=pytest.mark.night),
         ("aot_eager", FSDP, "adamw_fused"),
-        pytest.param("aot_eager", FSDP, "sgd", marks=pytest.mark.exhaustive),
+        pytest.param("aot_eager", FSDP, "sgd", marks=pytest.mark.night),
         ("eager", FSDP, "sgd"),
     ],
 )
@@ -864,14 +863,10 @@ def fail_and_recover(system: str, mesh_shape: tuple[int, ...], where: str, pendi
     [
         # After an error in backward, FSDP2 adds the full gradients that autograd had made by then to the next ones.
         pytest.param("fsdp2", HSDP, "partial", "forward", marks=needs_fsdp2("reset_iter_state")),
+        ("aot_eager", HSDP, "partial", "backward"),
         *[
-            pytest.param(*setting, marks=pytest.mark.exhaustive)
-            for setting in [
-                ("aot_eager", HSDP, "partial", "forward"),
-                ("aot_eager", HSDP, "partial", "backward"),
-                ("aot_eager", HSDP, "unsharded", "forward"),
-                ("aot_eager", HSDP, "unsharded", "backward"),
-            ]
+            pytest.param("aot_eager", HSDP, *setting, marks=pytest.mark.night)
+            for setting in [("partial", "forward"), ("unsharded", "forward"), ("unsharded", "backward")]
         ],
         ("eager", FSDP, "unsharded", "forward"),
         ("eager", FSDP, "unsharded", "backward"),

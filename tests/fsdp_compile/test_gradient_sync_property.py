@@ -207,10 +207,10 @@ def _corpus(number: int) -> list[tuple[Schedule, ...]]:
 @pytest.mark.parametrize(
     ("mesh_shape", "number"),
     [
-        pytest.param((2,), 20, marks=[pytest.mark.exhaustive, pytest.mark.units_apart]),
-        pytest.param((2, 2), 10, marks=[pytest.mark.exhaustive, pytest.mark.units_apart]),
-        pytest.param((2,), 10, marks=pytest.mark.exhaustive),
-        pytest.param((2, 2), 10, marks=pytest.mark.sweep),
+        pytest.param((2,), 20, marks=[pytest.mark.night, pytest.mark.units_apart]),
+        pytest.param((2, 2), 10, marks=[pytest.mark.night, pytest.mark.units_apart]),
+        pytest.param((2,), 5),
+        pytest.param((2, 2), 10, marks=pytest.mark.night),
     ],
 )
 def test_does_what_fsdp2_does(mesh_shape: tuple[int, ...], number: int, rank_pools: RankPools) -> None:
@@ -257,7 +257,7 @@ def compare_mutants(mesh_shape: tuple[int, ...], sequences: list[tuple[Schedule,
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_sequences_tell_an_ignored_flag(rank_pools: RankPools) -> None:
     """Of the sequences that the library is tested with, several fail for a system that does not know the flag."""
     found = rank_pools[4].run(compare_mutants, mesh_shape=(2, 2), sequences=_corpus(16)[:10])[0]

@@ -146,7 +146,6 @@ def test_groups_are_named_after_the_mesh(policy: bool | int) -> None:
     assert groups == {"shard", "replicate"} | ({"post_forward"} if policy == 2 else set())
 
 
-@pytest.mark.exhaustive
 def test_graphs_are_the_same_every_time() -> None:
     texts = []
     for _ in range(2):
@@ -180,7 +179,7 @@ def outline(code: str) -> str:
 
 
 class TestGeneratedCode(expecttest.TestCase):
-    @pytest.mark.exhaustive
+    @pytest.mark.inductor
     def test_prefetches_survive_inductor(self) -> None:
         captured = compile_gpt("inductor", depth=3)
         forward, backward = captured.forward[0].code, captured.backward[0].code
@@ -237,7 +236,8 @@ segment_8
 """,
         )
 
-    @pytest.mark.exhaustive
+    @pytest.mark.night
+    @pytest.mark.inductor
     def test_casts_of_gradients_keep_no_reduction_waiting(self) -> None:
         policies = (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         plain, mixed = (compile_gpt("inductor", depth=2, mp_policy=policy).backward[0].code for policy in policies)
@@ -395,7 +395,7 @@ def test_reshard_after_forward_traces_anew_once() -> None:
     assert gathers(captured) == ([2, 2], [1, 0])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.inductor
 def test_gradients_are_cast_where_they_are_added() -> None:
     training = TwoUnits(lowering="inductor", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     training.root.set_requires_gradient_sync(False)

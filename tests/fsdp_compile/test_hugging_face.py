@@ -25,6 +25,8 @@ from tests.common.distributed import RankPools, device_mesh
 from tests.common.graphs import kinds
 from tests.common.hugging_face import ARCHITECTURES, layers_of
 
+pytestmark = pytest.mark.example
+
 pytest.importorskip("transformers", reason="the test extra installs transformers; without it there is no model to try")
 
 LENGTHS = (12, 9, 7)
@@ -161,26 +163,21 @@ def check(name: str, layers: int, lengths: tuple[int, ...], **options: Any) -> N
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.exhaustive if name == "Bert" else pytest.mark.sweep) for name in ARCHITECTURES],
+    [pytest.param(name, marks=[] if name == "Bert" else pytest.mark.night) for name in ARCHITECTURES],
 )
 def test_training(name: str, one_rank: None) -> None:
     """Three layers and, of text, lengths that change."""
     check(name, 3, lengths_of(name), lowering="aot_eager")
 
 
-@pytest.mark.sweep
+@pytest.mark.night
 @pytest.mark.parametrize("name", NINE_LAYERS)
 def test_nine_layers(name: str, one_rank: None) -> None:
     check(name, 9, (12, 12), lowering="aot_eager")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(DIED_OF_LENGTHS[-1], marks=pytest.mark.exhaustive),
-        *(pytest.param(name, marks=pytest.mark.sweep) for name in (*DIED_OF_LENGTHS[:-1], *THROUGH_INDUCTOR)),
-    ],
-)
+@pytest.mark.night
+@pytest.mark.parametrize("name", [*DIED_OF_LENGTHS, *THROUGH_INDUCTOR])
 def test_through_inductor(name: str, one_rank: None) -> None:
     train(name, 2, lengths_of(name))
 
@@ -188,8 +185,8 @@ def test_through_inductor(name: str, one_rank: None) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("Llama", marks=pytest.mark.exhaustive),
-        *(pytest.param(name, marks=pytest.mark.sweep) for name in ON_TWO_RANKS),
+        "Llama",
+        *(pytest.param(name, marks=pytest.mark.night) for name in ON_TWO_RANKS),
     ],
 )
 def test_two_ranks(name: str, rank_pools: RankPools) -> None:
@@ -228,7 +225,7 @@ def train_all_uncompiled(checkpointed: bool) -> None:
             raise
 
 
-@pytest.mark.sweep
+@pytest.mark.night
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_uncompiled(checkpointed: bool, rank_pools: RankPools) -> None:
     rank_pools[2].run(train_all_uncompiled, checkpointed=checkpointed)
@@ -252,13 +249,8 @@ def operators(graph: Graph) -> Counter[str]:
     return Counter(str(kind) for kind, does in zip(kinds(graph), computes, strict=True) if does)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("Llama", marks=pytest.mark.exhaustive),
-        *(pytest.param(name, marks=pytest.mark.sweep) for name in WITH_AND_WITHOUT_FOLDING),
-    ],
-)
+@pytest.mark.night
+@pytest.mark.parametrize("name", ["Llama", *WITH_AND_WITHOUT_FOLDING])
 def test_folded_layers_change_nothing(name: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine layers fold; graphs have the same operations, in another order perhaps, and results are equal to the bit.
 

@@ -23,6 +23,8 @@ from tests.common import models
 from tests.common.distributed import RankPools
 from tests.common.parity import adamw, regression_batch, shard_units, squared_error
 
+pytestmark = pytest.mark.example
+
 _WORLD = 2
 _OPTIONS = {"lowering": "aot_eager"}
 
@@ -159,7 +161,6 @@ def accelerate(ours: bool, path: str, tied: bool) -> list[float]:
 
 
 @_needs("accelerate")
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied-checkpointed"])
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11"),
@@ -208,7 +209,6 @@ def run_trainer(path: str) -> None:
     _same_on_both(trainer, path=path)
 
 
-@pytest.mark.exhaustive
 @_needs("accelerate")
 def test_trainer(rank_pools: RankPools, tmp_path: Path) -> None:
     rank_pools[_WORLD].run(run_trainer, path=str(tmp_path))
@@ -260,7 +260,6 @@ def run_fabric(path: str) -> None:
 
 
 @_needs("lightning_fabric")
-@pytest.mark.exhaustive
 def test_fabric(rank_pools: RankPools, tmp_path: Path) -> None:
     rank_pools[_WORLD].run(run_fabric, path=str(tmp_path))
 
@@ -299,15 +298,9 @@ def compare_from_pretrained(folder: str, compiled: bool) -> None:
     _same_on_both(train_from_pretrained, folder=folder, compiled=compiled)
 
 
+@pytest.mark.night
 @_needs("transformers")
-@pytest.mark.parametrize(
-    ("compiled", "layers"),
-    [
-        pytest.param(False, 9, marks=pytest.mark.exhaustive),
-        pytest.param(True, 3, marks=pytest.mark.exhaustive),
-        pytest.param(True, 9, marks=pytest.mark.sweep),
-    ],
-)
+@pytest.mark.parametrize(("compiled", "layers"), [(False, 9), (True, 3), (True, 9)])
 def test_tensor_parallel_plan_of_transformers(compiled: bool, layers: int, tmp_path: Path, rank_pools: RankPools) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

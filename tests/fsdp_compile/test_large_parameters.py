@@ -46,9 +46,9 @@ def train_with_separate_matrices(mesh_shape: tuple[int, ...], lowering: str, sch
         return trainee.train(SMALL, [schedule] * 2, sgd)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("mesh_shape", "lowering", "schedule"), [((2,), "inductor", (Microbatch(),)), ((2, 2), "aot_eager", _ACCUMULATE)]
+    ("mesh_shape", "lowering", "schedule"),
+    [((2,), "inductor", (Microbatch(),)), pytest.param((2, 2), "aot_eager", _ACCUMULATE, marks=pytest.mark.night)],
 )
 def test_trains_like_one_process(mesh_shape: tuple[int, ...], lowering: str, schedule: Schedule, rank_pools: RankPools) -> None:
     world = math.prod(mesh_shape)
@@ -84,7 +84,6 @@ def check_pieces_around_a_threshold(rank_pools: RankPools, lowering: str, thresh
     assert gathers[0] == gathers[2] > gathers[1] == gathers[3]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.night)])
 def test_tensor_parallel_ranks_may_separate_others(lowering: str, rank_pools: RankPools) -> None:
     check_pieces_around_a_threshold(rank_pools, lowering, "passes.auto.large_parameters.MIN_OWN_BUCKET_BYTES", 4 * 5 * 4)

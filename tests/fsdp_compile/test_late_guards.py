@@ -20,6 +20,8 @@ from passes.fx.size_guards import Assumptions, InputSizes
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import shard_units
 
+pytestmark = pytest.mark.inductor
+
 
 class Convolutions(nn.Module):
     """Inductor lowers the backward of a convolution for the sizes at hand."""
@@ -75,7 +77,7 @@ def train_convolutions(kind: str, lowering: str) -> None:
             alone.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["in a row", pytest.param("strided and transposed", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["in a row", pytest.param("strided and transposed", marks=pytest.mark.night)])
 def test_convolutions(kind: str, rank_pools: RankPools) -> None:
     rank_pools[2].run(train_convolutions, kind=kind, lowering="inductor")
 

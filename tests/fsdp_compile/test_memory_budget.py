@@ -109,7 +109,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_the_step_is_the_one_that_was_tried_and_explains_itself() -> None:
     frontier = unlimited().frontier()
     middle = next(trial for trial in frontier if trial.policy.recomputed)
@@ -132,7 +132,7 @@ def _by_hand(trial: Trial) -> Report:
         return explained(None, flags)
 
 
-@pytest.mark.parametrize("which", [1, *(pytest.param(index, marks=pytest.mark.exhaustive) for index in (0, 2, 3, 4, 5, 6, 7))])
+@pytest.mark.parametrize("which", [1, 7, *(pytest.param(index, marks=pytest.mark.night) for index in (0, 2, 3, 4, 5, 6))])
 def test_trials_are_what_flags_by_hand_give(which: int) -> None:
     by_hand = [trial for trial in unlimited().trials if not trial.policy.recomputed]
     assert {trial.policy.activation_budget for trial in by_hand} == {SAVE, RECOMPUTE_CHEAP}
@@ -140,7 +140,7 @@ def test_trials_are_what_flags_by_hand_give(which: int) -> None:
     assert (report.memory.peak_bytes + batch().nbytes, step_ns(report)) == (trial.peak_bytes, trial.time_ns)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_reports_have_no_formulae_under_a_budget() -> None:
     with pytest.raises(ValueError, match=r"no formulae for a step under options\['memory_budget'\]"):
         _ = explained(_LARGE).formulae
@@ -163,7 +163,7 @@ def test_some_units_stay_gathered() -> None:
     assert gathered(report, 1) == set(policy.resharded)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_layers_that_are_folded_are_not_compiled_twice(caplog: pytest.LogCaptureFixture) -> None:
     """Too low a budget is no reason to trace repeated layers one by one."""
     with pytest.raises(ValueError, match="= 1000 bytes is too low"):
@@ -177,7 +177,7 @@ def test_what_is_too_little_names_the_least() -> None:
         explained(least - 1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_flags_of_the_user_are_kept() -> None:
     (choice,) = explained(_LARGE, {"blocks.1": True, "blocks.2": False}).choices
     assert {frozenset(trial.policy.kept + trial.policy.resharded) for trial in choice.trials} == {frozenset(["", "blocks.0"])}
@@ -185,7 +185,7 @@ def test_flags_of_the_user_are_kept() -> None:
     assert choice.chosen.time_ns > unlimited().chosen.time_ns
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_a_part_of_the_memory_of_a_gpu() -> None:
     """Whose numbers are those of the pretended device; scheduled automatically, and with replicas."""
     options = {"memory_budget": 0.5, "schedule": "auto"}
@@ -230,14 +230,14 @@ class TestOneProcess:
         assert any("rng_state" in node.name for node in captured.backward[0].graph_module.graph.nodes)
         assert len(captured.choices[0].trials) > 1
 
-    @pytest.mark.exhaustive
+    @pytest.mark.night
     def test_a_large_budget_keeps_all_and_recomputes_nothing(self) -> None:
         _, captured = train(sharded(), "1TB")
         roles = {role(node) for node in captured.backward[0].graph_module.graph.nodes}
         assert Role.START_GATHER not in roles and Role.START_REDUCE in roles
         assert captured.choices[0].chosen.policy.activation_budget == SAVE
 
-    @pytest.mark.exhaustive
+    @pytest.mark.night
     @pytest.mark.units_apart
     @few_trials
     def test_later_plans_are_held_to_the_budget(self) -> None:
@@ -259,7 +259,7 @@ class TestOneProcess:
                 with pytest.raises(ValueError, match="too low for a backward with the flags that it is called with"):
                     compiled(few).backward()
 
-    @pytest.mark.exhaustive
+    @pytest.mark.night
     @few_trials
     def test_larger_batches_are_compiled_anew_where_the_choice_does_not_fit(self) -> None:
         _, captured = train(sharded(), _LARGE)
@@ -311,7 +311,7 @@ class TestOneProcess:
 
     @pytest.mark.parametrize(
         ("assumed", "optimizer_class", "fits"),
-        [("adamw", torch.optim.SGD, True), pytest.param("sgd", torch.optim.AdamW, False, marks=pytest.mark.exhaustive)],
+        [("adamw", torch.optim.SGD, True), pytest.param("sgd", torch.optim.AdamW, False, marks=pytest.mark.night)],
     )
     def test_the_first_step_tells_what_the_optimizer_keeps(
         self, assumed: str, optimizer_class: Callable[..., torch.optim.Optimizer], fits: bool
@@ -342,7 +342,7 @@ class TestOneProcess:
         (as_tried,) = (trial for trial in frontier if trial.policy == second.policy)
         assert second.peak_bytes == as_tried.peak_bytes - states["adamw"] + real
 
-    @pytest.mark.exhaustive
+    @pytest.mark.night
     def test_optimizers_are_added_up(self) -> None:
         """Of parts of the model, as each makes its first step; and another one in their place, for all of it."""
         model = sharded(1)
@@ -390,6 +390,7 @@ class TestOneProcess:
                 compiled(batch()).backward()
                 optimizer.step()
 
+    @few_trials
     @few_trials
     def test_a_forward_may_leave_units_out(self) -> None:
         """Then their shards count, and gradients that other microbatches gave them; and the optimizer's state, if there is any."""
@@ -478,8 +479,7 @@ def train_within_budgets(lowering: str) -> list[tuple[Run, StepPolicy | None]]:
     return found
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.night)])
 def test_budgets_train_alike(lowering: str, rank_pools: RankPools) -> None:
     """As one process does, and as without a budget; ranks choose the same."""
     by_rank = rank_pools[2].run(train_within_budgets, lowering=lowering)

@@ -33,7 +33,7 @@ from tests.common.versions import needs_placements_with_a_mesh
 pytestmark = [pytest.mark.units_apart, needs_placements_with_a_mesh]
 
 _FLAVOURS = ("unsharded", "partial_then_unsharded", "sharded", "partial", "unsharded_then_partial", "keep_unsharded")
-_QUICK = _FLAVOURS[:2]
+_TWO_FLAVOURS = _FLAVOURS[:2]
 _TASK = Task(functools.partial(models.MLP, layers=1), regression_batch, squared_error)
 
 
@@ -63,21 +63,14 @@ def train(system: str, flavours: Sequence[str], options: str) -> Any:
     return train_schedules(system, (2, 2), _TASK, schedules, functools.partial(_shard, **_OPTIONS[options]))
 
 
-_EXHAUSTIVE = [
-    *((system, "") for system in ("fsdp2", "eager")),
-    ("aot_eager", "reshard_after_forward=2"),
-    ("aot_eager", "bf16"),
-]
-
-
 @pytest.mark.parametrize(
     ("system", "flavours", "options"),
     [
-        ("aot_eager", _QUICK, ""),
+        ("aot_eager", _TWO_FLAVOURS, ""),
         *(
             pytest.param(
-                *(system, _QUICK if system == "inductor" else _FLAVOURS, options),
-                marks=pytest.mark.exhaustive if (system, options) in _EXHAUSTIVE else pytest.mark.sweep,
+                *(system, _TWO_FLAVOURS if system == "inductor" else _FLAVOURS, options),
+                marks=pytest.mark.night,
             )
             for system in ("fsdp2", "eager", "aot_eager", "inductor")
             for options in _OPTIONS

@@ -296,12 +296,8 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
     return functools.cache(lambda name, world: rank_pools[world].run(run_case, name=name, system="fsdp2"))
 
 
-# Of the other cases, compiled runs are exhaustive: what differs in 2-D from 1-D is in these.
-_COMPILED_QUICKLY = {"mlp", "uneven"}
-# What graphs have of these, they have in 1-D, so only the uncompiled runs are exhaustive.
-_AS_IN_ONE_DIMENSION = {"foreach", "fused", "evaluation", "reshard_true", "reshard_false", "accumulate"}
-# Without replicas they run on four ranks; adapters with replicas are in test_microbatches_with_replicas, too.
-_IN_OTHERS = {"hsdp_adapters", "hsdp_frozen_in_part"}
+# What differs in 2-D from 1-D is in these.
+_COMPILED = {"mlp", "uneven"}
 
 
 def _parameters() -> list[Any]:
@@ -310,11 +306,9 @@ def _parameters() -> list[Any]:
         for world in case.worlds:
             systems = ["fsdp2"] * case.fsdp2 + ["eager", "aot_eager"] + ["inductor"] * (world in case.inductor_worlds)
             for system in systems:
-                is_plain = case.name in _AS_IN_ONE_DIMENSION
-                is_quick = case.name in _COMPILED_QUICKLY if system == "aot_eager" else system != "inductor" and not is_plain
                 # Through Inductor, test_nd_example.py has a decoder that is tensor parallel, too.
-                is_swept = system == "inductor" or case.name in _IN_OTHERS or (system == "aot_eager" and is_plain)
-                marks = () if is_quick and world == 4 else pytest.mark.sweep if is_swept else pytest.mark.exhaustive
+                is_fixed = case.name in _COMPILED if system == "aot_eager" else system != "inductor"
+                marks = () if is_fixed and world == 4 else pytest.mark.night
                 parameters.append(pytest.param(case, world, system, marks=marks, id=f"{case.name}-{world}-{system}"))
     return parameters
 
@@ -356,8 +350,7 @@ def _batch_of_pair(index: int, rank: int, world: int) -> Batch:
 _TASK = Task(models.MLP, _batch_of_pair, squared_error)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("system", ["fsdp2", "eager", "aot_eager"])
+@pytest.mark.parametrize("system", [*(pytest.param(name, marks=pytest.mark.night) for name in ("fsdp2", "eager")), "aot_eager"])
 def test_microbatches(system: str, rank_pools: RankPools) -> None:
     schedules = {name: [FLAVOURS[name]] * 2 for name in ("sharded", "unsharded", "keep_unsharded", "sharded_keep")}
     found = rank_pools[4].run(
@@ -383,11 +376,9 @@ _WITH_REPLICAS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, De
 @pytest.mark.parametrize(
     ("system", "name", "flavours"),
     [
-        pytest.param(
-            "aot_eager", "adapters", ("unsharded_then_partial", "partial_keep_one_block"), marks=pytest.mark.exhaustive
-        ),
+        pytest.param("aot_eager", "adapters", ("unsharded_then_partial", "partial_keep_one_block"), marks=pytest.mark.night),
         *(
-            pytest.param(system, name, tuple(FLAVOURS), marks=pytest.mark.sweep)
+            pytest.param(system, name, tuple(FLAVOURS), marks=pytest.mark.night)
             for system, name in [("fsdp2", "adapters"), *itertools.product(("eager", "aot_eager"), _WITH_REPLICAS)]
         ),
     ],
@@ -426,8 +417,8 @@ def hooked_gradients(system: str, hook: str, shape: tuple[int, ...] = (2, 2)) ->
     return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("shape", [(2, 2), pytest.param((2, 2, 2), marks=pytest.mark.sweep)], ids=str)
-@pytest.mark.parametrize("system", ["eager", pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((2, 2, 2), marks=pytest.mark.night)], ids=str)
+@pytest.mark.parametrize("system", ["eager", "aot_eager"])
 def test_communication_hooks(system: str, shape: tuple[int, ...], rank_pools: RankPools) -> None:
     """They are called for the pieces, and reduce over the data parallel ranks."""
     pool = rank_pools[math.prod(shape)]

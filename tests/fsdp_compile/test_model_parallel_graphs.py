@@ -123,6 +123,7 @@ def forward(self, primals_1: "f32[4, 8]", shard_0_up_weight: "f32[2, 8]", shard_
 
 
 class TestOutline(expecttest.TestCase):
+    @pytest.mark.cuda
     def test_outline_of_a_block_on_cuda(self) -> None:
         code = cuda_code(nn.Sequential(Block(64)), torch.empty(4, 64), MESH, shard=shard)
         self.assertExpectedInline(

@@ -233,7 +233,7 @@ _EXCHANGES: dict[str, tuple[str, tuple[str, Any], list[tuple[str, Any]]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name == "to FSDP2" else pytest.mark.exhaustive) for name in _EXCHANGES],
+    [pytest.param(name, marks=() if name == "to FSDP2" else pytest.mark.night) for name in _EXCHANGES],
 )
 def test_checkpoints_are_exchanged(name: str, rank_pools: RankPools, tmp_path: Path) -> None:
     build, saves, loads = _EXCHANGES[name]

@@ -192,18 +192,13 @@ _SPLITS = {
     "PP x TP x FSDP": Split(8, "--dp 2 --tp 2 --pp 2"),
     "TP x EP x FSDP": Split(8, "--dp 4 --ep 2 --tp 2"),
 }
-_QUICK = ("CP x FSDP, ring of 2",)
 _SYSTEMS = {"eager": "--no-compile", "aot_eager": "--lowering aot_eager", "inductor": "--lowering inductor"}
 _WITH_INDUCTOR = ("EP x FSDP, grouped_mm", "CP x FSDP, ring of 2")
-# Each is a part of another split, or, of eight ranks, has parts that others have.
-_IN_OTHERS = ("EP x FSDP", "CP x FSDP", "CP x FSDP, ring", "CP x EP", "PP x TP x FSDP", "TP x EP x FSDP")
-_IN_ANOTHER_SYSTEM = (("EP x FSDP, grouped_mm", "aot_eager"), ("CP x FSDP, ring of 2", "inductor"))
-
-
-def _tier(name: str, system: str) -> list[Any]:
-    if system == "eager" or name in _IN_OTHERS or (name, system) in _IN_ANOTHER_SYSTEM:
-        return [pytest.mark.sweep]
-    return [] if name in _QUICK and system == "aot_eager" else [pytest.mark.exhaustive]
+# Tensor parallel layers are in test_model_parallel.py. The others combine these, or have more ranks.
+_FIXED = {
+    *((name, "aot_eager") for name in ("EP x FSDP, an expert on several ranks", "CP x FSDP, ring of 2")),
+    ("EP x FSDP, grouped_mm", "inductor"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +217,7 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str], list[Run]]:
             name,
             system,
             marks=[
-                *_tier(name, system),
+                *([] if (name, system) in _FIXED else [pytest.mark.night]),
                 *([needs_placements_with_a_mesh] if _SPLITS[name].one_unit else []),
             ],
         )

@@ -43,7 +43,7 @@ def context_parallel(attend: Callable[..., Tensor], tokens: int) -> CudaCode:
     return cuda_code(block, torch.empty(2, tokens, 64), {"dp": 2, "cp": 4}, shard=shard)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.cuda
 def test_ring_on_cuda() -> None:
     """Three hops for four parts, and the gradients' way back; one graph each, as on every rank."""
     code = context_parallel(fresh_module(_EXAMPLE).attend_in_ring, 64)
@@ -66,8 +66,8 @@ def attend_with_blocks(q: Tensor, k: Tensor, v: Tensor, cp: DeviceMesh) -> Tenso
     return attended
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="its Inductor gives no source of a flex_attention")
-@pytest.mark.exhaustive
 def test_flex_attention_on_cuda() -> None:
     """Keys and values are gathered, and their gradients scattered; attention is one kernel each way, of Inductor's templates."""
     code = context_parallel(attend_with_blocks, 256)
@@ -95,7 +95,7 @@ def experts() -> tuple[nn.Module, Tensor, Callable[[Any, DeviceMesh], None]]:
         return example.MixtureOfExperts(None), torch.empty(1, TOKENS, example.WIDTH), shard
 
 
-@pytest.mark.parametrize("captures_scalars", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("captures_scalars", [True, False])
 def test_a_report_on_experts(captures_scalars: bool) -> None:
     """It supposes how many tokens go to each, whether they are sizes in a graph, or numbers between two."""
     model, tokens, shard = experts()
@@ -110,7 +110,7 @@ def test_a_report_on_experts(captures_scalars: bool) -> None:
     assert report.total.scattered_bytes == exchanged * 3 / 4 + expert / 2 + router * 7 / 8
 
 
-@pytest.mark.exhaustive
+@pytest.mark.cuda
 def test_code_of_experts() -> None:
     model, tokens, shard = experts()
     with torch._dynamo.config.patch(capture_scalar_outputs=True):

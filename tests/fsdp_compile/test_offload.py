@@ -55,36 +55,37 @@ def train_case(name: str, system: str, offload: str) -> parity.Run:
         return parity.train_sharded(CASES[name], shard, options if system not in ("eager", "fsdp2") else None)
 
 
-_QUICK_CASES = {("scalar_parameters", "aot_eager")}
-
-
-# Whatever the model is, what is copied is the storage of its units: these are in all systems, the others, of which units and
-# storage differ in kind, in one, and models that differ in what they compute are swept.
+# Whatever the model is, what is copied is the storage of its units: these are in all systems, and the others in one.
 _IN_ALL_SYSTEMS = ("mlp", "scalar_parameters", "reshard_int")
 _IN_ONE = {
     *("bf16_mlp", "hsdp"),
     *("uneven", "fewer_rows_than_ranks", "shard_columns", "tied_in_root", "tied_across_units", "reshard_false", "hsdp_uneven"),
     *("meta_init", "bf16_alone", "frozen_in_part", "frozen_units", "unused_parameter", "ignored_params"),
-}
-_SWEPT = {
     *("shared_weight", "list_of_modules", "reads_child_unit", "graph_breaks", "two_models_in_one_graph", "dynamic_batch"),
     "evaluation_no_grad",
+}
+# Storage differs in kind: several dtypes or none, empty shards, columns, parameters of two units, gradients of some.
+_FIXED = {
+    *(("mlp", system) for system in ("eager", "inductor")),
+    *((name, "aot_eager") for name in ("scalar_parameters", "shard_columns", "frozen_in_part")),
+    ("scalar_parameters", "eager"),
 }
 
 
 def _cases() -> list[Any]:
     found = []
-    assert {*_IN_ALL_SYSTEMS, *_IN_ONE, *_SWEPT} <= {*CASES}
-    for name in (*_IN_ALL_SYSTEMS, *sorted(_IN_ONE | _SWEPT)):
+    assert {*_IN_ALL_SYSTEMS, *_IN_ONE} <= {*CASES}
+    for name in (*_IN_ALL_SYSTEMS, *sorted(_IN_ONE)):
         case = CASES[name]
         world = case.worlds[-1]
         systems = ("eager", "aot_eager", *["inductor"] * (world in case.inductor_worlds))
         for system in systems if case.name in _IN_ALL_SYSTEMS else ("aot_eager",):
-            is_swept = name in _SWEPT or (name == "reshard_int" and system != "aot_eager")
-            slow = pytest.mark.sweep if is_swept else pytest.mark.exhaustive
-            marks = () if (case.name, system) in _QUICK_CASES else slow
+            marks = () if (case.name, system) in _FIXED else pytest.mark.night
             found.append(pytest.param(case.name, world, system, marks=marks, id=f"{case.name}-{world}-{system}"))
     return found
+
+
+_FIXED_BESIDE_FSDP2 = (("bf16_mlp", "aot_eager"),)
 
 
 @pytest.mark.parametrize(("name", "world", "system"), _cases())
@@ -99,16 +100,15 @@ def test_trains_as_without(name: str, world: int, system: str, rank_pools: RankP
     [
         ("mlp", 2, "eager"),
         *(
-            pytest.param(name, world, system, marks=pytest.mark.sweep if is_swept else pytest.mark.exhaustive)
+            pytest.param(name, world, system, marks=[] if (name, system) in _FIXED_BESIDE_FSDP2 else pytest.mark.night)
             for name, world, systems in (
                 ("mlp", 4, ("eager", "aot_eager", "inductor")),
                 *((name, 4, ("eager", "aot_eager")) for name in ("reshard_int", "hsdp")),
                 *((name, 2, ("aot_eager",)) for name in ("bf16_mlp", "meta_init")),
             )
             for system in systems
-            for is_swept in [system == "inductor" or (system == "eager" and name != "mlp")]
         ),
-        *(pytest.param("adamw_foreach_clip_grad_norm", 2, system, marks=pytest.mark.exhaustive) for system in ("eager",)),
+        ("adamw_foreach_clip_grad_norm", 2, "eager"),
     ],
 )
 def test_trains_as_fsdp2(name: str, world: int, system: str, rank_pools: RankPools) -> None:
@@ -137,16 +137,15 @@ def train_flavours(
 
 _FLAVOURS = {(2,): ("sharded", "unsharded", "keep_unsharded"), (2, 2): ("partial", "unsharded_then_partial", "sharded_keep")}
 _BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+_FIXED_ACCUMULATIONS = (((2,), "eager"), ((2,), "aot_eager"))
 
 
 @pytest.mark.parametrize(
     ("mesh_shape", "system", "policy"),
     [
-        # Through Inductor without replicas takes as long as all others, and has no node that those have not.
-        pytest.param(*(shape, system, policy), marks=pytest.mark.sweep if is_swept else pytest.mark.exhaustive)
+        pytest.param(*(shape, system, policy), marks=[] if (shape, system) in _FIXED_ACCUMULATIONS else pytest.mark.night)
         for shape in _FLAVOURS
         for system, policy in (("eager", None), ("aot_eager", _BF16), ("inductor", _BF16))
-        for is_swept in [system == "inductor" and shape == (2,)]
     ],
 )
 def test_accumulates(
@@ -190,9 +189,7 @@ def events_of_steps(system: str) -> list[list[str]]:
         return found
 
 
-@pytest.mark.parametrize(
-    "system", ["aot_eager", *(pytest.param(s, marks=pytest.mark.exhaustive) for s in ("eager", "inductor"))]
-)
+@pytest.mark.parametrize("system", ["aot_eager", "eager", "inductor"])
 def test_device_waits_late_and_host_once(system: str, rank_pools: RankPools) -> None:
     """There is a copy for each of three gathers in forward and two in backward, and one for each reduction. In graphs, the next
     one begins before the device waits for the one ahead of it. The host waits at the end of backward."""
@@ -264,7 +261,7 @@ def train_prepared(names: list[str], offload: str) -> dict[str, list[Tensor]]:
     return {name: _train_two_steps(_PREPARED[name][0], offload, _PREPARED[name][1]) for name in names}
 
 
-@pytest.mark.parametrize("names", [["our clip", "hook"], pytest.param([*_PREPARED], marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("names", [["our clip", "hook"], pytest.param([*_PREPARED], marks=pytest.mark.night)])
 def test_trains_as_without_what_is_set(names: list[str], rank_pools: RankPools) -> None:
     found = rank_pools[2].run(train_prepared, names=names, offload="copies")
     expected = rank_pools[2].run(train_prepared, names=names, offload="none")
@@ -405,7 +402,7 @@ def test_without_an_engine_nothing_is_copied(one_rank: None) -> None:
     assert "fsdp_host" not in captured.forward[0].readable() + captured.backward[0].readable()
 
 
-@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_torch_finds_nothing_wrong_with_the_operators(lowering: str, one_rank: None) -> None:
     """AOTAutograd looks for results that share memory with arguments, in the first call, and warns."""
     with copying(), warnings.catch_warnings():

@@ -96,14 +96,11 @@ def _memory(copies: bool) -> contextlib.AbstractContextManager[Any]:
     ("name", "policy", "lowering", "params"),
     [
         ("mlp", "tanh", "aot_eager", False),
-        pytest.param("lengths", "products", "inductor", False, marks=pytest.mark.sweep),
+        pytest.param("lengths", "products", "inductor", False, marks=pytest.mark.night),
+        pytest.param("lengths", "preferably tanh", "aot_eager", True, marks=pytest.mark.night),
         *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in [
-                ("lengths", "preferably tanh", "aot_eager", True),
-                ("transformer", "all", "aot_eager", False),
-                ("transformer", "all", "inductor", True),
-            ]
+            pytest.param("transformer", "all", *case, marks=pytest.mark.night)
+            for case in [("aot_eager", False), ("inductor", True)]
         ),
     ],
 )
@@ -160,7 +157,6 @@ class TestOneProcess:
         expected, _ = one_step()
         assert all(map(torch.equal, found, expected))
 
-    @pytest.mark.exhaustive
     @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
     def test_several_forwards_and_no_backward(self, lowering: str) -> None:
         """Two forwards ahead of the backwards, in another order; one that is dropped; and a graph that is kept."""
@@ -180,7 +176,7 @@ class TestOneProcess:
         assert all(map(torch.equal, found, expected))
         assert not host_copies._begun
 
-    @pytest.mark.parametrize("which", ["reads", pytest.param("save_on_cpu", marks=pytest.mark.exhaustive)])
+    @pytest.mark.parametrize("which", ["reads", "save_on_cpu"])
     def test_hooks_on_saved_tensors_find_what_has_arrived(self, which: str) -> None:
         expected, _ = one_step()
         seen: list[bool] = []
@@ -217,14 +213,12 @@ class TestOneProcess:
             assert begins[order.index(node)].num_bytes == 3 * 16 * 4
         assert not any("freed" in node.meta for node in backward.find_nodes(op="placeholder") if node.name in copied)
 
-    @pytest.mark.exhaustive
     def test_without_an_engine_nothing_is_copied(self) -> None:
         """One memory: it is saved."""
         _, captured = one_step()
         assert "fsdp_host" not in captured.forward[0].readable() + captured.backward[0].readable()
         assert "aten.tanh" not in captured.backward[0].readable()
 
-    @pytest.mark.exhaustive
     def test_parameters_inputs_and_outputs_stay(self) -> None:
         with copying():
             _, captured = one_step("all")
@@ -235,7 +229,7 @@ class TestOneProcess:
         waits = captured.backward[0].graph_module.graph.find_nodes(op="call_function", target=wait_copy)
         assert len(waits) == len(copied)
 
-    @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+    @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
     def test_the_automatic_schedule_leaves_copies_where_they_are(self, lowering: str) -> None:
         expected, _ = one_step("tanh", lowering, schedule="auto")
         with copying(1e6) as engine:
@@ -248,7 +242,7 @@ class TestOneProcess:
             orders = [_computed(graphs[0].graph_module.graph) for graphs in (with_auto, without)]
             assert orders[0] == orders[1] and {offload, fetch} & set(orders[0])
 
-    @pytest.mark.exhaustive
+    @pytest.mark.night
     def test_a_budget_counts_what_an_execution_holds(self) -> None:
         """The step that needs least, by policies that save and that offload: counted on the graphs, as they are executed."""
         least, rows = {}, 256
@@ -345,7 +339,7 @@ class TestReport:
         assert (last.kind, last.stage, last.exposed_ns > 0) == ("to_host", "backward", True)
         assert "not possible here: it does not know of copies of shards" in str(with_suggestions(report))
 
-    @pytest.mark.exhaustive
+    @pytest.mark.night
     def test_there_are_no_formulae_and_no_profiles(self) -> None:
         report = report_on("tanh")
         with pytest.raises(NotImplementedError, match="no formulae for a step with copies between device and host"):

@@ -63,10 +63,10 @@ def train(how: str, backend: Any) -> Run:
         ("whole", "aot_eager"),
         ("whole", "eager"),
         ("blocks", "aot_eager"),
-        pytest.param("in place", fsdp_backend, marks=pytest.mark.exhaustive),
-        pytest.param("blocks", fsdp_backend, marks=pytest.mark.exhaustive),
-        pytest.param("whole", "inductor", marks=pytest.mark.exhaustive),
-        pytest.param("blocks", "inductor", marks=pytest.mark.exhaustive),
+        pytest.param("in place", fsdp_backend, marks=pytest.mark.inductor),
+        pytest.param("blocks", fsdp_backend, marks=[pytest.mark.inductor, pytest.mark.night]),
+        pytest.param("whole", "inductor", marks=pytest.mark.night),
+        ("blocks", "inductor"),
     ],
 )
 def test_any_backend_trains(how: str, backend: Any, rank_pools: RankPools) -> None:
@@ -177,7 +177,7 @@ def test_what_nobody_asked_for_is_not_accumulated(how: str, rank_pools: RankPool
     rank_pools[2].run(ask_for_input_gradients, how=how)
 
 
-@pytest.mark.parametrize("how", ["ours", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("how", ["ours", "inductor"])
 def test_a_graph_that_is_kept_runs_backward_again(how: str, one_rank: None) -> None:
     model, reference = make_mlp(), models.MLP()
     reference.load_state_dict({name: param.full_tensor() for name, param in model.state_dict().items()})
@@ -248,7 +248,7 @@ def checkpointed(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("hook", [saved_on_the_cpu, copied, checkpointed])
-@pytest.mark.parametrize("how", ["uncompiled", "ours", pytest.param("ours, folded", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("how", ["uncompiled", "ours", "ours, folded"])
 def test_saved_tensor_hooks(how: str, hook: Callable[[Any, Tensor], Tensor], one_rank: None) -> None:
     """Backward gets another tensor than the shard that forward saved."""
     torch.manual_seed(0)
@@ -265,7 +265,7 @@ def test_saved_tensor_hooks(how: str, hook: Callable[[Any, Tensor], Tensor], one
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", [pytest.param(fsdp_backend, marks=pytest.mark.exhaustive), "aot_eager", None])
+@pytest.mark.parametrize("backend", [pytest.param(fsdp_backend, marks=pytest.mark.inductor), "aot_eager", None])
 def test_composable_checkpoint(backend: Any, one_rank: None) -> None:
     """Blocks share a graph; what backward finds lies in the memory of the shards. (Around a whole model torch cannot compile it.)"""
     torch.manual_seed(0)
@@ -284,7 +284,10 @@ def test_composable_checkpoint(backend: Any, one_rank: None) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("backend", "says"), [(fsdp_backend, "several modules share"), ("aot_eager", "could not be told")])
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [pytest.param(fsdp_backend, "several modules share", marks=pytest.mark.inductor), ("aot_eager", "could not be told")],
+)
 def test_saved_tensor_hooks_that_hide_whose_gradient_it_is(backend: Any, says: str, one_rank: None) -> None:
     model = make_mlp()
     for block in model.blocks:

@@ -303,26 +303,10 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
     return functools.cache(lambda name, world: rank_pools[world].run(run_case, name=name, system="fsdp2"))
 
 
-# What these make of graphs, other cases make, too, and what they compile to kernels takes long.
-_MANY_KERNELS = {
-    "hsdp-4-inductor",
-    "reshard_int-4-inductor",
-    "bf16_mlp-2-inductor",
-    "graph_breaks-2-inductor",
-    "transformer_uneven-2-inductor",
-    "checkpoint_around_units-2-inductor",
-}
-
-
-# On four ranks, the cases whose shards are others than on two. What else runs on both is swept there, in one system.
+# Through Inductor, a case for replicas, one for casts and one for recomputation: the others have the same kernels.
+_THROUGH_INDUCTOR = {"hsdp-4-inductor", "bf16_mlp-2-inductor", "checkpoint_around_units-2-inductor"}
+# On four ranks, the cases whose shards are others than on two. The others run on four at night, in one system.
 _OF_FOUR_RANKS = {"mlp", "uneven", "fewer_rows_than_ranks", "reshard_int", "hsdp", "hsdp_uneven"}
-# One of each kind. The others are exhaustive.
-_OF_TWO_RANKS = {
-    *("mlp", "shard_columns", "tied", "frozen_in_part", "unused_parameter", "containers", "reads_child", "ignored_params"),
-    *("bf16_mlp", "bf16_alone", "graph_breaks", "checkpoint_inside_units", "reads_in_checkpoints"),
-    *("compile_each_block", "dynamic_batch"),
-    *("accumulate_gradients", "adamw_foreach_clip_grad_norm"),
-}
 
 
 def _parameters() -> list[Any]:
@@ -334,11 +318,11 @@ def _parameters() -> list[Any]:
                 systems = ["aot_eager"]
             for system in systems:
                 name = f"{case.name}-{world}-{system}"
-                quick = _OF_FOUR_RANKS if world == 4 else _OF_TWO_RANKS
-                is_exhaustive = name in _MANY_KERNELS or case.name not in quick
-                # Uneven shards are in the kernels of a transformer on two ranks, too.
-                is_swept = name == "uneven-4-inductor" or (world != case.worlds[0] and case.name not in _OF_FOUR_RANKS)
-                marks = pytest.mark.sweep if is_swept else pytest.mark.exhaustive if is_exhaustive else ()
+                is_new = world == case.worlds[0] or case.name in _OF_FOUR_RANKS
+                if system == "inductor":
+                    marks = [] if name in _THROUGH_INDUCTOR else [pytest.mark.night]
+                else:
+                    marks = [pytest.mark.parity if is_new else pytest.mark.night]
                 parameters.append(pytest.param(case, world, system, marks=marks, id=name))
     return parameters
 
@@ -382,6 +366,7 @@ def run_mutant(name: str, mutation: str) -> Run:
     return train_sharded(CASES[name], partial(_mutant, mutation))
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     ("name", "world", "mutation"),
     [

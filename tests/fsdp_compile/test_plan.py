@@ -66,10 +66,10 @@ def script(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param(Policy(False, True, False), marks=pytest.mark.exhaustive),
-        pytest.param(Policy(True, 8, True, "kept", param_dtype=torch.bfloat16), marks=pytest.mark.exhaustive),
-        pytest.param(Policy(True, False, False, "each"), marks=pytest.mark.exhaustive),
-        pytest.param(Policy(False, True, True, "last"), marks=pytest.mark.exhaustive),
+        pytest.param(Policy(False, True, False), marks=pytest.mark.night),
+        pytest.param(Policy(True, 8, True, "kept", param_dtype=torch.bfloat16), marks=pytest.mark.night),
+        Policy(True, False, False, "each"),
+        pytest.param(Policy(False, True, True, "last"), marks=pytest.mark.night),
     ],
     ids=str,
 )
@@ -87,7 +87,7 @@ def test_estimates_what_a_report_says(policy: Policy) -> None:
         assert estimate.peak_bytes == pytest.approx(report.memory.peak_bytes, rel=1e-3)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_finds_the_fastest_that_fits() -> None:
     model, tokens = given()
     search = Search(model, tokens, hardware_of("h100"), 64, 1e9, Policy(False, True, False))
@@ -120,7 +120,7 @@ def test_lines() -> None:
     ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.inductor
 def test_lines_shard_as_the_plan_does(one_rank: None) -> None:
     policy = Policy(False, False, True, "last", "auto", torch.bfloat16)
     model = Model()
@@ -177,7 +177,7 @@ def test_says_what_is_wrong(script: str, arguments: list[str], message: str, cap
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_plans(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.png"
     main([f"{script}:model", "--gpus", "8,16,24", "--global-batch", "64", "--plot", str(picture)])

@@ -78,7 +78,7 @@ def train(lowering: str, hook: QuantizedReduce | None) -> tuple[dict[str, Tensor
     return grads, [(value.dtype, value.nbytes) for value in values]
 
 
-@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_in_a_graph(rank_pools: RankPools, lowering: str) -> None:
     exact, ((_, everything),) = rank_pools[2].run(train, lowering=lowering, hook=None)[0]
     grads, ((dtype, num_bytes),) = rank_pools[2].run(train, lowering=lowering, hook=QuantizedReduce())[0]
@@ -165,10 +165,10 @@ def _expected_hierarchical(shape: tuple[int, int], flag: str) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("shape", "system", "flag"),
     [
-        pytest.param((2, 2), "aot_eager", "set_requires_all_reduce", marks=pytest.mark.exhaustive),
+        ((2, 2), "aot_eager", "set_requires_all_reduce"),
         ((2, 1), "eager", ""),
-        pytest.param((2, 2), "eager", "set_requires_gradient_sync", marks=pytest.mark.exhaustive),
-        pytest.param((2, 2), "inductor", "", marks=pytest.mark.sweep),
+        ((2, 2), "eager", "set_requires_gradient_sync"),
+        pytest.param((2, 2), "inductor", "", marks=pytest.mark.night),
     ],
 )
 def test_over_replicas_alone(rank_pools: RankPools, shape: tuple[int, int], system: str, flag: str) -> None:
@@ -183,7 +183,7 @@ def test_over_replicas_alone(rank_pools: RankPools, shape: tuple[int, int], syst
     assert kinds == (set() if system == "eager" else {("shard", torch.float32), ("replicate", torch.uint8)})
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_by_chance_over_replicas(rank_pools: RankPools) -> None:
     options = {"shape": (2, 1), "system": "aot_eager", "flag": ""}
     (grads, _), (others, _) = rank_pools[2].run(_hierarchical, by_chance=True, **options)

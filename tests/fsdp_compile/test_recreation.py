@@ -50,8 +50,6 @@ _WAYS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
     "hooks of its own": (_with_hooks, {"gather_policy": GatherPolicy(torch.int8)}),
 }
 
-_QUICK = ("uncompiled",)
-
 
 def _train(way: str) -> None:
     apply, options = _WAYS[way]
@@ -79,7 +77,9 @@ def _living() -> Counter[str]:
     )
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in _QUICK else pytest.mark.exhaustive) for way in _WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way in ("block by block", "uncompiled") else pytest.mark.night) for way in _WAYS]
+)
 def test_nothing_is_left(way: str, fake_ranks: None) -> None:
     # The first ones fill caches of torch's and Python's; compiled code is kept for the next model of the same classes.
     for _ in range(3):

@@ -143,11 +143,12 @@ def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, trai
     return captured, (loss.detach(), gradients), len(folded)
 
 
-_QUICK = ("plain", "frozen parameter", "tied parameter", "tensor parallel", "checkpoint", "vmap")
+# One for each reason to fold or not. The others are like one of these to the code.
+_FIXED = ("plain", "several outputs", "tied parameter", "checkpoint", "tensor parallel", "written input", "unused result")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in _QUICK else pytest.mark.exhaustive) for kind in FOLDED + TRACED_EACH]
+    "kind", [pytest.param(kind, marks=[] if kind in _FIXED else pytest.mark.night) for kind in FOLDED + TRACED_EACH]
 )
 def test_graphs_are_the_same(kind: str, fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of one model, as the names of process groups count.
@@ -180,7 +181,7 @@ def test_observers_are_told_where_something_folds(kind: str, fake_ranks: None, m
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=() if kind in ("plain", "several outputs") else pytest.mark.exhaustive) for kind in FOLDED],
+    [pytest.param(kind, marks=() if kind in ("plain", "several outputs") else pytest.mark.night) for kind in FOLDED],
 )
 def test_results_are_the_same(kind: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     _, one_by_one, _ = run(make_model(kind), monkeypatch, DEPTH + 1)

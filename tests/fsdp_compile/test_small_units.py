@@ -47,8 +47,8 @@ def train(mesh_shape: tuple[int, ...], system: str, schedule: Schedule) -> Run:
     [
         ((2,), "aot_eager", (Microbatch(),)),
         ((2, 2), "aot_eager", _ACCUMULATE),
-        pytest.param((2,), "inductor", _ACCUMULATE, marks=pytest.mark.exhaustive),
-        pytest.param((2, 2), "inductor", _ACCUMULATE, marks=pytest.mark.sweep),
+        ((2,), "inductor", _ACCUMULATE),
+        pytest.param((2, 2), "inductor", _ACCUMULATE, marks=pytest.mark.night),
     ],
 )
 def test_trains_like_one_process(mesh_shape: tuple[int, ...], system: str, schedule: Schedule, rank_pools: RankPools) -> None:
@@ -63,9 +63,7 @@ def test_trains_like_one_process(mesh_shape: tuple[int, ...], system: str, sched
     assert small_units.MERGE_BELOW_BYTES > 0
 
 
-@pytest.mark.parametrize(
-    "lowering", [pytest.param("aot_eager", marks=pytest.mark.exhaustive), pytest.param("inductor", marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.night)])
 def test_tensor_parallel_ranks_may_merge_others(lowering: str, rank_pools: RankPools) -> None:
     check_pieces_around_a_threshold(rank_pools, lowering, "passes.auto.small_units.MERGE_BELOW_BYTES", 4 * 45)
 
@@ -84,7 +82,8 @@ def _segments(merge_below: int) -> list[int]:
     return [len(set(re.findall(r"segment_\d+", graph.code))) for graph in (*captured.forward, *captured.backward)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
+@pytest.mark.inductor
 def test_equal_units_share_kernels_as_if_they_were_apart(fake_ranks: None) -> None:
     together, apart = _segments(1 << 20), _segments(0)
     # One may copy all of them in.

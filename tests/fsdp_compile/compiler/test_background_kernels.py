@@ -34,6 +34,8 @@ from fsdp_compile.compiler.background_kernels import (
 from fsdp_compile.compiler.inductor_lowering import InductorLowering
 from fsdp_compile.compiler.options import Options
 
+pytestmark = pytest.mark.inductor
+
 
 def test_ranks_share_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -124,8 +126,8 @@ def test_a_probe_finds_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monke
     assert not _compiles(isa, VecISA._avx_code)
 
 
+@pytest.mark.night
 @pytest.mark.skipif(not x86_isa_checker(), reason="an x86 processor's instruction sets")
-@pytest.mark.exhaustive
 def test_probing_finds_what_inductor_finds() -> None:
     def found_by(code: str) -> str:
         describe = "print([(str(isa), isa.build_arch_flags()) for isa in cpu_vec_isa.valid_vec_isa_list()])"

@@ -27,6 +27,8 @@ from tests.common.microbatches import FLAVOURS, GPT, SMALL, Trainee
 from tests.common.parity import shard_units
 from tests.common.replay import Counts, ReplayRecorder, recordings_on_cpu
 
+pytestmark = pytest.mark.cuda
+
 # Those that differ in what is kept, where and from when to when.
 _FLAVOURS = ["unsharded_then_partial", "every_second_block_defers", "keep_unsharded", "flags_between"]
 
@@ -161,7 +163,6 @@ def test_inference_between_steps(counts: Counts) -> None:
     assert (unrecorded, replayed) == (1, 8)
 
 
-@pytest.mark.exhaustive
 def test_buffers_are_written_and_moved(counts: Counts) -> None:
     """A replay writes to the present memory of what a program writes to: here, of buffers that were replaced."""
     pair = Pair(models.Buffers)
@@ -219,7 +220,6 @@ def test_outputs_live_as_long_as_they_are_held(counts: Counts, monkeypatch: pyte
     del others
 
 
-@pytest.mark.exhaustive
 def test_graph_breaks(counts: Counts) -> None:
     """Several graphs, of which one takes what another gives; some have no sharded parameter."""
     pair = Pair(models.GraphBreaks)
@@ -231,7 +231,7 @@ def test_graph_breaks(counts: Counts) -> None:
     assert (unrecorded, recorded) == (0, 0) and replayed >= 6
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_microbatches(counts: Counts) -> None:
     """Ways to accumulate, three steps of each on one model."""
     trainees = [Trainee(system, (1, 1), GPT.build) for system in ("recorded", "aot_eager")]
@@ -260,7 +260,6 @@ def _train_both() -> Any:
         return *[(run.losses, run.gradients, run.parameters) for run in runs], counts.take()
 
 
-@pytest.mark.exhaustive
 def test_ranks_differ_in_what_they_record(rank_pools: RankPools) -> None:
     """It is for each rank to find out which of its calls a recording serves; they communicate alike all the same."""
     for recorded, plain, (unrecorded, _, replayed) in rank_pools[2].run(_train_both):

@@ -16,6 +16,8 @@ from fsdp_compile.compiler import kernel_library
 from fsdp_compile.compiler.background_kernels import kernels_in_background
 from fsdp_compile.compiler.kernel_library import KernelLibrary
 
+pytestmark = pytest.mark.inductor
+
 _KERNEL = """
 #include <torch/csrc/inductor/cpp_prefix.h>
 static float change(float value) {{ return {change}; }}
@@ -99,7 +101,6 @@ def _no_two_functions(template: str) -> str:
     return template.replace("static PyMethodDef py_methods", "static const int only_once = 0; static PyMethodDef py_methods")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("change", "reason", "files"),
@@ -124,7 +125,6 @@ def test_kernels_are_compiled_as_torch_does_where_a_library_cannot_be(
     assert not KernelLibrary.takes(_KERNEL.format(change="value"))
 
 
-@pytest.mark.exhaustive
 def test_async_compile_of_an_unknown_form_stays_as_it_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = AsyncCompile.wait
     monkeypatch.setattr(AsyncCompile, "wait", lambda self, scope, extra=None: wait(self, scope))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from fsdp_compile.compiler.loop_splits import even_loop_splits
 from passes.fx.torch_internals.inductor import inductor_config
+
+pytestmark = pytest.mark.inductor
 
 
 def decode(rounded: Tensor, scales: Tensor, numel: int) -> Tensor:

@@ -32,7 +32,11 @@ from fsdp_compile.cuda.pretend import require_triton
 from passes.fx.graph import is_collective
 from passes.transforms.foreach_copies import MAX_FOREACH_BYTES
 
-pytestmark = [pytest.mark.units_apart, pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.units_apart,
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only"),
+]
 
 _COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce"}
 _KERNELS = {"pointwise kernel", "reduction kernel", "foreach kernel"}
@@ -103,10 +107,7 @@ def graphs_of(case: str) -> list[CapturedGraph]:
     return [*code.forward, *code.backward]
 
 
-_QUICK = ("fp32", "hook", "hsdp")
-every_case = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in _QUICK else pytest.mark.exhaustive) for case in _CASES]
-)
+every_case = pytest.mark.parametrize("case", _CASES)
 
 
 def launches(steps: list[Step], buffer: str) -> list[Step]:
@@ -150,7 +151,6 @@ def generate_rounded(dtype: torch.dtype, param_dtype: torch.dtype) -> CudaCode:
         pytest.param(torch.float8_e4m3fn, torch.bfloat16, id="float8"),
     ],
 )
-@pytest.mark.exhaustive
 def test_one_kernel_rounds_and_copies_in(dtype: torch.dtype, param_dtype: torch.dtype) -> None:
     code = generate_rounded(dtype, param_dtype)
     kernels = set()
@@ -495,7 +495,7 @@ def outline_of_plans() -> str:
     return "".join(f"{name}\n{cuda_outline(graph)}" for name, graph in zip(_PLANS, code.backward, strict=True))
 
 
-@pytest.mark.parametrize("archs", [("sm_90",), pytest.param(("sm_80", "sm_100"), marks=pytest.mark.exhaustive)], ids=str)
+@pytest.mark.parametrize("archs", [("sm_90",), ("sm_80", "sm_100")], ids=str)
 def test_every_kernel_compiles_for_every_architecture(archs: tuple[str, ...]) -> None:
     code = code_of("fp16")
     compiled = code.ptx(*archs)

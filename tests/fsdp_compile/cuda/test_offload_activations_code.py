@@ -17,7 +17,11 @@ from passes.collectives.host_copies import fetch, offload
 from tests.fsdp_compile.cuda.test_code import Model
 from tests.fsdp_compile.test_offload_activations import Checkpointed
 
-pytestmark = [pytest.mark.units_apart, pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.units_apart,
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only"),
+]
 
 
 @functools.cache
@@ -96,7 +100,6 @@ wait offload offload_2
 """,
         )
 
-    @pytest.mark.exhaustive
     def test_backward(self) -> None:
         self.assertExpectedInline(
             cuda_outline(code().backward[0]),

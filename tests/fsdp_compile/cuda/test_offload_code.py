@@ -19,7 +19,11 @@ from fsdp_compile import CudaCode, MixedPrecisionPolicy, cuda_code, cuda_outline
 from fsdp_compile.cuda.outline import Step, cuda_steps
 from tests.fsdp_compile.cuda.test_code import Model
 
-pytestmark = [pytest.mark.units_apart, pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.units_apart,
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only"),
+]
 
 
 def generate(
@@ -73,9 +77,7 @@ def copies(steps: list[Step], kind: str) -> list[Step]:
     return [step for step in steps if step.name == kind]
 
 
-@pytest.mark.parametrize(
-    "case", ["bf16", *(pytest.param(case, marks=pytest.mark.exhaustive) for case in _CASES if case != "bf16")]
-)
+@pytest.mark.parametrize("case", _CASES)
 def test_one_copy_for_a_bucket_and_direction(case: str) -> None:
     code = code_of(case)
     for graph in (*code.forward, *code.backward):
@@ -99,7 +101,7 @@ def test_one_copy_for_a_bucket_and_direction(case: str) -> None:
         assert all(word not in (graph.code or "") for word in (".item()", "synchronize(", ".cpu(", "non_blocking"))
 
 
-@pytest.mark.parametrize(("case", "pinned"), [("bf16", True), pytest.param("pageable", False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("case", "pinned"), [("bf16", True), ("pageable", False)])
 def test_gradients_arrive_in_memory_as_asked(case: str, pinned: bool) -> None:
     graph = code_of(case).backward[0].graph_module.graph
     nodes = graph.find_nodes(op="call_function", target=torch.ops.fsdp_host.copy_to_host.default)

@@ -139,7 +139,7 @@ def test_kept_parameters_are_gathered_once() -> None:
     assert bytes_of(build()) <= report.memory.most[GATHERED] < 2 * bytes_of(build())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_a_backward_that_frees_kept_parameters_holds_ever_less_of_them() -> None:
     """One that keeps them holds all to its end."""
 
@@ -230,7 +230,6 @@ def test_outputs_without_a_gradient() -> None:
     assert [call.stage for call in report.calls] == ["forward", "backward"]
 
 
-@pytest.mark.exhaustive
 def test_state_of_the_optimizer() -> None:
     elements = bytes_of(build()) // 4 // RANKS
     x = torch.empty(BATCH, DIM, device="meta")
@@ -264,7 +263,7 @@ def test_tokens_of_integer_inputs() -> None:
     assert explain(Model(), tokens, (2,), "a100", step=two_microbatches, tokens=128, suggest=False).tokens == 128
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_suggestions_are_what_the_changed_step_gives() -> None:
     x = torch.empty(BATCH, DIM, device="meta")
     plain = explain(build(), x, (RANKS,), "h100")
@@ -286,7 +285,7 @@ def test_a_suggestion_that_cannot_be_tried_says_why() -> None:
     assert "set_modules_to_forward_prefetch" in report.suggestions[0].note and report.suggestions[1].time_ns
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_needs_no_triton() -> None:
     code = """
 import sys
@@ -360,7 +359,7 @@ def explain_captured_as_text() -> str:
     return str(replace(explain_captured(), suggestions=()))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_says_of_a_model_what_its_run_says(rank_pools: RankPools) -> None:
     """Two real ranks over Gloo, and the same step without any."""
     options = {"lowering": "aot_eager"}

@@ -100,7 +100,6 @@ def explained() -> Report:
     return report()
 
 
-@pytest.mark.exhaustive
 def test_evaluates_to_what_a_trace_says(explained: Report) -> None:
     sizes = {"S": 7, "B": 5, "T": 24}
     traced = report((7,), batch=5, length=24)
@@ -131,7 +130,7 @@ def explain_stack(ranks: int, **options: Any) -> Report:
     return explain(model, x, (ranks,), "h100", shard=partial(shard_layers, **options), suggest=False)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 @pytest.mark.parametrize(
     "options", [pytest.param({}, id="plain"), pytest.param({"gather_policy": GatherPolicy(torch.int8, 16)}, id="rounded")]
 )
@@ -142,7 +141,6 @@ def test_a_root_without_parameters_of_its_own(options: dict[str, Any]) -> None:
     assert "layers.0\n" in str(explained.formulae) and "root" not in str(explained.formulae)
 
 
-@pytest.mark.exhaustive
 def test_says_the_same_of_its_own_sizes(explained: Report) -> None:
     assert str(explained.at()) == str(explained)
     formulae = explained.formulae
@@ -152,7 +150,6 @@ def test_says_the_same_of_its_own_sizes(explained: Report) -> None:
     assert memory == {name: held for name, held in explained.memory.categories.items() if held}
 
 
-@pytest.mark.exhaustive
 def test_says_what_dominates_at_other_sizes(explained: Report) -> None:
     there = explained.at(S=512)
     formulae = there.formulae
@@ -163,7 +160,7 @@ def test_says_what_dominates_at_other_sizes(explained: Report) -> None:
     assert there.at(S=8).time_ns == explained.time_ns
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_replicas_and_microbatches() -> None:
     explained = report((2, 4), step=accumulate)
 
@@ -180,9 +177,8 @@ def test_replicas_and_microbatches() -> None:
         explained.at(M=1)
 
 
-@pytest.mark.parametrize(
-    "hardware", [pytest.param("h100", marks=pytest.mark.exhaustive), pytest.param("cpu", marks=pytest.mark.sweep)]
-)
+@pytest.mark.night
+@pytest.mark.parametrize("hardware", ["h100", "cpu"])
 @settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_evaluates_to_what_a_trace_says_anywhere(hardware: str, data: st.DataObject) -> None:
@@ -201,20 +197,13 @@ def test_evaluates_to_what_a_trace_says_anywhere(hardware: str, data: st.DataObj
     check_formulae(explained, traced, sizes)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"schedule": "auto"}, marks=pytest.mark.exhaustive),
-        pytest.param({"lowering": "aot_eager"}, marks=pytest.mark.sweep),
-    ],
-    ids=["auto", "aot_eager"],
-)
+@pytest.mark.night
+@pytest.mark.parametrize("options", [{"schedule": "auto"}, {"lowering": "aot_eager"}], ids=["auto", "aot_eager"])
 def test_evaluates_other_schedules(options: dict[str, Any]) -> None:
     # The sequence alone differs, which does not change what the automatic schedule decides for sizes this small.
     assert str(report(options=options).at(T=20)) == str(report(length=20, options=options))
 
 
-@pytest.mark.exhaustive
 def test_graphs_depend_on_ranks_through_numbers_alone() -> None:
     with torch.device("meta"):
         tokens = torch.empty(3, 16, dtype=torch.long)
@@ -228,7 +217,6 @@ def test_graphs_depend_on_ranks_through_numbers_alone() -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.exhaustive
 def test_is_readable(explained: Report) -> None:
     text = str(explained.formulae)
     assert re.search(r"^total\n  shards +[0-9.]+ KiB/S\n  gathers send +[0-9.]+ KiB\*\(S-1\)/S$", text, re.MULTILINE)
@@ -242,7 +230,6 @@ def test_is_readable(explained: Report) -> None:
     assert r"\frac" in latex
 
 
-@pytest.mark.exhaustive
 def test_refuses_what_it_does_not_depend_on(explained: Report) -> None:
     with pytest.raises(ValueError, match=r"R=2: the step depends on S .*, B .*, T .*, and on no R"):
         explained.at(R=2)
@@ -253,7 +240,7 @@ def test_refuses_what_it_does_not_depend_on(explained: Report) -> None:
         explained.at(T=65)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_refuses_a_model_that_has_changed() -> None:
     with torch.device("meta"):
         model, tokens = Model(), torch.empty(3, 16, dtype=torch.long)
@@ -263,7 +250,7 @@ def test_refuses_a_model_that_has_changed() -> None:
         explained.at(S=4)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_a_model_of_one_length_has_no_formulae_in_it() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(_ROWS, 8), nn.Flatten(), nn.Linear(8 * 16, 4))
@@ -274,7 +261,7 @@ def test_a_model_of_one_length_has_no_formulae_in_it() -> None:
     assert explained.at(B=6).tokens == 6 * 16
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_refuses_shard_groups_of_different_sizes() -> None:
     with torch.device("meta"):
         model, tokens = Model(), torch.empty(3, 16, dtype=torch.long)
@@ -288,7 +275,6 @@ def test_refuses_shard_groups_of_different_sizes() -> None:
         explained.formulae  # noqa: B018
 
 
-@pytest.mark.exhaustive
 def test_warns_where_symbols_change_the_graph() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

@@ -23,7 +23,7 @@ torch_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason
 
 
 class TestRender(expecttest.TestCase):
-    @pytest.mark.exhaustive
+    @pytest.mark.night
     @torch_2_13
     def test_small_gpt(self) -> None:
         with torch.device("meta"):
@@ -90,7 +90,7 @@ def test_step_of_several_calls() -> None:
     assert "all-reduces" in str(report_of("hsdp"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="docs/explain.md shows the numbers of graphs of torch 2.13"
 )

@@ -95,11 +95,13 @@ _CASES = [
     ("model parallel tied", "sgd", 4),
 ]
 _UNCOMPILED = {"mlp", "uneven", "hsdp", "bf16_mlp", "shard_columns", "tied_in_root", "ignored_params"}
-_QUICK = {("mlp", "adamw", 2, "aot_eager")}
 _INDUCTOR = {("mlp", "adamw", 2), ("mlp", "sgd", 2), ("bf16_mlp", "adamw", 2), ("hsdp", "adamw", 4)}
-_SWEPT_INDUCTOR = {("mlp", "sgd", 2), ("hsdp", "adamw", 4)}
-# Models that differ in what they compute rather than in what is updated.
-_SWEPT = {"recurrent", "reads_child_unit", "two_models_in_one_graph", "evaluation_no_grad", "shared_weight"}
+# One for each way to run, and where an update has other inputs: replicas, another dtype, units that share a parameter.
+_FIXED = {
+    *(("mlp", "adamw", 2, system) for system in ("eager", "aot_eager", "inductor")),
+    *((name, "adamw", 2, "aot_eager") for name in ("bf16_mlp", "ignored_params", "checkpoint_around_units")),
+    ("hsdp", "adamw", 4, "aot_eager"),
+}
 
 
 def _parameters() -> list[Any]:
@@ -107,9 +109,7 @@ def _parameters() -> list[Any]:
     for case in _CASES:
         eager = ["eager"] * (case[0] in _UNCOMPILED and case[1] == "adamw")
         for system in (*eager, "aot_eager", *(["inductor"] if case in _INDUCTOR else [])):
-            is_swept = case[0] in _SWEPT or (system == "inductor" and case in _SWEPT_INDUCTOR)
-            slow = pytest.mark.sweep if is_swept else pytest.mark.exhaustive
-            marks = () if (*case, system) in _QUICK else slow
+            marks = () if (*case, system) in _FIXED else pytest.mark.night
             found.append(pytest.param(*case, system, marks=marks, id="-".join(map(str, (*case, system)))))
     return found
 
@@ -220,12 +220,10 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.exhaustive
 def test_groups(one_rank: None) -> None:
     _compare(groups=_groups)
 
 
-@pytest.mark.exhaustive
 def test_settings_are_inputs_of_the_graph(one_rank: None) -> None:
     """The schedule changes learning rate and momentum from step to step; nothing is lowered for that."""
     found = []
@@ -279,7 +277,6 @@ def test_state_dicts_go_to_and_from_torch(one_rank: None) -> None:
     _assert_same(model, twin, optimizer, reference)
 
 
-@pytest.mark.exhaustive
 def test_step_steps_what_has_a_gradient(one_rank: None) -> None:
     """As torch.distributed.checkpoint asks for, which makes states with gradients of zeros."""
     model, twin = _model(), _model()
@@ -365,7 +362,6 @@ _DRIVES = [
 ]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
 @pytest.mark.parametrize("drive", _DRIVES, ids=lambda drive: drive.__name__[1:])
 def test_course_of_a_step(drive: Drive, lowering: str, one_rank: None) -> None:
@@ -405,7 +401,7 @@ def _compile_blocks(model: Any, lowering: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("checkpointed", [False, True])
 def test_graphs_that_share_parameters(checkpointed: bool, one_rank: None) -> None:
     def drive(model: Any, forward: Any, step: int) -> None:
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
@@ -451,7 +447,6 @@ def test_a_first_read_that_needs_no_gradients(checkpointed: bool, lowering: str,
     _compare(_two_forwards, lowering, partial(_Targets, checkpointed))
 
 
-@pytest.mark.exhaustive
 def test_a_graph_waits_for_the_others(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or its update is too early: the comparison above notices."""
     monkeypatch.setattr(gradients, "note_forward", lambda params: None)
@@ -461,7 +456,6 @@ def test_a_graph_waits_for_the_others(one_rank: None, monkeypatch: pytest.Monkey
         test_graphs_that_share_parameters(False, None)
 
 
-@pytest.mark.exhaustive
 def test_no_reentrant_checkpoint(one_rank: None) -> None:
     model = _model(_CallsTwice)
     _adamw(model.parameters())
@@ -503,20 +497,17 @@ def _freezes(model: Any, forward: Any, step: int) -> None:
 _PREPARE = [_keeps_gathered, _hook_on_reduced, _hook_on_parameters]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
 @pytest.mark.parametrize("prepare", _PREPARE, ids=lambda prepare: prepare.__name__[1:])
 def test_beside(prepare: Callable[[Any], None], lowering: str, one_rank: None) -> None:
     _compare(lowering=lowering, prepare=prepare)
 
 
-@pytest.mark.exhaustive
 def test_a_parameter_that_is_frozen_for_a_step(one_rank: None) -> None:
     """Counts of steps differ from then on."""
     _compare(_freezes, steps=4)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
 def test_an_optimizer_of_some_parameters(lowering: str, one_rank: None) -> None:
     """A unit with some of each is updated when backward ends."""
@@ -539,7 +530,6 @@ def test_an_optimizer_of_some_parameters(lowering: str, one_rank: None) -> None:
     _assert_same(model, twin, optimizer, reference)
 
 
-@pytest.mark.exhaustive
 def test_a_model_that_is_cast_and_a_group_that_is_added(one_rank: None) -> None:
     found = []
     for in_backward in (True, False):
@@ -564,7 +554,6 @@ def test_a_model_that_is_cast_and_a_group_that_is_added(one_rank: None) -> None:
     _assert_same(model, twin, optimizer, reference)
 
 
-@pytest.mark.exhaustive
 def test_remove(one_rank: None) -> None:
     model = _model()
     optimizer = _adamw(model.parameters())
@@ -597,9 +586,14 @@ def on_ranks(what: str) -> None:
         _compare(_without_all_reduce, ranks=(2, 2))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("what", "world"), [("large parameters", 2), ("rounded gathers", 2), ("prefetch lists", 2), ("partial results", 4)]
+    ("what", "world"),
+    [
+        ("large parameters", 2),
+        ("rounded gathers", 2),
+        ("prefetch lists", 2),
+        pytest.param("partial results", 4, marks=pytest.mark.night),
+    ],
 )
 def test_on_ranks(what: str, world: int, rank_pools: RankPools) -> None:
     rank_pools[world].run(on_ranks, what=what)
@@ -629,7 +623,6 @@ def save_and_resume(path: str) -> None:
         assert torch.equal(_local(param), _local(other[1])), name
 
 
-@pytest.mark.exhaustive
 def test_checkpoint(rank_pools: RankPools, tmp_path: Path) -> None:
     rank_pools[2].run(save_and_resume, path=str(tmp_path / "checkpoint"))
 
@@ -664,7 +657,7 @@ def test_updates_are_behind_reductions(fake_ranks: None) -> None:
     assert lines == expected
 
 
-@pytest.mark.exhaustive
+@pytest.mark.inductor
 def test_an_update_is_one_kernel(fake_ranks: None) -> None:
     """With the division of the reduction: no reduced gradient is written."""
     code = _captured(True, lowering="inductor").backward[0].code
@@ -730,7 +723,6 @@ def test_refused_parameters(one_rank: None) -> None:
         _adamw(scalars.parameters())
 
 
-@pytest.mark.exhaustive
 def test_a_replaced_parameter_is_noticed(one_rank: None) -> None:
     model = _model()
     _adamw(model.parameters())
@@ -741,7 +733,6 @@ def test_a_replaced_parameter_is_noticed(one_rank: None) -> None:
         _loss(forward).backward()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "made_first"), [({"schedule": "auto"}, True), ({"schedule": "auto"}, False), ({"memory_budget": "1GB"}, False)]
 )

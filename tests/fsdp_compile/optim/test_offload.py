@@ -238,7 +238,7 @@ def train_and_save(world: int, path: str) -> None:
         _assert_same(ours[0], again[0], ours[1], again[1])
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world", [2, 4])
 def test_ranks_and_checkpoints(world: int, rank_pools: RankPools, tmp_path: Any) -> None:
     rank_pools[world].run(train_and_save, world=world, path=str(tmp_path))
 

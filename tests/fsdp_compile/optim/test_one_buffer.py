@@ -383,15 +383,12 @@ def train(shape: tuple[int, ...], lowering: str | None, **options: Any) -> None:
             torch.testing.assert_close(param.to_local(), other.to_local(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "lowering", [None, *(pytest.param(lowering, marks=pytest.mark.exhaustive) for lowering in ("aot_eager", "inductor"))]
-)
+@pytest.mark.parametrize("lowering", [None, "aot_eager", "inductor"])
 def test_trains_as_fsdp2(lowering: str | None, rank_pools: RankPools) -> None:
     rank_pools[2].run(train, shape=(2,), lowering=lowering)
 
 
-@pytest.mark.parametrize(
-    "shape", [pytest.param((4,), marks=pytest.mark.sweep), pytest.param((2, 2), marks=pytest.mark.exhaustive)], ids=str
-)
+@pytest.mark.night
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 def test_trains_as_fsdp2_on_four_ranks(shape: tuple[int, ...], rank_pools: RankPools) -> None:
     rank_pools[4].run(train, shape=shape, lowering="aot_eager", reshard_after_forward=False)

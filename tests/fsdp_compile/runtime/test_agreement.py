@@ -249,7 +249,7 @@ def _disagree_beside_tensor_parallel() -> tuple[str, float]:
     return _seconds_to(lambda: compiled(x).sum().backward())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_ranks_that_share_tensors_with_those_at_odds_raise() -> None:
     pools = RankPools()
     try:
@@ -260,7 +260,7 @@ def test_ranks_that_share_tensors_with_those_at_odds_raise() -> None:
         pools.close()
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), pytest.param((2, 2), marks=pytest.mark.exhaustive)], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("mesh_shape", [(2,), pytest.param((2, 2), marks=pytest.mark.night)], ids=["fsdp", "hsdp"])
 def test_real_ranks(mesh_shape: tuple[int, ...], rank_pools: RankPools) -> None:
     world = 2 * len(mesh_shape)
     others = "rank 0" if world == 2 else "rank 2"

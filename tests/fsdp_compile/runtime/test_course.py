@@ -277,10 +277,6 @@ _DEVIATIONS: dict[str, Callable[[Model, Any], None]] = {
 }
 
 
-# A graph against an operator, and graphs that differ.
-_QUICK = ("_force_eager", "_break_graph")
-
-
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
     """Restores the settings that deviations change."""
@@ -340,10 +336,8 @@ def _check(error: str, sides: dict[str, str]) -> None:
         assert any(what in line for line in error.splitlines() if line.startswith(f"  {who}: ")), (who, what, error)
 
 
-@pytest.mark.parametrize("odd_rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.exhaustive) for name in _DEVIATIONS]
-)
+@pytest.mark.parametrize("odd_rank", [0, pytest.param(1, marks=pytest.mark.night)])
+@pytest.mark.parametrize("name", _DEVIATIONS)
 def test_one_rank_deviates(rank_pools: RankPools, name: str, odd_rank: int) -> None:
     odd, others = _SIDES[name]
     for first, second in rank_pools[2].run(_deviate, mesh_shape=(2,), name=name, odd_ranks=[odd_rank]):
@@ -353,8 +347,7 @@ def test_one_rank_deviates(rank_pools: RankPools, name: str, odd_rank: int) -> N
         assert max(first[1], second[1]) < _SOON_S
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("odd_ranks", [[3], [2, 3]])
+@pytest.mark.parametrize("odd_ranks", [[3], pytest.param([2, 3], marks=pytest.mark.night)])
 def test_with_replicas(rank_pools: RankPools, odd_ranks: list[int]) -> None:
     for (error, seconds), _ in rank_pools[4].run(_deviate, mesh_shape=(2, 2), name="_force_eager", odd_ranks=odd_ranks):
         # Where both of a shard group deviate, it is the replicas that disagree.
@@ -399,7 +392,6 @@ def _return() -> list[tuple[str, float]]:
     return outcomes
 
 
-@pytest.mark.exhaustive
 def test_ranks_that_were_allowed_to_run_uncompiled(rank_pools: RankPools) -> None:
     for *alike, (returned, seconds), first, second, third, fourth, fifth, (ahead, later) in rank_pools[2].run(_return):
         assert not any(message for message, _ in (*alike, first, second, third, fourth, fifth))

@@ -218,13 +218,13 @@ def shows_own_storages(name: str, compiled: bool) -> None:
     check("emptied")
 
 
-_QUICK = {("empty", False), ("scalars", False), ("columns", True)}
+_COMPILED = ("columns", "replicas")
 
 
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [
-        pytest.param(name, compiled, marks=[] if (name, compiled) in _QUICK else pytest.mark.exhaustive)
+        pytest.param(name, compiled, marks=[] if not compiled or name in _COMPILED else pytest.mark.night)
         for name, compiled in itertools.product(_SHARDINGS, (False, True))
     ],
 )
@@ -247,7 +247,6 @@ def test_meta_model_shows_own_storages(one_rank: None) -> None:
     _assert_in_flat_memory(model)
 
 
-@pytest.mark.exhaustive
 def test_state_dict_outlives_the_model(one_rank: None) -> None:
     torch.manual_seed(0)
     model = models.MLP()
@@ -516,11 +515,10 @@ def compiled_step(compiled: bool, name: str, backend: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
 
 
-_EXHAUSTIVE_STEPS = [(False, "adamw", "aot_eager"), (True, "adamw", "inductor"), (True, "sgd", "aot_eager")]
+_FIXED_STEPS = [(True, "adamw", "aot_eager"), (True, "adamw", "inductor")]
 _STEPS = [
-    pytest.param(*step, marks=[] if is_quick else pytest.mark.exhaustive if step in _EXHAUSTIVE_STEPS else pytest.mark.sweep)
+    pytest.param(*step, marks=[] if step in _FIXED_STEPS else pytest.mark.night)
     for step in itertools.product((False, True), _OPTIMIZERS, ("aot_eager", "inductor"))
-    for is_quick in [step == (True, "adamw", "aot_eager")]
 ]
 
 

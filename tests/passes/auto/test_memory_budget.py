@@ -104,7 +104,7 @@ def every_policy(choices: OpenChoices) -> list[StepPolicy]:
     return list(dict.fromkeys(every))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.night) for seed in range(5, 20))])
 @pytest.mark.parametrize(
     ("offloads", "in_nodes", "policies"),
     [((), (), 512), ((0, 1, 2, 3), (), 8192), ((), ("d", "c", "b", "a"), 2592)],
@@ -132,7 +132,7 @@ def test_large_graphs_are_tried_less() -> None:
     assert sizes[0] > sizes[1] == 30 > sizes[2] == len(open_choices().grid()) == 20
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.night) for seed in range(5, 20))])
 def test_the_host_makes_no_step_slower(seed: int) -> None:
     """What is found without it is there with it, also where little is tried."""
     attempt = attempt_with(seed)
@@ -160,7 +160,7 @@ def with_every_activation(attempt: Callable[[StepPolicy], Trial], policies: Sequ
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.night) for seed in range(2, 6))])
 @pytest.mark.parametrize(("host_bytes", "least_found"), [(1 << 20, 0.95), (150, 0.75)], ids=["large host", "small host"])
 def test_search_finds_single_activations(host_bytes: int, least_found: float, seed: int) -> None:
     """Of all subsets of three activations for each stretch, the best within a budget. With a host that holds a part of what is

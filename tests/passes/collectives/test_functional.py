@@ -64,7 +64,7 @@ def _keep_many_in_flight(rounds: int) -> None:
             assert finish_reduce_scatter(reduction, group=group).sum() == 8
 
 
-@pytest.mark.exhaustive
+@pytest.mark.night
 def test_gloo_survives_collectives_in_flight(rank_pools: RankPools) -> None:
     # With torch's own kernel of the functional all-gather, a rank aborts within some thousand rounds (see passes.collectives.gloo).
     rank_pools[2].run(_keep_many_in_flight, rounds=2000)

@@ -22,7 +22,7 @@ inductor_use.refuse_unless_allowed()
 logging.getLogger("torch.__trace").propagate = True
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_pools: RankPools | None = None
+_pools = RankPools()
 # Marks of tests that may have Inductor compile.
 _WITH_INDUCTOR = ("inductor", "cuda", "example", "night")
 
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "rank_pools" not in item.fixturenames and _pools is not None:
+    if "rank_pools" not in item.fixturenames:
         _pools.end_idle()
 
 
@@ -69,8 +69,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[RankPools]:
     """Pools of ranks by world size: ``rank_pools[4].run(function, **kwargs)``."""
-    global _pools
-    _pools = RankPools()
     yield _pools
     _pools.close()
 

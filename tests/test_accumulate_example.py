@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-# Four ranks take a minute of two cores.
 pytestmark = [pytest.mark.example, pytest.mark.night]
 
 ROOT = Path(__file__).parent.parent

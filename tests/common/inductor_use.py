@@ -1,4 +1,4 @@
-"""A test that is not marked ``inductor`` or ``cuda`` fails where it has Inductor compile something, on ranks, too."""
+"""Fail a test in which Inductor compiles, here or on a rank, without a mark that allows it (tests/conftest.py lists those)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch._inductor import compile_fx
 
-#: Whether the test that runs may have Inductor compile.
+#: The running test's permission to use Inductor.
 is_allowed = True
 
 

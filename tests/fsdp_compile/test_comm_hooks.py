@@ -89,11 +89,12 @@ def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: 
     ("shape", "flag"),
     [
         ((2,), ""),
-        pytest.param((2,), "set_requires_gradient_sync", marks=pytest.mark.night),
-        pytest.param((2,), "set_requires_all_reduce", marks=pytest.mark.night),
         pytest.param((2, 2), "", marks=pytest.mark.night),
-        pytest.param((2, 2), "set_requires_gradient_sync", marks=pytest.mark.night),
-        pytest.param((2, 2), "set_requires_all_reduce", marks=pytest.mark.night),
+        *(
+            pytest.param(shape, flag, marks=pytest.mark.night)
+            for shape in ((2,), (2, 2))
+            for flag in ("set_requires_gradient_sync", "set_requires_all_reduce")
+        ),
     ],
 )
 def test_a_hook_that_averages_changes_nothing(shape: tuple[int, ...], flag: str, rank_pools: RankPools) -> None:

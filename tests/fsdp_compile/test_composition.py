@@ -383,7 +383,7 @@ def compare(name: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 10)
 
 
-# Of the library they use what others use, in other optimizers or models.
+# Jobs like the others, with another optimizer, model or batch.
 _AT_NIGHT = ("two models", "Muon", "LBFGS", "fused AdamW", "lengths that change")
 
 

@@ -210,14 +210,10 @@ def assert_equal(found: list[list[Tensor]], expected: list[list[Tensor]], rtol: 
 _RTOL = {"grid": 1e-9, "momentum": 1e-9, "int8": 1e-6, "power_sgd": 1e-5}
 
 
-def _is_fixed(hook: str, system: str) -> bool:
-    return system != "inductor" or hook == "int8"
-
-
 @pytest.mark.parametrize(
     ("hook", "system"),
     [
-        pytest.param(hook, system, marks=() if _is_fixed(hook, system) else pytest.mark.night)
+        pytest.param(hook, system, marks=pytest.mark.night if system == "inductor" and hook != "int8" else [])
         for hook in _RTOL
         for system in ("aot_eager", "eager", "inductor")
     ],

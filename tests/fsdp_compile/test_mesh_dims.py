@@ -163,7 +163,7 @@ def _compare(run: Run, expected: Run, rtol: float) -> None:
 
 
 _UNCOMPILED = ("dp, tp",)
-# The others combine these, or have them in another order.
+# The other splits are compiled at night.
 _COMPILED = ("two to shard over",)
 
 

@@ -296,7 +296,7 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
     return functools.cache(lambda name, world: rank_pools[world].run(run_case, name=name, system="fsdp2"))
 
 
-# What differs in 2-D from 1-D is in these.
+# Cases with the graphs that differ between 1-D and 2-D meshes.
 _COMPILED = {"mlp", "uneven"}
 
 

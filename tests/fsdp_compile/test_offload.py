@@ -64,7 +64,7 @@ _IN_ONE = {
     *("shared_weight", "list_of_modules", "reads_child_unit", "graph_breaks", "two_models_in_one_graph", "dynamic_batch"),
     "evaluation_no_grad",
 }
-# Storage differs in kind: several dtypes or none, empty shards, columns, parameters of two units, gradients of some.
+# Kinds of storage: rows, columns, scalars, and frozen parameters beside others.
 _FIXED = {
     *(("mlp", system) for system in ("eager", "inductor")),
     *((name, "aot_eager") for name in ("scalar_parameters", "shard_columns", "frozen_in_part")),
@@ -85,9 +85,6 @@ def _cases() -> list[Any]:
     return found
 
 
-_FIXED_BESIDE_FSDP2 = (("bf16_mlp", "aot_eager"),)
-
-
 @pytest.mark.parametrize(("name", "world", "system"), _cases())
 def test_trains_as_without(name: str, world: int, system: str, rank_pools: RankPools) -> None:
     """Copies change no bit of losses, gradients and parameters."""
@@ -100,7 +97,7 @@ def test_trains_as_without(name: str, world: int, system: str, rank_pools: RankP
     [
         ("mlp", 2, "eager"),
         *(
-            pytest.param(name, world, system, marks=[] if (name, system) in _FIXED_BESIDE_FSDP2 else pytest.mark.night)
+            pytest.param(name, world, system, marks=[] if name == "bf16_mlp" else pytest.mark.night)
             for name, world, systems in (
                 ("mlp", 4, ("eager", "aot_eager", "inductor")),
                 *((name, 4, ("eager", "aot_eager")) for name in ("reshard_int", "hsdp")),
@@ -137,15 +134,15 @@ def train_flavours(
 
 _FLAVOURS = {(2,): ("sharded", "unsharded", "keep_unsharded"), (2, 2): ("partial", "unsharded_then_partial", "sharded_keep")}
 _BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-_FIXED_ACCUMULATIONS = (((2,), "eager"), ((2,), "aot_eager"))
 
 
 @pytest.mark.parametrize(
     ("mesh_shape", "system", "policy"),
     [
-        pytest.param(*(shape, system, policy), marks=[] if (shape, system) in _FIXED_ACCUMULATIONS else pytest.mark.night)
+        pytest.param(*(shape, system, policy), marks=[] if is_fixed else pytest.mark.night)
         for shape in _FLAVOURS
         for system, policy in (("eager", None), ("aot_eager", _BF16), ("inductor", _BF16))
+        for is_fixed in [shape == (2,) and system != "inductor"]
     ],
 )
 def test_accumulates(

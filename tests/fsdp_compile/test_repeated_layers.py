@@ -143,7 +143,7 @@ def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, trai
     return captured, (loss.detach(), gradients), len(folded)
 
 
-# One for each reason to fold or not. The others are like one of these to the code.
+# Kinds that fold, and kinds that do not, each for another reason.
 _FIXED = ("plain", "several outputs", "tied parameter", "checkpoint", "tensor parallel", "written input", "unused result")
 
 

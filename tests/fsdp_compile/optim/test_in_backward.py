@@ -96,7 +96,7 @@ _CASES = [
 ]
 _UNCOMPILED = {"mlp", "uneven", "hsdp", "bf16_mlp", "shard_columns", "tied_in_root", "ignored_params"}
 _INDUCTOR = {("mlp", "adamw", 2), ("mlp", "sgd", 2), ("bf16_mlp", "adamw", 2), ("hsdp", "adamw", 4)}
-# One for each way to run, and where an update has other inputs: replicas, another dtype, units that share a parameter.
+# One model in each system; others whose updates have other inputs: two dtypes, ignored parameters, recomputation, replicas.
 _FIXED = {
     *(("mlp", "adamw", 2, system) for system in ("eager", "aot_eager", "inductor")),
     *((name, "adamw", 2, "aot_eager") for name in ("bf16_mlp", "ignored_params", "checkpoint_around_units")),

@@ -34,7 +34,7 @@ from tests.passes.tracing import PassTestCase
 
 SUM = Averaging(divides_result=True)
 _REDUCE = ("reduce_scatter_tensor", "wait_tensor")
-# Of the graph that is traced, and the copies into the bucket; without dtypes and shapes.
+# Lines of the traced graph and of the copies into the bucket, without dtypes and shapes.
 _OF_ALL = """
     sum_1 = aten.sum.dim_IntList(grad, [0])
     t = aten.t.default(grad)

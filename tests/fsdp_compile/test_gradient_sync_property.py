@@ -209,7 +209,8 @@ def _corpus(number: int) -> list[tuple[Schedule, ...]]:
     [
         pytest.param((2,), 20, marks=[pytest.mark.night, pytest.mark.units_apart]),
         pytest.param((2, 2), 10, marks=[pytest.mark.night, pytest.mark.units_apart]),
-        pytest.param((2,), 5),
+        ((2,), 5),
+        pytest.param((2,), 10, marks=pytest.mark.night),
         pytest.param((2, 2), 10, marks=pytest.mark.night),
     ],
 )

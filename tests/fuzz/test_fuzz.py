@@ -22,7 +22,7 @@ def check_seeds(seeds: range, mesh: tuple[int, ...], system: str, is_small: bool
     return {seed: found for seed, case in cases.items() if (found := check(case, system))}
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.night) for first in range(4, 20, 4))])
+@pytest.mark.parametrize("first", range(0, 20, 4))
 def test_small_models(first: int, rank_pools: RankPools) -> None:
     seeds = range(first, first + 4)
     assert rank_pools[2].run(check_seeds, seeds=seeds, mesh=(2,), system="aot_eager", is_small=True) == [{}, {}]

@@ -87,7 +87,6 @@ def test_other_backends_keep_torchs_kernels(fake_ranks: None) -> None:
     assert kernels() == torchs
 
 
-@pytest.mark.example
 def test_an_import_replaces_nothing() -> None:
     code = f"""
 import torch.distributed

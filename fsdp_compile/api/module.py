@@ -25,6 +25,7 @@ from passes.fx.torch_internals.dynamo import OptimizedModule
 from passes.ir.ops import unshard, unshard_extension
 
 from ..compiler.traced_forwards import note_traced_forward
+from ..runtime.gradients import in_backward
 from ..runtime.uncompiled import Forward, is_recomputing, read, read_in_forward_of
 from ..units.extension import is_extension
 from ..units.sharded_param import ShardedParam, model_parallel_attribute, shard_attribute
@@ -174,6 +175,17 @@ class FSDPModule(GradientControls, ScheduleControls, _Sharded):
         return state_of(cast(nn.Module, self))
 
 
+def _traces_recomputation() -> bool:
+    """Whether Dynamo traces what a checkpoint runs again in a backward, around which there is no forward of a unit."""
+    return torch.is_grad_enabled() and _runs_in_backward()
+
+
+@torch.compiler.assume_constant_result
+def _runs_in_backward() -> bool:
+    # Dynamo cannot guard on it. What is traced here, and called outside of a backward and of a forward, reads full tensors.
+    return in_backward()
+
+
 def _sharded_property(name: str) -> property:
     attribute = shard_attribute(name)
 
@@ -181,7 +193,7 @@ def _sharded_property(name: str) -> property:
     def read(self: Any) -> Any:
         if not is_compiling():
             return _read_eagerly(self, name)
-        if not self._fsdp_scope.active:
+        if not self._fsdp_scope.active and not _traces_recomputation():
             return self._parameters[name]
         found = getattr(self, attribute)
         if found is None:
@@ -199,7 +211,7 @@ def _model_parallel_property(name: str) -> property:
 
     def read(self: Any) -> Any:
         piece = piece_of(self)
-        if not is_compiling() or not self._fsdp_scope.active:
+        if not is_compiling() or not (self._fsdp_scope.active or _traces_recomputation()):
             return piece
         return getattr(self, attribute).wrap(piece)
 
@@ -213,7 +225,7 @@ def _extension_property(name: str) -> property:
     def read(self: Any) -> Any:
         if not is_compiling():
             return _read_eagerly(self, name)
-        if not self._fsdp_scope.active:
+        if not self._fsdp_scope.active and not _traces_recomputation():
             return self._parameters[name]
         found = getattr(self, attribute)
         if found is None:

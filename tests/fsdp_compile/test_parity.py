@@ -143,6 +143,12 @@ def _compile_children(model: nn.Module, options: Compile) -> Forward:
     return model
 
 
+def _compile_checkpointed(model: nn.Module, options: Compile) -> Forward:
+    for part in (*model.get_submodule("blocks").children(), model.get_submodule("twice"), model.get_submodule("held")):
+        part.compile(**options)
+    return model
+
+
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
@@ -267,6 +273,7 @@ _OF_EACH_RANK = [
     Case("checkpoint_around_units", partial(models.MLP, checkpointed=True), inductor_worlds=(2,)),
     Case("checkpoint_inside_units", models.CheckpointsInside),
     Case("reads_in_checkpoints", models.ReadsInCheckpoints, inductor_worlds=(2,)),
+    Case("reads_in_checkpoints_by_part", models.ReadsInCheckpoints, compile=_compile_checkpointed),
     Case("graph_breaks", models.GraphBreaks, inductor_worlds=(2,)),
     Case("compile_first_block", models.MLP, compile=_compile_first_block),
     Case("compile_each_block", models.MLP, compile=_compile_each_block),

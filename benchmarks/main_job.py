@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from harness import extras
 
 ROOT = Path(__file__).parent.parent
 SYSTEMS = ("fsdp-compile", "fsdp2")
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="training steps of each run")
     parser.add_argument("--json", type=Path, help="file to write all runs to")
     args, flags = parser.parse_known_args()
+    extras.need("tqdm", "matplotlib")
 
     runs: dict[str, list[dict[str, float]]] = {system: [] for system in SYSTEMS}
     with tempfile.TemporaryDirectory() as scratch:

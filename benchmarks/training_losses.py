@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import ranks, report
+from harness import extras, ranks, report
 from harness.flags import names_of
 from harness.fresh_module import fresh_module
 from torch import nn
@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile import GatherPolicy, capture, comm_hooks, fsdp_backend, fully_shard
 
+extras.need("tqdm", "matplotlib")
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 FULL = "full"
 _LAST = 20  # training losses of which the mean is taken, as the main job does

@@ -41,6 +41,15 @@ def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+@pytest.mark.parametrize("script", ["step_time.py", "main_job.py", "training_losses.py"])
+def test_one_line_says_what_to_install(script: str) -> None:
+    code = f"import runpy, sys; sys.modules['tqdm'] = None; sys.argv = [{script!r}]; sys.path.insert(0, {str(BENCHMARKS)!r}); "
+    code += f"runpy.run_path({str(BENCHMARKS / script)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr == f"{script} needs tqdm: pip install -c constraints.txt -e '.[examples]'\n"
+
+
 def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
     flags = ["--systems", "unsharded,fsdp2-compiled,ours", "--batch", "1", "--sequence", "16", "--rounds", "2", "--steps", "1"]
     flags += ["--microbatches", "2", "--accumulate", "unsharded", "--keep-unsharded"]

@@ -25,7 +25,6 @@ from passes.fx.torch_internals.dynamo import OptimizedModule
 from passes.ir.ops import unshard, unshard_extension
 
 from ..compiler.traced_forwards import note_traced_forward
-from ..runtime.gradients import in_backward
 from ..runtime.uncompiled import Forward, is_recomputing, read, read_in_forward_of
 from ..units.extension import is_extension
 from ..units.sharded_param import ShardedParam, model_parallel_attribute, shard_attribute
@@ -175,15 +174,11 @@ class FSDPModule(GradientControls, ScheduleControls, _Sharded):
         return state_of(cast(nn.Module, self))
 
 
-def _traces_recomputation() -> bool:
-    """Whether Dynamo traces what a checkpoint runs again in a backward, around which there is no forward of a unit."""
-    return torch.is_grad_enabled() and _runs_in_backward()
-
-
 @torch.compiler.assume_constant_result
-def _runs_in_backward() -> bool:
-    # Dynamo cannot guard on it. What is traced here, and called outside of a backward and of a forward, reads full tensors.
-    return in_backward()
+def _traces_recomputation() -> bool:
+    """Return whether a checkpoint recomputes in backward, outside of any unit's forward, the code that Dynamo traces."""
+    # Dynamo cannot guard on it. Code that is traced here, and called outside of backward and forward, reads full tensors.
+    return is_recomputing()
 
 
 def _sharded_property(name: str) -> property:

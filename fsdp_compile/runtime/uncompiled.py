@@ -47,7 +47,7 @@ from .gradients import (
     zeros_like_gradient,
 )
 from .plan import must_not_gather
-from .unsharding import end_forward, finish_gather_of, finish_unshard, gathered_together, start_gathers
+from .unsharding import Resharded, end_forward, finish_gather_of, finish_unshard, gathered_together, start_gathers
 
 # An uncompiled module may be called from a compiled one, where Dynamo would trace this file.
 _python = disable_dynamo
@@ -85,7 +85,7 @@ class Gathered:
         self.unit = unit
         self.fulls: dict[ShardedParam, Tensor] = {}
         self._versions = {param: _Version.of(param) for param in unit.params}
-        self._resharded: dict[ShardedParam, Tensor] = {}
+        self._resharded: dict[ShardedParam, Resharded] = {}
         self._param_in: dict[int, tuple[ShardedParam, int]] = {}
         #: Outputs of forwards. Backward runs hooks on them before it reads a parameter.
         self.given_out: list[weakref.ref[Tensor]] = []
@@ -121,7 +121,7 @@ class Gathered:
                 missing.append(params)
         what = f"unshard of {unit.name or 'the root'}"
         # The bytes of what was rounded are not in the full parameters, of which all else is resharded anew.
-        resharded = {param: piece for param, piece in self._resharded.items() if piece.dtype == torch.uint8}
+        resharded = {param: piece for param, piece in self._resharded.items() if piece.shard.dtype == torch.uint8}
         for pending in start_gathers(unit, missing, what, self._resharded):
             self.fulls.update(finish_gather_of(pending, resharded))
         self._resharded = resharded
@@ -182,7 +182,7 @@ class Gathered:
         """Free the full parameters, but for the shards in a smaller group that ``reshard_after_forward=<int>`` keeps."""
         for param, full in self.fulls.items():
             if (group := param.post_forward_group) and not param.is_whole and param not in self._resharded:
-                self._resharded[param] = reshard(full, param.name, group, dim=param.dim)
+                self._resharded[param] = Resharded(reshard(full, param.name, group, dim=param.dim), group)
         self.free()
 
     def prepare_backward(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from passes.ir.extension import gathered_shape, with_rows
 from ..units.sharded_param import ShardedParam
 from ..units.unit import PendingGather, Pieces, Unit
 from .course import eager_run
-
-_NONE: Mapping[ShardedParam, Tensor] = {}
 
 
 @torch.inference_mode(False)
@@ -59,8 +57,23 @@ def gathered_together(unit: Unit) -> list[list[ShardedParam]]:
     return list(found.values())
 
 
+class Resharded(NamedTuple):
+    """A parameter between forward and backward.
+
+    Attributes:
+        shard: this rank's, or the bytes of one that was rounded.
+        group: name of the smaller group that it is sharded over. The unit may have another by now.
+    """
+
+    shard: Tensor
+    group: str
+
+
+_NONE: Mapping[ShardedParam, Resharded] = {}
+
+
 def start_gathers(
-    unit: Unit, buckets: Iterable[list[ShardedParam]], what: str, resharded: Mapping[ShardedParam, Tensor] = _NONE
+    unit: Unit, buckets: Iterable[list[ShardedParam]], what: str, resharded: Mapping[ShardedParam, Resharded] = _NONE
 ) -> list[PendingGather]:
     """Start to gather parameters, one collective for each bucket.
 
@@ -80,15 +93,17 @@ def start_gathers(
     return [_start_gather(unit, params, what, resharded) for params in buckets]
 
 
-def _start_gather(unit: Unit, params: list[ShardedParam], what: str, resharded: Mapping[ShardedParam, Tensor]) -> PendingGather:
+def _start_gather(
+    unit: Unit, params: list[ShardedParam], what: str, resharded: Mapping[ShardedParam, Resharded]
+) -> PendingGather:
     if params[0].is_packed:
         return _start_packed(params, what)
     dtype, sharded = params[0].compute_dtype, [param for param in params if not param.is_whole]
     is_resharded = any(param in resharded for param in sharded)
-    group = params[0].post_forward_group if is_resharded else params[0].mesh.shard_group
+    group = resharded[sharded[0]].group if is_resharded else params[0].mesh.shard_group
     sent_as, dtypes, encoded_over = sharded[0].sent_as if sharded else None, [], ""
     if is_resharded:
-        shards = [resharded[param] for param in sharded]
+        shards = [resharded[param].shard for param in sharded]
         if sent_as is not None and any(shard.dtype == torch.uint8 for shard in shards):
             dtypes, encoded_over = [shard.dtype for shard in shards], params[0].mesh.shard_group
         else:
@@ -174,7 +189,9 @@ def finish_unshard(unit: Unit) -> None:
             param.state.is_unsharded = True
 
 
-def finish_gather_of(pending: PendingGather, resharded: dict[ShardedParam, Tensor] | None = None) -> dict[ShardedParam, Tensor]:
+def finish_gather_of(
+    pending: PendingGather, resharded: dict[ShardedParam, Resharded] | None = None
+) -> dict[ShardedParam, Tensor]:
     """Wait for a gather.
 
     Args:
@@ -203,7 +220,8 @@ def finish_gather_of(pending: PendingGather, resharded: dict[ShardedParam, Tenso
         parts = iter(gathered[len(sharded) :])
         for param in map(sharded.__getitem__, to_reshard):
             assert resharded is not None
-            resharded[param] = reshard_rounded([next(parts), next(parts)], param.post_forward_group)
+            group = param.post_forward_group
+            resharded[param] = Resharded(reshard_rounded([next(parts), next(parts)], group), group)
     return {param: full.contiguous() for param, full in fulls.items()}
 
 

@@ -52,7 +52,7 @@ class _Drawing:
             units += ["nested"] if kind in _HAVE_MODULES and checkpoint != "inside" else []
             units += ["with next"] if index + 1 < len(kinds) else []
             reshard: list[bool | int | None] = [None, None, True, False]
-            if self.mesh == (4,):
+            if self.mesh == (4,) and "extended" not in kinds:
                 reshard.append(2)
             blocks.append(Block(kind, checkpoint, self.random.choice(units), self.random.choice(reshard)))
         policy = None

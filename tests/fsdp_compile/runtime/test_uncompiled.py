@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import fully_shard
+from fsdp_compile import GatherPolicy, fully_shard
 from fsdp_compile.runtime.uncompiled import Gathered, state_of
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
@@ -66,27 +66,36 @@ def counted(work: Callable[[], Any]) -> dict[str, int]:
 # --- As FSDP2 -------------------------------------------------------------------------------------
 
 
-def change_reshard(fully_shard: FullyShard, before: bool) -> list[torch.Tensor]:
+def change_reshard(
+    fully_shard: FullyShard, before: bool | int, after: bool, gather_policy: GatherPolicy | None = None
+) -> list[torch.Tensor]:
     """Gradients of a step with checkpoints around units, whose flag changes between forward and backward."""
     torch.manual_seed(0)
     model: Any = models.MLP(checkpointed=True)
-    shard_units(model, device_mesh((2,)), fully_shard)
-    model.set_reshard_after_forward(before)
+    policy = {"gather_policy": gather_policy} if gather_policy else {}
+    shard_units(model, device_mesh((dist.get_world_size(),)), fully_shard, reshard_after_forward=before, **policy)
     loss = model(torch.ones(3, 8)).square().sum()
-    model.set_reshard_after_forward(not before)
+    model.set_reshard_after_forward(after)
     loss.backward()
     return [param.grad.full_tensor() for param in model.parameters()]
 
 
-def change_reshard_in_both(before: bool) -> None:
+def change_reshard_in_both(before: bool | int, after: bool) -> None:
     """Executed by every rank."""
-    theirs = change_reshard(torch.distributed.fsdp.fully_shard, before)
-    torch.testing.assert_close(change_reshard(fully_shard, before), theirs)
+    theirs = change_reshard(torch.distributed.fsdp.fully_shard, bool(before), not before)
+    torch.testing.assert_close(change_reshard(fully_shard, before, after), theirs)
+    policy, kept = GatherPolicy(torch.int8), bool(before)
+    rounded = change_reshard(fully_shard, kept, kept, policy)
+    torch.testing.assert_close(change_reshard(fully_shard, before, after, policy), rounded)
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_reshard_after_forward_changes_between_forward_and_backward(before: bool, rank_pools: RankPools) -> None:
-    rank_pools[2].run(change_reshard_in_both, before=before)
+@pytest.mark.parametrize(
+    ("before", "after", "world"), [(True, False, 2), (False, True, 2), (2, True, 4), (2, False, 4)], ids=str
+)
+def test_reshard_after_forward_changes_between_forward_and_backward(
+    before: bool | int, after: bool, world: int, rank_pools: RankPools
+) -> None:
+    rank_pools[world].run(change_reshard_in_both, before=before, after=after)
 
 
 def communicate(name: str, fully_shard: FullyShard) -> list[dict[str, int]]:

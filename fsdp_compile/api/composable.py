@@ -87,7 +87,7 @@ class UnitState:
 
         ``reset_iter_state()`` recovers from an exception between this and :meth:`_post_forward`.
         """
-        forward = Forward(self._unit, module, is_unit=True)
+        forward = Forward(self._unit, module)
         args, kwargs = cast_inputs(self._unit.mp_policy, args, kwargs)
         self._forwards.append((self._unit.scope.active, forward, (args, kwargs)))
         self._unit.scope.active = True

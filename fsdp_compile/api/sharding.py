@@ -19,6 +19,7 @@ from passes.fx.torch_internals.core import FakeTensor
 from passes.fx.torch_internals.distributed import concatenate_meshes
 from passes.fx.torch_internals.dynamo import OptimizedModule
 
+from ..compiler import registered_attributes
 from ..runtime.owner import attach
 from ..torch_versions import check_policy
 from ..units.extension import check_extension, is_extension
@@ -27,7 +28,8 @@ from ..units.model_parallel import ModelParallel
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .composable import is_fsdp2s, register, state_of
-from .module import FSDPModule, sharded_params_of, swap_class, swap_class_of_wrapper, unit_of
+from .module import FSDPModule, add_methods, make_unit, set_scope, shard_parameters, swap_class_of_wrapper, unit_of
+from .parameters import ShardedParameters, replace_functions, sharded_params_of
 from .partial_offload import PartialCPUOffloadPolicy, Piece
 
 M = TypeVar("M", bound=nn.Module)
@@ -133,17 +135,19 @@ def fully_shard(
     if unit.copies:
         _check_copied(found, cuts, gather_policy)
     wrappers = [wrapper for wrapper in _as_list(module) if isinstance(wrapper, OptimizedModule)]
-    owners = [owner for owners in found.values() for owner, _, _ in owners]
-    with _all_or_nothing([*modules, *wrappers, *owners], found):
-        _install(unit, found, cuts)
+    inner = _inside(modules)
+    with _all_or_nothing([*modules, *wrappers, *inner], found):
+        _install(unit, inner, found, cuts)
         for member in modules:
-            swap_class(member, unit, is_unit=True)
+            make_unit(member, unit)
         for wrapper in wrappers:
             swap_class_of_wrapper(wrapper)
         register([*modules, *wrappers], unit)
         unit.allocate()
         for member in modules:
             _name_units(member)
+    registered_attributes.install(ShardedParameters)
+    replace_functions()
     if isinstance(offload_policy, PartialCPUOffloadPolicy):
         offload_policy.bytes_on_device += bytes_on_device
     for param in ignored:
@@ -313,6 +317,21 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
     for index, module in enumerate(modules):
         visit(module, f"{index}." if len(modules) > 1 else "")
     return found
+
+
+def _inside(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the modules inside of these that no unit further in has."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in found and not isinstance(child, FSDPModule):
+                found[child] = None
+                visit(child)
+
+    for module in modules:
+        visit(module)
+    return list(found)
 
 
 def _piece(param: Tensor) -> Tensor:
@@ -494,9 +513,12 @@ def _check_dtypes(found: dict[nn.Parameter, _Owners]) -> None:
         )
 
 
-def _install(unit: Unit, found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut]) -> None:
-    """Replace full parameters by sharded ones, and swap the classes of the modules that register them."""
-    owned: dict[nn.Module, dict[str, ShardedParam]] = {module: {} for module in unit.modules}
+def _install(
+    unit: Unit, inner: Iterable[nn.Module], found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut]
+) -> None:
+    """Replace full parameters by sharded ones, in the modules of the unit and those inside."""
+    owned: dict[nn.Module, dict[str, ShardedParam]] = {}
+    tied = []
     for param, owners in found.items():
         sharded = _sharded_as(param)
         if sharded is None:
@@ -504,17 +526,17 @@ def _install(unit: Unit, found: dict[nn.Parameter, _Owners], cuts: dict[nn.Param
             unit.params.append(sharded)
             # For a later call, which finds the same parameter in a module of another unit.
             param._fsdp_sharded_as = sharded  # type: ignore[attr-defined]
+        else:
+            tied.append(sharded)
         for module, name, _ in owners:
             sharded.owners.append((module, name))
             owned.setdefault(module, {})[name] = sharded
-        if sharded.unit is not unit:
-            sharded.update_operator_args()
     for module, params in owned.items():
-        for name, sharded in params.items():
-            module._parameters[name] = sharded.param
-        module._fsdp_sharded = params  # type: ignore[assignment]
-        if module not in unit.modules:
-            swap_class(module, unit, is_unit=False)
+        shard_parameters(module, unit, params)
+    for module in inner:
+        add_methods(module, unit)
+    for sharded in tied:
+        sharded.update_operator_args()
 
 
 def _name_units(root: nn.Module) -> None:
@@ -526,8 +548,7 @@ def _name_units(root: nn.Module) -> None:
     units = dict.fromkeys(unit for module in prefixes if (unit := unit_of(module)) is not None)
     scope.units = list(units)
     for module in prefixes:
-        if unit_of(module) is not None:
-            module._fsdp_scope = scope  # type: ignore[assignment]
+        set_scope(module, scope)
     for unit in units:
         unit.name = prefixes.get(unit.modules[0], unit.name)
         unit.is_root = unit.is_root and root in unit.modules

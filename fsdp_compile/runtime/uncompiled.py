@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from passes.fx.torch_internals.core import (
     TorchDispatchModeKey,
+    current_dispatch_mode,
     disable_dynamo,
     get_dispatch_mode,
     is_traceable_wrapper_subclass,
@@ -224,6 +225,10 @@ class _State:
     trainable: Trainable | None = None
     modules_run: set[nn.Module] = field(default_factory=set)
     saves_notes: bool = False
+
+    def end_recomputation(self) -> None:
+        """Forget the parameters as autograd knew them where checkpoints recomputed."""
+        self.trainable = None
 
 
 _states: weakref.WeakKeyDictionary[Unit, _State] = weakref.WeakKeyDictionary()
@@ -499,16 +504,22 @@ def read(param: ShardedParam) -> Tensor | None:
 
 def is_recomputing() -> bool:
     """Whether a checkpoint runs a part of a forward again, in a backward."""
-    return in_backward() and torch.is_grad_enabled()
+    # A part without gradients is known by the checkpoint's hooks.
+    return in_backward() and (torch.is_grad_enabled() or top_saved_tensors_default_hooks(False) is not None)
 
 
-def read_in_forward_of(module: nn.Module, param: ShardedParam) -> Tensor | None:
-    """What :func:`read` returns while the forward of a module runs that registers the parameter."""
-    forward = Forward(param.unit, module, is_unit=False)
+def read_in_recomputation(param: ShardedParam) -> Tensor | None:
+    """What :func:`read` returns in a forward, where a checkpoint recomputes a part of one."""
+    unit, scope = param.unit, param.unit.scope
+    scope.uncompiled_depth += 1
     try:
         return read(param)
     finally:
-        forward.end()
+        scope.uncompiled_depth -= 1
+        if scope.uncompiled_depth == 0:
+            state_of(unit).reading = None
+            # Until the backward ends, reads share one node, as those in a forward do.
+            at_end_of_backward(state_of(unit).end_recomputation)
 
 
 _TRACING_MODES = tuple(getattr(TorchDispatchModeKey, mode) for mode in ("FAKE", "PROXY", "FUNCTIONAL"))
@@ -520,22 +531,19 @@ def _is_traced() -> bool:
 
 
 class Forward:
-    """A forward of a sharded module that is not compiled.
-
-    Args:
-        unit: the unit of the module, or of parameters that it registers.
-        module: the module.
-        is_unit: the former.
-    """
+    """A forward of a unit's module that is not compiled."""
 
     @_python
-    def __init__(self, unit: Unit, module: nn.Module, is_unit: bool):
-        self._unit, self._module, self._is_unit = unit, module, is_unit
+    def __init__(self, unit: Unit, module: nn.Module):
+        self._unit, self._module = unit, module
         self._scope = unit.scope
         self._scope.uncompiled_depth += 1
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        if not is_unit or not torch.is_grad_enabled():
-            # Where a checkpoint recomputes a part of a unit, its own hooks count saved tensors.
+        state = state_of(unit)
+        if state.reading is None and current_dispatch_mode() is not None and not _is_traced():
+            # Torch's CommDebugMode iterates over parameters in hooks of its own, in which it counts no collective.
+            state.reading = Reading(unit)
+        if not torch.is_grad_enabled():
             return
         if not in_backward():
             state_of(unit).saves_notes = unit.reshards_after_forward
@@ -547,7 +555,7 @@ class Forward:
     def returns(self, output: Any, inputs: Any) -> None:
         """Have backward gather the unit when it reaches this forward's outputs, and free it behind this forward's inputs."""
         reading = state_of(self._unit).reading
-        if not self._is_unit or reading is None or not reading.is_recorded:
+        if reading is None or not reading.is_recorded:
             return
         gathered, given_out = reading.gathered, _differentiable(output)
         # An input that is an output of the same unit does not end its backward.
@@ -566,11 +574,10 @@ class Forward:
         if self._hooks is not None:
             self._hooks.__exit__()
         self._scope.uncompiled_depth -= 1
-        if self._is_unit:
-            run = state_of(self._unit).modules_run
-            run.add(self._module)
-            if len(run) == len(self._unit.modules):
-                _end_forward(self._unit)
+        run = state_of(self._unit).modules_run
+        run.add(self._module)
+        if len(run) == len(self._unit.modules):
+            _end_forward(self._unit)
         if self._scope.uncompiled_depth == 0:
             for unit in self._scope.units:
                 state = state_of(unit)

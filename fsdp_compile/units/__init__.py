@@ -1,30 +1,28 @@
 """State: units, their parameters, where shards lie.
 
-Attributes. Torch often hands over nothing but a module, a parameter or a tensor: to a property, to an operator, to a graph that
+Attributes. Torch often hands over nothing but a module, a parameter or a tensor: to a method, to an operator, to a graph that
 equal blocks share. State that is needed there is an attribute of that object. This is the complete list, with the files that
 set and read each; ``tests/test_architecture.py`` compares it with the code.
 
-On modules that ``fully_shard`` sharded, and on those inside that register sharded parameters:
+On modules that were passed to ``fully_shard``:
 
 ``_fsdp_unit``
     The :class:`~.unit.Unit`. Methods and forwards of a module begin with ``self``.
     Set: ``fsdp_compile/api/module.py``. Read: there, ``fsdp_compile/api/gradient_controls.py``,
     ``fsdp_compile/api/schedule_controls.py``, ``fsdp_compile/comm_hooks/checkpoint.py``, ``fsdp_compile/dry_run.py``.
 ``_fsdp_scope``
-    The unit's scope, once more: Dynamo reads it for each parameter, and each further attribute on the way costs a guard.
-    Set: ``fsdp_compile/api/module.py``, ``fsdp_compile/api/sharding.py``. Read: the former.
-``_fsdp_sharded``
-    The sharded parameters that the module registers, by name: what its properties stand for.
-    Set: ``fsdp_compile/api/sharding.py``. Read: there, ``fsdp_compile/api/module.py``.
-``_fsdp_shard_<name>``
-    The arguments of ``unshard`` for one parameter, its shard first: one attribute to read for Dynamo.
-    Set, and named: ``fsdp_compile/units/sharded_param.py``. Read by that name.
-``_fsdp_model_parallel_<name>``
-    How another parallelism has laid out one parameter, a :class:`~.model_parallel.ModelParallel`, for Dynamo as well.
-    Set, and named: ``fsdp_compile/units/sharded_param.py``. Read by that name.
+    The unit's scope, once more: each attribute on the way costs Dynamo a guard.
+    Set and read: ``fsdp_compile/api/module.py``.
 ``_fsdp_original_class``
     On a generated class: the class that it was made of, of which slices of a container are.
     Set and read: ``fsdp_compile/api/module.py``.
+
+On the tables in the place of ``_parameters`` (:mod:`fsdp_compile.api.parameters`), which all modules have that register sharded
+parameters:
+
+``_fsdp_shard_<name>``
+    The arguments of ``unshard`` for one parameter, its shard first: one attribute to read for Dynamo.
+    Set, and named: ``fsdp_compile/units/sharded_param.py``. Read by that name, and in ``fsdp_compile/api/parameters.py``.
 
 On parameters that users have passed in:
 

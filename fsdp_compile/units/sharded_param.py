@@ -39,15 +39,14 @@ if TYPE_CHECKING:
 
 
 def shard_attribute(name: str) -> str:
-    """The name of a module's attribute for one parameter: a tuple of its shard, and of the positional and keyword arguments of
-    ``unshard`` that follow it; for one with an extension, also of the attributes of its local tensor, and the names of those
-    that may be tensors; None while the parameter has no memory."""
+    """The name of a table's attribute for one parameter, which traced forwards read.
+
+    It is a tuple of the shard, and of the positional and keyword arguments of ``unshard`` that follow it. Of a parameter that
+    is not read as what ``unshard`` returns, then: how another parallelism has laid it out, or None; and the attributes of a
+    local tensor that has an extension, or None, with the names of those that may be tensors. While the parameter has no memory,
+    it is None; while something else stands in its place, that tensor.
+    """
     return f"_fsdp_shard_{name}"
-
-
-def model_parallel_attribute(name: str) -> str:
-    """The name of a module's attribute for one parameter that another parallelism has laid out: how it did."""
-    return f"_fsdp_model_parallel_{name}"
 
 
 class ShardedParam:
@@ -276,15 +275,15 @@ class ShardedParam:
     def adopt_assigned_parameter(self) -> None:
         """Take over a parameter that was registered in the place of ours (``load_state_dict(assign=True)``)."""
         for module, name in self.owners:
-            registered = module._parameters[name]
+            registered = _table_of(module).registered[name]
             if registered is self.param:
                 continue
             self.check_replacement(registered)
-            self.param = registered  # type: ignore[assignment]
+            self.param = registered
             self.unit.abandon_gathers()
             self.state = ParamState()
             for other, other_name in self.owners:
-                other._parameters[other_name] = self.param
+                _table_of(other).registered[other_name] = self.param
             return
 
     def update_operator_args(self) -> None:
@@ -305,20 +304,19 @@ class ShardedParam:
             # A type without a number: graphs are the same on all ranks.
             "device": self.mesh.device.type if self.unit.copies else "",
         }
-        found: tuple[Any, ...] = ()
+        special: tuple[Any, ...] = () if self.model_parallel is None else (self.model_parallel, None, ())
         if self.extension is not None:
             # They are of what it sends, tensors that lie nowhere yet.
             kwargs |= {"extension": self.extension.key, "param_dtype": None, "offset": None, "packed": False}
-            found = vars(self.local), self.extension.optional
+            special = self.model_parallel, vars(self.local), self.extension.optional
         defaults = {"dim": 0, "reshard_after_forward": True, "post_forward_group": "", "replicate_group": "", "sent_as": ""}
         defaults |= {"packed": False, "device": ""}
         self.kwargs = {key: value for key, value in kwargs.items() if value != defaults.get(key)}
         for module, name in self.owners:
-            module.__dict__[shard_attribute(name)] = (
-                None if self.shard.is_meta else (self.shard, self.args, self.kwargs, *found)
-            )
-            if self.model_parallel is not None:
-                module.__dict__[model_parallel_attribute(name)] = self.model_parallel
+            table = _table_of(module)
+            if name in table.registered:
+                found = None if self.shard.is_meta else (self.shard, self.args, self.kwargs, *special)
+                setattr(table, shard_attribute(name), found)
 
     def gather_alone(self) -> Tensor:
         """The full parameter, gathered at once and by itself. Differentiable."""
@@ -367,11 +365,10 @@ class ShardedParam:
             RuntimeError: something else is registered in its place.
         """
         for module, name in self.owners:
-            if module._parameters.get(name) is not self.param:
+            if _table_of(module).registered.get(name) is not self.param:
                 raise RuntimeError(
                     f"A compiled graph reads the shard of parameter {self.name}, but something else stands in its place in "
-                    "module._parameters (torch.func.functional_call puts it there). Call the model uncompiled, where it is "
-                    "read, or write values to the parameter: param.copy_, load_state_dict."
+                    "module._parameters. Write values to the parameter: param.copy_, load_state_dict."
                 )
 
     def sync_requires_grad(self) -> bool:
@@ -381,6 +378,11 @@ class ShardedParam:
         self.shard.requires_grad_(self.param.requires_grad)
         self.unit.attach(self)
         return True
+
+
+def _table_of(module: nn.Module) -> Any:
+    """Return what ``fully_shard`` put in the place of the module's ``_parameters`` (:mod:`fsdp_compile.api.parameters`)."""
+    return module._parameters
 
 
 _params_by_memory: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()

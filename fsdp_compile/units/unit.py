@@ -40,6 +40,7 @@ class Scope:
             module can use a parameter of a module inside it that is a unit of its own.
         uncompiled_depth: the number of nested forwards of sharded modules that run uncompiled.
         units: the units, in the order of their modules.
+        tied_reads: while a forward runs, full parameters that several modules register and that were iterated over, by name.
         is_last_backward: whether the next backward is that of the last microbatch.
         finalizes_by_hand: whether ``finalize_backward()`` reduces what a backward did not, rather than the end of a backward.
         post_optim_event: the event that the next forward has to wait for.
@@ -55,6 +56,7 @@ class Scope:
         self.active = False
         self.uncompiled_depth = 0
         self.units: list[Unit] = []
+        self.tied_reads: dict[str, Any] = {}
         self.is_last_backward = True
         self.finalizes_by_hand = False
         self.post_optim_event: Event | None = None

@@ -184,6 +184,34 @@ class ReadsInCheckpoints(nn.Module):
         return self.head(x)
 
 
+class ReadsInOtherWays(nn.Module):
+    """Parameters that a forward reads by iteration, by name and by slices: penalties, hypernetworks, weight tying by hand."""
+
+    class Penalised(Block):
+        def __init__(self, dim: int) -> None:
+            super().__init__(dim, 2 * dim)
+            self.tied = nn.Linear(dim, dim, bias=False)
+            self.again = nn.Linear(dim, dim, bias=False)
+            self.again.weight = self.tied.weight
+            self.gains = nn.ParameterList(torch.randn(dim) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for gain in self.gains[1:]:
+                x = x * gain
+            x = F.linear(x, self.tied._parameters["weight"], self.get_parameter("down.bias"))
+            penalty = torch.stack([param.square().mean() for param in self.parameters()]).sum()
+            return super().forward(self.again(torch.tanh(x))) + 0.1 * penalty * len(dict(self.named_parameters()))
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Penalised(dim), self.Penalised(dim)])
+        self.head = nn.Linear(dim, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.blocks[1], self.blocks[0](x), use_reentrant=False)
+        return self.head(x)
+
+
 class ScalarParameters(nn.Module):
     """A 0-dim parameter in a unit and one in the root."""
 

@@ -286,7 +286,7 @@ def test_dtensor_on_a_mesh_that_is_no_other_slice(mesh_of_param: str, fake_ranks
     assert _same(before, _state(model))
     # The message's remedies.
     fully_shard(model, mesh=both["dp"], ignored_params={model.head.weight})
-    assert isinstance(model.head.bias, DTensor) and type(model.head).__name__ == "ShardedLinear"
+    assert isinstance(model.head.bias, DTensor) and type(model.head) is nn.Linear
     model = _model()
     model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), both["tp"], [Shard(0)]))
     fully_shard(model, mesh=both["dp"])
@@ -382,11 +382,11 @@ def test_deepcopy(fake_ranks: None) -> None:
     fully_shard(model.blocks[0], mesh=_mesh())
     # Also from a module that is not sharded, and from one that owns shards without being a unit.
     for culprit, name in (
-        (model.blocks[0], "FSDPBlock"),
-        (model.blocks[0].up, "ShardedLinear"),
-        (model, "FSDPBlock"),
+        (model.blocks[0], "FSDPBlock holds"),
+        (model.blocks[0].up, "up.weight, up.bias: a module that holds"),
+        (model, "FSDPBlock holds"),
     ):
-        with _refused(model, NotImplementedError, rf"{name} holds sharded parameters.*before sharding", shardable=False):
+        with _refused(model, NotImplementedError, rf"{name} sharded parameters.*before sharding", shardable=False):
             copy.deepcopy(culprit)
 
 

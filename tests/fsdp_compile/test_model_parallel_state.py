@@ -349,7 +349,7 @@ def unshard() -> None:
     model.unshard()
     block.unshard()
     for name, parameter in model.named_parameters():
-        shown = model.get_submodule(name.rpartition(".")[0]).__getattribute__(name.rpartition(".")[2])
+        shown = getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
         assert isinstance(shown, DTensor) and shown.device_mesh == tp, name
         assert shown.placements == parameter.placements[1:], name
         assert torch.equal(shown.full_tensor(), values[name]), name
@@ -357,7 +357,7 @@ def unshard() -> None:
     block.reshard()
     for name, parameter in model.named_parameters():
         assert model.get_parameter(name) is parameter
-        assert model.get_submodule(name.rpartition(".")[0]).__getattribute__(name.rpartition(".")[2]) is parameter
+        assert getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) is parameter
 
 
 def test_unshard_shows_the_tensor_parallel_parameters(rank_pools: RankPools) -> None:

@@ -303,7 +303,8 @@ def test_gradients_that_autograd_returns_are_refused(one_rank: None) -> None:
         model.unshard()  # type: ignore[attr-defined]
         loss = model(torch.ones(3, 8)).sum()
         with pytest.raises(NotImplementedError, match=r"the gradient of head\.weight, as pipelines .*Use backward\(\)"):
-            torch.autograd.grad(loss, [model._parameters.get("bias"), model.head._parameters["weight"]], allow_unused=True)
+            params = dict(model.named_parameters())
+            torch.autograd.grad(loss, [params["bias"], params["head.weight"]], allow_unused=True)
 
 
 def save_and_go_on(path: str) -> None:

@@ -274,6 +274,7 @@ _OF_EACH_RANK = [
     Case("checkpoint_inside_units", models.CheckpointsInside),
     Case("reads_in_checkpoints", models.ReadsInCheckpoints, inductor_worlds=(2,)),
     Case("reads_in_checkpoints_by_part", models.ReadsInCheckpoints, compile=_compile_checkpointed),
+    Case("reads_in_other_ways", models.ReadsInOtherWays, inductor_worlds=(2,)),
     Case("graph_breaks", models.GraphBreaks, inductor_worlds=(2,)),
     Case("compile_first_block", models.MLP, compile=_compile_first_block),
     Case("compile_each_block", models.MLP, compile=_compile_each_block),

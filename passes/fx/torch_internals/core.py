@@ -6,7 +6,7 @@ import torch
 from torch._decomp import get_decompositions
 
 # Variants of a graph are lowered long after AOTAutograd has returned, in the contexts that it had. ``TracingContext`` also says
-# which fake mode a compilation works in, and which functions Dynamo is tracing.
+# which fake mode a compilation works in.
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 
 # Passes are logged as torch's own are, for ``TORCH_TRACE`` and tlparse; the logger says whether anything listens.
@@ -43,9 +43,6 @@ from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defin
 
 # Graph modules whose Python code is not written until it is called: segments never are, Inductor reads their graph.
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-
-# ``torch.func.functional_call`` puts tensors into modules with it, by which a trace of it is recognised.
-from torch.nn.utils._named_member_accessor import swap_tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 
 # Trees of what modules take and give out, in the form that Dynamo traces.
@@ -54,6 +51,9 @@ from torch.utils import _pytree as pytree
 # Modes see every operator, those too that a function calls by way of others. Tensors of subclasses that AOTAutograd takes apart
 # are more than one input of a graph.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+
+# Whether any mode sees what is dispatched.
+from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 
 # What expressions of sizes are written with.
 from torch.utils._sympy import functions as sympy_functions

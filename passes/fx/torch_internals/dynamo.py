@@ -15,3 +15,6 @@ from torch._dynamo.exc import TorchDynamoException
 
 # What a symbol of ShapeEnv comes from; those for numbers of ranks come from nowhere in a frame.
 from torch._dynamo.source import ConstantSource
+
+# Dynamo's view of a value that traced code reads: of a constant, such as the name of a parameter.
+from torch._dynamo.variables import ConstantVariable

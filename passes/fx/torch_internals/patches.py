@@ -1,7 +1,8 @@
 """All replacements in torch, except those of ``cuda_code`` (``fsdp_compile/cuda/pretend.py``).
 
-Methods are replaced for a ``with`` block, by what is given the method that was there, to fall back to. Kernels of operators are
-replaced from :func:`install_kernel` to :func:`uninstall`, after which torch has its own again. No import replaces anything.
+Methods are replaced by what is given the method that was there, to fall back to: for a ``with`` block, or from
+:meth:`Method.install` to :func:`uninstall`, as kernels of operators are from :func:`install_kernel` on. Then torch has its own
+again. No import replaces anything.
 """
 
 from __future__ import annotations
@@ -52,6 +53,17 @@ class Method:
         finally:
             setattr(owner, self.name, original)
 
+    def install(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace the method until :func:`uninstall`, unless it is already, or the installed torch has no such method."""
+        if self not in _originals and self.is_known():
+            owner = self._owner()
+            _originals[self] = vars(owner)[self.name]
+            setattr(owner, self.name, make(_originals[self]))
+
+    def uninstall(self) -> None:
+        """Give torch its own method back."""
+        setattr(self._owner(), self.name, _originals.pop(self))
+
     def _owner(self) -> Any:
         return pkgutil.resolve_name(self.owner)
 
@@ -72,11 +84,25 @@ try_loop_split = Method("torch._inductor.codegen.cpp:CppScheduling", "try_loop_s
 # groups the rank has, and ranks with unequal numbers wait for each other. Alike in torch 2.11 to 2.15.
 hash_ranks_to_str = Method("torch.distributed.distributed_c10d", "_hash_ranks_to_str", parameters=1)
 
+# From the first sharded module on, when Dynamo traces what reads an attribute of it: what the module registers is looked up at
+# once, as torch does where that is in plain dictionaries (``fsdp_compile/compiler/registered_attributes.py``). Tried with torch
+# 2.13; without such a method, Dynamo traces the lookup.
+read_module_attribute = Method("torch._dynamo.variables.nn_module:UnspecializedNNModuleVariable", "var_getattr", parameters=3)
+
+# From the first sharded module on: a slice of a list of parameters, which torch registers in a new list, as if each was one
+# that is trained there (``fsdp_compile/api/parameters.py``). Tried with torch 2.13.
+slice_parameter_list = Method("torch.nn.modules.container:ParameterList", "__getitem__", parameters=2)
+
+# From the first sharded module on: how ``torch.func.functional_call`` puts tensors into modules, which traced code of sharded
+# ones would not see (``fsdp_compile/api/parameters.py``). Tried with torch 2.13.
+swap_tensor = Method("torch.nn.utils._named_member_accessor", "swap_tensor", parameters=4)
+
 # Gloo's (``passes/collectives/gloo.py``), from the first mesh over Gloo: torch's gather can abort the process, has none on a
 # GPU, and its exchange uses one direction of a connection at a time. Alike in torch 2.11 to 2.15.
 all_gather = "_c10d_functional::all_gather_into_tensor"
 all_to_all = "_c10d_functional::all_to_all_single"
 
+_originals: dict[Method, Callable[..., Any]] = {}
 _installed: dict[tuple[str, str], torch.library.Library] = {}
 
 
@@ -97,7 +123,9 @@ def install_kernel(operator: str, kernel: Callable[..., Any], device_type: str) 
 
 
 def uninstall() -> None:
-    """Give torch its own kernels back. What is sharded after this installs others where it needs them."""
+    """Give torch its own methods and kernels back. What is sharded after this installs others where it needs them."""
+    for method in list(_originals):
+        method.uninstall()
     while _installed:
         _, library = _installed.popitem()
         # Deleting a library does it some time later.

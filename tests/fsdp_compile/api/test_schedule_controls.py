@@ -369,11 +369,16 @@ def test_kept_parameters_outlive_the_forward(fake_ranks: None) -> None:
     assert [gathered(graph) for graph in captured.backward] == [[]]
 
 
+def _registered(module: nn.Module, name: str) -> nn.Parameter:
+    """The DTensor, also after ``unshard()``, in which reads by name give full tensors."""
+    return dict(module.named_parameters())[name]
+
+
 def test_what_is_written_is_gathered_again(fake_ranks: None) -> None:
     training = Chain(2)
     writes: list[Callable[[nn.Linear], Any]] = [
-        lambda linear: linear._parameters["weight"].data_ptr(),
-        lambda linear: nn.init.zeros_(linear._parameters["weight"]),
+        lambda linear: _registered(linear, "weight").data_ptr(),
+        lambda linear: nn.init.zeros_(_registered(linear, "weight")),
         lambda linear: linear.load_state_dict(linear.state_dict()),
         lambda linear: linear.load_state_dict(linear.state_dict(), assign=True),
         lambda linear: linear.double().float(),
@@ -396,9 +401,9 @@ def test_what_is_written_while_its_gather_runs_is_stale(fake_ranks: None) -> Non
     unit = Chain(1).units[0]
     linear = cast(nn.Linear, unit)
     unit.unshard()
-    nn.init.zeros_(linear._parameters["bias"])
+    nn.init.zeros_(_registered(linear, "bias"))
     handle = unit.unshard(async_op=True)
-    nn.init.zeros_(linear._parameters["weight"])
+    nn.init.zeros_(_registered(linear, "weight"))
     assert handle is not None and is_full(unit) == [False]
     handle.wait()
     assert is_full(unit) == [False]
@@ -457,7 +462,7 @@ def unshard_mixed(mesh_shape: tuple[int, ...], param_dtype: torch.dtype | None) 
         counts = issued(unit.unshard)
     wrong = [f"{counts}"] if counts.all_gather != 2 else []
     for name, value in expected.items():
-        found = model.get_submodule(name.rpartition(".")[0]).__getattribute__(name.rpartition(".")[2])
+        found = getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
         same = not isinstance(found, DTensor) and not found.is_inference() and found.dtype == value.dtype
         wrong += [] if same and torch.equal(found, value) else [name]
     return wrong

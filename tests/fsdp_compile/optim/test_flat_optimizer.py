@@ -693,7 +693,7 @@ def test_padding_stays_zero() -> None:
                 lies_in.tensor()[param._local_tensor.numel() :] = torch.inf
             optimizer.step()
         for block in model.blocks:
-            shard = block.up.__dict__["_fsdp_shard_weight"][0]
+            shard = block.up._parameters._fsdp_shard_weight[0]
             assert shard.shape[0] == 2 and not shard[1].any() and shard[0].isfinite().all()
     finally:
         dist.destroy_process_group()

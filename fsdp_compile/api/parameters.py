@@ -1,0 +1,232 @@
+"""What sharding puts in the place of a module's ``_parameters``.
+
+``nn.Module`` finds parameters there in whatever way they are read: as attributes, by ``parameters()``, ``get_parameter`` or
+``state_dict``. So inside of a forward all of these give full tensors, outside of one the DTensors that are registered, and a
+module that is no unit keeps its class. Dynamo traces a read like any other Python code: its graph holds ``unshard``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling, is_dynamo_compiling
+
+from passes.fx.torch_internals.core import disable_dynamo
+from passes.fx.torch_internals.patches import slice_parameter_list, swap_tensor
+from passes.ir.ops import unshard, unshard_extension
+
+from ..runtime.uncompiled import is_recomputing, read, read_in_recomputation
+from ..units.sharded_param import ShardedParam, shard_attribute
+from ..units.unit import Unit
+
+
+# Not a subclass of dict: Dynamo would look into it by itself, and make DTensors inputs of graphs.
+class ShardedParameters(MutableMapping[str, Any]):
+    """The parameters that a module registers, some of them sharded, by name.
+
+    After ``unshard()``, names give full tensors outside of forwards, too; iteration gives what is registered, as optimizers and
+    state dicts have to.
+
+    Attributes:
+        registered: what ``nn.Module`` registered, sharded parameters as DTensors.
+        sharded: those that are sharded.
+        unit: the unit that the module belongs to.
+        scope: the unit's, once more: Dynamo guards on each attribute on the way.
+    """
+
+    def __init__(self, registered: dict[str, nn.Parameter | None], sharded: dict[str, ShardedParam], unit: Unit):
+        self.registered = registered
+        self.sharded = sharded
+        self.unit = unit
+        self.scope = unit.scope
+        # What the last read outside of a compiled forward has given.
+        self._lent: dict[str, weakref.ref[Tensor]] = {}
+
+    # Dynamo traces this for each parameter of each layer: every object and attribute on the way costs time, and a guard.
+    def __getitem__(self, name: str) -> Any:
+        if not is_compiling():
+            return self._read_eagerly(name) if name in self.sharded else self.registered[name]
+        if not self.scope.active and not _traces_recomputation():
+            return self.registered[name]
+        found = getattr(self, f"_fsdp_shard_{name}", None)
+        if found is None:
+            if name in self.sharded:
+                raise RuntimeError(self.sharded[name].meta_message())
+            return self.registered[name]
+        if type(found) is not tuple:
+            # A tensor that stands in the parameter's place.
+            return self.sharded[name].compute_with(found)
+        if len(found) == 3:
+            shard, args, kwargs = found
+            return unshard(shard, *args, **kwargs)
+        return _unshard_special(*found)
+
+    @disable_dynamo
+    def _read_eagerly(self, name: str) -> Any:
+        registered, sharded = self.registered[name], self.sharded[name]
+        is_active, found = self.scope.active, getattr(self, shard_attribute(name))
+        if isinstance(found, Tensor):
+            return sharded.compute_with(found) if is_active else found
+        is_recomputed = not is_active and is_recomputing()
+        if not is_active and not is_recomputed:
+            shown = sharded.state.shown(sharded.param)
+            return registered if shown is None else self._lend(name, sharded.as_read(shown))
+        if sharded.shard.is_meta:
+            raise RuntimeError(sharded.meta_message())
+        # Where a checkpoint recomputes a part of a unit, no forward of the unit runs.
+        full = read_in_recomputation(sharded) if is_recomputed else read(sharded)
+        if full is None:
+            sharded.sync_requires_grad()
+            full = sharded.gather_alone()
+        full = sharded.as_read(full)
+        # ``isinstance(full, nn.Parameter)``. Containers of parameters would else make a new one of it, without a gradient.
+        full._is_param = True  # type: ignore[attr-defined]
+        return self._lend(name, full)
+
+    def _lend(self, name: str, full: Tensor) -> Tensor:
+        self._lent[name] = weakref.ref(full)
+        return full
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        sharded = self.sharded.get(name)
+        if sharded is None:
+            self.registered[name] = value
+            return
+        if is_compiling():
+            raise RuntimeError(
+                f"A compiled forward puts a tensor into module._parameters, in the place of parameter {sharded.name}. Use "
+                "torch.func.functional_call, or do it outside of the compiled function."
+            )
+        lent = self._lent.get(name)
+        if value is sharded.param or (lent is not None and lent() is value):
+            # Code that replaces what it has read, and puts it back.
+            self.registered[name] = sharded.param
+            sharded.update_operator_args()
+        else:
+            self.registered[name] = value
+            setattr(self, shard_attribute(name), value)
+
+    def swap(self, name: str, value: Any) -> Any:
+        """Have reads give a tensor in the place of a sharded parameter, which stays registered.
+
+        Args:
+            name: of the parameter.
+            value: the tensor; or what an earlier call returned, which takes it back.
+
+        Returns:
+            What stood there.
+        """
+        found = getattr(self, shard_attribute(name))
+        setattr(self, shard_attribute(name), value)
+        return found
+
+    def __delitem__(self, name: str) -> None:
+        del self.registered[name]
+        self.__dict__.pop(shard_attribute(name), None)
+
+    def __contains__(self, name: object) -> bool:
+        # Dynamo makes an input of the graph of what it finds in a dictionary: not of the DTensor.
+        return hasattr(self, f"_fsdp_shard_{name}") or name in self.registered
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.registered)
+
+    def __len__(self) -> int:
+        return len(self.registered)
+
+    def keys(self) -> Any:
+        """Return the names."""
+        return self.registered.keys()
+
+    def items(self) -> Any:
+        """Return names and parameters, full inside of a forward."""
+        return [(name, self._read_once(name)) for name in self.registered] if self._is_in_forward() else self.registered.items()
+
+    def values(self) -> Any:
+        """Return parameters, full inside of a forward."""
+        return [full for _, full in self.items()] if self._is_in_forward() else self.registered.values()
+
+    def _read_once(self, name: str) -> Any:
+        """Return a tied parameter as one tensor for all modules, by which ``parameters()`` leaves out all but one."""
+        sharded = self.sharded.get(name)
+        if sharded is None or len(sharded.owners) == 1 or not self.scope.active:
+            return self[name]
+        reads = self.scope.tied_reads
+        if sharded.name not in reads:
+            reads[sharded.name] = self[name]
+        return reads[sharded.name]
+
+    def _is_in_forward(self) -> bool:
+        if not is_compiling():
+            return self.scope.active or is_recomputing()
+        # Dynamo itself iterates over what is registered.
+        return is_dynamo_compiling() and (self.scope.active or _traces_recomputation())
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        owned = ", ".join(sharded.name for sharded in self.sharded.values()) or "A module"
+        raise NotImplementedError(
+            f"{owned}: a module that holds sharded parameters cannot be copied or pickled. Copy the model before sharding, or "
+            "build another one and load_state_dict."
+        )
+
+
+@torch.compiler.assume_constant_result
+def _traces_recomputation() -> bool:
+    """Return whether a checkpoint recomputes in backward, outside of any unit's forward, the code that Dynamo traces."""
+    # Dynamo cannot guard on it. Code that is traced here, and called outside of backward and forward, reads full tensors.
+    return is_recomputing()
+
+
+def _unshard_special(
+    shard: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layout: Any,
+    attributes: dict[str, Any] | None,
+    optional: Iterable[str],
+) -> Any:
+    """Return a parameter that is not read as what ``unshard`` returns, from :func:`.sharded_param.shard_attribute`."""
+    if attributes is None:
+        full = unshard(shard, *args, **kwargs)
+    else:
+        names = tuple([key for key in optional if attributes[key] is not None])
+        full = unshard_extension(shard, *args, tensors=[attributes[key] for key in names], names=names, **kwargs)
+    return full if layout is None else layout.wrap(full)
+
+
+def sharded_params_of(module: nn.Module) -> dict[str, ShardedParam]:
+    """Return the sharded parameters that a module registers, by name."""
+    params: Any = module._parameters
+    return params.sharded if isinstance(params, ShardedParameters) else {}
+
+
+def replace_functions() -> None:
+    """Replace two functions of torch's, until ``patches.uninstall()``, for modules with a table; for others they stay.
+
+    A slice of a list of parameters is registered in a new list by torch's, as if each was trained there. That by which
+    ``torch.func.functional_call`` puts tensors into modules would put a full parameter back that it has found in a forward.
+    """
+
+    def make_getitem(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def getitem(self: Any, index: Any) -> Any:
+            if isinstance(index, slice) and isinstance(self._parameters, ShardedParameters):
+                return [self[position] for position in range(*index.indices(len(self)))]
+            return original(self, index)
+
+        return getitem
+
+    def make_swap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def swap(module: nn.Module, name: str, tensor: Any, allow_missing: bool = False) -> Any:
+            params: Any = module._parameters
+            if isinstance(params, ShardedParameters) and isinstance(tensor, Tensor | tuple) and name in params.sharded:
+                return params.swap(name, tensor)
+            return original(module, name, tensor, allow_missing)
+
+        return swap
+
+    slice_parameter_list.install(make_getitem)
+    swap_tensor.install(make_swap)

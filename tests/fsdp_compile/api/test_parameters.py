@@ -1,0 +1,281 @@
+"""The table in the place of ``_parameters``: exact types, and every way to read a parameter, inside of forwards and outside.
+
+Training in these ways is compared in tests/fsdp_compile/test_parity.py (``reads_in_other_ways``).
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize
+
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.api.parameters import ShardedParameters
+from passes.fx.torch_internals import patches
+from tests.common import models
+
+_EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "aot_eager"}}
+both_ways = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+
+
+def _call(module: nn.Module, compiled: bool) -> Callable[..., Any]:
+    return torch.compile(module, fullgraph=True, **_EAGER_LOWERING) if compiled else module
+
+
+class _Runs(nn.Module):
+    """Returns what a function finds in a linear layer while a forward runs."""
+
+    def __init__(self, find: Callable[[nn.Module], Any]):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.find = find
+
+    def forward(self) -> Any:
+        return self.find(self.inner)
+
+
+# --- Types ----------------------------------------------------------------------------------------
+
+
+def test_initialisation_by_exact_type(one_rank: None) -> None:
+    """As torchtitan's and transformers' models do, after ``to_empty`` on a model of the meta device."""
+
+    def initialise(module: nn.Module) -> None:
+        if type(module) is nn.Linear:
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+
+    with torch.device("meta"):
+        model = models.MLP()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    model.apply(initialise)
+    for name, param in model.named_parameters():
+        if name == "bias":
+            continue  # of the model itself
+        expected = torch.ones if name.endswith("weight") else torch.zeros
+        torch.testing.assert_close(param.full_tensor(), expected(param.shape), msg=name)
+
+
+def test_groups_of_an_optimizer_by_exact_type(fake_ranks: None) -> None:
+    model = fully_shard(models.MLP(layers=2))
+    decayed = [module.weight for module in model.modules() if type(module) in (nn.Linear, nn.Conv1d)]
+    assert len(decayed) == 5 and all(isinstance(param, DTensor) for param in decayed)
+
+
+# --- Reads in a forward ---------------------------------------------------------------------------
+
+_WAYS: dict[str, Callable[[Any], Tensor]] = {
+    "attribute": lambda inner: inner[0].weight,
+    "getattr": lambda inner: getattr(inner[0], "weight"),  # noqa: B009
+    "item": lambda inner: inner[0]._parameters["weight"],
+    "get": lambda inner: inner[0]._parameters.get("weight"),
+    "get_parameter": lambda inner: inner[0].get_parameter("weight"),
+    "get_parameter_of_a_container": lambda inner: inner.get_parameter("0.weight"),
+    "parameters": lambda inner: next(iter(inner.parameters())),
+    "named_parameters": lambda inner: dict(inner.named_parameters())["0.weight"],
+    "items": lambda inner: dict(inner[0]._parameters.items())["weight"],
+    "values": lambda inner: list(inner[0]._parameters.values())[0],  # noqa: RUF015
+}
+
+
+@both_ways
+@pytest.mark.parametrize("way", _WAYS)
+def test_reads_full(way: str, compiled: bool, one_rank: None) -> None:
+    """Also as a part of the graph, with its gradient."""
+    model = _Runs(lambda inner: _WAYS[way](inner).square().sum())
+    weight = model.inner[0].weight.detach().clone()
+    fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        _call(model, compiled)().backward()
+        torch.testing.assert_close(model.inner[0].weight.grad.full_tensor(), 2 * weight)
+    assert isinstance(_WAYS[way](model.inner), DTensor)
+
+
+@both_ways
+@pytest.mark.parametrize("unit", ["", "inner", "inner.0"])
+def test_penalty_over_all_parameters(unit: str, compiled: bool, one_rank: None) -> None:
+    """Of other units, too, and a tied one once."""
+    model = _Runs(lambda inner: sum(param.square().sum() for param in inner.parameters()))
+    model.inner.append(nn.Linear(8, 8))
+    model.inner[2].weight = model.inner[0].weight
+    assert len(list(model.parameters())) == 3
+    twin = copy.deepcopy(model)
+    if unit:
+        fully_shard(model.get_submodule(unit))
+    fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        twin.zero_grad()
+        _call(model, compiled)().backward()
+        twin().backward()
+        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad)  # type: ignore[union-attr]
+
+
+@both_ways
+def test_slices_of_a_list(compiled: bool, one_rank: None) -> None:
+    """torch registers them in a new list; a full parameter, which is no leaf, would be one without a gradient there."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gains = nn.ParameterList(torch.randn(8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for gain in self.gains[1:]:
+                x = x * gain
+            return x * self.gains[::-2][0] * self.gains[-1]
+
+    model = Scaled()
+    twin = copy.deepcopy(model)
+    fully_shard(model)
+    x = torch.randn(2, 8)
+    _call(model, compiled)(x).sum().backward()
+    twin(x).sum().backward()
+    assert twin.gains[0].grad is None and model.gains[0].grad is None
+    for param, other in zip(model.gains[1:], twin.gains[1:], strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+    assert isinstance(twin.gains[1:], nn.ParameterList)
+
+
+def test_a_new_container_of_full_parameters(one_rank: None) -> None:
+    """It would train copies, without a word."""
+    model = fully_shard(_Runs(lambda inner: nn.ParameterDict({"weight": inner[0].weight})))
+    with pytest.raises(ValueError, match="Cannot assign non-leaf Tensor"):
+        model()
+
+
+def test_without_dynamos_shortcut(one_rank: None) -> None:
+    """Dynamo finds parameters and submodules by itself, too."""
+    model = _Runs(lambda inner: inner(inner[0].weight).sum())
+    twin = copy.deepcopy(model)
+    fully_shard(model)
+    patches.uninstall()
+    _call(model, True)().backward()
+    twin().backward()
+    torch.testing.assert_close(model.inner[0].weight.grad.full_tensor(), twin.inner[0].weight.grad)
+
+
+# --- Reads outside of a forward -------------------------------------------------------------------
+
+
+def test_reads_after_unshard(one_rank: None) -> None:
+    """By name in full, iterated over as registered: optimizers and state dicts ask in that way."""
+    model = fully_shard(_Runs(lambda inner: inner[0].weight.sum()))
+    linear = model.inner[0]
+    model.unshard()
+    for way in ("attribute", "item", "get_parameter", "get_parameter_of_a_container"):
+        assert not isinstance(_WAYS[way](model.inner), DTensor), way
+    for way in ("parameters", "named_parameters", "items", "values"):
+        assert isinstance(_WAYS[way](model.inner), DTensor), way
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    model.reshard()
+    assert isinstance(linear.weight, DTensor)
+
+
+def test_iteration_while_gathered_parameters_are_kept(one_rank: None) -> None:
+    """With ``reshard_after_forward=False``, where FSDP2 shows full tensors between forward and backward."""
+    model = fully_shard(_Runs(lambda inner: inner[0].weight.sum()), reshard_after_forward=False)
+    loss = model()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    loss.backward()
+
+
+def test_as_a_mapping(fake_ranks: None) -> None:
+    model = fully_shard(nn.Linear(8, 8, bias=False), ignored_params=set())
+    params: Any = model._parameters
+    assert isinstance(params, ShardedParameters)
+    assert "weight" in params and "other" not in params and len(params) == 2 and list(params) == ["weight", "bias"]
+    assert params["bias"] is None and params.get("other") is None and list(params.keys()) == ["weight", "bias"]
+    with pytest.raises(KeyError):
+        params["other"]
+    assert set(dir(model)) >= {"weight", "bias"}
+
+
+def test_deleting_a_parameter_and_putting_it_back(one_rank: None) -> None:
+    model = fully_shard(_Runs(lambda inner: inner[0].bias.sum()))
+    linear = model.inner[0]
+    bias = linear.bias
+    del linear.bias
+    assert not hasattr(linear, "bias") and "bias" not in dict(linear.named_parameters())
+    with pytest.raises(AttributeError, match="bias"):
+        model()
+    linear._parameters["bias"] = bias
+    for compiled in (False, True):
+        _call(model, compiled)().backward()
+
+
+# --- Code that replaces parameters ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unsharded", [False, True])
+def test_functional_call_puts_back_what_it_found(unsharded: bool, one_rank: None) -> None:
+    model = fully_shard(nn.Linear(8, 8))
+    weight, x = model.weight, torch.randn(2, 8)
+    if unsharded:
+        model.unshard()
+    given = {"weight": torch.zeros(8, 8), "bias": torch.ones(8)}
+    torch.testing.assert_close(functional_call(model, given, (x,)), torch.ones(2, 8))
+    model.reshard()
+    assert model.weight is weight and model._parameters["weight"] is weight
+    model(x).sum().backward()
+    assert weight.grad is not None
+
+
+@both_ways
+@pytest.mark.parametrize("is_unit", [False, True])
+def test_functional_call_inside_of_a_forward(is_unit: bool, compiled: bool, one_rank: None) -> None:
+    """What it found there is a full tensor, which no longer is anything when the forward is over."""
+    model = _Runs(lambda inner: functional_call(inner, {"0.weight": 2 * inner[0].weight}, (torch.ones(1, 8),)).sum())
+    twin = copy.deepcopy(model)
+    if is_unit:
+        fully_shard(model.inner)
+    fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        twin.zero_grad()
+        loss, expected = _call(model, compiled)(), twin()
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+        assert isinstance(model.inner[0].weight, DTensor)
+        torch.testing.assert_close(model.inner[0].weight.grad.full_tensor(), twin.inner[0].weight.grad)
+
+
+@pytest.mark.parametrize("is_unit", [False, True])
+def test_parametrizations_are_merged(is_unit: bool, one_rank: None) -> None:
+    """Inside of an ``unshard()``, as FSDP2's users do for inference."""
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
+    x = torch.randn(2, 8)
+    expected = model(x).detach()
+    if is_unit:
+        fully_shard(model[1])
+    fully_shard(model)
+    model.unshard()
+    parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=True)
+    model.reshard()
+    assert type(model[0]) is nn.Linear and not parametrize.is_parametrized(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+
+
+# --- Copies ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_copies_are_refused(copies: Callable[[Any], Any], fake_ranks: None) -> None:
+    model = fully_shard(models.MLP())
+    with pytest.raises(NotImplementedError, match=r"head\.weight, head\.bias: .* cannot be copied or pickled"):
+        copies(model.head)

@@ -1,4 +1,4 @@
-"""What sharding makes of modules.
+"""Units as modules: generated classes, and methods of the modules inside.
 
 A module that was passed to ``fully_shard`` becomes an ``FSDP<Class>``, a generated subclass of its own class, whose forward
 reads full parameters. One inside it keeps its class. Each that registers sharded parameters has a table of them in the place of
@@ -39,7 +39,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def set_scope(module: nn.Module, scope: Scope) -> None:
-    """Have a module read parameters as the forwards say that share a scope."""
+    """Set the scope whose forwards say how a module reads parameters."""
     if "_fsdp_scope" in module.__dict__:
         module._fsdp_scope = scope  # type: ignore[assignment]
     params: Any = module._parameters

@@ -1,4 +1,4 @@
-"""What sharding puts in the place of a module's ``_parameters``.
+"""A table in the place of a module's ``_parameters``, for those that register sharded parameters.
 
 ``nn.Module`` finds parameters there in whatever way they are read: as attributes, by ``parameters()``, ``get_parameter`` or
 ``state_dict``. So inside of a forward all of these give full tensors, outside of one the DTensors that are registered, and a
@@ -43,7 +43,7 @@ class ShardedParameters(MutableMapping[str, Any]):
         self.sharded = sharded
         self.unit = unit
         self.scope = unit.scope
-        # What the last read outside of a compiled forward has given.
+        # The full parameters that uncompiled reads returned last.
         self._lent: dict[str, weakref.ref[Tensor]] = {}
 
     # Dynamo traces this for each parameter of each layer: every object and attribute on the way costs time, and a guard.
@@ -111,18 +111,22 @@ class ShardedParameters(MutableMapping[str, Any]):
             setattr(self, shard_attribute(name), value)
 
     def swap(self, name: str, value: Any) -> Any:
-        """Have reads give a tensor in the place of a sharded parameter, which stays registered.
+        """Replace a sharded parameter in reads by a tensor. The parameter stays registered.
 
         Args:
             name: of the parameter.
             value: the tensor; or what an earlier call returned, which takes it back.
 
         Returns:
-            What stood there.
+            The tensor that was read before, or a stand-in for the parameter.
         """
         found = getattr(self, shard_attribute(name))
-        setattr(self, shard_attribute(name), value)
-        return found
+        if value is self.sharded[name].param:
+            self.sharded[name].update_operator_args()
+        else:
+            setattr(self, shard_attribute(name), value)
+        # None, of a parameter without memory, would be taken for a tensor that is removed.
+        return self.sharded[name].param if found is None else found
 
     def __delitem__(self, name: str) -> None:
         del self.registered[name]
@@ -148,7 +152,7 @@ class ShardedParameters(MutableMapping[str, Any]):
 
     def values(self) -> Any:
         """Return parameters, full inside of a forward."""
-        return [full for _, full in self.items()] if self._is_in_forward() else self.registered.values()
+        return [param for _, param in self.items()]
 
     def _read_once(self, name: str) -> Any:
         """Return a tied parameter as one tensor for all modules, by which ``parameters()`` leaves out all but one."""

@@ -16,7 +16,7 @@ from passes.fx.torch_internals.patches import read_module_attribute
 
 
 def install(kind: type) -> None:
-    """Have Dynamo look into modules with a table of parameters, until ``patches.uninstall()``.
+    """Show Dynamo the attributes of modules with a table of parameters, until ``patches.uninstall()``.
 
     Without the private names that it takes, Dynamo traces the lookup: that is right, and slower.
 

@@ -509,7 +509,7 @@ def is_recomputing() -> bool:
 
 
 def read_in_recomputation(param: ShardedParam) -> Tensor | None:
-    """What :func:`read` returns in a forward, where a checkpoint recomputes a part of one."""
+    """Return the full parameter, as :func:`read` does, where a checkpoint recomputes a part of a forward."""
     unit, scope = param.unit, param.unit.scope
     scope.uncompiled_depth += 1
     try:

@@ -52,7 +52,7 @@ from torch.utils import _pytree as pytree
 # are more than one input of a graph.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
-# Whether any mode sees what is dispatched.
+# The innermost mode that sees operators, if any.
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 
 # What expressions of sizes are written with.

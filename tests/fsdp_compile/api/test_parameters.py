@@ -106,7 +106,7 @@ def test_reads_full(way: str, compiled: bool, one_rank: None) -> None:
 @both_ways
 @pytest.mark.parametrize("unit", ["", "inner", "inner.0"])
 def test_penalty_over_all_parameters(unit: str, compiled: bool, one_rank: None) -> None:
-    """Of other units, too, and a tied one once."""
+    """Parameters of other units count, too, and a tied parameter once."""
     model = _Runs(lambda inner: sum(param.square().sum() for param in inner.parameters()))
     model.inner.append(nn.Linear(8, 8))
     model.inner[2].weight = model.inner[0].weight
@@ -234,10 +234,22 @@ def test_functional_call_puts_back_what_it_found(unsharded: bool, one_rank: None
     assert weight.grad is not None
 
 
+def test_functional_call_on_the_meta_device(one_rank: None) -> None:
+    """A parameter without memory is put back, too."""
+    with torch.device("meta"):
+        model = fully_shard(nn.Linear(8, 8))
+    weight = model.weight
+    given = {"weight": torch.zeros(8, 8), "bias": torch.ones(8)}
+    torch.testing.assert_close(functional_call(model, given, (torch.randn(2, 8),)), torch.ones(2, 8))
+    assert model.weight is weight and model._parameters["weight"] is weight
+    with pytest.raises(RuntimeError, match="meta device"):
+        model(torch.randn(2, 8))
+
+
 @both_ways
 @pytest.mark.parametrize("is_unit", [False, True])
 def test_functional_call_inside_of_a_forward(is_unit: bool, compiled: bool, one_rank: None) -> None:
-    """What it found there is a full tensor, which no longer is anything when the forward is over."""
+    """The tensor that is replaced there is a full one, which is not to outlive the forward."""
     model = _Runs(lambda inner: functional_call(inner, {"0.weight": 2 * inner[0].weight}, (torch.ones(1, 8),)).sum())
     twin = copy.deepcopy(model)
     if is_unit:

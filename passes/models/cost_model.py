@@ -17,7 +17,7 @@ Times are whole nanoseconds, whose sums do not depend on the order, so that equa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -301,8 +301,21 @@ def node_flops(node: Node) -> tuple[str, Any] | None:
     dtype = node.all_input_nodes[0].meta["val"].dtype
     if formula is None:
         return dtype_name(dtype), _fused_flops(node)
-    shapes = torch.fx.map_arg((node.args, node.kwargs), lambda source: _shapes(source.meta["val"]))
-    return dtype_name(dtype), formula(*shapes[0], **shapes[1], out_val=_shapes(node.meta["val"]))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: _shapes(source.meta["val"]))
+    return dtype_name(dtype), formula(*_with_all_heads(node, args), **kwargs, out_val=_shapes(node.meta["val"]))
+
+
+def _with_all_heads(node: Node, shapes: Sequence[Any]) -> Sequence[Any]:
+    """The shapes of an operator's arguments: of attention, keys and values with as many heads as the query."""
+    target: Any = node.target
+    if not target._schema.name.startswith("aten::_scaled_dot_product"):
+        return shapes
+    # The formula of torch 2.11 refuses grouped heads; of later ones, each head of the query counts as well.
+    named = {argument.name: shape for argument, shape in zip(target._schema.arguments, shapes, strict=False)}
+    for name in ("key", "value"):
+        batch, _, *rest = named[name]
+        named[name] = (batch, named["query"][1], *rest)
+    return list(named.values())
 
 
 def _flop_formula(node: Node) -> Callable[..., int] | None:

@@ -89,6 +89,17 @@ _scaled_dot_product_flash_attention_for_cpu 5096
 """,
         )
 
+    def test_attention_counts_each_head_of_the_query(self) -> None:
+        def attend(q, k):
+            output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                output, q, k, k, output, logsumexp, 0.0, False
+            )
+
+        graph = self.trace(attend, torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)).graph
+        product = 4 * 2 * 8 * 8 * 16
+        assert [found[1] for node in graph.nodes if (found := node_flops(node))] == [2 * product, 5 * product]
+
     def test_attention_has_a_rate_and_skips_what_a_causal_mask_hides(self) -> None:
         def attend(q, k, v):
             causal = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)

@@ -41,7 +41,19 @@ from harness import allocations, cuda_graph, device_profile, host, parity, ranks
 from harness.flags import names_of
 from harness.link import LOOPBACK
 from harness.llama import LlamaSize
-from harness.systems import BASE, OFFLOADED, RECORDED, YARDSTICK, Setting, System, build, shard_blocks
+from harness.systems import (
+    BASE,
+    OFFLOADED,
+    RECORDED,
+    ROUNDED,
+    ROUNDED_UNCOMPILED,
+    UNCOMPILED,
+    YARDSTICK,
+    Setting,
+    System,
+    build,
+    shard_blocks,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -49,6 +61,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compile import flat_optimizer, offload_optimizer
 
 _CHECKS = ("parity", "code", "time")
+_GROUPS = ("nccl", "gloo")
 _OURS = "ours"
 _SYSTEMS = (BASE, YARDSTICK, "fsdp2", _OURS)
 _CAPTURED = (BASE, _OURS)
@@ -61,6 +74,8 @@ _TIMEOUT_S = 300
 _MOST_DEVICE_TIME = 1.05
 # Of what an optimizer says of its memory: small tensors take whole blocks of the allocator.
 _SLACK_BYTES = 16 << 20
+# Those of torch 2.11 leave gradients unset. With NCCL they are compared all the same.
+_PRETENDED_REDUCE = torch.__version__ >= "2.13"
 # Of losses in bf16, and of the norm of gradients of the same kernels, of which some add atomically.
 _TOLERANCE = 1e-2
 
@@ -84,6 +99,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--precisions", type=names_of("precision", parity.PRECISIONS), metavar="A,B", help=f"of {', '.join(parity.PRECISIONS)}"
     )
+    parser.add_argument(
+        "--groups",
+        type=names_of("group", _GROUPS),
+        default=list(_GROUPS),
+        metavar="A,B",
+        help=f"of parity: {', '.join(_GROUPS)}",
+    )
+    parser.add_argument("--timeout", type=float, default=_TIMEOUT_S, metavar="S", help=f"of a job; default {_TIMEOUT_S}")
     parser.add_argument("--batch", type=int, default=LlamaSize.batch, metavar="N", help=f"sequences; default {LlamaSize.batch}")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="of timing; default 8")
     parser.add_argument("--job", choices=_JOBS, help=argparse.SUPPRESS)
@@ -105,21 +128,28 @@ def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]
     """Distances of gradients for each precision; on NCCL also between a step and its CUDA graph."""
     device = torch.device(args.device)
     size = replace(parity.SIZE, layers=1) if args.dry_run else parity.SIZE
-    result: dict[str, Any] = {}
+    setting = Setting(size, mesh, device, lowering=args.lowering)
+    kinds: dict[str, Callable[[], dict[str, Any]]] = {}
     for name in parity.precisions(mesh.size()):
         if name in args.precisions:
-            result[name] = parity.compare(name, Setting(size, mesh, device, lowering=args.lowering))
-            ranks.progress(f"parity on {dist.get_backend()}, {name}: done")
-    setting = Setting(size, mesh, device, lowering=args.lowering)
-    result["fp32, CPU offload"] = parity.compare("fp32", setting, OFFLOADED)
-    result["fp32, activations offloaded"] = measured(lambda: host.policy_parity(setting))
-    result["fp32, updates by offload_optimizer"] = measured(lambda: host.optimizer_parity(setting))
+            kinds[name] = lambda name=name: parity.compare(name, setting)
+    kinds["fp32, not compiled"] = lambda: parity.compare("fp32", setting, UNCOMPILED)
+    # Rounding is the same, in kernels of Triton's and in operators.
+    kinds["fp32, rounded"] = lambda: parity.compare("fp32", setting, ROUNDED, ROUNDED_UNCOMPILED)
+    kinds["fp32, CPU offload"] = lambda: parity.compare("fp32", setting, OFFLOADED)
+    kinds["fp32, activations offloaded"] = lambda: host.policy_parity(setting)
+    kinds["fp32, updates by offload_optimizer"] = lambda: host.optimizer_parity(setting)
     if dist.get_backend() == "nccl":
-        result["fp32, CUDA graph of a step"] = measured(lambda: captured_parity(setting))
+        kinds["fp32, CUDA graph of a step"] = lambda: captured_parity(setting)
     if mesh.size() == 1:
+        kinds["fp32, cudagraphs"] = lambda: recorded_parity(setting)
         # The search for a budget takes the longest of all.
-        result["fp32, memory and host budget"] = measured(lambda: host.budget_parity(setting))
-        result["fp32, cudagraphs"] = measured(lambda: recorded_parity(setting))
+        kinds["fp32, memory and host budget"] = lambda: host.budget_parity(setting)
+    result = {}
+    for name, measure in kinds.items():
+        found = result[name] = measured(measure)
+        how = found["error"] if "error" in found else f"{found['ours']:.1e}, FSDP2 {found['fsdp2']:.1e}"
+        ranks.progress(f"parity on {dist.get_backend()}, {name}: {how}")
     return result
 
 
@@ -128,7 +158,7 @@ def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return measure()
     except Exception as error:
-        return {"ours": math.nan, "fsdp2": 0.0, "error": str(error)}
+        return {"ours": math.nan, "fsdp2": 0.0, "error": str(error), "traceback": traceback.format_exc()}
 
 
 def recorded_parity(setting: Setting) -> dict[str, Any]:
@@ -160,7 +190,9 @@ def captured(system: System, batch: tuple[Tensor, Tensor]) -> tuple[Callable[[],
 
 
 def distance(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Between gradients, relative to the norm of what is expected."""
+    """Between gradients, relative to the norm of what is expected; 0 where reductions leave them unset."""
+    if dist.get_backend() == "fake" and not _PRETENDED_REDUCE:
+        return 0.0
     pairs = list(zip(gradients, expected, strict=True))
     difference = sum((a.float() - e.float()).square().sum() for a, e in pairs)
     size = sum(e.float().square().sum() for _, e in pairs)
@@ -271,11 +303,14 @@ def measure_time(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     steps = {name: lambda name=name: step(name) for name in _SYSTEMS}
     for name, times in time_rounds(steps, args.rounds, device).items():
         result["systems"][name]["times"] = [asdict(one) for one in times]
+        show_times(name, result["systems"][name]["times"])
     for name, found in result["systems"].items():
         found["activity"] = asdict(device_profile.profile(steps[name], _STEPS, device))
+        ranks.progress(f"{name}: {found['activity']}")
     with allocations.inputs_held_in_flight(device):
         for name, found in result["systems"].items():
             found["peak"] = max(allocations.peaks([steps[name]] * 3, device))
+            ranks.progress(f"{name}: {found['held'] / 1e6:.0f} MB held, {(found['held'] + found['peak']) / 1e6:.0f} MB at most")
     result["optimizers"] = measure_optimizers(systems[_OURS], batch, args.rounds, device)
     ranks.progress("optimizers: measured")
     # Last, as a capture that fails can leave the device useless.
@@ -296,12 +331,20 @@ def measure_time(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     return result
 
 
+def show_times(name: str, times: Sequence[dict[str, float]]) -> None:
+    """Print medians, which the table at the end has again: a job that is cut short has shown something."""
+    medians = ", ".join(f"{key} {statistics.median(one[key] for one in times):.2f} ms" for key in times[0])
+    ranks.progress(f"{name}: {medians}")
+
+
 def measure_optimizers(
     system: System, batch: tuple[Tensor, Tensor], rounds: int, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """Times, activity and memory of steps of AdamW over the same parameters and gradients: by name, taking turns. Of the one
     with states on the host also what it says of its memory."""
     forward_backward(system, batch)
+    for gradient in local_gradients(system):
+        gradient.normal_()
     found: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], None]] = {}
     with host.memory_of_its_own(device):
@@ -404,6 +447,8 @@ def measure_graphs(
         name: [asdict(one) for one in found]
         for name, found in time_rounds({"step": step, "graph": graphed}, rounds, device).items()
     }
+    for name, found in times.items():
+        show_times(name, found)
     return times | {"activity": asdict(device_profile.profile(graphed, _STEPS, device)), "distance": off}
 
 
@@ -456,7 +501,7 @@ def start(name: str, args: argparse.Namespace, argv: Sequence[str], environment:
     job_args = argparse.Namespace(**{**vars(args), "group": job.group_of(args)})
     one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     command = [__file__, *argv, "--job", name]
-    return ranks.run_ranks(command, job_args, one_gpu | (environment or {}), count=job.count, timeout_s=_TIMEOUT_S)
+    return ranks.run_ranks(command, job_args, one_gpu | (environment or {}), count=job.count, timeout_s=args.timeout)
 
 
 # ------------------------------------------------------------------------------------------ what it means
@@ -465,7 +510,7 @@ def start(name: str, args: argparse.Namespace, argv: Sequence[str], environment:
 def check_parity(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list[str]]:
     results: dict[str, list[dict[str, Any]]] = {}
     rows, complaints = [], []
-    for job in ("parity-nccl", "parity-gloo"):
+    for job in (f"parity-{group}" for group in args.groups):
         results[job] = start(job, args, argv)
         for precision in results[job][0]:
             found = [parity.Comparison(rank[precision]["ours"], rank[precision]["fsdp2"]) for rank in results[job]]
@@ -568,6 +613,8 @@ def check_time(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list
     optimizers = {name: summary_of(found) for name, found in result["optimizers"].items()}
     base = optimizers["flat_optimizer"]
     print("\n" + report.table(["step of AdamW", *header], [one.row(name, base) for name, one in optimizers.items()]))
+    if not _PRETENDED_REDUCE:
+        print("Pretended ranks of this version of torch do not reduce: gradients of CUDA graphs were not compared here.")
     for name, found in result["graphs"].items():
         if "error" in found:
             print(f"{name}: no CUDA graph: {found['error']}")

@@ -124,7 +124,6 @@ def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> N
     assert all(0 < row[what]["predicted"] < 1 and row[what]["measured"] > 0 for what in ("step", "unsharded"))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="reductions of torch 2.11's pretended ranks leave gradients unset")
 def test_gpu_check_runs_dry(tmp_path: Path) -> None:
     results = run("gpu_check.py", tmp_path / "out.json", "--dry-run", "--checks", "time", "--rounds", "1")
     assert results["complaints"] == []
@@ -402,6 +401,16 @@ def test_ranks_have_a_deadline() -> None:
     args = step_time.parse_args(["--group", "fake"])
     with pytest.raises(RuntimeError, match="rank 0 has not ended after 0 s"):
         ranks.run_ranks(["-c", "import time; time.sleep(60)"], args, timeout_s=0)
+
+
+@pytest.mark.night
+def test_a_rank_that_hangs_shows_where() -> None:
+    args = step_time.parse_args(["--group", "fake"])
+    hangs = "import sys; sys.path.insert(0, sys.argv[1]); import time, harness.ranks as ranks\n"
+    hangs += "def wait_for_ever(args, mesh): time.sleep(60)\n"
+    hangs += "import argparse; ranks.served(argparse.Namespace(device='cpu', group='fake'), wait_for_ever)"
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 has not ended after 15 s.*in wait_for_ever"):
+        ranks.run_ranks(["-c", hangs, str(Path(ranks.__file__).parents[1])], args, timeout_s=15)
 
 
 def test_table_aligns_its_columns() -> None:

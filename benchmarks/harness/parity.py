@@ -62,7 +62,7 @@ class Comparison:
 
     Attributes:
         ours: the largest distance of fsdp_backend's gradients from FSDP2's in float32, relative to their norm.
-        fsdp2: the same of FSDP2's; 0 in float32.
+        fsdp2: the same of FSDP2's, or of what stands in its place; of FSDP2 in float32, 0.
     """
 
     ours: float
@@ -74,13 +74,14 @@ class Comparison:
         return self.ours <= _MARGIN * self.fsdp2 + _TOLERANCE
 
 
-def compare(name: str, setting: Setting, ours: str = "ours") -> dict[str, Any]:
+def compare(name: str, setting: Setting, ours: str = "ours", theirs: str = "fsdp2") -> dict[str, Any]:
     """Train three times, on each rank; gives its :class:`Comparison` and the losses of each system.
 
     Args:
         name: of a precision.
         setting: what to train; its policy is that of the precision.
         ours: the system that is compared with FSDP2.
+        theirs: another one, in the place of FSDP2 in this precision.
     """
     precision = PRECISIONS[name]
     assert isinstance(setting.size, LlamaSize)
@@ -92,10 +93,10 @@ def compare(name: str, setting: Setting, ours: str = "ours") -> dict[str, Any]:
         return _train(build(system, replace(setting, policy=precision.policy)), batch, precision)
 
     expected_losses, expected = train("fsdp2", Precision(factor=precision.factor))
-    theirs_losses, theirs = train("fsdp2", precision)
+    their_losses, their = train(theirs, precision)
     our_losses, our = train(ours, precision)
-    comparison = Comparison(_distance(our, expected), _distance(theirs, expected))
-    losses = {"fsdp2 in float32": expected_losses, "fsdp2": theirs_losses, "ours": our_losses}
+    comparison = Comparison(_distance(our, expected), _distance(their, expected))
+    losses = {"fsdp2 in float32": expected_losses, "fsdp2": their_losses, "ours": our_losses}
     return {**asdict(comparison), "losses": losses}
 
 

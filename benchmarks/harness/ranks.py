@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import json
 import math
@@ -24,6 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .link import LOOPBACK, Link, make_link
 
 FAKE_WORLD_SIZE = 8
+_SHOW_STACKS = signal.SIGUSR1
+# Characters: stacks of a rank that hangs are as long.
+_LOG_END = 20_000
+_last_progress = time.perf_counter()
 
 
 @contextlib.contextmanager
@@ -132,12 +137,16 @@ def _wait(ranks: list[subprocess.Popen[bytes]], scratch: Path, timeout_s: float)
     deadline = time.monotonic() + timeout_s
     while True:
         codes = [process.poll() for process in ranks]
-        for rank, code in enumerate(codes):
+        for rank, (process, code) in enumerate(zip(ranks, codes, strict=True)):
             late = code is None and time.monotonic() > deadline
             if code or late:
+                if late:
+                    # Where it is, in its log.
+                    process.send_signal(_SHOW_STACKS)
+                    time.sleep(1)
                 log = (scratch / f"{rank}.log").read_text(errors="replace")
                 what = f"has not ended after {timeout_s:.0f} s" if late else f"ended with {code}"
-                raise RuntimeError(f"rank {rank} {what}:\n{log[-4000:]}")
+                raise RuntimeError(f"rank {rank} {what}:\n{log[-_LOG_END:]}")
         if None not in codes:
             return
         time.sleep(0.1)
@@ -154,6 +163,7 @@ def served(args: argparse.Namespace, measure: Callable[[argparse.Namespace, Devi
     """
     if not is_rank():
         return False
+    faulthandler.register(_SHOW_STACKS)
     with process_group(args) as mesh:
         give_result(measure(args, mesh))
     return True
@@ -165,9 +175,12 @@ def give_result(result: Any) -> None:
 
 
 def progress(text: str) -> None:
-    """Print a line, on the first rank only."""
+    """Print a line with the seconds since the last one, on the first rank only."""
+    global _last_progress
+    now = time.perf_counter()
     if os.environ["RANK"] == "0":
-        print(text, flush=True)
+        print(f"{text} ({now - _last_progress:.0f} s)", flush=True)
+    _last_progress = now
 
 
 @contextlib.contextmanager

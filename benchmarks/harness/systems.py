@@ -25,6 +25,8 @@ AUTO = "ours-auto"
 RECORDED = "ours-cudagraphs"
 APART = "ours-apart"
 ROUNDED = "ours-rounded"
+UNCOMPILED = "ours-uncompiled"
+ROUNDED_UNCOMPILED = "ours-rounded-uncompiled"
 OFFLOADED = "ours-offloaded"
 OFFLOADED_ACTIVATIONS = "ours-offloaded-activations"
 # Names that torch has for its backends, and fsdp_backend for values of its option.
@@ -180,15 +182,24 @@ def _ours(setting: Setting, wrap: Callable[[nn.Module], nn.Module] = lambda bloc
     return System(model, torch.compile(model, backend=fsdp_backend, options=options), _sync_flags(model, setting.accumulation))
 
 
-def _ours_rounded(setting: Setting) -> System:
+def _ours_uncompiled(setting: Setting) -> System:
+    from fsdp_compile import fully_shard
+
+    model: Any = setting.size.build(setting.device)
+    shard_blocks(model, fully_shard, mesh=setting.mesh, mp_policy=setting.policy)
+    return System(model, model, _sync_flags(model, setting.accumulation))
+
+
+def _ours_rounded(setting: Setting, compiled: bool = True) -> System:
     from fsdp_compile import GatherPolicy, comm_hooks, fsdp_backend, fully_shard
 
     model: Any = setting.size.build(setting.device)
     shard_blocks(model, fully_shard, mesh=setting.mesh, gather_policy=GatherPolicy(torch.float8_e4m3fn, 128))
     hook = comm_hooks.QuantizedReduce(torch.int8, block=128)
     model.register_comm_hook(comm_hooks.DefaultState(setting.mesh.get_group()), hook)
-    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": setting.lowering})
-    return System(model, compiled, _sync_flags(model, setting.accumulation))
+    options = {"lowering": setting.lowering}
+    forward = torch.compile(model, backend=fsdp_backend, options=options) if compiled else model
+    return System(model, forward, _sync_flags(model, setting.accumulation))
 
 
 def _ours_offloaded(setting: Setting) -> System:
@@ -240,6 +251,8 @@ _BUILDERS: dict[str, Callable[[Setting], System]] = {
     RECORDED: lambda setting: _ours(setting, cudagraphs=True),
     APART: lambda setting: _ours(setting, merge_below=0),
     ROUNDED: _ours_rounded,
+    UNCOMPILED: _ours_uncompiled,
+    ROUNDED_UNCOMPILED: lambda setting: _ours_rounded(setting, compiled=False),
     OFFLOADED: _ours_offloaded,
     OFFLOADED_ACTIVATIONS: lambda setting: _ours(setting, _ProductsOnHost),
 }
@@ -255,6 +268,8 @@ SYSTEMS = {
     RECORDED: 'fsdp_backend, with options={"cudagraphs": True}; on CUDA, without Gloo',
     APART: 'fsdp_backend, with options={"merge_below": 0}; if asked for',
     ROUNDED: "fsdp_backend, with gathers in float8 and reductions in int8; if asked for",
+    UNCOMPILED: "not compiled; if asked for",
+    ROUNDED_UNCOMPILED: "ours-rounded, not compiled; if asked for",
     OFFLOADED: "fsdp_backend, with shards, gradients and optimizer on the host; if asked for",
     OFFLOADED_ACTIVATIONS: "fsdp_backend, with matrix products that wait on the host for backward; if asked for",
 }
@@ -267,7 +282,7 @@ def build(name: str, setting: Setting) -> System:
 
 def default_systems(group: str, device: str) -> list[str]:
     """All that train the same with this kind of process group on this kind of device."""
-    left_out = {APART, ROUNDED, OFFLOADED, OFFLOADED_ACTIVATIONS}
+    left_out = {APART, ROUNDED, UNCOMPILED, ROUNDED_UNCOMPILED, OFFLOADED, OFFLOADED_ACTIVATIONS}
     if group == "fake":
         # The reducer of DDP fails with collectives that do nothing.
         left_out.add("ddp")

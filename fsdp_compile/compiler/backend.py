@@ -46,6 +46,7 @@ from .capture import observer, snapshot
 from .cuda_graphs import Recorders
 from .frame_room import with_room_for_frames
 from .garbage import collector_paused
+from .inductor_options import CUDAGRAPHS, asks_for_cudagraphs
 from .lowering import Lowering
 from .machine import find_hardware
 from .memory_budget import BudgetPartitioner, StepBudget
@@ -64,15 +65,13 @@ def fsdp_backend(
     Args:
         gm: the graph that Dynamo captured.
         example_inputs: its inputs.
-        options: see :class:`Options`.
-        mode: only None; Inductor's modes are not supported.
+        options: see :class:`Options`; and Inductor's.
+        mode: one of ``torch.compile``'s, which is short for options of Inductor.
 
     Raises:
-        ValueError: an option or mode that the backend does not have.
+        ValueError: an option or mode that there is not, or that contradicts what the backend does.
     """
-    parsed = Options.parse(options)
-    if mode is not None:
-        raise ValueError(f"fsdp_backend does not take mode={mode!r}; leave mode out.")
+    parsed = Options.parse(options, mode)
     return compile_with(LOWERINGS[parsed.lowering](), gm, example_inputs, parsed)
 
 
@@ -87,6 +86,11 @@ def compile_with(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[A
         example_inputs: its inputs.
         options: all but the lowering.
     """
+    with inductor_config.patch(dict(options.inductor)):
+        return _compile(lowering, gm, example_inputs, options)
+
+
+def _compile(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     run_dynamo_passes(gm, observer())
     shards = _qualify_names(gm.graph, example_inputs)
     if not shards:
@@ -112,8 +116,9 @@ def _compile_unsharded(
             "model ahead of its first compiled call, and compile the whole model, without graph breaks "
             "(torch.compile(model, fullgraph=True) says where they are)."
         )
-    # CUDA graphs are recorded of programs.
-    compiled = None if options.cudagraphs else lowering.compile_unsharded(gm, example_inputs)
+    # CUDA graphs are recorded of programs; but those that Inductor's option asks for are its own here.
+    is_recorded = options.cudagraphs and not asks_for_cudagraphs(options.inductor)
+    compiled = None if is_recorded else lowering.compile_unsharded(gm, example_inputs)
     return compiled or _Compilation(example_inputs, options, lowering, {}, Owners({})).run(gm)
 
 
@@ -246,13 +251,16 @@ class _Compilation:
         self._merge_below = options.small_unit_bytes
         self._options = options
         self._auto = options.auto_schedule(device) if device is not None else None
-        self._recorders = Recorders(device) if options.cudagraphs else None
+        self._recorders = Recorders(device) if options.records_on(device) else None
         self._budget: StepBudget | None = None
         if options.memory_budget is not None and device is not None:
             hardware = find_hardware(options.hardware, device.type)
             self._budget = StepBudget(options, self._params, self._examples, hardware, fuses=lowering.fuses, is_whole=is_whole)
         tags = _JointPass(inductor_config.joint_custom_post_pass, options, tells_partitioner=self._budget is None)
         self._config_patches = {
+            **options.inductor,
+            # Programs are recorded, not segments.
+            CUDAGRAPHS: False,
             **lowering.config_patches,
             "joint_custom_post_pass": tags,
             # Parameters that are frozen into the code could not be sharded.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from passes.auto import small_units
 from passes.auto.auto_schedule import AutoSchedule
 from passes.models.hardware import Hardware
 
+from . import inductor_options
 from .aot_eager_lowering import AotEagerLowering
 from .byte_sizes import bytes_of, is_size
+from .cuda_graphs import RECORDERS
 from .inductor_lowering import InductorLowering
 from .lowering import Lowering
 from .machine import find_hardware
@@ -46,6 +48,8 @@ class Options:
         merge_below: units with fewer bytes of parameters share collectives; 0: none does. None: the default,
             :data:`passes.auto.small_units.MERGE_BELOW_BYTES`.
         cudagraphs: record forward and backward as CUDA graphs (see :mod:`fsdp_compile.compiler.cuda_graphs`).
+        inductor: settings of Inductor, which users give among the others, by the names that they have there, or as a mode.
+            "aot_eager" takes them, and makes no code on which most have an effect.
     """
 
     lowering: str = "inductor"
@@ -57,19 +61,29 @@ class Options:
     hardware: Hardware | str | os.PathLike[str] | None = None
     merge_below: int | None = None
     cudagraphs: bool = False
+    inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def parse(options: dict[str, Any] | None) -> Options:
-        """Options from the dictionary that a user gave.
+    def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+        """Options from what a user gave to ``torch.compile``.
+
+        Args:
+            options: those of this class and those of Inductor, in one dictionary.
+            mode: a name for some of Inductor's.
 
         Raises:
-            ValueError: it has a key or a value that means nothing.
+            ValueError: a key, a value or the mode means nothing, or contradicts what this backend does.
         """
-        known = [field.name for field in fields(Options)]
-        for key in options or {}:
-            if key not in known:
-                raise ValueError(f"fsdp_backend has no option {key!r}; it has: {', '.join(known)}.")
-        parsed = Options(**(options or {}))
+        own, inductors = _split(options or {})
+        if mode is not None:
+            inductors = inductor_options.of_mode(mode) | inductors
+        settings = inductor_options.checked(inductors)
+        if inductor_options.asks_for_cudagraphs(settings) and not own.setdefault("cudagraphs", True):
+            raise ValueError(
+                f"options['cudagraphs'] is False, but options[{inductor_options.CUDAGRAPHS!r}] or Inductor's configuration is "
+                "True: leave one out."
+            )
+        parsed = Options(**own, inductor=settings)
         for name, choices in (("lowering", tuple(LOWERINGS)), ("schedule", _SCHEDULES)):
             if getattr(parsed, name) not in choices:
                 raise ValueError(f"options[{name!r}] must be one of {choices}, not {getattr(parsed, name)!r}.")
@@ -81,6 +95,12 @@ class Options:
         if not isinstance(parsed.cudagraphs, bool):
             raise ValueError(f"options['cudagraphs'] must be True or False, not {parsed.cudagraphs!r}.")
         return parsed
+
+    def records_on(self, device: torch.device | None) -> bool:
+        """Whether graphs with parameters on a device become CUDA graphs. Inductor's option asks for them where they exist."""
+        if inductor_options.asks_for_cudagraphs(self.inductor) and device is not None and device.type not in RECORDERS:
+            return False
+        return self.cudagraphs
 
     def _check_schedule(self) -> None:
         limit = self.memory_limit
@@ -156,3 +176,18 @@ class Options:
         if self.schedule != "auto":
             return None
         return AutoSchedule(find_hardware(self.hardware, device.type), self.memory_limit)
+
+
+def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of this backend, and options of Inductor."""
+    known = [field.name for field in fields(Options) if field.name != "inductor"]
+    own: dict[str, Any] = {}
+    inductors: dict[str, Any] = {}
+    for key, value in options.items():
+        if key not in known and not inductor_options.is_inductors(key):
+            raise ValueError(
+                f"fsdp_backend has no option {key!r}; it has: {', '.join(known)}; and those of Inductor "
+                "(torch._inductor.list_options())."
+            )
+        (own if key in known else inductors)[key] = value
+    return own, inductors

@@ -522,7 +522,7 @@ def test_unregistered_forward_method(fake_ranks: None) -> None:
             r"options\['lowering'\] must be one of .*inductor.*aot_eager.*'tvm'",
         ),
         ({"options": {"cudagraphs": 1}}, r"options\['cudagraphs'\] must be True or False, not 1"),
-        ({"mode": "max-autotune"}, r"does not take mode='max-autotune'; leave mode out"),
+        ({"mode": "fastest"}, r"There is no mode='fastest'; there are: default"),
     ],
     ids=["option", "lowering", "cudagraphs", "mode"],
 )

@@ -2,6 +2,9 @@
 
 import torch._inductor.config as inductor_config
 
+# What modes of torch.compile stand for.
+from torch._inductor import list_mode_options
+
 # Kernels are collected, and compiled in the background several to a file (``patches.py``).
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 

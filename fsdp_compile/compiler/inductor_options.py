@@ -1,0 +1,71 @@
+"""Options and modes of Inductor, among those that ``torch.compile`` is given for ``fsdp_backend``."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from passes.fx.torch_internals.inductor import inductor_config, list_mode_options
+
+#: Inductor's word for CUDA graphs.
+CUDAGRAPHS = "triton.cudagraphs"
+
+_PLACED = "fsdp_backend places and joins collectives itself: see options['schedule'] and options['merge_below']"
+# What would have no effect, or undo a pass: by the option, which values these are, and why.
+_CONTRADICTING: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "freezing": (bool, "parameters that are frozen into the code cannot be sharded"),
+    "use_joint_graph_passes": (lambda value: not value, "passes of fsdp_backend run among these"),
+    "reorder_for_compute_comm_overlap": (bool, _PLACED),
+    "bucket_all_gathers_fx": (lambda value: value != "none", _PLACED),
+    "bucket_reduce_scatters_fx": (lambda value: value != "none", _PLACED),
+    "bucket_all_reduces_fx": (lambda value: value != "none", _PLACED),
+    "aten_distributed_optimizations.enable_overlap_scheduling": (bool, _PLACED),
+    "aten_distributed_optimizations.collective_bucketing": (bool, _PLACED),
+}
+
+
+def is_inductors(key: str) -> bool:
+    """Whether an option is one of Inductor's, by a name as ``torch.compile`` takes it."""
+    return hasattr(inductor_config, _name(key)) and _name(key) in inductor_config.get_config_copy()  # type: ignore[attr-defined]
+
+
+def of_mode(mode: str) -> dict[str, Any]:
+    """The options that a mode of ``torch.compile`` stands for.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    known = list_mode_options()
+    if mode not in known:
+        raise ValueError(f"There is no mode={mode!r}; there are: {', '.join(known)}.")
+    return dict(known[mode])
+
+
+def asks_for_cudagraphs(settings: Mapping[str, Any]) -> bool:
+    """Whether settings ask for CUDA graphs, or leave it to Inductor's configuration and that does."""
+    return bool(settings.get(CUDAGRAPHS, inductor_config.triton.cudagraphs))
+
+
+def checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of Inductor by the names of its settings, as ``torch.compile`` checks them for its own backend.
+
+    Raises:
+        ValueError: a value is of another type than the setting, or contradicts what ``fsdp_backend`` does.
+    """
+    settings = {}
+    for key, value in options.items():
+        name = _name(key)
+        kind: Any = inductor_config.get_type(name)  # type: ignore[attr-defined]
+        # Of generic types, torch.compile takes anything as well.
+        if typing.get_origin(kind) is None and not isinstance(value, kind):
+            raise ValueError(f"options[{key!r}] is an option of Inductor and must be of type {kind.__name__}, not {value!r}.")
+        contradicts, reason = _CONTRADICTING.get(name, (lambda _: False, ""))
+        if contradicts(value):
+            raise ValueError(f"options[{key!r}] = {value!r} of Inductor contradicts fsdp_backend: {reason}.")
+        settings[name] = value
+    return settings
+
+
+def _name(key: str) -> str:
+    return key.replace("-", "_")

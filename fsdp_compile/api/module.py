@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from passes.fx.torch_internals.dynamo import OptimizedModule
 
 from ..compiler.traced_forwards import note_traced_forward
-from ..runtime.uncompiled import Forward
+from ..runtime.uncompiled import Forward, is_recomputing
 from ..units.sharded_param import ShardedParam, shard_attribute
 from ..units.unit import MovedError, Scope, Unit
 from .casts import cast_inputs, cast_output
@@ -198,6 +198,11 @@ class FSDPModule(GradientControls, ScheduleControls):
             "another one and load_state_dict."
         )
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+        compiled: Any = self._compiled_call_impl  # type: ignore[has-type]
+        self._compiled_call_impl = _active_in_recomputation(compiled, self)
+
     def _get_fsdp_state(self) -> UnitState | None:
         # Torch's code calls it to find FSDP2's state.
         return state_of(cast(nn.Module, self))
@@ -245,7 +250,31 @@ def _in_unit(forward: Callable[..., Any]) -> Callable[..., Any]:
             if uncompiled is not None:
                 uncompiled.end()
 
+    # Dynamo counts what it compiled, and learns which sizes change, by code object: those of all units would be one.
+    code = wrapped.__code__  # type: ignore[attr-defined]
+    wrapped.__code__ = code.replace(co_name=f"unit_{forward.__qualname__.replace('.', '_')}")  # type: ignore[attr-defined]
     return wrapped
+
+
+def _active_in_recomputation(compiled: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """Let a unit that is compiled by itself find the state that it had in its root's forward, when a checkpoint calls it again.
+
+    Dynamo guards on that state: it would compile everything twice, and has a limit for each function. Where that is reached
+    between a forward and its recomputation, the two do not save the same.
+    """
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        scope: Scope = module._fsdp_scope
+        if is_compiling() or scope.active or module._fsdp_unit.is_root or not is_recomputing():
+            return compiled(*args, **kwargs)
+        scope.active = True
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            scope.active = False
+
+    return call
 
 
 @functools.cache
@@ -290,6 +319,8 @@ def make_unit(module: nn.Module, unit: Unit) -> None:
     if "forward" in module.__dict__:
         # A forward patched onto the instance hides the class's.
         _wrap_on_instance(module, "forward")
+    if module._compiled_call_impl is not None:
+        module._compiled_call_impl = _active_in_recomputation(module._compiled_call_impl, module)
     module.register_load_state_dict_post_hook(lambda _module, _keys: unit.sync())
 
 
@@ -300,6 +331,7 @@ def swap_class_of_wrapper(wrapper: OptimizedModule) -> None:
     """
     original: Any = type(wrapper)
     wrapper.__class__ = cast("type[OptimizedModule]", _unit_class(original))
+    wrapper.forward = _active_in_recomputation(wrapper.forward, wrapper)
 
 
 def _wrap_on_instance(module: nn.Module, name: str) -> None:

@@ -266,7 +266,7 @@ def test_saved_tensor_hooks(how: str, hook: Callable[[Any, Tensor], Tensor], one
 
 @pytest.mark.parametrize("backend", [pytest.param(fsdp_backend, marks=pytest.mark.inductor), "aot_eager", None])
 def test_composable_checkpoint(backend: Any, one_rank: None) -> None:
-    """Blocks share a graph; what backward finds lies in the memory of the shards. (Around a whole model torch cannot compile it.)"""
+    """Blocks share a graph; what backward finds lies in the memory of the shards."""
     torch.manual_seed(0)
     model, reference = models.MLP(layers=3), models.MLP(layers=3)
     reference.load_state_dict(model.state_dict())
@@ -281,6 +281,117 @@ def test_composable_checkpoint(backend: Any, one_rank: None) -> None:
         reference(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def three_stages() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)])
+
+
+def three_blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return models.MLP(layers=3)
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("make", [three_stages, three_blocks])
+def test_composable_checkpoints_in_a_model_that_is_compiled_whole(
+    make: Callable[[], nn.Module], lowering: str, one_rank: None
+) -> None:
+    """What trains with plain torch.compile does. It calls checkpointed parts again without compiling them: where forward compiled
+    them, the two save different tensors, and torch raises, sharded or not."""
+
+    def train(is_sharded: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        model: Any = make()
+        for part in getattr(model, "blocks", model):
+            composable_checkpoint(part)
+            if is_sharded:
+                fully_shard(part)
+        options: Any = {"backend": "aot_eager"}
+        if is_sharded:
+            fully_shard(model)
+            options = {"backend": fsdp_backend, "options": {"lowering": lowering}}
+        compiled = torch.compile(model, **options)
+        for rows in (4, 4, 5, 7):
+            compiled(torch.linspace(-1, 1, rows * 8).view(rows, 8)).square().sum().backward()
+        return [param.grad.full_tensor() if is_sharded else param.grad for param in model.parameters()]
+
+    if make is three_stages:
+        torch.testing.assert_close(train(True), train(False))
+    else:
+        for is_sharded in (False, True):
+            with pytest.raises(torch.utils.checkpoint.CheckpointError):
+                train(is_sharded)
+
+
+class CheckpointedBlocks(nn.Module):
+    """As diffusers and accelerate have it: blocks are checkpointed here, and compiled one by one."""
+
+    def __init__(self, layers: int = 10) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.Block(8, 16) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def compile_wrapped(model: nn.Module, options: Any) -> None:
+    blocks: Any = model.blocks
+    for index, block in enumerate(blocks):
+        blocks[index] = torch.compile(block, **options)
+
+
+_LENGTHS = ((2, 4), (2, 4), (2, 5), (3, 7), (2, 4))
+
+
+def train_lengths(model: nn.Module) -> tuple[list[Tensor], int]:
+    """Gradients of all steps, and the number of graphs that were compiled."""
+    torch._dynamo.utils.counters.clear()
+    for batch, length in _LENGTHS:
+        model(torch.linspace(-1, 1, batch * length * 8).view(batch, length, 8)).square().sum().backward()
+    grads = [param.grad.full_tensor() if isinstance(param, DTensor) else param.grad for param in model.parameters()]
+    return grads, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("how", ["in place", "in place, before sharding", "wrapped"])
+def test_blocks_that_are_compiled_inside_of_checkpoints(how: str, lowering: str, one_rank: None) -> None:
+    """A recomputation runs the graphs of its forward: there are as many as of plain torch.compile, within Dynamo's limit of 8."""
+    torch.manual_seed(0)
+    model, reference = CheckpointedBlocks(), CheckpointedBlocks()
+    reference.load_state_dict(model.state_dict())
+    compile_blocks(reference, {"backend": "aot_eager"})
+    expected, number = train_lengths(reference)
+    torch._dynamo.reset()
+    options = {"backend": fsdp_backend, "options": {"lowering": lowering}}
+    if how == "wrapped":
+        compile_wrapped(model, options)
+    elif "before" in how:
+        compile_blocks(model, options)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    if how == "in place":
+        compile_blocks(model, options)
+    grads, ours = train_lengths(model)
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-5)
+    assert ours == number == 6
+
+
+def test_units_of_many_classes_that_are_compiled_one_by_one(one_rank: None) -> None:
+    """Dynamo compiles a function eight times, then no more: each class has one of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[type(f"Linear{index}", (nn.Linear,), {})(8, 8) for index in range(10)])
+    for layer in model:
+        fully_shard(layer)
+        layer.compile(backend=fsdp_backend, options={"lowering": "aot_eager"})
+    fully_shard(model)
+    _, number = train_lengths(model)
+    # Per class: static, and with one and two sizes that change; the first layer's input needs no gradient.
+    assert number == 30
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,11 @@ def _num_arguments(tensor: Any) -> int:
     return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
 
 
+def _functions(tensor: Any) -> tuple[Any, ...]:
+    """What the two are, of which methods may be made anew each time that they are read."""
+    return tuple(getattr(method, "__func__", method) for method in (getattr(tensor, hook) for hook in _HOOKS))
+
+
 def _reads_module(tensor: Any) -> bool:
     """Whether the function reads its argument ``module``; True if that cannot be told."""
     if _num_arguments(tensor) == 1:
@@ -132,9 +137,9 @@ class ParamExtension:
         self._constants = {key: value for key, value in attributes.items() if key not in self.optional}
         self._shape, self._padded_shape = shape, torch.Size(padded_shape)
         self._mesh = mesh.shard_mesh
+        self._functions = _functions(local)
         self._module = module if _reads_module(local) else None
         self._mp_policy = mp_policy
-        self._is_old = _num_arguments(local) == 1
         self._dtype = mp_policy.param_dtype or local.dtype
         self.key = f"{self._kind.__name__} {next(_numbers)}"
 
@@ -162,14 +167,20 @@ class ParamExtension:
         context = tuple(self._context.items()) if isinstance(self._context, dict) else self._context
         constants = tuple(self._constants.items())
         laid_out = (tuple(self._size), tuple(self._stride), tuple(self._shape), self._mesh, self._mp_policy)
-        return self._kind, tuple(self._inner_names), self.optional, context, constants, laid_out, self._dtype, self._module
+        told = self._kind, tuple(self._inner_names), self.optional, context, constants
+        return *told, laid_out, self._dtype, self._module, self._functions
 
     def check_constants(self, local: Any, name: str) -> None:
-        """Check that the attributes that graphs have as constants are what they were.
+        """Check that what graphs have as constants, attributes and the two functions, is what it was.
 
         Raises:
-            RuntimeError: one is not.
+            RuntimeError: it is not.
         """
+        if _functions(local) != self._functions:
+            raise RuntimeError(
+                f"{' or '.join(_HOOKS)} of parameter {name}, a {self._kind.__name__}, was replaced after the model was "
+                "sharded. Graphs have what it did then: replace it ahead of fully_shard."
+            )
         attributes = vars(local)
         for key, value in self._constants.items():
             found = attributes.get(key)
@@ -198,7 +209,8 @@ class ParamExtension:
         """
         local = self._together(tensors)
         stride = tuple(math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape)))
-        further = () if self._is_old else (self._shape, stride, self._module, self._mp_policy)
+        # Both generations may be there in one process, also of one class.
+        further = () if _num_arguments(local) == 1 else (self._shape, stride, self._module, self._mp_policy)
         try:
             if type(local) is not self._kind:
                 raise TypeError(f"its __tensor_unflatten__ makes a {type(local).__name__}")

@@ -339,6 +339,33 @@ def test_constants_of_a_shard_may_not_change(fake_ranks: None) -> None:
             call(model)
 
 
+def old_generation(self: Any, mesh: Any) -> Any:
+    return (self.held.bfloat16(),), None
+
+
+def doubled(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    return ((2 * self.held).bfloat16(),), None
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["uncompiled", "compiled"])
+def test_a_class_gets_other_functions(is_compiled: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that are sharded later call these, in whichever of the two signatures; one that was sharded before says so."""
+    weight, value = torch.randn(16, 16), torch.randn(2, 16)
+    usual = Halved.fsdp_pre_all_gather
+    for function, scale in ((old_generation, 1), (usual, 1), (doubled, 2), (old_generation, 1)):
+        monkeypatch.setattr(Halved, "fsdp_pre_all_gather", function)
+        torch._dynamo.reset()
+        model = sharded(Halved(weight.clone()))
+        run = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"}) if is_compiled else model
+        expected = nn.functional.linear(value, (scale * weight).bfloat16().float(), model[0].bias.to_local())
+        torch.testing.assert_close(run(value), expected)
+    monkeypatch.setattr(Halved, "fsdp_pre_all_gather", usual)
+    with pytest.raises(
+        RuntimeError, match=r"parameter 0\.weight, a Halved, was replaced after the model was sharded.*ahead of"
+    ):
+        run(value)
+
+
 class Half(Wrapper):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self.held,), None

@@ -27,24 +27,24 @@ from ..units.unit import MovedError, Scope, Unit
 from .casts import cast_inputs, cast_output
 from .composable import UnitState, state_of
 from .gradient_controls import GradientControls
-from .parameters import ShardedParameters, sharded_params_of
+from .parameters import ShardedParameters, sharded_params_of, table_of
 from .schedule_controls import ScheduleControls
 
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that a module belongs to, if it is one's or registers parameters of one."""
     own: Unit | None = module.__dict__.get("_fsdp_unit")
-    params: Any = module._parameters
-    return params.unit if own is None and isinstance(params, ShardedParameters) else own
+    table = table_of(module)
+    return table.unit if own is None and table is not None else own
 
 
 def set_scope(module: nn.Module, scope: Scope) -> None:
     """Set the scope whose forwards say how a module reads parameters."""
     if "_fsdp_scope" in module.__dict__:
         module._fsdp_scope = scope  # type: ignore[assignment]
-    params: Any = module._parameters
-    if isinstance(params, ShardedParameters):
-        params.scope = scope
+    table = table_of(module)
+    if table is not None:
+        table.scope = scope
 
 
 def _apply(module: nn.Module, original: Callable[..., Any], fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -70,8 +70,8 @@ def _register_parameter(module: nn.Module, original: Callable[..., None], name: 
 def _get_parameter(module: nn.Module, original: Callable[[str], nn.Parameter], target: str) -> Any:
     """Return a parameter by its name. In a forward it is a full tensor, which ``nn.Module`` does not take for a parameter."""
     path, _, name = target.rpartition(".")
-    params: Any = module.get_submodule(path)._parameters
-    return params[name] if isinstance(params, ShardedParameters) and name in params else original(target)
+    table = table_of(module.get_submodule(path))
+    return table[name] if table is not None and name in table else original(target)
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
@@ -87,13 +87,14 @@ def _leaves(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
     It is called with shards in the place of parameters: torch refuses to replace a parameter that guards refer to.
     """
     for inner in module.modules():
-        params: Any = inner._parameters
+        params: dict[str, Any] = inner._parameters
         found: list[Any] = []
-        if isinstance(params, ShardedParameters):
-            found = [getattr(params, shard_attribute(name)) for name in params.sharded]
+        table = table_of(inner)
+        if table is not None:
+            found = [getattr(table, shard_attribute(name)) for name in table.sharded]
             if any(one is None for one in found):
                 return False
-            params = {name: param for name, param in params.registered.items() if name not in params.sharded}
+            params = {name: param for name, param in table.registered.items() if name not in table.sharded}
         tensors = [*(shard for shard, *_ in found), *params.values(), *inner._buffers.values()]
         if any(tensor is not None and fn(tensor) is not tensor for tensor in tensors):
             return False

@@ -202,10 +202,16 @@ def _unshard_special(
     return full if layout is None else layout.wrap(full)
 
 
+def table_of(module: nn.Module) -> ShardedParameters | None:
+    """Return the table of a module that registers sharded parameters."""
+    params: Any = module._parameters
+    return params if isinstance(params, ShardedParameters) else None
+
+
 def sharded_params_of(module: nn.Module) -> dict[str, ShardedParam]:
     """Return the sharded parameters that a module registers, by name."""
-    params: Any = module._parameters
-    return params.sharded if isinstance(params, ShardedParameters) else {}
+    table = table_of(module)
+    return {} if table is None else table.sharded
 
 
 def replace_functions() -> None:
@@ -217,7 +223,7 @@ def replace_functions() -> None:
 
     def make_getitem(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def getitem(self: Any, index: Any) -> Any:
-            if isinstance(index, slice) and isinstance(self._parameters, ShardedParameters):
+            if isinstance(index, slice) and table_of(self) is not None:
                 return [self[position] for position in range(*index.indices(len(self)))]
             return original(self, index)
 
@@ -225,9 +231,9 @@ def replace_functions() -> None:
 
     def make_swap(original: Callable[..., Any]) -> Callable[..., Any]:
         def swap(module: nn.Module, name: str, tensor: Any, allow_missing: bool = False) -> Any:
-            params: Any = module._parameters
-            if isinstance(params, ShardedParameters) and isinstance(tensor, Tensor | tuple) and name in params.sharded:
-                return params.swap(name, tensor)
+            table = table_of(module)
+            if table is not None and isinstance(tensor, Tensor | tuple) and name in table.sharded:
+                return table.swap(name, tensor)
             return original(module, name, tensor, allow_missing)
 
         return swap

@@ -224,7 +224,7 @@ def replace_functions() -> None:
     def make_getitem(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def getitem(self: Any, index: Any) -> Any:
             if isinstance(index, slice) and table_of(self) is not None:
-                return [self[position] for position in range(*index.indices(len(self)))]
+                return [self[position] for position in range(len(self))[index]]
             return original(self, index)
 
         return getitem

@@ -380,7 +380,8 @@ def _flat_gradient(
     if accumulated:
         grads = [kept + grad for kept, grad in zip(accumulated, grads, strict=True)]
     rows = [disassemble(grad, dim, world_size) for grad, dim in zip(grads, dims, strict=True)]
-    return _divide((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), factors)
+    # A lone gradient may be expanded, and a collective takes memory.
+    return _divide((rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), factors)
 
 
 def finish_reduce_scatter(

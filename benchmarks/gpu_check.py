@@ -74,7 +74,7 @@ _TIMEOUT_S = 300
 _MOST_DEVICE_TIME = 1.05
 # Of what an optimizer says of its memory: small tensors take whole blocks of the allocator.
 _SLACK_BYTES = 16 << 20
-# Those of torch 2.11 leave gradients unset. With NCCL they are compared all the same.
+# Reductions of pretended ranks leave gradients unset in torch 2.11. The checks with NCCL compare gradients there, too.
 _PRETENDED_REDUCE = torch.__version__ >= "2.13"
 # Of losses in bf16, and of the norm of gradients of the same kernels, of which some add atomically.
 _TOLERANCE = 1e-2
@@ -190,7 +190,7 @@ def captured(system: System, batch: tuple[Tensor, Tensor]) -> tuple[Callable[[],
 
 
 def distance(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Between gradients, relative to the norm of what is expected; 0 where reductions leave them unset."""
+    """Return the distance between gradients, relative to the norm of the expected ones; 0 if reductions leave them unset."""
     if dist.get_backend() == "fake" and not _PRETENDED_REDUCE:
         return 0.0
     pairs = list(zip(gradients, expected, strict=True))
@@ -343,6 +343,7 @@ def measure_optimizers(
     """Times, activity and memory of steps of AdamW over the same parameters and gradients: by name, taking turns. Of the one
     with states on the host also what it says of its memory."""
     forward_backward(system, batch)
+    # Not what memory happens to hold, where reductions leave gradients unset.
     for gradient in local_gradients(system):
         gradient.normal_()
     found: dict[str, dict[str, Any]] = {}

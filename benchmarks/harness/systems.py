@@ -171,7 +171,9 @@ def _fsdp2(setting: Setting, *, compiled: bool = False, async_op: bool = False) 
     return System(model, model, _sync_flags(model, setting.accumulation))
 
 
-def _ours(setting: Setting, wrap: Callable[[nn.Module], nn.Module] = lambda block: block, **options: Any) -> System:
+def _ours(
+    setting: Setting, wrap: Callable[[nn.Module], nn.Module] = lambda block: block, *, compiled: bool = True, **options: Any
+) -> System:
     from fsdp_compile import fsdp_backend, fully_shard
 
     model: Any = setting.size.build(setting.device)
@@ -179,15 +181,8 @@ def _ours(setting: Setting, wrap: Callable[[nn.Module], nn.Module] = lambda bloc
     sharding = {"mesh": setting.mesh, "mp_policy": setting.policy, "reshard_after_forward": setting.reshard_after_forward}
     shard_blocks(model, fully_shard, **sharding)
     options = {"lowering": setting.lowering, **setting.options, **options}
-    return System(model, torch.compile(model, backend=fsdp_backend, options=options), _sync_flags(model, setting.accumulation))
-
-
-def _ours_uncompiled(setting: Setting) -> System:
-    from fsdp_compile import fully_shard
-
-    model: Any = setting.size.build(setting.device)
-    shard_blocks(model, fully_shard, mesh=setting.mesh, mp_policy=setting.policy)
-    return System(model, model, _sync_flags(model, setting.accumulation))
+    forward = torch.compile(model, backend=fsdp_backend, options=options) if compiled else model
+    return System(model, forward, _sync_flags(model, setting.accumulation))
 
 
 def _ours_rounded(setting: Setting, compiled: bool = True) -> System:
@@ -251,7 +246,7 @@ _BUILDERS: dict[str, Callable[[Setting], System]] = {
     RECORDED: lambda setting: _ours(setting, cudagraphs=True),
     APART: lambda setting: _ours(setting, merge_below=0),
     ROUNDED: _ours_rounded,
-    UNCOMPILED: _ours_uncompiled,
+    UNCOMPILED: lambda setting: _ours(setting, compiled=False),
     ROUNDED_UNCOMPILED: lambda setting: _ours_rounded(setting, compiled=False),
     OFFLOADED: _ours_offloaded,
     OFFLOADED_ACTIVATIONS: lambda setting: _ours(setting, _ProductsOnHost),

@@ -258,10 +258,14 @@ def _in_unit(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _active_in_recomputation(compiled: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Let a unit that is compiled by itself find the state that it had in its root's forward, when a checkpoint calls it again.
+    """Wrap the compiled call of a unit, so that its scope is active in a recomputation as it was in the root's forward.
 
-    Dynamo guards on that state: it would compile everything twice, and has a limit for each function. Where that is reached
-    between a forward and its recomputation, the two do not save the same.
+    Dynamo guards on the scope's state. Without this it compiles everything twice, and it has a limit for each function. If the
+    limit is reached between a forward and its recomputation, they save different tensors.
+
+    Args:
+        compiled: the compiled call.
+        module: the unit's module.
     """
 
     @functools.wraps(compiled)

@@ -12,7 +12,7 @@ from passes.fx.torch_internals.inductor import inductor_config, list_mode_option
 CUDAGRAPHS = "triton.cudagraphs"
 
 _PLACED = "fsdp_backend places and joins collectives itself: see options['schedule'] and options['merge_below']"
-# What would have no effect, or undo a pass: by the option, which values these are, and why.
+# Options that would have no effect, or undo a pass of this backend, by name: a test for such values, and the reason.
 _CONTRADICTING: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "freezing": (bool, "parameters that are frozen into the code cannot be sharded"),
     "use_joint_graph_passes": (lambda value: not value, "passes of fsdp_backend run among these"),
@@ -26,12 +26,12 @@ _CONTRADICTING: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def is_inductors(key: str) -> bool:
-    """Whether an option is one of Inductor's, by a name as ``torch.compile`` takes it."""
-    return hasattr(inductor_config, _name(key)) and _name(key) in inductor_config.get_config_copy()  # type: ignore[attr-defined]
+    """Return whether Inductor has an option of this name, which may have dashes as for ``torch.compile``."""
+    return _name(key) in inductor_config.get_config_copy()  # type: ignore[attr-defined]
 
 
 def of_mode(mode: str) -> dict[str, Any]:
-    """The options that a mode of ``torch.compile`` stands for.
+    """Return the options that a mode of ``torch.compile`` stands for.
 
     Raises:
         ValueError: there is no such mode.
@@ -43,12 +43,12 @@ def of_mode(mode: str) -> dict[str, Any]:
 
 
 def asks_for_cudagraphs(settings: Mapping[str, Any]) -> bool:
-    """Whether settings ask for CUDA graphs, or leave it to Inductor's configuration and that does."""
+    """Return whether CUDA graphs are asked for, by these settings or else by Inductor's global configuration."""
     return bool(settings.get(CUDAGRAPHS, inductor_config.triton.cudagraphs))
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of Inductor by the names of its settings, as ``torch.compile`` checks them for its own backend.
+    """Check options of Inductor as ``torch.compile`` does for its own backend, and return them by the names of its settings.
 
     Raises:
         ValueError: a value is of another type than the setting, or contradicts what ``fsdp_backend`` does.
@@ -57,7 +57,7 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in options.items():
         name = _name(key)
         kind: Any = inductor_config.get_type(name)  # type: ignore[attr-defined]
-        # Of generic types, torch.compile takes anything as well.
+        # isinstance takes no generic types. torch.compile leaves out the check for them, too.
         if typing.get_origin(kind) is None and not isinstance(value, kind):
             raise ValueError(f"options[{key!r}] is an option of Inductor and must be of type {kind.__name__}, not {value!r}.")
         contradicts, reason = _CONTRADICTING.get(name, (lambda _: False, ""))

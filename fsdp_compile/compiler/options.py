@@ -65,7 +65,7 @@ class Options:
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-        """Options from what a user gave to ``torch.compile``.
+        """Parse the options and the mode that a user gave to ``torch.compile``.
 
         Args:
             options: those of this class and those of Inductor, in one dictionary.
@@ -97,7 +97,10 @@ class Options:
         return parsed
 
     def records_on(self, device: torch.device | None) -> bool:
-        """Whether graphs with parameters on a device become CUDA graphs. Inductor's option asks for them where they exist."""
+        """Return whether to record graphs with parameters on a device as CUDA graphs.
+
+        Where nothing can be recorded, ``cudagraphs`` is an error, and Inductor's option is ignored.
+        """
         if inductor_options.asks_for_cudagraphs(self.inductor) and device is not None and device.type not in RECORDERS:
             return False
         return self.cudagraphs
@@ -179,7 +182,7 @@ class Options:
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of this backend, and options of Inductor."""
+    """Split options into those of this backend and those of Inductor."""
     known = [field.name for field in fields(Options) if field.name != "inductor"]
     own: dict[str, Any] = {}
     inductors: dict[str, Any] = {}

@@ -78,7 +78,7 @@ def _num_arguments(tensor: Any) -> int:
 
 
 def _functions(tensor: Any) -> tuple[Any, ...]:
-    """What the two are, of which methods may be made anew each time that they are read."""
+    """Return the two functions themselves. A bound method would be another object each time that it is read."""
     return tuple(getattr(method, "__func__", method) for method in (getattr(tensor, hook) for hook in _HOOKS))
 
 
@@ -86,7 +86,7 @@ def _reads_module(tensor: Any) -> bool:
     """Whether the function reads its argument ``module``; True if that cannot be told."""
     if _num_arguments(tensor) == 1:
         return False
-    function = inspect.unwrap(getattr(tensor.fsdp_pre_all_gather, "__func__", tensor.fsdp_pre_all_gather))
+    function = inspect.unwrap(_functions(tensor)[0])
     code = getattr(function, "__code__", None)
     if code is None or code.co_argcount < 5 or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         return True
@@ -140,6 +140,7 @@ class ParamExtension:
         self._functions = _functions(local)
         self._module = module if _reads_module(local) else None
         self._mp_policy = mp_policy
+        self._is_old = _num_arguments(local) == 1
         self._dtype = mp_policy.param_dtype or local.dtype
         self.key = f"{self._kind.__name__} {next(_numbers)}"
 
@@ -171,10 +172,10 @@ class ParamExtension:
         return *told, laid_out, self._dtype, self._module, self._functions
 
     def check_constants(self, local: Any, name: str) -> None:
-        """Check that what graphs have as constants, attributes and the two functions, is what it was.
+        """Check that the attributes and the two functions that graphs have as constants are what they were.
 
         Raises:
-            RuntimeError: it is not.
+            RuntimeError: one is not.
         """
         if _functions(local) != self._functions:
             raise RuntimeError(
@@ -209,8 +210,7 @@ class ParamExtension:
         """
         local = self._together(tensors)
         stride = tuple(math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape)))
-        # Both generations may be there in one process, also of one class.
-        further = () if _num_arguments(local) == 1 else (self._shape, stride, self._module, self._mp_policy)
+        further = () if self._is_old else (self._shape, stride, self._module, self._mp_policy)
         try:
             if type(local) is not self._kind:
                 raise TypeError(f"its __tensor_unflatten__ makes a {type(local).__name__}")

@@ -306,7 +306,7 @@ def node_flops(node: Node) -> tuple[str, Any] | None:
 
 
 def _with_all_heads(node: Node, shapes: Sequence[Any]) -> Sequence[Any]:
-    """The shapes of an operator's arguments: of attention, keys and values with as many heads as the query."""
+    """Return the shapes of an operator's arguments. Keys and values of attention get as many heads as the query."""
     target: Any = node.target
     if not target._schema.name.startswith("aten::_scaled_dot_product"):
         return shapes

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import fsdp_backend, fully_shard
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
+from tests.common.microbatches import full
 from tests.common.parity import Case, Forward, Run, compare, shard_units, train_reference, train_sharded
 
 
@@ -298,8 +299,11 @@ def three_blocks() -> nn.Module:
 def test_composable_checkpoints_in_a_model_that_is_compiled_whole(
     make: Callable[[], nn.Module], lowering: str, one_rank: None
 ) -> None:
-    """What trains with plain torch.compile does. It calls checkpointed parts again without compiling them: where forward compiled
-    them, the two save different tensors, and torch raises, sharded or not."""
+    """A sharded model trains if the model that is not sharded trains with plain torch.compile.
+
+    A recomputation calls checkpointed parts without compiling them. If forward compiled them, torch raises, as forward and
+    recomputation save different tensors.
+    """
 
     def train(is_sharded: bool) -> list[Tensor]:
         torch._dynamo.reset()
@@ -315,7 +319,7 @@ def test_composable_checkpoints_in_a_model_that_is_compiled_whole(
         compiled = torch.compile(model, **options)
         for rows in (4, 4, 5, 7):
             compiled(torch.linspace(-1, 1, rows * 8).view(rows, 8)).square().sum().backward()
-        return [param.grad.full_tensor() if is_sharded else param.grad for param in model.parameters()]
+        return [full(param.grad) for param in model.parameters()]
 
     if make is three_stages:
         torch.testing.assert_close(train(True), train(False))
@@ -352,7 +356,8 @@ def train_lengths(model: nn.Module) -> tuple[list[Tensor], int]:
     torch._dynamo.utils.counters.clear()
     for batch, length in _LENGTHS:
         model(torch.linspace(-1, 1, batch * length * 8).view(batch, length, 8)).square().sum().backward()
-    grads = [param.grad.full_tensor() if isinstance(param, DTensor) else param.grad for param in model.parameters()]
+    params: Any = model.parameters()
+    grads = [full(param.grad) for param in params]
     return grads, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

@@ -2,7 +2,7 @@
 
 import torch._inductor.config as inductor_config
 
-# What modes of torch.compile stand for.
+# The options that each mode of torch.compile is short for.
 from torch._inductor import list_mode_options
 
 # Kernels are collected, and compiled in the background several to a file (``patches.py``).

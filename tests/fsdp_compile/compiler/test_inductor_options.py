@@ -14,6 +14,7 @@ from torch.fx import Graph
 
 from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
 from fsdp_compile.compiler.options import Options
+from tests.common.microbatches import full
 from tests.common.replay import recordings_on_cpu
 
 # In generated code of every graph.
@@ -31,9 +32,9 @@ class Reused(nn.Module):
         return torch.tanh(self.second(torch.tanh(self.first(x)).exp())).sin()
 
 
-def sharded(model: nn.Module | None = None) -> Any:
+def sharded() -> Any:
     torch.manual_seed(0)
-    model = model or Reused()
+    model = Reused()
     for layer in list(model.children()):
         fully_shard(layer)
     return fully_shard(model)
@@ -41,7 +42,7 @@ def sharded(model: nn.Module | None = None) -> Any:
 
 def step(compiled: Callable[[Tensor], Tensor], model: Any) -> list[Tensor]:
     compiled(torch.linspace(-1, 1, 64).view(4, 16)).square().sum().backward()
-    return [param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad for param in model.parameters()]
+    return [full(param.grad) for param in model.parameters()]
 
 
 def train(**arguments: Any) -> tuple[Capture, list[Tensor]]:

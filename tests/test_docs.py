@@ -14,7 +14,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
 FOLDERS = ["passes", "fsdp_compile", "tests", "docs", "benchmarks", "examples", ".ci"]
 FILES: dict[str, list[Path]] = defaultdict(list)
 for path in [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*"))]:
@@ -56,7 +56,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page: Path) -> None:
     for path, test in named_files(page):
         found = [ROOT / path] if "/" in path else FILES.get(path, [])
@@ -64,13 +64,13 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert not test or any(f"def {test}(" in file.read_text() for file in found), f"{path}::{test}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_are_short(page: Path) -> None:
     """But for tables and listings."""
     assert not [line for line in prose(page).splitlines() if len(line) > 128 and not line.startswith("|")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_tests_that_are_named_exist(page: Path) -> None:
     named = {name for span in code_spans(page) for name in re.findall(r"(?<![\w./])test_\w+(?!\.py|\w)", span)}
     assert named <= {
@@ -78,7 +78,7 @@ def test_tests_that_are_named_exist(page: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         path, _, anchor = target.partition("#")
@@ -88,7 +88,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(linked), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_names_of_python_exist(page: Path) -> None:
     for name in re.findall(r"\b(?:passes|fsdp_compile)(?:\.\w+)+", "\n".join(code_spans(page))):
         if not name.endswith((".py", ".md")):

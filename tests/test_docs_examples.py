@@ -43,7 +43,6 @@ from fsdp_compile import comm_hooks, fsdp_backend, fully_shard, sync_module_stat
 ELSEWHERE = {
     "passes.md": "docs/render_passes.py makes the page by running them",
     "integrations.md": "tests/fsdp_compile/test_integrations.py trains so beside FSDP2",
-    "benchmarks.md": "benchmarks/gpu_check.py replays a step so, where there is a GPU",
 }
 PAGES = [page for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))) if page.name not in ELSEWHERE]
 

@@ -41,13 +41,14 @@ LINE_LENGTH = 128
 INTRODUCTION = """\
 # Passes
 
-What each pass does to the graphs of one small model. This page is written by `docs/render_passes.py`; a test holds it to the
-code. In the listings, `-` is before the pass, `+` after it, and unmarked lines stay.
+Each pass on the graphs of one small model. `docs/render_passes.py` writes this page, and a test compares it with the code. In
+the listings, `-` is before the pass, `+` after it, and unmarked lines stay. The first listing of a graph has all of it, the
+others what changes, with a line around it.
 
-The intermediate representation is two operators (`passes/ir/ops.py`) among ordinary aten ones: `unshard` makes a full parameter
-of a rank's shard, and `reduce_grad`, its autograd formula, makes a shard of the averaged gradient of a full gradient. A third,
-`reshard` (with its helper `tie`), serves `reshard_after_forward=<int>` alone: which piece a rank keeps of a gathered parameter
-depends on the rank, and graphs must not.
+The intermediate representation is two operators (`passes/ir/ops.py`) among those of aten. `unshard` returns the full parameter
+for a rank's shard. `reduce_grad`, its autograd formula, returns the shard of the averaged gradient. A third, `reshard` (with
+its helper `tie`), serves `reshard_after_forward=<int>` alone: it returns the piece of a gathered parameter that a rank keeps.
+The piece depends on the rank, which graphs must not.
 
 The model: two units of one `nn.Linear` each, sharded over eight ranks, computing in bfloat16 and reducing in float32.
 
@@ -69,22 +70,22 @@ compiled = torch.compile(model, backend=fsdp_backend, options={"merge_below": 0}
 compiled(torch.ones(3, 8)).sum().backward()
 ```
 
-In Dynamo's graph, parameters go by their names within a unit, so that equal blocks can share a compiled graph; the backend then
+In Dynamo's graph, parameters have their names within a unit, so that equal blocks can share a compiled graph. The backend then
 writes the qualified names in.
 
-What backward does with its gradients, and whether parameters are gathered at all, depends on the microbatch: the passes from
-`bucket` on run once for each plan (`passes/ir/plan.py`). The listings show the plan of a first microbatch that
-synchronises; the other plans follow at the [end of the page](#the-backward-epilogue-of-each-plan).
+Flags decide for each microbatch whether gradients are reduced and parameters gathered. The passes from `bucket` on therefore
+run once for each plan (`passes/ir/plan.py`). The listings show the plan of a first microbatch that synchronises. The other
+plans are at the [end of the page](#the-backward-epilogue-of-each-plan).
 
-You can have the same of your own model: `fsdp_compile.capture()` records every pass in `.passes`, `TORCH_LOGS="+passes"` prints
-them, and `TORCH_TRACE=<directory>` stores them for tlparse.
+For your own model, `fsdp_compile.capture()` records every pass in `.passes`, `TORCH_LOGS="+passes"` prints them, and
+`TORCH_TRACE=<directory>` stores them for tlparse.
 """
 
 # Where a pass lives, if its module is not called after it.
 MODULES = {"resolve_ties": "reshard_after_forward"}
 STAGES = {
     "dynamo": "The graph that Dynamo captured",
-    "joint": "The joint graph, ahead of the partitioner",
+    "joint": "The joint graph, before the partitioner",
     "forward": "The forward graph",
     "backward": "The backward graph",
 }
@@ -131,8 +132,8 @@ def summary(name: str) -> str:
     return " ".join(module.__doc__.split("\n\n")[0].split()).partition(": ")[2]
 
 
-def section(step: CapturedPass) -> str:
-    """One pass over one graph."""
+def section(step: CapturedPass, is_whole: bool) -> str:
+    """Return one pass over one graph; of a graph that is not to be whole, the changes with a line around each."""
     path = f"passes/transforms/{MODULES.get(step.name, step.name)}.py"
     sentence, link = summary(step.name), f"([{path}](../{path}))"
     separator = " " if len(f"{sentence} {link}") <= LINE_LENGTH else "\n"
@@ -140,8 +141,9 @@ def section(step: CapturedPass) -> str:
     if step.before == step.after:
         return heading + "Changes nothing here.\n"
     before, after = (text.replace("'0'", "'shard'").splitlines() for text in (step.before, step.after))
-    lines = list(difflib.unified_diff(before, after, lineterm="", n=len(before) + len(after)))[3:]
-    return heading + "```diff\n" + "\n".join(line.rstrip() for line in lines) + "\n```\n"
+    lines = list(difflib.unified_diff(before, after, lineterm="", n=len(before) + len(after) if is_whole else 1))[3:]
+    lines = ["     ..." if line.startswith("@@") else line.rstrip() for line in lines]
+    return heading + "```diff\n" + "\n".join(lines) + "\n```\n"
 
 
 class Microbatch(NamedTuple):
@@ -162,8 +164,8 @@ PLANS_INTRODUCTION = """\
 ## The backward epilogue of each plan
 
 A unit of one `nn.Linear(8, 16)` on a mesh of two replicas of four shards, in float32, on a backend that only sums. The
-microbatches below are run one after another, each behind the calls that are shown with it. No flag traces anything anew;
-each plan is lowered when it is first used.
+microbatches below run one after another, each after the calls that are shown with it. No flag traces anything again. Each plan
+is lowered when it is first used.
 
 ```python
 mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
@@ -196,12 +198,12 @@ BACKWARDS = [
     ),
     Microbatch(
         "Reduce with accumulated gradients",
-        "The gradients that waited are added ahead of the reduction, of which there is one for all microbatches.",
+        "The gradients that waited are added before the reduction, the only one of all microbatches.",
         "model.set_requires_gradient_sync(True)",
     ),
     Microbatch(
         "Scatter only, first microbatch",
-        "The flat shard that the reduce-scatter gives is an output and waits for an all-reduce; nothing divides it yet.",
+        "The flat shard that the reduce-scatter returns is an output and waits for an all-reduce. Nothing divides it yet.",
         "model.zero_grad()\nmodel.set_requires_all_reduce(False)",
     ),
     Microbatch(
@@ -210,7 +212,7 @@ BACKWARDS = [
     ),
     Microbatch(
         "All-reduce with partial results",
-        "The partial result is added ahead of the all-reduce: behind it, those of the other replicas would be missing.",
+        "The partial result is added before the all-reduce, which sums the partial results of all replicas.",
         "model.set_requires_all_reduce(True)",
     ),
 ]
@@ -218,7 +220,7 @@ BACKWARDS = [
 FORWARDS_INTRODUCTION = """\
 ## Forward graphs that keep parameters
 
-The same model, whose gathered parameters are to outlive backward.
+The same model, whose gathered parameters outlive backward.
 """
 
 FORWARDS = [
@@ -271,9 +273,9 @@ def plans() -> list[str]:
 TENSOR_PARALLEL = """\
 ## A tensor parallel block
 
-The model in float32. Over `tp`, each of two ranks has half of the width between the products; the pieces are sharded over four
-ranks that see different tokens. The graphs hold the collectives of both: those of tensor parallelism are operators like any
-other, which the passes leave where the model has them.
+The model in float32. Over `tp`, each of two ranks has half of the width between the products. Each half is sharded over four
+ranks that see different tokens. The graphs hold the collectives of both. Those of tensor parallelism are operators like any
+other: the passes leave them where they are.
 
 ```python
 mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
@@ -287,7 +289,7 @@ compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
 
 
 def tensor_parallel() -> list[str]:
-    """The part of the page on a block in two dimensions: each graph before the first and after the last pass."""
+    """Return the part of the page on a block in two dimensions: graphs after the last pass, and forward before the first."""
     with eight_ranks():
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
         model = Model()
@@ -302,7 +304,9 @@ def tensor_parallel() -> list[str]:
     for stage in ("forward", "backward"):
         steps = [step for step in captured.passes if step.stage == stage]
         before, after = (code(graph(text, names)) for text in (steps[0].before, steps[-1].after))
-        parts.append(f"### {stage.capitalize()}\n\nAhead of the passes:\n\n{before}\nAfter them:\n\n{after}")
+        listings = f"Before the passes:\n\n{before}\n" if stage == "forward" else ""
+        listings += f"After the passes:\n\n{after}"
+        parts.append(f"### {stage.capitalize()}\n\n{listings}")
     return parts
 
 
@@ -329,12 +333,14 @@ def code(text: str) -> str:
 def render() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
-    stage = ""
+    stage, was_whole = "", False
     for step in compile_model().passes:
         if step.stage != stage:
             stage = step.stage
             parts.append(f"## {STAGES[stage]}\n")
-        parts.append(section(step))
+            was_whole = False
+        parts.append(section(step, is_whole=not was_whole))
+        was_whole = was_whole or step.before != step.after
     parts += plans()
     parts += tensor_parallel()
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""Bucket: one collective for all parameters of a unit that share dtype and group.
+"""Bucket: gather all parameters of a unit that share dtype and group with one collective.
 
 Before: an ``unshard`` for each parameter that the graph reads.
 After:  for each unit, dtype and group one ``all_gather_into_tensor`` just ahead of the unit's first reader. Nothing overlaps

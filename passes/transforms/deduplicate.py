@@ -1,4 +1,4 @@
-"""Deduplicate: one unshard for each shard, at the top of the Dynamo graph.
+"""Deduplicate: keep one unshard for each shard, at the top of the Dynamo graph.
 
 Before: an ``unshard`` wherever the model reads a parameter: twice for a parameter used twice or tied, also inside the bodies
         of activation checkpoints and inside ``no_grad`` or autocast regions.

@@ -1,4 +1,4 @@
-"""Foreach copies: on a GPU, one kernel for the many small copies that a bucket would otherwise need.
+"""Foreach copies: join the many small copies of a bucket into one kernel, on a GPU.
 
 A copy of a bias takes a kernel launch like that of a matrix, and a unit has many. A foreach operator is one kernel for a list
 of tensors, whatever their shapes; what computes them elementwise is computed inside of it.

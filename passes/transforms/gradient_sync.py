@@ -1,4 +1,4 @@
-"""Gradient sync: what a backward graph does with its gradients, by the plan for this microbatch.
+"""Gradient sync: reduce, accumulate or return each gradient, as the plan of the microbatch says.
 
 Before: a ``reduce_grad`` for each gradient, whose result is an output.
 After:  for each bucket (unit, dtypes and groups) what its :class:`~passes.ir.plan.Reduction` says:

@@ -1,4 +1,4 @@
-"""Mixed precision: the casts of the policy, as nodes.
+"""Mixed precision: write the casts of the policy as nodes.
 
 Before: ``unshard(shard, ..., param_dtype=p)`` and ``reduce_grad(grad, ..., reduce_dtype=r, grad_dtype=g)``.
 After:  the shard is cast to ``p`` before its gather, which then moves the smaller dtype; the gradient is cast to ``r`` before

@@ -1,4 +1,4 @@
-"""Name shards: call a graph's inputs after the parameters whose shards they are.
+"""Name shards: rename the inputs of a graph after the parameters that they are shards of.
 
 Before: ``primals_3``.
 After:  ``shard_layers_0_wq_weight``; or ``piece_...`` where it is a smaller group's shard that forward kept. What stands for

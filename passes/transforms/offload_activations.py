@@ -1,4 +1,4 @@
-"""Offload activations: what forward saves waits for backward on the host, where a policy says so.
+"""Offload activations: copy saved tensors to the host until backward, where a policy says so.
 
 ``offload_activations``, in the joint graph, speaks to the partitioner, and to the second half:
 

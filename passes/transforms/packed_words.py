@@ -1,4 +1,4 @@
-"""Packed words: on a GPU, one kernel for what a bucket rounds and sends.
+"""Packed words: round the shards of a bucket and write its message in one kernel, on a GPU.
 
 A message of bytes is made of rounded numbers, a byte each, and of scales and other numbers that take several. Inductor has a
 kernel write what it computes into its place in a ``cat``, but only in the dtype of the ``cat``, and it takes a view in a dtype

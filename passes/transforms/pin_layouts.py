@@ -1,4 +1,4 @@
-"""Pin layouts: say to Inductor what an FX graph's order alone does not.
+"""Pin layouts: give Inductor the strides of copies out of a gather, and put each copy just before its first reader.
 
 Before: the copies that cut parameters out of a gathered buffer are ``clone`` nodes.
 After:  each copy is pinned with ``prims.inductor_force_stride_order``, so that Inductor writes it once, in the parameter's own

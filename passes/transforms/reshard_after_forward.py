@@ -1,4 +1,4 @@
-"""Reshard after forward: what backward finds of each gathered parameter.
+"""Reshard after forward: keep, reshard or gather again each parameter that backward reads.
 
 ``reshard_after_forward``, in the joint graph, speaks to the partitioner, which splits it into forward and backward:
 

@@ -39,6 +39,7 @@ from fsdp_compile import GatherPolicy, capture, comm_hooks, fsdp_backend, fully_
 
 extras.need("tqdm", "matplotlib")
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+sys.path.append(str(_EXAMPLE.parent))
 FULL = "full"
 _LAST = 20  # training losses of which the mean is taken, as the main job does
 
@@ -99,6 +100,8 @@ class Run:
 
 def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Train with the one way and the one seed of the flags, and give the fields of a ``Run``."""
+    from helpers.meter import graph_bytes
+
     job = fresh_module(_EXAMPLE)
     settings = job.parse_args(["--seed", str(args.seeds[0]), "--steps", str(args.steps)])
     device = torch.device("cpu")
@@ -132,7 +135,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     losses += [run_step(step) for step in range(1, args.steps)]
     graphs = [record.graph_module for record in (*captured.forward, *captured.backward)]
     validation = job.validate(compiled, held_out, settings, device)
-    return asdict(Run(losses, validation, job.graph_bytes(graphs, dist.get_world_size())))
+    return asdict(Run(losses, validation, graph_bytes(graphs, dist.get_world_size())))
 
 
 # ---------------------------------------------------------------------------------------------- the runs
@@ -178,9 +181,8 @@ def draw(runs: dict[tuple[str, int], Run], ways: Sequence[str], seeds: Sequence[
     import matplotlib
 
     matplotlib.use("Agg")
+    from helpers.results import smooth
     from matplotlib import pyplot as plt
-
-    smooth = fresh_module(_EXAMPLE).smooth
 
     def mean_losses(name: str) -> list[float]:
         return [statistics.mean(step) for step in zip(*(runs[name, seed].losses for seed in seeds), strict=True)]

@@ -26,12 +26,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.launch import choose_device, join_ranks, mean_over_ranks
+from helpers.learning_rate import learning_rate
+from helpers.text import check_same_text, read_text, rows
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
-from train_gpt import check_same_text, choose_device, join_ranks, learning_rate, mean_over_ranks, read_text, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, PreTrainedModel
 
 from fsdp_compile import fsdp_backend, fully_shard

@@ -41,7 +41,7 @@ def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("script", ["step_time.py", "main_job.py", "training_losses.py"])
+@pytest.mark.parametrize("script", ["main_job.py", "training_losses.py"])
 def test_one_line_says_what_to_install(script: str) -> None:
     code = f"import runpy, sys; sys.modules['tqdm'] = None; sys.argv = [{script!r}]; sys.path.insert(0, {str(BENCHMARKS)!r}); "
     code += f"runpy.run_path({str(BENCHMARKS / script)!r}, run_name='__main__')"

@@ -11,8 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from harness.fresh_module import fresh_module
 from harness.link import Link, LinkError, make_link
+from helpers.arguments import parse_args
+from helpers.checkpoints import load_checkpoint, save_checkpoint
+from helpers.launch import join_ranks
 from torch import nn, optim
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -63,15 +65,14 @@ def test_train_gpt_equals_fsdp2_and_resumes_exactly(tmp_path: Path, straight: Pa
 
 
 def test_only_whole_checkpoints_count(tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_gpt = fresh_module(ROOT / "examples/train_gpt.py")
     model = nn.Linear(2, 2)
 
     def save(losses: list[float]) -> None:
-        train_gpt.save_checkpoint(model, optim.AdamW(model.parameters()), losses, {}, tmp_path)
+        save_checkpoint(model, optim.AdamW(model.parameters()), losses, {}, tmp_path)
 
     def resume(how: str) -> list[float]:
         flags = ["--resume", how, "--out", str(tmp_path)]
-        return train_gpt.load_checkpoint(model, optim.AdamW(model.parameters()), {}, train_gpt.parse_args(flags))
+        return load_checkpoint(model, optim.AdamW(model.parameters()), {}, parse_args(flags))
 
     assert resume("auto") == []
     with pytest.raises(SystemExit, match="there is no checkpoint"):
@@ -149,4 +150,4 @@ def test_restarts_on_several_nodes_want_a_store_for_each(monkeypatch: pytest.Mon
     for name, value in torchrun_sets.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d"):
-        fresh_module(ROOT / "examples/train_gpt.py").join_ranks(torch.device("cpu"))
+        join_ranks(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Packages that the model of the examples needs, and the library does not."""
+"""Packages that the examples need, and the library does not."""
 
 from __future__ import annotations
 

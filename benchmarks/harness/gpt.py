@@ -10,12 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .extras import need
 from .fresh_module import fresh_module
 
-# Here, in the process that is called, and not in each of its ranks.
-need("tqdm")
-_EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "helpers" / "gpt.py"
 
 
 @dataclass(frozen=True)

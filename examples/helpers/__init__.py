@@ -1,0 +1,1 @@
+"""Everything of the examples that is not about sharding."""

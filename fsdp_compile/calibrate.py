@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 8 -m fsdp_compile.calibrate [--device cpu|cuda] [--output hardware.json]
 
-Run it like the training: on the same nodes, with the same number of ranks. It takes a few seconds and writes a JSON file, by
-default where later compilations look for it. Every number is that of the slowest rank, so that all nodes have the same file,
-and all ranks the same schedule.
+Run this command like the training: on the same nodes, with the same number of ranks. The calibration takes a few seconds and
+writes a JSON file, by default where later compilations look for one. Every number is that of the slowest rank. So all nodes
+have the same file, and all ranks choose the same schedule.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .compiler.machine import default_path, device_name
 from .units.mesh import connect
 
 _REPEATS = 7
-# Of two times whose difference counts.
+# Pairs of times, of compute alone and beside a collective, whose median difference is taken.
 _PAIRS = 15
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _once(run: Callable[[], object], device: torch.device) -> float:
-    """The time of a call."""
+    """Measure the seconds that one call takes, kernels included."""
     start = time.perf_counter()
     run()
     if device.type == "cuda":
@@ -53,25 +53,25 @@ def _once(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The median time of a call, after two that do not count."""
+    """Return the median time of a call in seconds, after two calls that do not count."""
     return statistics.median([_once(run, device) for _ in range(_REPEATS + 2)][2:])
 
 
 def _slowest(values: Sequence[float], device: torch.device) -> list[float]:
-    """Times of the slowest rank, equal on all ranks."""
+    """Return the largest of all ranks' values for each time, equal on all ranks."""
     times = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times.tolist()
 
 
 def _square(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A matrix to multiply with itself."""
+    """Make a matrix to multiply with itself: ``[4096, 4096]`` on a GPU, ``[384, 384]`` on a CPU."""
     size = 4096 if device.type == "cuda" else 384
     return torch.ones(size, size, dtype=dtype, device=device)
 
 
 def _product(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Flops of a product, and its time."""
+    """Measure a matrix product. Return its flops and its seconds."""
     if device.type == "cuda":
         a = _square(dtype, device)
         return 2.0 * len(a) ** 3, _seconds(lambda: a @ a, device)
@@ -79,7 +79,7 @@ def _product(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
 
 
 def _compute(device: torch.device) -> tuple[dict[str, float], float, float]:
-    """Flops a second by dtype, bytes a second, seconds a kernel."""
+    """Measure flops per second by dtype, bytes per second of memory, and seconds per kernel."""
     products = [_product(dtype, device) for dtype in _DTYPES]
     source = torch.ones(1 << (28 if device.type == "cuda" else 23), device=device)
     target = torch.empty_like(source)
@@ -100,7 +100,10 @@ def _compute(device: torch.device) -> tuple[dict[str, float], float, float]:
 
 
 def _host_link(device: torch.device) -> HostLink:
-    """Copies between a GPU and pinned memory, and within the host's, while all ranks copy: those of a node share its memory."""
+    """Measure copies between a GPU and pinned memory, and within the host's memory.
+
+    All ranks copy at the same time, as the ranks of a node share its memory.
+    """
     small, large = (torch.ones(numel, device=device) for numel in (16, 1 << 26))
     pinned = [torch.empty(there.shape, pin_memory=True) for there in (small, large)]
     times = []
@@ -120,9 +123,9 @@ class _Collective:
     """A collective, as graphs call it.
 
     Attributes:
-        start: starts it for a buffer, and returns what ``finish`` takes.
-        finish: waits for it.
-        traffic: the part of the buffer that each rank sends.
+        start: starts the collective for a buffer, and returns the tensor in flight.
+        finish: waits for the tensor in flight.
+        traffic: the bytes that each rank sends, as a fraction of the buffer's bytes.
     """
 
     start: Callable[[torch.Tensor], torch.Tensor]
@@ -130,7 +133,7 @@ class _Collective:
     traffic: float
 
     def link(self, device: torch.device) -> Link:
-        """Measure its cost."""
+        """Measure the cost of the collective."""
         ranks = dist.get_world_size()
         small, large = ranks * 16, ranks * ((1 << 24) if device.type == "cuda" else (1 << 19))
         buffers = [torch.ones(numel, device=device) for numel in (small, large)]
@@ -142,7 +145,7 @@ class _Collective:
         return Link(latency, rate, max(taken, 0.0), max(whole_taken - taken, 0.0) / sent)
 
     def _alone_and_hidden(self, buffer: torch.Tensor, device: torch.device) -> tuple[float, float]:
-        """Its duration alone, and by how much matrix products that run meanwhile take longer."""
+        """Return the seconds that the collective takes alone, and those that it adds to matrix products beside it."""
         a = _square(torch.float32, device)
         dist.barrier()
         alone = _seconds(lambda: self.finish(self.start(buffer)), device)
@@ -159,7 +162,7 @@ class _Collective:
 
         taken = []
         for _ in range(_PAIRS):
-            # In turns, so that both see the same noise; after a barrier, so that no rank waits for another one.
+            # Alternate, so that both times see the same noise. After the barrier, no rank waits for another one.
             computing = _once(compute, device)
             dist.barrier()
             taken.append(_once(hide, device) - computing)
@@ -167,7 +170,7 @@ class _Collective:
 
 
 def _links(group: str, device: torch.device) -> Links:
-    """The collectives of a group, as graphs call them. Every rank is in one such group, of the same size."""
+    """Measure the collectives of a group, as graphs call them. Every rank is in one of several groups of equal size."""
     connect(group, device)
     ranks = group_size(group)
     part = (ranks - 1) / ranks
@@ -192,7 +195,7 @@ def _links(group: str, device: torch.device) -> Links:
 
 
 def _growing(links: Links, pairs: Links, ranks: int) -> Links:
-    """Links whose latency grows evenly from that of two ranks, so that with as many ranks as were measured it is theirs."""
+    """Return links whose latency grows evenly with the ranks: that of ``pairs`` for two, that of ``links`` for ``ranks``."""
 
     def grow(link: Link, pair: Link) -> Link:
         hop_s = max(0.0, (link.latency_s - pair.latency_s) / (ranks - 2))
@@ -206,7 +209,7 @@ def _growing(links: Links, pairs: Links, ranks: int) -> Links:
 
 
 def _links_of_parts(ranks: int, device: torch.device) -> Links:
-    """The collectives of groups of so many neighbours each."""
+    """Measure the collectives of groups of ``ranks`` neighbours each."""
     world = dist.get_world_size()
     parts = [list(range(first, min(first + ranks, world))) for first in range(0, world, ranks)]
     group, _ = dist.new_subgroups_by_enumeration(parts)
@@ -214,12 +217,12 @@ def _links_of_parts(ranks: int, device: torch.device) -> Links:
 
 
 def measure(device: torch.device) -> Hardware:
-    """The numbers of the machine that the default process group runs on. Every rank calls this; all get the same.
+    """Measure the machine that the default process group runs on. All ranks call this, and all get the same numbers.
 
-    With an even number of ranks, more than two, also those of pairs, which say how startup grows with a group.
+    With an even number of ranks above two, pairs of ranks are measured, too: they show how startup grows with a group.
 
     Raises:
-        ValueError: there is one rank only, and no communication to measure.
+        ValueError: there is only one rank, and so no communication to measure.
     """
     world = dist.get_world_size()
     if world == 1:
@@ -240,7 +243,7 @@ def measure(device: torch.device) -> Hardware:
 
 
 def main() -> None:
-    """Measure, and write the file: one rank of each node."""
+    """Measure on all ranks, and write the file on one rank of each node."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="where to write the numbers; default: the user's cache folder")

@@ -1,4 +1,4 @@
-"""What a calibration measures on a CPU besides: attention, pointwise operations, and the time of the host.
+"""Numbers that a calibration measures only on a CPU: attention, pointwise operations, and the host's time.
 
 On a GPU the host runs ahead, and kernels are as fast as memory. A CPU computes and calls kernels with the same core.
 """
@@ -18,29 +18,29 @@ _aten = torch.ops.aten
 _attention: Any = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _attention_backward: Any = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _DTYPES = (torch.float32, torch.bfloat16)
-# Batch, heads and sequence, and two lengths of a head: the products of attention grow with it, the rest does not.
+# Batch and heads, sequence length, and two head sizes: attention's products grow with the head size, its other work does not.
 _BATCH, _SEQUENCE = (1, 2), 256
 _HEADS = (32, 128)
-# For each score and element of a head: forward has two products, backward five; of causal attention half count.
+# Flops for each score and element of a head: two products in forward, five in backward, and half of them if causal.
 _FLOPS = (2 + 5) * 2 / 2
 _MANY = 100
-# As many weights of this size as no cache holds.
+# So many weights of ``[_ROWS, 2 * _ROWS]`` fit into no cache.
 _ROWS, _WEIGHTS = 512, 32
-# What the library's Python code takes for a segment and for a call of a graph, in launches of kernels, which are Python code as
-# well. Of models so small that nothing else takes time, 2 to 16 layers, on an AMD EPYC.
+# Time of the library's Python code for a segment and for a call of a graph. The unit is the launch of a kernel, which is Python
+# code as well. Measured on an AMD EPYC with models of 2 to 16 layers, so small that nothing else takes time.
 _SEGMENT_LAUNCHES = 2.5
 _GRAPH_LAUNCHES = 250
-# In a cache of the core that is not the smallest: what a kernel reads, others have written.
+# Elements that fit into a core's larger cache only: kernels read values that other kernels have written.
 _IN_CACHE = 1 << 17
 
 
 def measure_cpu(
     seconds: Callable[[Callable[[], object]], float], agree: Callable[[Sequence[float]], list[float]]
 ) -> dict[str, Any]:
-    """Numbers of a CPU, by the names of the fields of :class:`~passes.models.hardware.Hardware`.
+    """Measure a CPU. Return numbers by the names of fields of :class:`~passes.models.hardware.Hardware`.
 
     Args:
-        seconds: times a call.
+        seconds: measures the seconds that a call takes.
         agree: makes times equal on all ranks.
     """
     times = [seconds(_train_attention(dtype, head)) for dtype in _DTYPES for head in _HEADS]
@@ -63,14 +63,14 @@ def measure_cpu(
 
 
 def cold_product(dtype: torch.dtype, seconds: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
-    """Flops of a product of a matrix that is in a cache with one that is not, as weights are, and its time."""
+    """Measure a product of a matrix in cache with one that is in no cache, like weights. Return its flops and its seconds."""
     source = torch.ones(_ROWS, _ROWS, dtype=dtype)
     weights = itertools.cycle([torch.ones(_ROWS, 2 * _ROWS, dtype=dtype) for _ in range(_WEIGHTS)])
     return 4.0 * _ROWS**3, seconds(lambda: source @ next(weights))
 
 
 def _train_attention(dtype: torch.dtype, head: int) -> Callable[[], object]:
-    """Forward and backward."""
+    """Return a function that runs forward and backward of causal attention. Queries are ``[1, 2, 256, head]``."""
     query, key, value, grad = torch.randn(4, *_BATCH, _SEQUENCE, head, dtype=dtype)
 
     def train() -> Tensor:
@@ -81,7 +81,7 @@ def _train_attention(dtype: torch.dtype, head: int) -> Callable[[], object]:
 
 
 def _launch() -> None:
-    """What generated code does around a kernel, often, and a kernel that has next to nothing to do."""
+    """Run ``_MANY`` times the Python that generated code has around a kernel, with a kernel that does next to nothing."""
     source = torch.ones(8, 8)
     for _ in range(_MANY):
         buffer = torch.empty(8, 8)
@@ -90,7 +90,7 @@ def _launch() -> None:
 
 
 def _pointwise(numel: int) -> Callable[[], None]:
-    """Pointwise operations in place, often."""
+    """Return a function that runs ``_MANY`` pointwise operations in place on ``numel`` elements of float32."""
     values = torch.ones(numel)
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""A training step of a sharded model that computes nothing: with fake tensors, in a world of pretended ranks.
+"""Dry run: a training step of a sharded model with fake tensors and pretended ranks, which computes nothing.
 
-Everything up to the lowering is what a real run does. What the device is, and how graphs are lowered, is the caller's to say.
+Up to the lowering, a dry run does the same as a real run. The caller chooses the device and the backend that lowers graphs.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from .api.sharding import fully_shard
 from .compiler.capture import Capture, capture
 from .units.extension import with_tensors
 
-#: The ranks: ``(shards,)``, ``(replicas, shards)``, or the sizes of dimensions by their names.
+#: The numbers of ranks: ``(shards,)``, ``(replicas, shards)``, or the sizes of mesh dimensions by name.
 MeshShape = Sequence[int] | Mapping[str, int]
 
 
 def check_arguments(caller: str, model: nn.Module, mesh_shape: MeshShape, shard: Callable[..., Any]) -> None:
-    """Check what every caller of :func:`played_step` takes from its own.
+    """Check arguments that public functions pass on to :func:`played_step`.
 
     Args:
-        caller: its name, for messages.
-        model: what is to be sharded.
-        mesh_shape: the ranks.
-        shard: what shards it.
+        caller: name of the public function, for messages.
+        model: the model to shard.
+        mesh_shape: the numbers of ranks.
+        shard: the function that shards the model.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: it is sharded already; ``mesh_shape`` is no shape of a mesh, or has names, of which the default for
-            ``shard`` knows nothing.
+        TypeError: ``model`` is not a module.
+        ValueError: ``model`` is sharded already; or ``mesh_shape`` is not a shape of a mesh; or it has names, and ``shard`` is
+            the default, which does not know them.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -73,7 +73,7 @@ def check_arguments(caller: str, model: nn.Module, mesh_shape: MeshShape, shard:
 
 
 def outermost_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of the outermost module lists of a model."""
+    """Yield the modules of the outermost module lists of a model."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -82,14 +82,14 @@ def outermost_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def shard_layers(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """A unit for each module of the outermost module lists, and one for the rest."""
+    """Make a unit of each module of the outermost module lists, and one of the rest of the model."""
     for layer in list(outermost_layers(model)):
         fully_shard(layer, mesh=device_mesh)
     fully_shard(model, mesh=device_mesh)
 
 
 def train(compiled: Any, *args: Any, **kwargs: Any) -> None:
-    """Forward, and backward from the sum of all outputs."""
+    """Run forward, and backward from the sum of all outputs that require gradients."""
     outputs = [value for value in pytree.tree_leaves(compiled(*args, **kwargs)) if isinstance(value, Tensor)]
     losses = [value.sum() for value in outputs if value.requires_grad]
     if losses:
@@ -109,23 +109,23 @@ def played_step(
     options: dict[str, Any] | None,
     passes: bool = False,
 ) -> Iterator[Capture]:
-    """Shard a copy of a model, run a training step of it, and give what was captured. Nothing is allocated.
+    """Run a training step of a sharded copy of a model with fake tensors, and yield the capture. Nothing is allocated.
 
-    The process groups that graphs name are there while the ``with`` block runs.
+    The process groups that graphs name exist while the ``with`` block runs.
 
     Args:
-        model: on any device; not changed.
+        model: the model, on any device; not changed.
         inputs: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
         mesh_shape: ``(shards,)``, ``(replicas, shards)``, or sizes by name.
-        device_type: where the copy's fake tensors are.
+        device_type: the device type of the copy's fake tensors.
         shard: called with the copy and the mesh.
         step: called with the compiled copy and the inputs.
-        backend: of ``torch.compile``; it is reset, before and after.
-        options: for the backend.
-        passes: capture what each pass did, too.
+        backend: the backend of ``torch.compile``. The compiler is reset before and after the step.
+        options: options of the backend.
+        passes: also capture what each pass did.
 
     Raises:
-        RuntimeError: there is a process group already.
+        RuntimeError: there is a default process group already.
     """
     device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
     with contextlib.ExitStack() as stack:
@@ -146,7 +146,7 @@ def played_step(
 
 
 def _fake_mode() -> FakeTensorMode:
-    """Fake tensors. Where Python asks for an element of one, it is the size that is supposed of all that depend on data."""
+    """Make a fake mode, in which an element that Python reads is the size supposed for all sizes that depend on data."""
     # No subclass: higher-order operators look modes up by their class.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     dispatch = mode.dispatch
@@ -159,13 +159,13 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def _forget() -> None:
-    """What was compiled, and made of fake tensors, must not serve outside, nor what was made outside in here."""
+    """Clear compile caches and divide factors, so that fake tensors do not leak out of a dry run, nor real ones into it."""
     torch.compiler.reset()
     forget_factors()
 
 
 def _fake_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A fake tensor that looks like another, on a device; of a subclass, one that holds such."""
+    """Make a fake tensor like ``tensor``, with its strides, on ``device``. A tensor subclass holds fake tensors in turn."""
     if is_traceable_wrapper_subclass(tensor):
         return with_tensors(tensor, lambda held: _fake_like(held, device))
     size, stride = tensor.shape, tensor.stride()
@@ -173,20 +173,20 @@ def _fake_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _fake_copy(model: nn.Module, fake_mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """A copy of a model with fake parameters and buffers on a device. To be called in the fake mode."""
+    """Copy a model with fake parameters and buffers on ``device``. The caller is inside of ``fake_mode``."""
     copies: dict[int, Any] = {
         id(param): nn.Parameter(_fake_like(param.detach(), device), requires_grad=param.requires_grad)
         for param in model.parameters()
     }
     copies.update((id(buffer), _fake_like(buffer, device)) for buffer in model.buffers())
-    # For tensors that are neither.
+    # For tensors that are neither parameters nor buffers.
     with FakeCopyMode(fake_mode):
         return copy.deepcopy(model, copies)
 
 
 @contextlib.contextmanager
 def _world(mesh_shape: MeshShape, device_type: str) -> Iterator[DeviceMesh]:
-    """A mesh of pretended ranks, of which this process is the first."""
+    """Pretend that the ranks of a mesh exist, with this process as the first, while the block runs."""
     if dist.is_initialized():
         raise RuntimeError(
             "This makes a default process group of pretended ranks, but there is one already, and a process has only one. "
@@ -196,7 +196,7 @@ def _world(mesh_shape: MeshShape, device_type: str) -> Iterator[DeviceMesh]:
         names, sizes = tuple(mesh_shape), tuple(mesh_shape.values())
     else:
         names, sizes = ("replicate", "shard")[2 - len(mesh_shape) :], tuple(mesh_shape)
-    # init_process_group puts one of its own around it, which writes the rank ahead of each line.
+    # init_process_group wraps the hook in one that writes the rank before each line.
     excepthook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
     try:
@@ -209,7 +209,7 @@ def _world(mesh_shape: MeshShape, device_type: str) -> Iterator[DeviceMesh]:
 
 @contextlib.contextmanager
 def _meshes_of_numbers() -> Iterator[None]:
-    """A mesh looks for this rank in a tensor of ranks, whose values it needs: no fake mode is on while one is made."""
+    """Make meshes outside of fake modes while the block runs: a mesh finds this rank by the values of a tensor of ranks."""
     make = DeviceMesh.__init__
 
     def init(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:

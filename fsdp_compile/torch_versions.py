@@ -1,4 +1,4 @@
-"""Calls whose meaning differs between versions of torch: they have that of the installed one."""
+"""Names and rules that differ between versions of torch. All follow the installed version."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _FROM_2_15 = torch.__version__ >= "2.15"
 
-# torch 2.11 lacks it.
+# None with torch 2.11, which lacks the class.
 DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
 
-# The class of what ``finalize_backward(async_op=True)`` returns, from torch 2.15 on.
+# The class of the handle that ``finalize_backward(async_op=True)`` returns, from torch 2.15 on.
 GradientReductionHandle: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 
 # Whether ``reset_iter_state`` also discards ``param.grad``.
@@ -21,11 +21,11 @@ RESET_DISCARDS_GRADIENTS = _FROM_2_15
 
 
 def reduce_dtype(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype that gradients are reduced in; None: as they come, which is the dtype that the parameter computes in.
+    """Return the dtype that gradients are reduced in. None: they keep their dtype, the compute dtype of the parameter.
 
     Args:
-        policy: of the parameter's unit.
-        param_dtype: the parameter's own, not that of the policy.
+        policy: the policy of the parameter's unit.
+        param_dtype: dtype of the parameter itself, not ``policy.param_dtype``.
     """
     if policy.reduce_dtype is None and policy.param_dtype is not None and _FROM_2_15:
         return param_dtype
@@ -36,7 +36,7 @@ def check_policy(policy: MixedPrecisionPolicy) -> None:
     """Raise for a setting of a policy that newer versions of torch have and this library does not support.
 
     Raises:
-        NotImplementedError: it has ``param_dtype_override_fn``.
+        NotImplementedError: ``policy`` has ``param_dtype_override_fn``.
     """
     if getattr(policy, "param_dtype_override_fn", None) is not None:
         raise NotImplementedError(

@@ -17,16 +17,15 @@
       called with            schedule, or auto_schedule
                              pin_layouts (lowering "inductor")
 
-Which parameters share a bucket is decided ahead of ``bucket``: by ``large_parameters`` and ``small_units``, or by
-``auto_schedule``. What a pass is
-given, what it returns and what its header says: :mod:`passes.transforms`. ``fuse_products`` and the last ones are the
-lowering's to choose, and handed in. Under a memory budget, which units reshard and how much is recomputed is the choice of
-:mod:`passes.auto.memory_budget`.
+Before ``bucket``, ``large_parameters`` and ``small_units``, or ``auto_schedule``, decide which parameters share a bucket.
+:mod:`passes.transforms` describes the arguments, the result and the header of a pass. The lowering chooses ``fuse_products``
+and the passes after the schedule, and hands them in. Under a memory budget, :mod:`passes.auto.memory_budget` chooses which
+units reshard and what is recomputed.
 
-Every pass is told to an :data:`Observer`; those that most graphs have no work for, the two over layers, the two over
-activations that wait on the host, and ``fuse_products``, only where they changed something. :func:`log_pass` is the observer
-that writes to torch's structured trace (tlparse shows it) and to the ``passes`` logger (``TORCH_LOGS="+passes"``).
-:func:`ignore_pass` is the one for graphs that are only tried.
+An :data:`Observer` is called after every pass. Some passes have work in few graphs, and report only if they change the graph:
+``fold_layers``, ``unfold_layers``, ``recompute_stretches``, ``offload_activations``, ``copy_activations``, ``fuse_products``.
+The observer :func:`log_pass` writes to torch's structured trace (tlparse shows it) and to the ``passes`` logger
+(``TORCH_LOGS="+passes"``). :func:`ignore_pass` is the observer for graphs that are only tried.
 """
 
 import contextlib
@@ -63,21 +62,21 @@ from .transforms.schedule import find_prefetches, schedule_gathers, schedule_red
 
 logger = logging.getLogger(__name__)
 
-#: Called with the stage ("dynamo", "joint", "forward", "backward"), the pass, and the graph's text before and after it.
+#: Called with the stage ("dynamo", "joint", "forward", "backward"), the pass's name, and the graph's text before and after it.
 Observer = Callable[[str, str, str, str], None]
 
 
 def graph_text(graph: Graph, group_names: Mapping[str, str] | None = None, *, tags: bool = False) -> str:
-    """The graph as Python code, without colours, memory addresses or source positions.
+    """Return the graph as Python code, without colours, memory addresses or source positions.
 
     Args:
         graph: the graph.
-        group_names: names of process groups to the names to print for them.
-        tags: append to each node what it tells the partitioner.
+        group_names: the names to print, by the names of process groups.
+        tags: append to each node its ``recompute`` policy for the partitioner.
     """
     source = graph.python_code("self", verbose=True, include_stride=False, include_device=False).src
     lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith("# ")]
-    # What remains says which operator reads what; where values die is for the generated code to show.
+    # Drop the ``;  x = None`` after last uses: generated code frees values elsewhere.
     lines = [re.sub(r";  (\w+ = )+None$", "", line) for line in lines]
     if tags:
         policies = {node.name: node.meta["recompute"].name for node in graph.nodes if "recompute" in node.meta}
@@ -97,7 +96,7 @@ def log_pass(stage: str, pass_name: str, before: str, after: str) -> None:
 
 
 def ignore_pass(stage: str, pass_name: str, before: str, after: str) -> None:
-    """The observer that nothing is told, of graphs that are only tried."""
+    """Record nothing, for graphs that are only tried."""
 
 
 def _log_graph(name: str, text: str) -> None:
@@ -125,24 +124,24 @@ def _observed(graph: Graph, stage: str, pass_name: str, observer: Observer, *, i
 
 
 def run_dynamo_passes(gm: GraphModule, observer: Observer = log_pass) -> None:
-    """Passes over the graph that Dynamo captured. In place."""
+    """Run the passes over the graph that Dynamo captured, except :func:`fold`. In place."""
     with _observed(gm.graph, "dynamo", "deduplicate", observer):
         deduplicate(gm)
 
 
 def fold(gm: GraphModule, observer: Observer = log_pass) -> bool:
-    """The last pass over Dynamo's graph, which can be left out. In place.
+    """Run ``fold_layers``, the last pass over Dynamo's graph, which can be left out. In place.
 
     Returns:
-        Whether there was anything to fold.
+        Whether any layer was folded.
     """
     with _observed(gm.graph, "dynamo", "fold_layers", observer, if_changed=True):
         return fold_layers(gm)
 
 
 def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
-    """Passes over the joint graph, ahead of those that speak to the partitioner. In place."""
-    # Inductor sorts what its patterns have replaced after this hook.
+    """Run the passes over the joint graph that come before those for the partitioner. In place."""
+    # Inductor sorts the nodes of its own patterns only after this hook.
     stable_topological_sort(graph)
     with _observed(graph, "joint", "unfold_layers", observer, if_changed=True):
         unfold_layers(graph)
@@ -157,13 +156,13 @@ def run_partitioner_passes(
     num_forward_outputs: int = 0,
     node_groups: Mapping[str, str] | None = None,
 ) -> None:
-    """Passes over the joint graph that tell the partitioner what to save. In place.
+    """Run the passes over the joint graph that tell the partitioner what to save. In place.
 
     Args:
         graph: the graph.
-        observer: is told of every pass.
-        policy: of a memory budget: which units stay gathered, and what is recomputed.
-        num_forward_outputs: with a policy: how many of the graph's outputs are forward's.
+        observer: called after every pass.
+        policy: a memory budget's choice of units that stay gathered, and of what is recomputed; None: there is no budget.
+        num_forward_outputs: with a policy: the number of forward's outputs, which are the graph's first ones.
         node_groups: with a policy: see :meth:`~passes.auto.step_policy.OpenChoices.of`.
     """
     if policy is not None:
@@ -185,13 +184,13 @@ def run_preparing_passes(
     is_backward: bool,
     observer: Observer = log_pass,
 ) -> None:
-    """Passes over a partitioned forward or backward graph that do not depend on the plan. In place.
+    """Run the passes over a partitioned forward or backward graph that do not depend on the plan. In place.
 
     Args:
         gm: the graph.
-        last_passes: what the lowering needs, in order.
-        is_backward: which of the two it is.
-        observer: is told of every pass; of the lowering's, if they changed something.
+        last_passes: passes that the lowering adds, in order.
+        is_backward: whether the graph is a backward graph.
+        observer: called after every pass; after ``last_passes`` and ``copy_activations`` only if they changed the graph.
     """
     graph = gm.graph
     stage = "backward" if is_backward else "forward"
@@ -207,7 +206,7 @@ def run_preparing_passes(
     with _observed(graph, stage, "copy_activations", observer, if_changed=True):
         copy_activations(graph, is_backward=is_backward)
     if is_backward:
-        # A piece that forward saved for a smaller group's gather lies in no storage.
+        # An offset < 0: a piece that forward saved for a smaller group's gather. It is not in flat storage, so it is freed.
         gathered = [spec.shard for spec in map(Unshard.of, unshards(graph.nodes)) if spec.offset >= 0]
         reduced = [ReduceGrad.of(node).shard for node in reduce_grads(graph.nodes)]
         mark_freed_inputs(graph, [source for source in map(shard_input, [*gathered, *reduced]) if source is not None])
@@ -222,7 +221,7 @@ def _insert_collectives(
     unit_by_unit: bool = False,
     observe: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
 ) -> Interface:
-    """The passes that turn a graph's operators into collectives, each where it is needed."""
+    """Replace a graph's ``unshard`` and ``reduce_grad`` by collectives, each where it is needed. Return the interface."""
     interface = Interface(graph)
     locations = locate_shards(graph)
     with observe("bucket"):
@@ -246,22 +245,23 @@ def run_passes(
     auto: AutoSchedule | None = None,
     merge_below: int = 0,
 ) -> Interface:
-    """Passes over a prepared forward or backward graph, for one plan. In place.
+    """Run the passes over a prepared forward or backward graph, for one plan. In place.
 
     Args:
         gm: the graph.
-        plan: what it does.
-        is_backward: which of the two it is.
-        final_passes: what the lowering needs, in order.
-        observer: is told of every pass.
-        auto: choose buckets and issue points by the cost model.
-        merge_below: bytes from which on a unit has collectives of its own (:mod:`passes.auto.small_units`).
+        plan: the plan.
+        is_backward: whether the graph is a backward graph.
+        final_passes: passes that the lowering adds, in order.
+        observer: called after every pass.
+        auto: chooses buckets and issue points by the cost model; None: the default schedule.
+        merge_below: a unit of at least so many bytes has collectives of its own (:mod:`passes.auto.small_units`); 0: all do.
 
     Returns:
-        The inputs and outputs that the graph has besides those that it had.
+        The extra inputs and outputs of the graph.
 
     Raises:
-        ValueError: a memory limit that no schedule keeps, or prefetch lists together with ``auto``.
+        ValueError: no schedule keeps the memory limit; or with ``auto``, the plan has prefetch lists or a limit on pending
+            reductions.
     """
     graph = gm.graph
     stage = "backward" if is_backward else "forward"
@@ -295,7 +295,7 @@ def _try(graph: Graph, plan: Plan, grouping: Grouping, is_backward: bool) -> Non
 
 
 def _refuse_explicit_schedule(plan: Plan) -> None:
-    """Raise for explicit prefetch lists or limits beside the automatic schedule, which chooses both."""
+    """Raise if a plan has prefetch lists or a limit on pending reductions, as the automatic schedule chooses both."""
     if plan.prefetch:
         units = ", ".join(unit or "the root" for unit, _ in plan.prefetch)
         raise ValueError(

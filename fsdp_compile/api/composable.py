@@ -1,8 +1,8 @@
 """The interface by which torch's own code uses FSDP2's modules, for modules that this library sharded.
 
-torch's pipelining, its composable APIs and its ``register_fsdp_forward_method`` recognise FSDP2's modules by their class, by an
-entry in the registry of composable APIs, and by the state object that ``fully_shard.state(module)`` returns. Here that is a
-:class:`UnitState`, with those attributes of torch's ``FSDPState`` that code outside of FSDP2 itself reads.
+torch's pipelining, its composable APIs and its ``register_fsdp_forward_method`` recognise FSDP2's modules. They go by the
+class, by an entry in the registry of composable APIs, and by the state object that ``fully_shard.state(module)`` returns. Here
+the state object is a :class:`UnitState`. It has the attributes of torch's ``FSDPState`` that code outside of FSDP2 reads.
 
 Source: torch/distributed/_composable/contract.py, torch/distributed/fsdp/_fully_shard/_fsdp_state.py,
 torch/distributed/pipelining/stage.py.
@@ -36,12 +36,12 @@ LEFT_OUT = (
 
 
 class ParamGroup:
-    """A unit, for the code of torch that finishes a pipeline's last microbatch.
+    """A unit as torch's pipelining sees it when it finishes the last microbatch.
 
     Attributes:
-        fsdp_params: empty, so that this code unshards and reshards nothing.
+        fsdp_params: empty, so that pipelining unshards and reshards nothing.
         has_reduced: whether the last :meth:`post_backward` had a gradient to reduce.
-        took_unreduced: whether ``autograd.grad`` had returned one.
+        took_unreduced: whether the last :meth:`post_backward` found a gradient that ``autograd.grad`` had computed.
     """
 
     def __init__(self, unit: Unit):
@@ -51,7 +51,7 @@ class ParamGroup:
         self.took_unreduced = False
 
     def post_backward(self) -> None:
-        """Reduce the gradients that wait, as the unit's flags say, and free gathered parameters."""
+        """Reduce the gradients that wait, and free gathered parameters, as the unit's flags say."""
         self.took_unreduced = bool(take_unreduced(self._unit))
         landed = reduce_pending(self._unit)
         self.has_reduced = bool(landed)
@@ -61,7 +61,7 @@ class ParamGroup:
 
 
 class UnitState:
-    """The state of a unit.
+    """The state of a unit, with the attributes of torch's ``FSDPState``.
 
     Attributes:
         all_states: the states of all units of the tree; the attribute ``_state_ctx`` is the state itself.
@@ -83,9 +83,9 @@ class UnitState:
         return [state for unit in self._unit.scope.units if (state := state_of(unit.modules[0])) is not None]
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Let parameters read as full tensors, and cast inputs: torch's ``register_fsdp_forward_method`` calls it.
+        """Make parameters read as full tensors, and cast inputs. Torch's ``register_fsdp_forward_method`` calls this method.
 
-        ``reset_iter_state()`` recovers from an exception between this and :meth:`_post_forward`.
+        After an exception before :meth:`_post_forward`, ``reset_iter_state()`` recovers.
         """
         forward = Forward(self._unit, module)
         args, kwargs = cast_inputs(self._unit.mp_policy, args, kwargs)
@@ -101,10 +101,11 @@ class UnitState:
         return output
 
     def _root_post_backward_final_callback(self) -> None:
-        """Check that no gradient is missing. There is no reduction to wait for: :meth:`ParamGroup.post_backward` has done that.
+        """Check that no gradient is missing. No reduction is in flight after :meth:`ParamGroup.post_backward`.
 
         Raises:
-            RuntimeError: one is, as in a schedule that computes the gradients of inputs first, of a compiled stage.
+            RuntimeError: a gradient is missing, as in a compiled stage if the schedule computes the gradients of inputs first;
+                or a parameter has a hook (``register_hook``) in a pipeline without bubbles.
         """
         scope = self._unit.scope
         left_out, scope.left_out_gradients = scope.left_out_gradients, False
@@ -128,12 +129,12 @@ def register(modules: list[nn.Module], unit: Unit) -> None:
 
 
 def state_of(module: nn.Module) -> UnitState | None:
-    """The state of a module that ``fully_shard`` sharded; None for any other, also one of FSDP2's."""
+    """Return the state of a module that ``fully_shard`` sharded; None for any other module, also if FSDP2 sharded it."""
     state = module.__dict__.get(STATE_KEY, {}).get(_torchs_fully_shard)
     return state if isinstance(state, UnitState) else None
 
 
 def is_fsdp2s(module: nn.Module) -> bool:
-    """Whether torch's own ``fully_shard`` sharded a module."""
+    """Return whether torch's own ``fully_shard`` sharded a module."""
     state = module.__dict__.get(STATE_KEY, {}).get(_torchs_fully_shard)
     return state is not None and not isinstance(state, UnitState)

@@ -1,6 +1,6 @@
 """Methods of sharded modules for gradients: when and how they are synchronised, and when parameters are resharded.
 
-All of them may be called at any time before the backward that they govern, also between a forward and its backward. Only
+Call the methods at any time before the backward that they govern, also between a forward and its backward. Only
 ``set_reshard_after_forward`` traces graphs again.
 
 Source: the methods of torch's ``FSDPModule`` (torch/distributed/fsdp/_fully_shard/_fully_shard.py), whose names, arguments and
@@ -30,12 +30,12 @@ from .composable import LEFT_OUT
 
 
 class Controls:
-    """A module with a unit, whose settings the methods change."""
+    """The base of the parts of ``FSDPModule``: a module with a unit, whose settings the methods change."""
 
     _fsdp_unit: Unit
 
     def _units(self, recurse: bool) -> list[Unit]:
-        """This module's unit, and with ``recurse`` those of all modules inside it."""
+        """Return this module's unit; with ``recurse`` also the units of all modules inside it."""
         if not recurse:
             return [self._fsdp_unit]
         modules = cast(nn.Module, self).modules()
@@ -49,8 +49,8 @@ class GradientControls(Controls):
         """Set whether backward reduces gradients: False accumulates full gradients without communication (``no_sync``).
 
         Args:
-            requires_gradient_sync: also sets what :meth:`set_requires_all_reduce` sets.
-            recurse: for all units inside, too.
+            requires_gradient_sync: the new value, also of the setting of :meth:`set_requires_all_reduce`.
+            recurse: set it for all units inside, too.
         """
         for unit in self._units(recurse):
             unit.flags.reduce_grads = unit.flags.all_reduce_grads = requires_gradient_sync
@@ -63,16 +63,16 @@ class GradientControls(Controls):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is that of the last microbatch, for the whole model.
 
-        Says when an optimizer in backward may update (:func:`~fsdp_compile.optimizer_in_backward`). For reductions it changes
-        nothing: in FSDP2 the last backward waits for those of earlier ones, and here every backward finishes its own.
+        An optimizer in backward (:func:`~fsdp_compile.optimizer_in_backward`) may update only in the last one. Reductions do
+        not depend on it: in FSDP2 the last backward waits for reductions of earlier ones, here every backward finishes its own.
         """
         self._fsdp_unit.scope.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether :meth:`finalize_backward` reduces gradients that a backward did not, rather than the end of a backward.
+        """Set whether :meth:`finalize_backward`, not the end of a backward, reduces gradients that the backward left.
 
-        For N backwards without synchronisation, followed by ``set_requires_gradient_sync(True)`` and one finalisation. A unit
-        that is set to synchronise when a backward reaches it is still reduced by that backward.
+        Use it for N backwards without synchronisation, followed by ``set_requires_gradient_sync(True)`` and one finalisation. A
+        unit that is set to synchronise when a backward reaches it is still reduced by that backward.
 
         Raises:
             RuntimeError: this is not the root of its tree of units, or a backward runs.
@@ -88,11 +88,15 @@ class GradientControls(Controls):
         """Reduce accumulated gradients of all units that are set to synchronise, and reshard by the units' flags.
 
         Args:
-            async_op: return a handle to wait for, as FSDP2 does. The reductions are over by then.
+            async_op: return a handle to wait for, as FSDP2 does. The reductions are finished already.
+
+        Returns:
+            The handle, with ``async_op``.
 
         Raises:
             RuntimeError: this is not the root; backward is not finalised by hand; a backward runs; a unit holds a gradient
-                that was reduced over shards but not over replicas, or is not to be reduced over replicas.
+                that was reduced over shards but not over replicas, or is not to be reduced over replicas; or, with
+                ``async_op``, a pipeline has left out gradients of a compiled stage.
 
         Source: torch 2.15.
         """
@@ -105,7 +109,7 @@ class GradientControls(Controls):
             _check_may_finalize(unit)
         left_out, scope.left_out_gradients = scope.left_out_gradients, False
         if async_op and left_out:
-            # So pipelines of torch 2.15 call it.
+            # Pipelines of torch 2.15 call it with async_op.
             raise RuntimeError(LEFT_OUT)
         for unit in reversed(scope.units):
             if unit.flags.reduce_grads:
@@ -124,8 +128,8 @@ class GradientControls(Controls):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether gathered parameters are freed after backward.
 
-        False keeps the parameters that compiled graphs gather, from the next forward on: later microbatches gather nothing,
-        forward or backward. After a write to a parameter, by an optimizer's step above all, it is gathered again.
+        False keeps the parameters that compiled graphs gather, from the next forward on. Later microbatches gather nothing,
+        forward or backward. After a write to a parameter, above all by an optimizer's step, the parameter is gathered again.
         """
         for unit in self._units(recurse):
             unit.flags.reshard_after_backward = reshard_after_backward
@@ -142,14 +146,14 @@ class GradientControls(Controls):
             unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Set whether a parameter that got no gradient in a backward counts as one with a gradient of zeros."""
+        """Set whether a parameter that gets no gradient in a backward counts as one with a gradient of zeros."""
         for unit in self._units(recurse):
             unit.flags.reduce_scatter_unused_params = reduce_scatter_unused_params
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the number that this unit's gradients are divided by, instead of the number of ranks.
 
-        It is an input of compiled graphs: no graph is lowered again for another value.
+        The number is an input of compiled graphs: no graph is lowered again for another one.
 
         Raises:
             ValueError: ``factor`` is not a positive number.
@@ -159,33 +163,34 @@ class GradientControls(Controls):
         self._fsdp_unit.flags.gradient_divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of :meth:`set_gradient_divide_factor`."""
+        """Call :meth:`set_gradient_divide_factor`, by its older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether this unit's collectives only sum, and divisions are kernels of their own."""
+        """Set whether this unit's collectives only sum. Divisions are then kernels of their own."""
         self._fsdp_unit.flags.force_sum_reduction = enable
 
     def register_comm_hook(self, state: object, hook: Callable[..., None], *, over: str = "shards") -> None:
         """Reduce the gradients of this unit and of all units inside with a function, bucket by bucket.
 
+        The hook is traced, and runs as Python only then. It may use ordinary tensor operations and ``torch.distributed`` calls,
+        in place or not. Its divisions replace those of the reduction.
+
         Args:
             state: passed to the hook as it is.
             hook: ``hook(state, grad, output)``: reduces the flat gradient ``[ranks * n]`` into this rank's shard ``[n]``, in
-                the dtype of the reduction. Where every rank holds whole parameters (a shard dimension of one rank),
-                ``hook(state, grad)`` reduces in place and also over the replicas. It is traced: ordinary tensor operations and
-                ``torch.distributed`` calls, in place or not; it runs as Python only while it is traced. Its divisions
-                replace those of the reduction; the replicas of a 2-D mesh are averaged afterwards. An object with a method
-                ``init_tensors(parameter)`` has tensors of its own: ``hook(state, grad, output, bucket)``, with a
-                :class:`~fsdp_compile.comm_hooks.HookParameter` and a :class:`~fsdp_compile.comm_hooks.HookBucket`.
-            over: ``"shards"``; or ``"replicas"``, on a 2-D mesh: ``hook(state, shard)`` takes the place of the all-reduce, and
-                averages flat shards ``[n]``, which are reduced over the shard group already, over the replicas in place. It
-                has to leave the same on all of them. One hook of each kind may be registered.
+                the dtype of the reduction. The replicas of a 2-D mesh are averaged afterwards. If every rank holds whole
+                parameters (a shard dimension of one rank), ``hook(state, grad)`` reduces in place, also over the replicas. A
+                hook with a method ``init_tensors(parameter)`` has tensors of its own: ``hook(state, grad, output, bucket)``,
+                with a :class:`~fsdp_compile.comm_hooks.HookParameter` and a :class:`~fsdp_compile.comm_hooks.HookBucket`.
+            over: ``"shards"``; or ``"replicas"``, on a 2-D mesh. There ``hook(state, shard)`` replaces the all-reduce: it
+                averages flat shards ``[n]``, reduced over the shard group already, over the replicas in place. All replicas
+                must get the same result. One hook of each kind may be registered.
 
         Raises:
             TypeError: the hook has other parameters.
-            ValueError: a hook that reduces in place, for a unit that is sharded over several ranks; a hook over replicas where
-                there are none; or a second hook.
+            ValueError: the hook reduces in place, and a unit is sharded over several ranks; the hook is over replicas, and a
+                unit has none; a unit has a hook of the kind already; or ``over`` is another text.
             HookNotTraceable: the hook cannot be traced; the message says why.
 
         Nothing is registered unless all units can take the hook. Source: ``FullyShardedDataParallel.register_comm_hook``.
@@ -205,11 +210,13 @@ class GradientControls(Controls):
             unit.flags.comm_hook_in_place = bound.reduce is None
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Change this unit's reduced gradient shards in place with a function, which is traced: after the all-reduce of a 2-D
-        mesh, or after the reduce-scatter on a 1-D one, and ahead of a division that is a kernel of its own.
+        """Change this unit's reduced gradient shards in place with a function, which is traced.
+
+        The hook runs after the all-reduce of a 2-D mesh, or after the reduce-scatter on a 1-D mesh. If the division is a kernel
+        of its own, the hook runs before it.
 
         Args:
-            hook: ``hook(reduced)``, of the flat shard of a bucket.
+            hook: ``hook(reduced)``, with the flat shard of a bucket.
             stream: only None; a graph runs on one stream.
 
         Raises:
@@ -225,23 +232,24 @@ class GradientControls(Controls):
         self._fsdp_unit.flags.all_reduce_hook = hook
 
     def set_custom_all_gather(self, comm: object) -> NoReturn:
-        """Not supported: a Python object that communicates cannot enter a graph."""
+        """Raise ``NotImplementedError``: a Python object that communicates cannot enter a graph."""
         raise NotImplementedError(
             "set_custom_all_gather: gathers are collectives of a compiled graph, and a Python object that communicates cannot "
             "enter it. Use a process group with the backend that you want."
         )
 
     def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
-        """Not supported: a Python object that communicates cannot enter a graph; :meth:`register_comm_hook` can."""
+        """Raise ``NotImplementedError``, as for :meth:`set_custom_all_gather`. Use :meth:`register_comm_hook`."""
         raise NotImplementedError(
             "set_custom_reduce_scatter: reductions are collectives of a compiled graph, and a Python object that communicates "
             "cannot enter it. register_comm_hook(state, hook) takes a function that reduces, which is traced."
         )
 
     def reset_iter_state(self) -> None:
-        """Recover after an exception in forward or backward: drop gathered parameters, gradients that wait for communication,
-        and the tensors of communication hooks; from torch 2.15 on also ``param.grad``. Go on with the first microbatch of a
-        step.
+        """Recover after an exception in forward or backward. Go on with the first microbatch of a step.
+
+        Gathered parameters, gradients that wait for communication, and the tensors of communication hooks are dropped. From
+        torch 2.15 on, ``param.grad`` is dropped, too.
 
         Raises:
             RuntimeError: this is not the root of its tree of units.
@@ -259,7 +267,7 @@ class GradientControls(Controls):
 
 
 class _Finished(GradientReductionHandle):
-    """The handle of reductions that are over."""
+    """The handle of finished reductions."""
 
     def __init__(self) -> None:
         pass
@@ -283,7 +291,7 @@ def _check_may_finalize(unit: Unit) -> None:
 
 
 def _examples(unit: Unit) -> list[Tensor]:
-    """Fake flat shards like those that hooks of a unit get, one for each dtype."""
+    """Make fake flat shards like those that a unit's hooks get, one for each dtype."""
     with FakeTensorMode():
         kinds = {param.local.dtype for param in unit.params}
         dtypes = {reduce_dtype(unit.mp_policy, dtype) or unit.mp_policy.param_dtype or dtype for dtype in kinds}
@@ -334,7 +342,7 @@ def _register_over_replicas(hook: BoundHook, units: list[Unit]) -> None:
 
 
 def _traceable(hook: BoundHook, units: list[Unit]) -> Callable[..., None] | StatefulHook:
-    """What units reduce with, once it was traced for all of them."""
+    """Trace a hook for all units, and return the function that replaces their reduce-scatter."""
     if hook.init is not None:
         assert hook.reduce is not None
         return _trace_stateful(hook.reduce, hook.init, units)
@@ -353,7 +361,7 @@ def _traceable(hook: BoundHook, units: list[Unit]) -> Callable[..., None] | Stat
 
 
 def _of_vector(like: Tensor, world_size: int) -> HookParameter:
-    """A parameter of which each shard is like ``like``."""
+    """Describe a parameter whose shards are all like ``like``."""
     return HookParameter((world_size * like.numel(),), 0, world_size, like.dtype, like.device)
 
 
@@ -367,7 +375,7 @@ def _trace_stateful(
 
 
 def _buckets(unit: Unit) -> list[tuple[HookParameter, ...]]:
-    """What hooks get of a unit, by dtype and mesh."""
+    """Describe the parameters of a unit for hooks, one tuple for each dtype and mesh."""
     found: dict[Any, list[HookParameter]] = {}
     for param in unit.params:
         dtype = reduce_dtype(unit.mp_policy, param.shard.dtype) or param.compute_dtype

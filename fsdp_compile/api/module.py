@@ -1,8 +1,8 @@
 """Units as modules: generated classes, and methods of the modules inside.
 
 A module that was passed to ``fully_shard`` becomes an ``FSDP<Class>``, a generated subclass of its own class, whose forward
-reads full parameters. One inside it keeps its class. Each that registers sharded parameters has a table of them in the place of
-``_parameters`` (:mod:`.parameters`), and, where it is no unit, three methods of its own on the instance.
+reads full parameters. Modules inside it keep their classes. A module that registers sharded parameters has a table of them in
+the place of ``_parameters`` (:mod:`.parameters`). If its class is not generated, its instance has three methods of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-# Imported by name: other code may put our class in the place of torch's in that module.
+# Imported by name, as other code may replace torch's class in that module by this library's.
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from passes.fx.torch_internals.dynamo import OptimizedModule
@@ -32,14 +32,14 @@ from .schedule_controls import ScheduleControls
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that a module belongs to, if it is one's or registers parameters of one."""
+    """Return the unit of a module that was passed to ``fully_shard`` or registers sharded parameters; None for others."""
     own: Unit | None = module.__dict__.get("_fsdp_unit")
     table = table_of(module)
     return table.unit if own is None and table is not None else own
 
 
 def set_scope(module: nn.Module, scope: Scope) -> None:
-    """Set the scope whose forwards say how a module reads parameters."""
+    """Set the scope whose running forwards make a module's parameters read as full tensors."""
     if "_fsdp_scope" in module.__dict__:
         module._fsdp_scope = scope  # type: ignore[assignment]
     table = table_of(module)
@@ -50,7 +50,7 @@ def set_scope(module: nn.Module, scope: Scope) -> None:
 def _apply(module: nn.Module, original: Callable[..., Any], fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Call ``module._apply``, and make units follow the parameters that it moves or casts."""
     if is_compiling() and _leaves(fn, module):
-        # Such as a router that ensures its own precision in forward. The code below cannot be traced.
+        # A router may cast itself to its own precision in forward. The code below cannot be traced.
         return module
     with _SyncAfterApply(unit_of(module)), _HideUnchanged(module, fn) as applied:
         original(applied, recurse)
@@ -58,7 +58,7 @@ def _apply(module: nn.Module, original: Callable[..., Any], fn: Callable[[Tensor
 
 
 def _register_parameter(module: nn.Module, original: Callable[..., None], name: str, param: nn.Parameter | None) -> None:
-    """Register a parameter, perhaps in the place of a sharded one, which it has to be sharded like."""
+    """Register a parameter. In the place of a sharded parameter, it must be sharded alike."""
     sharded = sharded_params_of(module).get(name)
     if sharded is not None:
         sharded.check_replacement(param)
@@ -68,7 +68,7 @@ def _register_parameter(module: nn.Module, original: Callable[..., None], name: 
 
 
 def _get_parameter(module: nn.Module, original: Callable[[str], nn.Parameter], target: str) -> Any:
-    """Return a parameter by its name. In a forward it is a full tensor, which ``nn.Module`` does not take for a parameter."""
+    """Return a parameter by its name. Tables are read directly, as ``nn.Module`` refuses the full tensors of a forward."""
     path, _, name = target.rpartition(".")
     table = table_of(module.get_submodule(path))
     return table[name] if table is not None and name in table else original(target)
@@ -82,9 +82,9 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _leaves(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
-    """Whether a function returns every tensor of a module and of those inside it unchanged, as ``to`` their own dtype does.
+    """Return whether ``fn`` leaves all tensors of a module and of modules inside unchanged, as ``to`` their own dtype does.
 
-    It is called with shards in the place of parameters: torch refuses to replace a parameter that guards refer to.
+    ``fn`` gets shards in the place of parameters, as torch refuses to replace a parameter that guards refer to.
     """
     for inner in module.modules():
         params: dict[str, Any] = inner._parameters
@@ -102,7 +102,7 @@ def _leaves(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
 
 
 class _SyncAfterApply:
-    """Syncs units when the outermost call of ``Module._apply``, which visits modules one by one, is done."""
+    """A context that syncs units at the end of the outermost ``Module._apply``, which visits modules one by one."""
 
     _depth = 0
     _touched: dict[Unit, None] = {}  # noqa: RUF012
@@ -130,8 +130,10 @@ class _SyncAfterApply:
 
 
 class _HideUnchanged:
-    """Hides those parameters of a module from ``Module._apply`` that the function leaves unchanged, as ``to`` their own dtype
-    does. It would swap each of them with a new one, which torch refuses for a tensor that guards of a compiled graph refer to.
+    """A context that hides from ``Module._apply`` the parameters that ``fn`` leaves unchanged, as ``to`` their own dtype does.
+
+    ``Module._apply`` would swap each of these parameters with a new one, which torch refuses for a tensor that guards of a
+    compiled graph refer to.
     """
 
     def __init__(self, module: Any, fn: Callable[[Tensor], Tensor]):
@@ -162,16 +164,16 @@ class _HideUnchanged:
 
 
 class FSDPModule(GradientControls, ScheduleControls):
-    """Mixin of modules that were passed to ``fully_shard``.
+    """The mixin of modules that were passed to ``fully_shard``.
 
-    They are instances of torch's ``FSDPModule``, too: it stands behind the module's own class among the bases of theirs.
+    The modules are instances of torch's ``FSDPModule``, too. It comes after the module's own class among the bases.
     """
 
     _fsdp_unit: Unit
     _fsdp_scope: Scope
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # A container makes new containers of its own class when it is sliced; they hold no shards of their own.
+        # Slicing a container calls its class. A slice holds no shards of its own, and so is of the original class.
         original = cls._fsdp_original_class  # type: ignore[attr-defined]
         instance = original.__new__(original)
         instance.__init__(*args, **kwargs)
@@ -205,19 +207,19 @@ class FSDPModule(GradientControls, ScheduleControls):
         self._compiled_call_impl = _active_in_recomputation(compiled, self)
 
     def _get_fsdp_state(self) -> UnitState | None:
-        # Torch's code calls it to find FSDP2's state.
+        # Torch's code calls this method to find FSDP2's state.
         return state_of(cast(nn.Module, self))
 
 
 @torch.compiler.assume_constant_result
 def _begin_traced_forward(is_of_root: bool) -> bool:
-    """Note, while Dynamo traces, that an outermost forward begins: whether it is that of a root."""
+    """Record, while Dynamo traces, that an outermost forward begins, and whether it is the forward of a root."""
     note_traced_forward(is_of_root=is_of_root)
     return True
 
 
 def _in_unit(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a forward so that parameters read as full tensors while it runs, with the policy's casts of inputs and outputs.
+    """Wrap a forward so that parameters read as full tensors while it runs, and the policy casts inputs and outputs.
 
     Args:
         forward: the function; its first argument is the module.
@@ -231,12 +233,12 @@ def _in_unit(forward: Callable[..., Any]) -> Callable[..., Any]:
         policy = unit.mp_policy
         uncompiled = None if is_compiling() else Forward(unit, self)
         if not was_active:
-            # torch 2.11 traces no write inside of a checkpoint.
+            # Not written if it is True already: torch 2.11 traces no write inside of a checkpoint.
             scope.active = True
         try:
             if is_compiling() and not was_active:
                 _begin_traced_forward(unit.is_root)
-                # Asking is what has Dynamo guard on it.
+                # Reading it makes Dynamo guard on it.
                 bool(scope.optimizer_state)
             args, kwargs = cast_inputs(policy, args, kwargs)
             result = cast_output(policy, forward(self, *args, **kwargs))
@@ -251,17 +253,17 @@ def _in_unit(forward: Callable[..., Any]) -> Callable[..., Any]:
             if uncompiled is not None:
                 uncompiled.end()
 
-    # Dynamo counts what it compiled, and learns which sizes change, by code object: those of all units would be one.
+    # Dynamo counts compilations, and learns which sizes change, by code object. All units would share one.
     code = wrapped.__code__  # type: ignore[attr-defined]
     wrapped.__code__ = code.replace(co_name=f"unit_{forward.__qualname__.replace('.', '_')}")  # type: ignore[attr-defined]
     return wrapped
 
 
 def _active_in_recomputation(compiled: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Wrap the compiled call of a unit, so that its scope is active in a recomputation as it was in the root's forward.
+    """Wrap the compiled call of a unit, so that its scope is active in a recomputation, as it was in the root's forward.
 
-    Dynamo guards on the scope's state. Without this it compiles everything twice, and it has a limit for each function. If the
-    limit is reached between a forward and its recomputation, they save different tensors.
+    Dynamo guards on the scope's state. Without the wrapper, Dynamo compiles everything twice, and each function has a limit. If
+    the limit is reached between a forward and its recomputation, the two save different tensors.
 
     Args:
         compiled: the compiled call.
@@ -286,16 +288,18 @@ def _active_in_recomputation(compiled: Callable[..., Any], module: Any) -> Calla
 def _unit_class(original: type[nn.Module]) -> type[nn.Module]:
     namespace: dict[str, Any] = {"_fsdp_original_class": original, "__module__": original.__module__}
     if not issubclass(original, OptimizedModule):
-        # The forward of a wrapper runs that of its module.
+        # The forward of a wrapper calls that of its module, which is wrapped.
         namespace["forward"] = _in_unit(original.forward)
     return type(f"FSDP{original.__name__}", (FSDPModule, original, TorchFSDPModule), namespace)
 
 
 def shard_parameters(module: nn.Module, unit: Unit, sharded: dict[str, ShardedParam]) -> None:
-    """Put the DTensors of sharded parameters into a module, and have it read them in full while a forward runs.
+    """Put a table of sharded parameters in the place of a module's ``_parameters``, with their DTensors registered.
+
+    While a forward runs, the module reads full tensors from the table.
 
     Args:
-        module: registers them.
+        module: the module that registers the parameters.
         unit: the unit that the module belongs to.
         sharded: the parameters by their names in the module.
     """
@@ -306,7 +310,7 @@ def shard_parameters(module: nn.Module, unit: Unit, sharded: dict[str, ShardedPa
 
 
 def add_methods(module: nn.Module, unit: Unit) -> None:
-    """Give a module inside a unit, which keeps its class, the methods that an :class:`FSDPModule` has."""
+    """Give a module inside a unit the methods of an :class:`FSDPModule` that it needs. The module keeps its class."""
     registers = bool(sharded_params_of(module))
     if registers:
         module.register_load_state_dict_post_hook(lambda _module, _keys: unit.sync())
@@ -332,7 +336,7 @@ def make_unit(module: nn.Module, unit: Unit) -> None:
 def swap_class_of_wrapper(wrapper: OptimizedModule) -> None:
     """Make the wrapper that ``torch.compile`` returned for a sharded module an ``FSDPModule``, too.
 
-    It has the attributes of the module inside, and so its unit.
+    The wrapper has the attributes of the module inside, and so its unit.
     """
     original: Any = type(wrapper)
     wrapper.__class__ = cast("type[OptimizedModule]", _unit_class(original))
@@ -340,7 +344,7 @@ def swap_class_of_wrapper(wrapper: OptimizedModule) -> None:
 
 
 def _wrap_on_instance(module: nn.Module, name: str) -> None:
-    """Make a module's own method read full parameters. It keeps its signature."""
+    """Make a method of one module read full parameters. The method keeps its signature."""
     method = getattr(module, name)
     wrapped = _in_unit(lambda self, *args, **kwargs: method(*args, **kwargs))
     setattr(module, name, functools.wraps(method)(lambda *args, **kwargs: wrapped(module, *args, **kwargs)))

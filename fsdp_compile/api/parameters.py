@@ -1,8 +1,8 @@
-"""A table in the place of a module's ``_parameters``, for those that register sharded parameters.
+"""The table in the place of ``_parameters``, for modules that register sharded parameters.
 
-``nn.Module`` finds parameters there in whatever way they are read: as attributes, by ``parameters()``, ``get_parameter`` or
-``state_dict``. So inside of a forward all of these give full tensors, outside of one the DTensors that are registered, and a
-module that is no unit keeps its class. Dynamo traces a read like any other Python code: its graph holds ``unshard``.
+``nn.Module`` finds parameters in ``_parameters``, however they are read: as attributes, by ``parameters()``, ``get_parameter``
+or ``state_dict``. So all of these give full tensors inside of a forward, and the registered DTensors outside. A module that was
+not passed to ``fully_shard`` keeps its class. Dynamo traces a read like other Python code: its graph holds ``unshard``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..units.unit import Unit
 class ShardedParameters(MutableMapping[str, Any]):
     """The parameters that a module registers, some of them sharded, by name.
 
-    After ``unshard()``, names give full tensors outside of forwards, too; iteration gives what is registered, as optimizers and
-    state dicts have to.
+    After ``unshard()``, names give full tensors outside of forwards, too. Iteration still gives the registered DTensors, which
+    optimizers and state dicts need.
 
     Attributes:
-        registered: what ``nn.Module`` registered, sharded parameters as DTensors.
-        sharded: those that are sharded.
+        registered: the parameters that ``nn.Module`` registered, sharded ones as DTensors.
+        sharded: the sharded parameters among them.
         unit: the unit that the module belongs to.
-        scope: the unit's, once more: Dynamo guards on each attribute on the way.
+        scope: the unit's scope, read without the unit: Dynamo guards on each attribute that it reads on the way.
     """
 
     def __init__(self, registered: dict[str, nn.Parameter | None], sharded: dict[str, ShardedParam], unit: Unit):
@@ -83,7 +83,7 @@ class ShardedParameters(MutableMapping[str, Any]):
             sharded.sync_requires_grad()
             full = sharded.gather_alone()
         full = sharded.as_read(full)
-        # ``isinstance(full, nn.Parameter)``. Containers of parameters would else make a new one of it, without a gradient.
+        # Makes it an ``nn.Parameter`` for ``isinstance``. Else containers would make a new one of it, without a gradient.
         full._is_param = True  # type: ignore[attr-defined]
         return self._lend(name, full)
 
@@ -103,7 +103,7 @@ class ShardedParameters(MutableMapping[str, Any]):
             )
         lent = self._lent.get(name)
         if value is sharded.param or (lent is not None and lent() is value):
-            # Code that replaces what it has read, and puts it back.
+            # The caller replaced the parameter, and puts back what it had read before.
             self.registered[name] = sharded.param
             sharded.update_operator_args()
         else:
@@ -111,21 +111,21 @@ class ShardedParameters(MutableMapping[str, Any]):
             setattr(self, shard_attribute(name), value)
 
     def swap(self, name: str, value: Any) -> Any:
-        """Replace a sharded parameter in reads by a tensor. The parameter stays registered.
+        """Make reads of a sharded parameter give another tensor. The parameter stays registered.
 
         Args:
-            name: of the parameter.
-            value: the tensor; or what an earlier call returned, which takes it back.
+            name: name of the parameter.
+            value: the tensor; or the result of an earlier call, to undo that call.
 
         Returns:
-            The tensor that was read before, or a stand-in for the parameter.
+            The tensor that reads gave before, or a stand-in for the parameter.
         """
         found = getattr(self, shard_attribute(name))
         if value is self.sharded[name].param:
             self.sharded[name].update_operator_args()
         else:
             setattr(self, shard_attribute(name), value)
-        # None, of a parameter without memory, would be taken for a tensor that is removed.
+        # A parameter without memory has None here. Put back later, None would count as a removed tensor.
         return self.sharded[name].param if found is None else found
 
     def __delitem__(self, name: str) -> None:
@@ -133,7 +133,7 @@ class ShardedParameters(MutableMapping[str, Any]):
         self.__dict__.pop(shard_attribute(name), None)
 
     def __contains__(self, name: object) -> bool:
-        # Dynamo makes an input of the graph of what it finds in a dictionary: not of the DTensor.
+        # The attribute first: Dynamo would make the DTensor, if it found it in a dictionary, an input of the graph.
         return hasattr(self, f"_fsdp_shard_{name}") or name in self.registered
 
     def __iter__(self) -> Iterator[str]:
@@ -155,7 +155,7 @@ class ShardedParameters(MutableMapping[str, Any]):
         return [param for _, param in self.items()]
 
     def _read_once(self, name: str) -> Any:
-        """Return a tied parameter as one tensor for all modules, by which ``parameters()`` leaves out all but one."""
+        """Return a parameter. If it is tied, all modules get the same tensor, so that ``parameters()`` lists it once."""
         sharded = self.sharded.get(name)
         if sharded is None or len(sharded.owners) == 1 or not self.scope.active:
             return self[name]
@@ -167,7 +167,7 @@ class ShardedParameters(MutableMapping[str, Any]):
     def _is_in_forward(self) -> bool:
         if not is_compiling():
             return self.scope.active or is_recomputing()
-        # Dynamo itself iterates over what is registered.
+        # Dynamo's own code, unlike code that it traces, iterates over the registered parameters.
         return is_dynamo_compiling() and (self.scope.active or _traces_recomputation())
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
@@ -180,8 +180,8 @@ class ShardedParameters(MutableMapping[str, Any]):
 
 @torch.compiler.assume_constant_result
 def _traces_recomputation() -> bool:
-    """Return whether a checkpoint recomputes in backward, outside of any unit's forward, the code that Dynamo traces."""
-    # Dynamo cannot guard on it. Code that is traced here, and called outside of backward and forward, reads full tensors.
+    """Return whether the code that Dynamo traces is a checkpoint's recomputation, outside of any unit's forward."""
+    # Dynamo cannot guard on it. Code that is traced in a recomputation always reads full tensors, wherever it is called.
     return is_recomputing()
 
 
@@ -193,7 +193,7 @@ def _unshard_special(
     attributes: dict[str, Any] | None,
     optional: Iterable[str],
 ) -> Any:
-    """Return a parameter that is not read as what ``unshard`` returns, from :func:`.sharded_param.shard_attribute`."""
+    """Unshard a parameter with an extension or another parallelism, given its :func:`.sharded_param.shard_attribute`."""
     if attributes is None:
         full = unshard(shard, *args, **kwargs)
     else:
@@ -215,10 +215,11 @@ def sharded_params_of(module: nn.Module) -> dict[str, ShardedParam]:
 
 
 def replace_functions() -> None:
-    """Replace two functions of torch's, until ``patches.uninstall()``, for modules with a table; for others they stay.
+    """Replace two functions of torch for modules with a table, until ``patches.uninstall()``. Other modules keep torch's.
 
-    A slice of a list of parameters is registered in a new list by torch's, as if each was trained there. That by which
-    ``torch.func.functional_call`` puts tensors into modules would put a full parameter back that it has found in a forward.
+    - Slicing an ``nn.ParameterList`` registers the parameters in a new list, as if they were trained there.
+    - ``swap_tensor``, by which ``torch.func.functional_call`` puts tensors into modules, puts back the full parameter that it
+      found in a forward.
     """
 
     def make_getitem(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -1,4 +1,4 @@
-"""A policy that keeps on the host what a limit for the device leaves no room for."""
+"""A policy that keeps units on the host if a limit for the device leaves no room for them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..compiler.optimizer_state import Optimizer
 
 
 class Piece(NamedTuple):
-    """A parameter ahead of sharding.
+    """A parameter before sharding.
 
     Attributes:
-        shape: its shape; beside another parallelism, that of what is this rank's.
+        shape: its shape; with another parallelism, the shape of this rank's piece.
         dtype: its dtype.
-        dim: along which it is cut.
-        ranks: how many share it.
-        is_trained: whether it will have a gradient and a state.
+        dim: the dimension that it is cut along.
+        ranks: the number of ranks that it is sharded over.
+        is_trained: whether it will have a gradient and optimizer state.
     """
 
     shape: torch.Size
@@ -33,22 +33,23 @@ class Piece(NamedTuple):
 
 
 class PartialCPUOffloadPolicy(OffloadPolicy):
-    """For ``fully_shard(..., offload_policy=...)``: units stay on the device as long as they fit there, and the others have a
-    ``CPUOffloadPolicy``.
+    """An ``offload_policy`` of ``fully_shard``: units stay on the device while they fit; others get a ``CPUOffloadPolicy``.
 
-    What a unit keeps on the device all the time are this rank's shards, and of those that are trained the reduced gradients and
-    what the optimizer has. Pass one policy to every ``fully_shard`` of a model, units that forward reads first ahead of others:
-    so the first gathers of forward wait for no copy, and the last gradients of backward for none. Padding counts, so that all
-    ranks decide alike.
+    A unit on the device counts with this rank's shards, and for trained parameters also with reduced gradients and optimizer
+    state. Padding counts, so that all ranks decide alike.
+
+    Pass one policy to every ``fully_shard`` call of a model, and shard units that forward reads first before others. Then the
+    first gathers of forward, and the last gradients of backward, wait for no copy.
 
     Args:
         device_bytes: the most bytes, for each rank, that all units with this policy keep on the device: an int, or text such as
             "20GB"; 0: all are on the host.
-        optimizer: whose state counts: "adamw", "momentum", "sgd", its bytes for each element of a parameter, or None.
+        optimizer: the optimizer whose state counts: "adamw", "momentum", "sgd", its bytes for each element of a parameter, or
+            None.
         pin_memory: as for ``CPUOffloadPolicy``.
 
     Attributes:
-        bytes_on_device: what the units that stayed there so far count with.
+        bytes_on_device: the bytes that units on the device count with so far.
 
     Raises:
         ValueError: ``device_bytes`` is no size, or ``optimizer`` is not known.
@@ -71,7 +72,7 @@ class PartialCPUOffloadPolicy(OffloadPolicy):
         return f"{type(self).__name__}({self.device_bytes}, optimizer={self._optimizer.name!r}, pin_memory={pin_memory})"
 
     def decide(self, pieces: Iterable[Piece]) -> tuple[CPUOffloadPolicy | None, int]:
-        """What to do with a unit of these parameters: its policy, and what it adds to :attr:`bytes_on_device`."""
+        """Return the policy of a unit with these parameters, and the bytes that it adds to :attr:`bytes_on_device`."""
         size = sum(map(self._size, pieces))
         return (None, size) if self.bytes_on_device + size <= self.device_bytes else (self._on_host, 0)
 

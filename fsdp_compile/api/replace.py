@@ -1,4 +1,4 @@
-"""Replaces torch's ``fully_shard`` by this library's, for libraries that call it."""
+"""The replacement of torch's ``fully_shard`` by this library's, for libraries that call torch's."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ _in_force = threading.Lock()
 
 @contextmanager
 def replacing_fsdp2() -> Iterator[None]:
-    """A context in which torch's ``fully_shard`` is this library's, for libraries that shard a model for their users.
+    """Replace torch's ``fully_shard`` by this library's for the duration of the block.
 
-    Replaced are the function in torch's namespaces, and every global name of a loaded module for it; not references in classes
-    and closures. This holds for the whole process, so other threads should not shard meanwhile. A module that is imported for
-    the first time in the context keeps this library's function. Models that were sharded before stay as they are.
+    The block is for libraries that shard a model for their users. The function is replaced in torch's namespaces, and under
+    every global name that a loaded module has for it. References in classes and closures stay. The replacement holds for the
+    whole process, so other threads should not shard meanwhile.
+
+    A module that is first imported in the block keeps this library's function. Models that were sharded before stay as they
+    are.
 
     Raises:
-        RuntimeError: it is in force already.
+        RuntimeError: another ``replacing_fsdp2`` block runs.
     """
     if not _in_force.acquire(blocking=False):
         raise RuntimeError("replacing_fsdp2() is in force already: it replaces torch's fully_shard for the whole process.")
@@ -43,7 +46,7 @@ def replacing_fsdp2() -> Iterator[None]:
 
 
 def _names_of(function: Any) -> list[tuple[dict[str, Any], str]]:
-    """The global names of loaded modules for a function of torch's: namespace and name."""
+    """Find the global names that loaded modules have for a function of torch's: (namespace, name)."""
     found = []
     for module_name, module in list(sys.modules.items()):
         namespace = getattr(module, "__dict__", None)

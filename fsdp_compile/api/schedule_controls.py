@@ -1,5 +1,5 @@
 """Methods of sharded modules for the schedule: when gathers start, gathering and freeing by hand, and how much communication is
-in flight. docs/schedule.md says what each means in a graph.
+in flight. docs/schedule.md describes the effect of each on a graph.
 
 Source: the methods of torch's ``FSDPModule`` (torch/distributed/fsdp/_fully_shard/_fully_shard.py), whose names, arguments and
 meaning these have.
@@ -36,11 +36,11 @@ class ScheduleControls(Controls):
     """The part of ``FSDPModule`` that controls the schedule."""
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[ScheduleControls]) -> None:
-        """Set which units' gathers start in forward when this unit's compute starts, in this order.
+        """Set the units whose gathers start in forward when this unit's compute starts, in list order.
 
         Args:
-            modules: sharded modules, which have an effect in graphs that gather both units; an empty list restores the default,
-                the next unit.
+            modules: sharded modules. Each has an effect in graphs that gather its unit and this one. An empty list restores the
+                default, the next unit.
 
         Raises:
             ValueError: an entry is not sharded.
@@ -48,8 +48,10 @@ class ScheduleControls(Controls):
         self._fsdp_unit.forward_prefetch = self._listed(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[ScheduleControls]) -> None:
-        """Set which units' gathers start in backward when this unit's compute starts there: as
-        :meth:`set_modules_to_forward_prefetch`."""
+        """Set the units whose gathers start in backward when this unit's compute starts there.
+
+        Args and errors are as for :meth:`set_modules_to_forward_prefetch`.
+        """
         self._fsdp_unit.backward_prefetch = self._listed(modules, "set_modules_to_backward_prefetch")
 
     def _listed(self, modules: Iterable[object], method: str) -> tuple[Unit, ...]:
@@ -64,13 +66,13 @@ class ScheduleControls(Controls):
 
     @disable_dynamo
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters now, in the dtype that they compute in; not those of units inside.
+        """Gather this unit's parameters now, in the dtype that they compute in. Units inside are not gathered.
 
-        The next compiled forward takes them and gathers nothing. Until then, or until :meth:`reshard`, the module's attributes
-        are the full tensors; ``state_dict``, ``parameters`` and optimizers go on seeing shards.
+        The next compiled forward takes the full parameters and gathers nothing. Until then, or until :meth:`reshard`, the
+        module's attributes are the full tensors; ``state_dict``, ``parameters`` and optimizers still see shards.
 
         Args:
-            async_op: only start; a forward that comes before the handle's ``wait`` waits by itself.
+            async_op: only start the gather. A forward that comes before the handle's ``wait`` waits by itself.
 
         Returns:
             The handle, with ``async_op``.
@@ -87,21 +89,26 @@ class ScheduleControls(Controls):
 
     @disable_dynamo
     def reshard(self) -> None:
-        """Free this unit's gathered parameters: those of :meth:`unshard`, those that outlived a backward, and those that an
-        uncompiled forward left for its backward, which gathers them again."""
+        """Free this unit's gathered parameters.
+
+        These are the parameters of :meth:`unshard`, those that outlived a backward, and those that an uncompiled forward left
+        for its backward. The backward gathers them again.
+        """
         reshard_by_hand(self._fsdp_unit)
         self._fsdp_unit.drop_full()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward may gather this unit. Graphs gather only parameters that backward reads, so False saves nothing:
-        with it, a backward that reads a parameter of the unit raises a ``RuntimeError`` that names it."""
+        """Set whether backward may gather this unit. With False, a backward that has to gather a parameter raises.
+
+        The ``RuntimeError`` names the parameter. False saves nothing, as graphs gather only parameters that backward reads.
+        """
         self._fsdp_unit.flags.unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: Event | None) -> None:
-        """Make the next forward wait for an event ahead of its gathers, for the whole model.
+        """Make the next forward of the whole model wait for an event before its gathers.
 
         Args:
-            event: None, which the current stream of a CPU records: nothing to wait for.
+            event: the event; None, which the current stream of a CPU records: there is nothing to wait for.
 
         Raises:
             TypeError: ``event`` has no ``wait``.
@@ -111,20 +118,22 @@ class ScheduleControls(Controls):
         self._fsdp_unit.scope.post_optim_event = event
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set whether reduce-scatters have a process group of their own, over the same ranks, so that NCCL runs them beside
-        gathers. All ranks have to call it. A communication hook uses its own group as before.
+        """Set whether reduce-scatters have a process group of their own, so that NCCL can run them beside gathers.
+
+        The group has the same ranks, all of which must call this method. A communication hook keeps its group.
 
         Args:
-            enable: False: they share the group of the gathers.
-            recurse: for all units inside, too.
+            enable: False: reduce-scatters share the group of the gathers.
+            recurse: set it for all units inside, too.
         """
         for unit in self._units(recurse):
             meshes = unit.meshes if enable else ()
             unit.flags.reduce_scatter_groups = {mesh.shard_group: mesh.reduce_scatter_group() for mesh in meshes}
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many reduce-scatters may be in flight, each holding its unit's whole gradient. Of a graph's units the
-        largest number counts; a unit without one has two, or with replicas one.
+        """Set how many reduce-scatters may be in flight, each holding its unit's whole gradient.
+
+        The largest number among a graph's units counts. The default of a unit is two, or with replicas one.
 
         Raises:
             TypeError: ``max_input_buffers`` is no int.
@@ -138,11 +147,13 @@ class ScheduleControls(Controls):
             unit.flags.max_pending_reductions = max_input_buffers
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted without effect: every gather of a graph is asynchronous and allocates on the computing stream, as FSDP2's
-        are with True. Defaults and prefetch lists decide where it starts."""
+        """Do nothing: every gather of a graph is asynchronous and allocates on the computing stream, as in FSDP2 with True.
+
+        Defaults and prefetch lists decide where a gather starts.
+        """
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Only False, the default, is supported: buffers of collectives are values of the graph.
+        """Accept only False, the default: buffers of collectives are values of the graph.
 
         Raises:
             NotImplementedError: ``enable`` is True.
@@ -151,7 +162,7 @@ class ScheduleControls(Controls):
             raise NotImplementedError(_BUFFERS.format("set_allocate_memory_from_process_group_for_comm"))
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Only False, the default, is supported: gathered parameters are values of the graph, without a fixed address.
+        """Accept only False, the default: gathered parameters are values of the graph, without a fixed address.
 
         Raises:
             NotImplementedError: ``keep`` is True.
@@ -160,7 +171,7 @@ class ScheduleControls(Controls):
             raise NotImplementedError(_BUFFERS.format("set_keep_unsharded_storage"))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not supported: buffers of collectives are values of the graph."""
+        """Raise ``NotImplementedError``: buffers of collectives are values of the graph."""
         raise NotImplementedError(_BUFFERS.format("set_symm_mem_for_comm"))
 
 
@@ -171,7 +182,7 @@ _BUFFERS = (
 
 
 def share_comm_ctx(modules: Sequence[object]) -> None:
-    """Accepted without effect: FSDP2 lets modules share streams for communication, and graphs have none of their own.
+    """Check ``modules``, and do nothing: FSDP2 lets modules share streams for communication. Graphs have no such streams.
 
     Raises:
         ValueError: an entry was not passed to ``fully_shard``.

@@ -33,7 +33,7 @@ from .parameters import ShardedParameters, replace_functions, sharded_params_of
 from .partial_offload import PartialCPUOffloadPolicy, Piece
 
 M = TypeVar("M", bound=nn.Module)
-# Also torch's ShardPlacementResult, which torch 2.11 lacks.
+# Its result may be torch's ShardPlacementResult, which torch 2.11 lacks.
 ShardPlacementFn = Callable[[nn.Parameter], Any]
 
 
@@ -81,28 +81,29 @@ def fully_shard(
 ) -> Any:
     """Shard a module's parameters over a mesh, in place.
 
-    Call it bottom-up: each call groups the parameters that no earlier call on a submodule took into one *unit*, which is
+    Call it bottom-up. Each call groups the parameters that no earlier call on a submodule took into one *unit*. A unit is
     gathered with one collective and reduced with one. Outside of a forward, parameters are ``DTensor`` s; inside, reading
     one gives the full tensor. Compile the result with ``torch.compile(model, backend=fsdp_backend)``.
 
     Args:
         module: the module, or a list of modules to make one unit of; also wrappers that ``torch.compile`` returned.
-        mesh: 1-D for FSDP; 2-D (replicate, shard) for HSDP. None: all ranks. Of a mesh with more dimensions, a slice, perhaps
-            flattened. A parameter may be a DTensor already, on another slice of the same mesh: tensor or expert parallel. The
-            first use of a mesh is a collective call of its ranks, which sets up how they communicate: NCCL's communicators,
-            over Gloo a second group for each.
+        mesh: 1-D for FSDP; 2-D (replicate, shard) for HSDP; None: all ranks. If your mesh has more dimensions, pass a slice,
+            perhaps flattened. A parameter may be a DTensor already, on another slice of the same mesh: tensor or expert
+            parallel. The first use of a mesh is a collective call of its ranks. It sets up communication: NCCL's communicators;
+            over Gloo, a second group for each.
         reshard_after_forward: True: backward gathers the unit again. False: the gathered parameters live until backward.
-            None: True for all units but the root. An int: keep shards of a group of so many ranks, and gather over that.
-        shard_placement_fn: gives ``Shard(dim)``, or None for ``Shard(0)``, for a parameter, or torch's ``ShardPlacementResult``
-            of one of these and of a mesh that the parameter is sharded over in the place of ``mesh``. Dimensions other than 0
-            must divide by the number of ranks.
+            None: True for all units but the root. An int: after forward, each group of so many ranks keeps shards, and backward
+            gathers over that group.
+        shard_placement_fn: returns ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Dimensions other than 0 must
+            divide by the number of ranks. It may also return torch's ``ShardPlacementResult``: one of these, and the mesh that
+            the parameter is sharded over in the place of ``mesh``.
         mp_policy: dtypes of computation and reduction.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the host (docs/memory.md);
-            :class:`PartialCPUOffloadPolicy`, where the device has no room for them.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the host (docs/memory.md).
+            :class:`PartialCPUOffloadPolicy` does so if the device has no room for them.
         ignored_params: parameters to leave as they are.
-        dp_mesh_dims: torch's ``DataParallelMeshDims``, for parameters that are DTensors on all dimensions of ``mesh``: which of
-            them to shard over, and to have replicas on. Parameters must be replicated there. In a forward they are DTensors on
-            ``mesh`` again, and gradients, sums over it, are divided by the number of these ranks.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``, for parameters that are DTensors on all dimensions of ``mesh``: the
+            dimensions to shard over, and to have replicas on. Parameters must be replicated there. In a forward they are
+            DTensors on ``mesh`` again. Their gradients, which are sums over it, are divided by the number of these ranks.
         gather_policy: send parameters in a byte for each element (docs/low-precision.md); FSDP2 has no such argument.
 
     Returns:
@@ -111,7 +112,7 @@ def fully_shard(
     Raises:
         ValueError, TypeError, RuntimeError, NotImplementedError: the arguments do not fit the module; nothing has changed then.
 
-    Source: torch/distributed/fsdp/_fully_shard/_fully_shard.py; scalars are kept whole on every rank, which FSDP2 refuses.
+    Source: torch/distributed/fsdp/_fully_shard/_fully_shard.py. Scalars, which FSDP2 refuses, stay whole on every rank.
     """
     modules = _check_modules(module)
     _check_offload_policy(offload_policy)
@@ -160,10 +161,10 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def _all_or_nothing(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Leave modules and parameters as they were if the ``with`` block fails."""
+    """Restore modules and parameters if the ``with`` block fails."""
     modules, params = list(dict.fromkeys(modules)), list(params)
     classes = [(module, type(module)) for module in modules]
-    # A module's parameters, hooks and the like are dictionaries in its own.
+    # A module's parameters, hooks and the like are dictionaries in its ``__dict__``.
     held = [value for module in modules for value in (module.__dict__, *module.__dict__.values()) if isinstance(value, dict)]
     dictionaries = [(value, dict(value)) for value in (*held, *(param.__dict__ for param in params))]
     tied = [sharded for param in params if (sharded := _sharded_as(param)) is not None]
@@ -182,7 +183,7 @@ def _all_or_nothing(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]
 
 
 def _sharded_as(param: nn.Parameter) -> ShardedParam | None:
-    """The sharded parameter that replaced a full one in a unit further in."""
+    """Return the sharded parameter that replaced ``param`` in a unit further in; None if none did."""
     return getattr(param, "_fsdp_sharded_as", None)
 
 
@@ -226,7 +227,7 @@ def _check_offload_policy(policy: Any) -> None:
 
 
 def _offload(policy: OffloadPolicy, cuts: dict[nn.Parameter, _Cut]) -> tuple[CPUOffloadPolicy | None, int]:
-    """The policy of a unit, and what that adds to what a partial one counts on the device."""
+    """Return the offload policy of a unit, and the bytes that the unit adds to a partial policy's ``bytes_on_device``."""
     if not isinstance(policy, PartialCPUOffloadPolicy):
         return (policy if isinstance(policy, CPUOffloadPolicy) else None), 0
     pieces = [(param, _piece(param), cut) for param, cut in cuts.items()]
@@ -238,7 +239,7 @@ def _offload(policy: OffloadPolicy, cuts: dict[nn.Parameter, _Cut]) -> tuple[CPU
 def _check_copied(
     found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut], gather_policy: GatherPolicy | None
 ) -> None:
-    """Check that parameters can be copied from the host and back."""
+    """Check that each parameter is of a kind that can be kept on the host, and copied to the device for its gather."""
     for param, owners in found.items():
         reasons = {
             "is gathered by a gather_policy, which rounds it": gather_policy is not None,
@@ -272,9 +273,10 @@ _Owners = list[tuple[nn.Module, str, str]]
 
 
 def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, _Owners]:
-    """Parameters that no unit has yet, in registration order, with their owners: (module, its name for it, name in the unit).
+    """Collect parameters in registration order, with their owners: (module, its name for the parameter, name in the unit).
 
-    Also owners of a parameter that a unit further in has taken (tied across units): they join that parameter's owners.
+    The parameters are those that no unit has yet, and those that a unit further in has taken (tied across units). Their owners
+    join the earlier ones.
     """
     found: dict[nn.Parameter, _Owners] = {}
     visited: set[nn.Module] = set()
@@ -320,7 +322,7 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
 
 
 def _inside(modules: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules inside of these that no unit further in has."""
+    """Return the modules inside of ``modules`` that are not in a unit further in."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -335,12 +337,12 @@ def _inside(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _piece(param: Tensor) -> Tensor:
-    """What is sharded of a parameter: itself, or what another parallelism has left this rank of it."""
+    """Return the tensor to shard: the parameter, or the local tensor that another parallelism has left this rank."""
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
 def _has_ways_of_its_own(param: Tensor) -> bool:
-    """Whether a parameter is more than a plain tensor. A subclass of ``nn.Parameter`` that only adds attributes is not."""
+    """Return whether a parameter's class overrides operators, rather than only adding attributes to ``nn.Parameter``."""
     kind = type(param)
     if issubclass(kind, FakeTensor):
         return False
@@ -349,7 +351,13 @@ def _has_ways_of_its_own(param: Tensor) -> bool:
 
 
 class _Cut(NamedTuple):
-    """How a parameter is sharded: along which dimension, or ``REPLICATED``, over which mesh, and on top of which layout."""
+    """The sharding of a parameter.
+
+    Attributes:
+        dim: the dimension that is cut, or ``REPLICATED``.
+        mesh: the mesh that the parameter is sharded over.
+        layout: the layout by another parallelism before; None: there is none.
+    """
 
     dim: int
     mesh: ShardingMesh
@@ -382,7 +390,7 @@ def _cuts(
 
 
 def _mesh_of_dims(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
-    """The mesh to shard over of a larger one: its dimension, or (replicate, shard); several of a kind are made one."""
+    """Return the part of ``mesh`` to shard over: (shard), or (replicate, shard). Several dimensions of a kind become one."""
     if not hasattr(dims, "shard_names"):
         raise TypeError(f"dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims, not {dims!r}.")
     names = mesh.mesh_dim_names if mesh is not None else None
@@ -401,7 +409,7 @@ def _kinds(dims: Any) -> list[tuple[str, ...]]:
 
 
 def _check_dims(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut], mesh: DeviceMesh | None) -> None:
-    """Check that parameters are laid out on the mesh of ``dp_mesh_dims``, and replicated on the dimensions that these name."""
+    """Check that parameters are DTensors on ``mesh``, and replicated on the dimensions that ``dp_mesh_dims`` names."""
     for param, owners in found.items():
         name, layout = owners[0][2], cuts[param].layout
         if layout is None or layout.mesh != mesh:
@@ -460,7 +468,7 @@ def _check_meshes(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _
             )
         try:
             layout.sharded_spec(mesh, dim, cast(DTensor, param))
-        # The last where a mesh has no names of dimensions.
+        # TypeError: a mesh has no names of dimensions.
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise ValueError(
                 f"Parameter {owners[0][2]} is a DTensor on {layout.mesh}, which has to be another slice of the mesh that mesh= "
@@ -516,7 +524,7 @@ def _check_dtypes(found: dict[nn.Parameter, _Owners]) -> None:
 def _install(
     unit: Unit, inner: Iterable[nn.Module], found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut]
 ) -> None:
-    """Replace full parameters by sharded ones, in the modules of the unit and those inside."""
+    """Replace full parameters by sharded ones in the modules that own them, and give modules in ``inner`` their methods."""
     owned: dict[nn.Module, dict[str, ShardedParam]] = {}
     tied = []
     for param, owners in found.items():
@@ -540,7 +548,7 @@ def _install(
 
 
 def _name_units(root: nn.Module) -> None:
-    """Name all units in ``root``, and their parameters, relative to it; units inside of it are not roots."""
+    """Name all units in ``root``, and their parameters, relative to ``root``. They share its scope; only its unit is a root."""
     prefixes = {module: _without_wrappers(prefix) for prefix, module in root.named_modules()}
     root_unit = unit_of(root)
     assert root_unit is not None
@@ -560,14 +568,14 @@ def _name_units(root: nn.Module) -> None:
 
 
 def _without_wrappers(name: str) -> str:
-    """A name without the parts that torch.compile's wrappers put in, as checkpoints have it."""
+    """Remove from a name the parts that torch.compile's wrappers put in, as checkpoints do."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
     """Broadcast parameters and buffers from the mesh's first rank to all its ranks, across both dimensions of a 2-D mesh.
 
-    Call it before sharding, on a module that every rank has built: afterwards all ranks start from the first one's values.
+    Call it before sharding, on a module that every rank has built. Then all ranks start from the values of the first rank.
 
     Args:
         module: a module with plain (not sharded) parameters, none of them on the meta device.

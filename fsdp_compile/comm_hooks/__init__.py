@@ -1,5 +1,7 @@
-"""Gradient communication hooks, as torch's FSDP1 has them: ``hook(state, grad, output)`` or ``hook(state, grad)``; and hooks
-with tensors of their own, ``hook(state, grad, output, bucket)``. The states are torch's own classes.
+"""Gradient communication hooks.
+
+Hooks of torch's FSDP1 are ``hook(state, grad, output)`` or ``hook(state, grad)``. Hooks with tensors of their own are
+``hook(state, grad, output, bucket)``. The states are torch's own classes.
 """
 
 from passes.collectives.stateful_hook import HookBucket, HookParameter

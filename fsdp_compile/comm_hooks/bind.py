@@ -1,4 +1,4 @@
-"""A hook with its state: what ``register_comm_hook`` makes of the two."""
+"""Communication hooks bound to their states, as ``register_comm_hook`` stores them."""
 
 import functools
 import inspect
@@ -17,13 +17,14 @@ from .default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hoo
 
 @dataclass(frozen=True, eq=False)
 class BoundHook:
-    """A hook with its state; equal to itself only, as nothing tells whether two states do the same.
+    """A hook with its state; equal to itself only, as two states cannot be compared.
 
     Attributes:
         name: for messages.
         reduce: fills its second argument with the shard of the reduced gradient; None if the hook takes no output.
         in_place: reduces its argument in place; None if the hook needs an output.
-        init: makes the hook's tensors for a parameter, with which ``reduce`` is then called, too; None: it has none.
+        init: makes the hook's tensors for a parameter; ``reduce`` then has a third argument, a ``HookBucket`` with tensors of
+            parameters. None: the hook has no tensors.
     """
 
     name: str
@@ -41,7 +42,7 @@ _TRACEABLE: dict[Any, Callable[..., None]] = {
 
 
 def bind_hook(state: Any, hook: Callable[..., Any]) -> BoundHook:
-    """Bind a hook to its state, and find its kind by its parameters. Torch's own hooks are replaced by those of this module.
+    """Bind a hook to its state, and find its kind by its parameters. Torch's hooks are replaced by traceable ones.
 
     Args:
         state: the hook's first argument.
@@ -49,7 +50,7 @@ def bind_hook(state: Any, hook: Callable[..., Any]) -> BoundHook:
             with a method ``init_tensors(parameter)``: ``hook(state, grad, output, bucket)``.
 
     Raises:
-        TypeError: the hook is none of these.
+        TypeError: the hook is not callable, or has another signature.
     """
     if not callable(hook):
         raise TypeError(f"A communication hook is a function, not {hook!r}")
@@ -74,7 +75,7 @@ def bind_hook(state: Any, hook: Callable[..., Any]) -> BoundHook:
 
 
 def _argument_counts(hook: Callable[..., Any]) -> set[int]:
-    """Numbers of positional arguments that a hook takes; an option other than ``output=None`` is none of them."""
+    """Return the possible numbers of positional arguments of a hook. Options other than ``output=None`` do not count."""
     try:
         parameters = inspect.signature(hook).parameters.values()
     except ValueError as error:

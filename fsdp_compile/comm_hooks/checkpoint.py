@@ -1,4 +1,4 @@
-"""What hooks keep, in checkpoints."""
+"""Checkpoints of the tensors of communication hooks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..units.unit import Unit
 
 
 class HookTensors:
-    """The tensors of a model's communication hooks, to be saved beside its parameters::
+    """The tensors of a model's communication hooks, to be saved together with its parameters::
 
         dcp.save({"model": get_model_state_dict(model), "comm_hooks": HookTensors(model)}, checkpoint_id=path)
 
-    Keys are ``<parameter>.<tensor>``, by the parameter's qualified name. Each rank has tensors of its own: a value is a DTensor
-    ``[ranks, *shape]``, cut into one row a rank. (It is one of ``torch.distributed.checkpoint``'s ``Stateful`` objects.)
+    Keys are ``<parameter>.<tensor>``, with the parameter's qualified name. Each rank has tensors of its own, so a value is a
+    DTensor ``[ranks, *shape]``, sharded into one row a rank. The class is a ``Stateful`` of ``torch.distributed.checkpoint``.
 
     Args:
         model: the outermost sharded module, with hooks registered.
@@ -34,15 +34,15 @@ class HookTensors:
         self._unit: Unit = cast(Any, model)._fsdp_unit
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors, over the memory that the hooks use. A parameter that was not reduced yet has what it begins with."""
+        """Return the tensors, in the memory that the hooks use. Parameters that were not reduced yet have initial tensors."""
         return {key: _rows(param, tensor) for key, (param, tensor) in self._tensors().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what was saved.
+        """Copy saved tensors into the tensors of the hooks.
 
         Raises:
-            ValueError: other keys; or tensors of another number of ranks, dtype or shape. Nothing is loaded.
+            ValueError: keys differ; or a tensor has another number of ranks, dtype or shape. Nothing is loaded.
         """
         ours = self._tensors()
         if ours.keys() != state_dict.keys():

@@ -1,7 +1,8 @@
 """Torch's hooks, written so that a graph can hold them.
 
-The functions compute what those of ``torch.distributed.algorithms._comm_hooks.default_hooks`` compute. Torch's change the
-dtype of a tensor by assigning to its ``.data`` and record CUDA streams, which a graph cannot hold; these write values only.
+The functions compute the same as those of ``torch.distributed.algorithms._comm_hooks.default_hooks``. Torch's functions change
+the dtype of a tensor by assigning to its ``.data``, and record CUDA streams, which a graph cannot hold. The functions here only
+write values.
 """
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from passes.fx.torch_internals.distributed import DefaultState, LowPrecisionState
 
-# torch 2.13 has new names for them, and warns at the old ones.
+# torch 2.13 has new names for both functions, and warns about the old ones.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -19,7 +20,7 @@ def allreduce_hook(state: DefaultState, grad: Tensor) -> None:
     """Average the gradient over the ranks, in place.
 
     Args:
-        state: its process group, and its factors, which divide before and after the reduction to keep small dtypes in range.
+        state: has the process group, and factors to divide by before and after the reduction, which keep small dtypes in range.
         grad: gradient of this rank's batch.
     """
     if state.gradient_predivide_factor > 1:
@@ -34,8 +35,8 @@ def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> No
 
     Args:
         state: as in :func:`allreduce_hook`.
-        grad: flat gradient of this rank's batch; overwritten.
-        output: flat shard, a world size smaller.
+        grad: flat gradient of this rank's batch, ``[ranks * n]``; overwritten.
+        output: flat shard, ``[n]``.
     """
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
@@ -48,9 +49,10 @@ def fp16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | 
     """Average in float16: :func:`reduce_scatter_hook`, or without an output :func:`allreduce_hook`, on the cast gradient.
 
     Args:
-        state: its ``parameter_type`` is the dtype that the average is cast to; the tensor it is written to keeps its own.
-        grad: flat gradient of this rank's batch; overwritten.
-        output: flat shard, a world size smaller.
+        state: as in :func:`allreduce_hook`. The average is cast to ``state.parameter_type``, and then written to ``output`` or
+            ``grad``, whose dtype stays.
+        grad: flat gradient of this rank's batch, ``[ranks * n]``; overwritten. Of any size without an output.
+        output: flat shard, ``[n]``.
     """
     _low_precision_hook(torch.float16, state, grad, output)
 

@@ -1,4 +1,4 @@
-"""Error feedback: what a rounded message leaves out is added to the next one."""
+"""Error feedback: the rounding error of a message is added to the next one."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from passes.collectives.traced_hook import hook_name
 
 
 class ErrorFeedback:
-    """A hook that adds to each gradient what the messages before have left out: ``ErrorFeedback(QuantizedReduce())``.
+    """A hook that adds to each gradient the rounding errors of earlier messages: ``ErrorFeedback(QuantizedReduce())``.
 
-    Each rank keeps a residual for each parameter: what it wanted to send, less what its message says. Where that is not finite
-    (an overflow that a ``GradScaler`` is to find), the residual becomes zero.
+    Each rank keeps a residual for each parameter: the values that it wanted to send, minus the rounded values that it sent. A
+    residual that is not finite (an overflow that a ``GradScaler`` is to find) becomes zero.
 
     Args:
-        hook: ``hook(state, grad, output)``, which fills ``output`` and returns what this rank's message says of ``grad``, in
-            its shape, ``[ranks * n]``; or an object with a method ``send`` that does, as :class:`QuantizedReduce` has.
+        hook: ``hook(state, grad, output)``, which fills ``output`` and returns the rounded values that this rank sent, shaped
+            like ``grad``: ``[ranks * n]``. Or an object with such a method ``send``, as :class:`QuantizedReduce` has.
 
     Attributes:
         hook: as given.
 
     Raises:
-        TypeError: the hook has tensors of its own, which :class:`PowerSGD` uses for feedback of its own.
+        TypeError: the hook has tensors of its own. :class:`PowerSGD` has them for its own error feedback.
 
     Memory: a residual is as large as the full gradient, on every rank. Source: Karimireddy et al. 2019, "Error Feedback Fixes
     SignSGD and other Gradient Compression Schemes".
@@ -38,21 +38,21 @@ class ErrorFeedback:
         self.hook = hook
 
     def init_tensors(self, parameter: HookParameter) -> dict[str, Tensor]:
-        """The residual: ``[ranks, n]``, in the dtype of the reduction."""
+        """Make the residual of zeros: ``[ranks, n]``, in the dtype of the reduction."""
         shape = parameter.ranks, parameter.numel
         return {"residual": torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)}
 
     def __call__(self, state: Any, grad: Tensor, output: Tensor | None, bucket: HookBucket) -> None:
-        """Fill ``output`` with what the hook makes of gradient and residual, and keep the new residual.
+        """Reduce the sum of gradient and residual by the hook, fill ``output``, and keep the new residual.
 
         Args:
             state: passed to the hook.
             grad: flat gradient of this rank's batch, ``[ranks * n]``.
-            output: flat shard, ``[n]``; None over replicas: the hook is called without one, and reduces in place.
-            bucket: the residuals.
+            output: flat shard, ``[n]``. None over replicas: the hook is called without an output, and ``grad`` gets the result.
+            bucket: has the residuals.
 
         Raises:
-            TypeError: the hook does not return what its message says.
+            TypeError: the hook does not return the values that it sent.
         """
         wanted = grad + bucket.flat("residual")
         given = wanted.clone()

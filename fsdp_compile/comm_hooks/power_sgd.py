@@ -18,20 +18,20 @@ from .default_hooks import all_gather, reduce_scatter
 class PowerSGD:
     """A hook that averages gradients of low rank: ``register_comm_hook(DefaultState(group), PowerSGD(rank=2))``.
 
-    A gradient, with what earlier steps left out of it, is a matrix ``M``: its rows are those along the dimension that is cut
-    into shards. Ranks average ``P = M Q`` with the ``Q`` of the step before, make the columns of ``P`` orthonormal, average
-    ``Q = Mᵀ P``, and take ``P Qᵀ`` for the gradient. Each keeps what its own message leaves out, ``M - P (Mᵀ P)ᵀ``, for the
-    next step. Everything is sent in float32. What compresses little (vectors, small matrices) is reduced as it is.
+    A gradient plus its residual is a matrix ``M``, with rows along the sharded dimension. Ranks average ``P = M Q`` with the
+    ``Q`` of the previous step, and make the columns of ``P`` orthonormal. Then they average ``Q = Mᵀ P``, and take ``P Qᵀ``
+    as the gradient. Each rank keeps the residual ``M - P (Mᵀ P)ᵀ``, with its own ``Mᵀ P``, for the next step. Everything is
+    sent in float32. Gradients that compress little (vectors, small matrices) are reduced without compression.
 
-    To begin with some steps in full precision, register the hook after them.
+    To begin with some steps in full precision, register the hook after these steps.
 
     Attributes:
-        rank: the columns of ``P`` and ``Q``.
+        rank: the number of columns of ``P`` and ``Q``.
         min_compression_rate: compress matrices ``[m, n]`` with ``(m + n) * rank * min_compression_rate < m * n``.
-        seed: of the first ``Q``, equal on all ranks.
+        seed: the seed of the first ``Q``, equal on all ranks.
 
     Raises:
-        ValueError: a rank or rate that there is not.
+        ValueError: ``rank`` is no positive integer, or ``min_compression_rate`` is not positive.
 
     Memory: the residual of a matrix is as large as its full gradient, on every rank, in float32. Source: Vogels et al. 2019,
     "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization".
@@ -48,7 +48,7 @@ class PowerSGD:
             raise ValueError(f"PowerSGD(min_compression_rate=...) takes a positive number, not {self.min_compression_rate!r}.")
 
     def init_tensors(self, parameter: HookParameter) -> dict[str, Tensor]:
-        """The residual ``[m, n]`` and ``Q``, ``[n, rank]``, in float32; of what is reduced as it is nothing."""
+        """Make the residual, ``[m, n]``, and ``Q`` (``factor``), ``[n, rank]``, in float32; none for uncompressed gradients."""
         rows, columns = _matrix_shape(parameter)
         if not (rows + columns) * self.rank * self.min_compression_rate < rows * columns:
             return {}
@@ -63,13 +63,13 @@ class PowerSGD:
         """Fill ``output`` with this rank's shard of the approximate average.
 
         Args:
-            state: its process group.
+            state: has the process group.
             grad: flat gradient of this rank's batch, ``[ranks * n]``.
             output: flat shard, ``[n]``.
-            bucket: residuals and factors.
+            bucket: has residuals and factors.
 
         Raises:
-            TypeError: there is no output, as over replicas: flat shards are no matrices.
+            TypeError: there is no output, as over replicas, where flat shards are reduced, which are no matrices.
         """
         if output is None:
             raise TypeError("PowerSGD reduces over shards, not over replicas.")
@@ -89,7 +89,7 @@ class PowerSGD:
     def _approximate(
         self, state: DefaultState, matrices: dict[int, Tensor], own_rows: list[Tensor], bucket: HookBucket
     ) -> list[Tensor]:
-        """This rank's rows of the approximate averages of matrices, from its rows of the averages of ``P``."""
+        """Return this rank's rows of the approximate average of each matrix, given its rows of the average of each ``P``."""
         own_bases, factors = [], []
         for (place, matrix), rows, all_rows in zip(matrices.items(), own_rows, _all_gather(state, own_rows), strict=True):
             basis, own_basis = _orthonormal(all_rows.reshape(-1, self.rank), rows.view(-1, self.rank))
@@ -100,7 +100,7 @@ class PowerSGD:
             factors.append(factor)
         averages = _average(state, factors)
         for place, average in zip(matrices, averages, strict=True):
-            # From a factor of zeros no other would ever follow.
+            # A factor of zeros would stay zero forever.
             is_usable = average.isfinite().all(0) & (average != 0).any(0)
             kept = bucket.tensors[place]["factor"]
             kept.copy_(torch.where(is_usable, average, kept))
@@ -115,13 +115,13 @@ def _matrix_shape(parameter: HookParameter) -> tuple[int, int]:
 
 
 def _matrix(pieces: Tensor, parameter: HookParameter) -> Tensor:
-    """The matrix ``[m, n]`` of all pieces of a gradient, ``[ranks, numel]``."""
+    """Reshape all pieces of a gradient, ``[ranks, numel]``, to its matrix ``[m, n]``."""
     rows = pieces.reshape(parameter.ranks, *parameter.piece_shape).movedim(parameter.dim + 1, 1)
     return rows.reshape(_matrix_shape(parameter))
 
 
 def _unmatrix(rows: Tensor, parameter: HookParameter) -> Tensor:
-    """A piece of a gradient, ``[numel]``, from its rows in the matrix."""
+    """Reshape a rank's rows of a matrix to its piece of the gradient, ``[numel]``."""
     shape = list(parameter.piece_shape)
     first = shape.pop(parameter.dim)
     return rows.reshape(first, *shape).movedim(0, parameter.dim).reshape(-1)
@@ -130,7 +130,8 @@ def _unmatrix(rows: Tensor, parameter: HookParameter) -> Tensor:
 def _orthonormal(matrix: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Make the columns of a matrix orthonormal (a column of zeros stays one), and do the same with some of its rows.
 
-    A column that the ones before it nearly span is little but rounding errors, which the second round makes orthogonal.
+    The first round leaves little but rounding errors of a column that earlier columns nearly span. The second round makes these
+    errors orthogonal.
     """
     tiny, numel = torch.finfo(matrix.dtype).tiny, matrix.size(0)
     columns = list((torch.cat([matrix, rows]) / (matrix.abs().amax() + tiny)).unbind(1))
@@ -146,7 +147,7 @@ def _orthonormal(matrix: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduce_scatter(state: DefaultState, pieces: list[Tensor]) -> list[Tensor]:
-    """The averages of this rank's rows of tensors ``[ranks, ...]``, with one collective."""
+    """Average tensors ``[ranks, numel]`` with one collective, and return this rank's rows, ``[numel]`` each."""
     rows = torch.cat(pieces, dim=1)
     own = rows.new_empty(rows.size(1))
     reduce_scatter(own, rows.reshape(-1), group=state.process_group)
@@ -154,7 +155,7 @@ def _reduce_scatter(state: DefaultState, pieces: list[Tensor]) -> list[Tensor]:
 
 
 def _all_gather(state: DefaultState, rows: list[Tensor]) -> list[Tensor]:
-    """All ranks' rows of tensors, ``[ranks, ...]`` each, with one collective."""
+    """Gather the rows of all ranks, ``[ranks, numel]`` each, with one collective."""
     own = torch.cat(rows)
     gathered = own.new_empty(state.world_size * own.numel())
     all_gather(gathered, own, group=state.process_group)
@@ -162,7 +163,7 @@ def _all_gather(state: DefaultState, rows: list[Tensor]) -> list[Tensor]:
 
 
 def _average(state: DefaultState, tensors: list[Tensor]) -> list[Tensor]:
-    """The averages of tensors over the ranks, with one collective."""
+    """Average tensors over the ranks, with one collective."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=state.process_group)
     runs = (flat / state.world_size).split([tensor.numel() for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Sums of rounded gradients."""
+"""Reductions of gradients that are sent in low precision."""
 
 from dataclasses import dataclass
 
@@ -21,18 +21,19 @@ _HALVES = (torch.bfloat16, torch.float16)
 class QuantizedReduce:
     """A hook that averages gradients and sends fewer bytes: ``register_comm_hook(DefaultState(group), QuantizedReduce())``.
 
-    Each rank sends each other one the piece that is reduced there, rounded; that rank sums in float32. A reduce-scatter in low
-    precision would round every partial sum. An infinity or NaN makes its block NaN on the rank that reduces it.
+    Each rank sends to each other rank the piece that is reduced there, rounded. The receiving rank sums in float32, whereas a
+    reduce-scatter in low precision would round every partial sum. An infinity or NaN makes its whole block NaN on the rank that
+    reduces it.
 
     Attributes:
         dtype: ``torch.int8``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, with a scale for each block; or
             ``torch.bfloat16`` or ``torch.float16``, without.
-        block: the elements that share a scale.
-        stochastic_rounding: round up or down by chance, so that the mean of many reductions is that of the gradients: with
-            random numbers of the hook's own, which differ between ranks.
+        block: the number of elements that share a scale.
+        stochastic_rounding: round up or down by chance, so that many reductions have the mean of the gradients. The hook has
+            its own random numbers, which differ between ranks.
 
     Raises:
-        ValueError: a dtype or block that there is not; or stochastic rounding to a dtype without scales.
+        ValueError: ``dtype`` or ``block`` has no such value; or stochastic rounding is to a dtype without scales.
 
     Source: "qgZ" of ZeRO++ (Wang et al. 2023), without its hierarchy.
     """
@@ -55,9 +56,9 @@ class QuantizedReduce:
         """Fill ``output`` with this rank's shard of the average; without one, leave the average in ``grad``.
 
         Args:
-            state: its process group.
-            grad: flat gradient of this rank's batch, ``[ranks * n]``; without an output of any size ``[n]``, and ranks also
-                send each other the average of the piece that they have summed, rounded once more.
+            state: has the process group.
+            grad: flat gradient of this rank's batch, ``[ranks * n]``. Without an output, it has any size ``[n]``, and each
+                rank then sends the average of its piece to the others, rounded once more.
             output: flat shard, ``[n]``.
         """
         self.send(state, grad, output)
@@ -69,13 +70,13 @@ class QuantizedReduce:
         sent = self._sent(own.unsqueeze(0))
         gathered = sent.new_empty(state.world_size * sent.numel())
         all_gather(gathered, sent.view(-1), group=state.process_group)
-        # All ranks read the same bytes, also of their own piece.
+        # A rank reads its own piece from the gathered bytes, too, so that averages are equal on all ranks.
         averages = self._values(gathered.view(state.world_size, -1), own.numel())
         grad.copy_(averages.reshape(-1)[: grad.numel()])
         return said[: grad.numel()]
 
     def send(self, state: DefaultState, grad: Tensor, output: Tensor | None = None) -> Tensor:
-        """The same. Returns what this rank's first messages say of ``grad``, in its shape, in float32."""
+        """Reduce as :meth:`__call__`, and return ``grad`` as this rank's first messages round it: same shape, float32."""
         if output is None:
             return self._all_reduce(state, grad)
         pieces = grad.view(state.world_size, -1)
@@ -93,14 +94,14 @@ class QuantizedReduce:
         return sent.to(SCALE) if self.dtype in _HALVES else self._decode(sent, numel)
 
     def _encode(self, pieces: Tensor) -> Tensor:
-        """The bytes of each piece and then of its scales, ``[ranks, bytes]``."""
+        """Round pieces, and return the bytes of each piece followed by those of its scales: ``[ranks, bytes]``."""
         padded = pad(pieces, (0, padding_to(self.block, pieces.size(1))))
         round_all = round_groups_by_chance if self.stochastic_rounding else round_groups
         rounded, scales = round_all(padded.unflatten(1, (-1, self.block)), self.dtype)
         return torch.cat([rounded.flatten(1).view(torch.uint8), scales.view(torch.uint8)], dim=1)
 
     def _decode(self, received: Tensor, numel: int) -> Tensor:
-        """The pieces that have arrived, ``[ranks, numel]`` in float32."""
+        """Restore the pieces from received bytes: ``[ranks, numel]`` in float32."""
         padded = numel + padding_to(self.block, numel)
         rounded, scales = received.split([padded, padded // self.block * SCALE.itemsize], dim=1)
         groups = rounded.view(self.dtype).unflatten(1, (-1, self.block))

@@ -1,1 +1,1 @@
-"""The backend of ``torch.compile``, and what generates its kernels."""
+"""The ``torch.compile`` backend, its options, and the lowerings that make kernels."""

@@ -1,4 +1,4 @@
-"""The lowering ``aot_eager``: operators of the scheduled graph one by one, to debug with."""
+"""The lowering ``aot_eager``: run the operators of the scheduled graph one by one, for debugging."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .lowering import Lowered, Lowering
 
 
 class AotEagerLowering(Lowering):
-    """Runs the graph as the passes leave it."""
+    """The lowering that runs a graph as the passes leave it."""
 
-    # Inductor's random numbers come from seeds, which its operators ignore where no kernel is made of them: a checkpoint would
-    # draw others in backward.
+    # Inductor replaces random operators by ones that take a seed. Run one by one, those ignore the seed: a checkpoint would
+    # draw other numbers in backward.
     config_patches: ClassVar[Mapping[str, Any]] = {"fallback_random": True}
     fuses: ClassVar[bool] = False
 

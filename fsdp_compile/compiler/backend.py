@@ -1,8 +1,8 @@
 """``fsdp_backend``: the torch.compile backend that runs the passes and lowers their graphs.
 
-AOTAutograd, the partitioner and Inductor do what they do for the ``inductor`` backend: ``compile_fx`` has a hook at each place
-where a pass belongs. What is replaced of torch's all the same, so that it is quicker or works with Gloo, is listed in
-:mod:`passes.fx.torch_internals.patches`.
+AOTAutograd, the partitioner and Inductor work as for the ``inductor`` backend: ``compile_fx`` has a hook at each place where a
+pass belongs. A few functions of torch are replaced, to be faster or to work with Gloo. :mod:`passes.fx.torch_internals.patches`
+lists them.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ logger = logging.getLogger(__name__)
 def fsdp_backend(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile a graph of a model that ``fully_shard`` sharded; for ``torch.compile(model, backend=fsdp_backend)``.
+    """Compile a graph of a sharded model. Pass it as ``torch.compile(model, backend=fsdp_backend)``.
 
     Args:
         gm: the graph that Dynamo captured.
-        example_inputs: its inputs.
-        options: see :class:`Options`; and Inductor's.
-        mode: one of ``torch.compile``'s, which is short for options of Inductor.
+        example_inputs: the graph's inputs.
+        options: options of this backend (:class:`Options`) and of Inductor.
+        mode: a mode of ``torch.compile``, which stands for options of Inductor.
 
     Raises:
-        ValueError: an option or mode that there is not, or that contradicts what the backend does.
+        ValueError: an option or the mode does not exist, or contradicts what the backend does.
     """
     parsed = Options.parse(options, mode)
     return compile_with(LOWERINGS[parsed.lowering](), gm, example_inputs, parsed)
@@ -78,13 +78,13 @@ def fsdp_backend(
 @with_room_for_frames
 @collector_paused()
 def compile_with(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    """Do what :func:`fsdp_backend` does, with a lowering that is given.
+    """Compile a graph as :func:`fsdp_backend` does, with a given lowering.
 
     Args:
-        lowering: made for this graph.
+        lowering: a new object, which serves this graph alone.
         gm: the graph that Dynamo captured.
-        example_inputs: its inputs.
-        options: all but the lowering.
+        example_inputs: the graph's inputs.
+        options: the backend's options. The field ``lowering`` is ignored.
     """
     with inductor_config.patch(dict(options.inductor)):
         return _compile(lowering, gm, example_inputs, options)
@@ -96,7 +96,7 @@ def _compile(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[Any],
     if not shards:
         return _compile_unsharded(lowering, gm, example_inputs, options)
     lowering.prepare({example_inputs[index].device.type for index in shards})
-    # compile_fx consumes its graph; this one can still be run operator by operator.
+    # compile_fx consumes its graph. This copy can still run operator by operator.
     uncompiled = snapshot(gm)
     params = {names: sharded_param(example_inputs[index]) for index, names in shards.items()}
     owners = Owners(params)
@@ -116,7 +116,7 @@ def _compile_unsharded(
             "model ahead of its first compiled call, and compile the whole model, without graph breaks "
             "(torch.compile(model, fullgraph=True) says where they are)."
         )
-    # CUDA graphs are recorded of programs; but those that Inductor's option asks for are its own here.
+    # The library records programs. If Inductor's own option asks for CUDA graphs, Inductor records this unsharded graph.
     is_recorded = options.cudagraphs and not asks_for_cudagraphs(options.inductor)
     compiled = None if is_recorded else lowering.compile_unsharded(gm, example_inputs)
     return compiled or _Compilation(example_inputs, options, lowering, {}, Owners({})).run(gm)
@@ -134,10 +134,10 @@ def _warn_once_that_nothing_is_sharded() -> None:
 def _qualify_names(graph: Graph, example_inputs: Sequence[Any]) -> dict[int, tuple[str, str]]:
     """Write the qualified names of parameters and units into the graph.
 
-    The code that Dynamo traces knows parameters by their names within a unit, so that equal blocks can share a graph.
+    The code that Dynamo traces names parameters within their unit, so that equal blocks can share a graph.
 
     Returns:
-        For each input that is a shard, by its index: the names of the unit and of the parameter in the graph.
+        (unit name, parameter name) in the graph for each input that is a shard, by the input's index.
     """
     index_of = placeholder_index(graph)
     unit_names: dict[Unit, str] = {}
@@ -153,7 +153,10 @@ def _qualify_names(graph: Graph, example_inputs: Sequence[Any]) -> dict[int, tup
 
 
 def _unique_name(name: str, taken: set[str]) -> str:
-    """Units have names within the outermost sharded module; one graph may hold several of those, whose names can be equal."""
+    """Append a number to a unit's name if another unit of the graph has it.
+
+    Names are qualified within the outermost sharded module. A graph may hold several such modules, with equal names of units.
+    """
     candidate, number = name, 1
     while candidate in taken:
         number += 1
@@ -164,10 +167,11 @@ def _unique_name(name: str, taken: set[str]) -> str:
 def _check_parameters(
     compiled: Callable[..., Any], uncompiled: GraphModule, shards: dict[int, tuple[str, str]], owners: Owners
 ) -> Callable[..., Any]:
-    """Notice parameters that were swapped, frozen or unfrozen since the graph was traced.
+    """Wrap ``compiled`` so that each call notices parameters that were swapped, frozen or unfrozen since the trace.
 
-    Dynamo guards on the shards. They follow their parameters' ``requires_grad`` here: this call runs operator by operator, with
-    the gradients that are now asked for, and the next call compiles anew.
+    A swapped parameter raises. A frozen or unfrozen one passes its ``requires_grad`` on to its shard, on which Dynamo guards.
+    This call then runs ``uncompiled`` operator by operator, with the gradients that are now required. The next call compiles
+    anew.
     """
 
     def call(*args: Any) -> Any:
@@ -186,12 +190,12 @@ def _check_parameters(
 
 
 class _JointPass(CustomGraphPass):
-    """Inductor's hook for passes of ours over the joint graph, ahead of the user's at the same hook.
+    """Inductor's hook over the joint graph: this library's passes, then the user's passes at the same hook.
 
     Args:
-        users_passes: the user's.
-        options: what copies of activations do not go together with.
-        tells_partitioner: also those that speak to the partitioner.
+        users_passes: a pass of the user, a list of passes, or None.
+        options: checked for conflicts with activations that wait on the host.
+        tells_partitioner: run the passes that tag nodes for the partitioner, too.
     """
 
     def __init__(self, users_passes: Any, options: Options, *, tells_partitioner: bool):
@@ -210,22 +214,22 @@ class _JointPass(CustomGraphPass):
             function(graph)
 
     def uuid(self) -> Any:
-        # Inductor's cache is keyed by the graphs that come of this pass anyhow; None would turn the cache off, which is for
-        # passes of the user's that do not say what they are.
+        # The graphs that result are part of Inductor's cache key, so a constant serves for the library's passes. None, for a
+        # user's pass without a uuid, turns the cache off.
         uuids = [getattr(function, "uuid", lambda: None)() for function in self._following]
         return None if None in uuids else ["fsdp_compile.joint_passes", *uuids]
 
 
 class _Compilation:
-    """``compile_fx`` over a graph of Dynamo, with the passes at its hooks.
+    """A compilation of a Dynamo graph by ``compile_fx``, with the passes at its hooks.
 
     Args:
         example_inputs: the graph's inputs.
         options: the backend's options.
-        lowering: makes functions of the graphs that come of it.
-        params: the sharded parameters that it reads, by the names of unit and parameter in it.
-        owners: who they belong to when it runs.
-        is_whole: whether the graph is all that a call of a model computes.
+        lowering: makes functions of the forward and the backward graph.
+        params: the sharded parameters that the graph reads, by (unit name, parameter name) in the graph.
+        owners: finds the parameters that a call's inputs belong to.
+        is_whole: whether the graph holds all that a call of the model computes.
     """
 
     def __init__(
@@ -238,7 +242,7 @@ class _Compilation:
         *,
         is_whole: bool = False,
     ):
-        # AOTAutograd keeps the compilation, which must not keep the model: emptied in the end.
+        # AOTAutograd keeps this object alive, which must not keep the model alive: run() empties the two attributes.
         self._examples = list(example_inputs)
         self._params = dict(params)
         self._other_groups = {name: role for param in params.values() for name, role in param.other_groups.items()}
@@ -259,25 +263,25 @@ class _Compilation:
         tags = _JointPass(inductor_config.joint_custom_post_pass, options, tells_partitioner=self._budget is None)
         self._config_patches = {
             **options.inductor,
-            # Programs are recorded, not segments.
+            # CUDA graphs are recorded of whole programs, not of segments.
             CUDAGRAPHS: False,
             **lowering.config_patches,
             "joint_custom_post_pass": tags,
-            # Parameters that are frozen into the code could not be sharded.
+            # Freezing writes parameters into the code as constants, which cannot be sharded.
             "freezing": False,
         }
         self._partitioning: dict[str, Any] = {}
         if self._budget is not None:
             self._partitioning["custom_partitioner_fn"] = BudgetPartitioner(self._budget, self._schedule)
-            # Segments have nothing to partition, and Inductor copies its configuration for each.
+            # Segments have nothing to partition, and Inductor copies its configuration for each segment.
             self._config_patches["custom_partitioner_fn"] = None
-        # Once one is, ranks have agreed on it, and the compilation cannot begin anew.
+        # Once a graph is lowered, ranks have agreed on it: the compilation cannot start over.
         self._is_any_lowered = False
 
     def run(self, gm: GraphModule) -> Callable[..., Any]:
-        """Compile with repeated layers traced once; and as they are, should the fold be in the way of a graph."""
+        """Compile with repeated layers traced once. If that fails before a graph is lowered, compile every layer."""
         try:
-            # A pass of the user's over the joint graph is to see every layer.
+            # A user's pass over the joint graph must see every layer.
             if inductor_config.joint_custom_pre_pass or inductor_config.joint_custom_post_pass:
                 return self._compile(gm)
             unfolded = snapshot(gm)
@@ -294,9 +298,11 @@ class _Compilation:
             self._params.clear()
 
     def _compile(self, gm: GraphModule) -> Callable[..., Any]:
-        # The cache of AOTAutograd stores Inductor's own output; what inner_compile returns is bound to this process. Gathered
-        # parameters that are saved for backward may live on after it, so backward must not reuse their memory. The backward
-        # is prepared with the forward: AOTAutograd would else keep its graph and give the later compilation a copy.
+        # - enable_autograd_cache: the cache stores Inductor's own output, but what inner_compile returns is bound to this
+        #   process.
+        # - donated_buffer: gathered parameters that are saved for backward may outlive it, so backward must not reuse their
+        #   memory.
+        # - force_non_lazy_backward_lowering: else AOTAutograd would keep the backward graph and compile a copy of it later.
         with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False, force_non_lazy_backward_lowering=True):
             compiled = compile_fx(
                 gm,
@@ -310,7 +316,8 @@ class _Compilation:
         self._is_any_lowered = True
         metadata = TracingContext.get().fw_metadata
         if metadata is not None:
-            # Nothing is donated. AOTAutograd asks the configuration at run time for that, and refuses retain_graph=True.
+            # AOTAutograd reads donated_buffer again at run time, after the patch. With None here, it would refuse
+            # retain_graph=True.
             metadata.bw_donated_idxs = []
         _refuse_writes(self._examples, self._params.values())
         prepared = PreparedGraph(
@@ -345,13 +352,13 @@ class _Compilation:
         return prepared.lower(plan, args)
 
     def _schedule(self, gm: GraphModule, is_backward: bool) -> tuple[Graph, Interface]:
-        """Do with a graph what its first call will have done to it, up to the lowering. In place."""
+        """Run all passes over a graph, in place, for the plan of its first call. Return the graph and its interface."""
         run_preparing_passes(gm, self._lowering.preparing_passes, is_backward=is_backward, observer=ignore_pass)
         merges = self._auto is not None or bool(self._merge_below)
         planned = PlannedGraph(
             gm, _never_lowered, is_backward=is_backward, owners=self._owners, can_keep=True, can_merge=merges
         )
-        # As where a graph is lowered.
+        # As in PreparedGraph.lower.
         with unset_fake_temporarily(), torch.no_grad():
             interface = run_passes(
                 gm,
@@ -370,10 +377,10 @@ def _never_lowered(plan: Any, args: Any) -> Any:
 
 
 def _check_offload(options: Options, params: Iterable[ShardedParam]) -> None:
-    """Check that parameters on the host are compiled with options that know of their copies.
+    """Check that no option conflicts with parameters on the host.
 
     Raises:
-        ValueError: the automatic schedule or CUDA graphs were asked for.
+        ValueError: parameters are on the host, and the automatic schedule or CUDA graphs are on.
     """
     chosen = _asked_for(options, "schedule", "cudagraphs")
     for param in params:
@@ -387,10 +394,10 @@ def _check_offload(options: Options, params: Iterable[ShardedParam]) -> None:
 
 
 def _refuse_updates(options: Options) -> None:
-    """Check that a backward that updates parameters is compiled with options that know of it.
+    """Check that no option conflicts with a backward that updates parameters.
 
     Raises:
-        ValueError: a budget for the step, the automatic schedule, or CUDA graphs were asked for.
+        ValueError: a memory budget, the automatic schedule or CUDA graphs are on.
     """
     chosen = _asked_for(options, "memory_budget", "schedule", "cudagraphs")
     if chosen is not None:
@@ -401,10 +408,10 @@ def _refuse_updates(options: Options) -> None:
 
 
 def _check_activation_offload(options: Options) -> None:
-    """Check that activations which wait on the host are compiled without recordings, which know of no copies.
+    """Check that CUDA graphs are off, which do not support activations that wait on the host.
 
     Raises:
-        ValueError: CUDA graphs were asked for.
+        ValueError: CUDA graphs are on.
     """
     if options.cudagraphs:
         raise ValueError(
@@ -415,7 +422,7 @@ def _check_activation_offload(options: Options) -> None:
 
 
 def _asked_for(options: Options, *names: str) -> str | None:
-    """The first of these options that asks for something."""
+    """Return the first of these options that is on."""
     is_set = {
         "memory_budget": options.memory_budget is not None,
         "schedule": options.schedule == "auto",
@@ -425,9 +432,12 @@ def _asked_for(options: Options, *names: str) -> str | None:
 
 
 def _refuse_writes(inputs: Sequence[Any], params: Iterable[ShardedParam]) -> None:
-    """Refuse a graph that writes to a parameter that it also unshards: by AOTAutograd's order the write would come last.
+    """Refuse a graph that writes to a parameter and also unshards it.
 
-    AOTAutograd sees no connection between the parameter and its shard.
+    AOTAutograd does not know that a parameter and its shard share memory. It would run the write after the unshard.
+
+    Raises:
+        RuntimeError: the graph does so.
     """
     context = TracingContext.try_get()
     infos = context.fw_metadata.input_info if context is not None and context.fw_metadata is not None else []
@@ -435,7 +445,7 @@ def _refuse_writes(inputs: Sequence[Any], params: Iterable[ShardedParam]) -> Non
     if not any(mutated):
         return
     flat = [value for value in inputs for _ in (value.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(value) else [0])]
-    # Of inputs that are views of each other it makes one: which is which is not known then.
+    # AOTAutograd merges inputs that are views of each other. Then indices do not match, and every input counts as written.
     written = [value for index, value in enumerate(flat) if len(mutated) != len(flat) or mutated[index]]
     for param in params:
         if any(param.owns_memory_of(value) for value in written):

@@ -1,4 +1,4 @@
-"""Keep C++ compilers busy while Python traces and generates: in the background, and shared by the ranks of a machine."""
+"""Background compilation of C++ kernels, while Python traces, shared by the ranks of a machine."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def kernels_in_background() -> Iterator[Callable[[], None]]:
-    """Let C++ compilers work while Inductor goes on: what it compiles inside of the ``with`` block is waited for at its end.
+    """Compile C++ kernels in the background inside of the ``with`` block, and wait for all of them at its end.
 
-    Generated code waits for its own kernels when it is loaded. Nothing runs it before the block ends, so it may as well wait
-    then. Only for C++: Inductor's cache wants to see Triton kernels when a graph is done.
+    Inductor waits for the kernels of each generated program when it loads the program. No program runs before the block ends,
+    so waiting there is enough. For C++ only: Inductor's cache needs Triton kernels when a graph is done.
 
-    Gives a function to call now and then: what was asked for since the last call is compiled together
-    (:mod:`fsdp_compile.compiler.kernel_library`), from then on.
+    Yields:
+        A function to call now and then. It starts to compile the kernels requested since its last call, as one library
+        (:mod:`fsdp_compile.compiler.kernel_library`).
     """
-    # Otherwise Inductor would probe, too.
+    # Without the wait, Inductor would probe as well.
     probe_instruction_set().join()
     if not (compile_kernel.is_known() and wait_for_kernels.is_known()):
         fall_back(f"the AsyncCompile of torch {torch.__version__} has an unknown form.")
@@ -77,18 +78,19 @@ def kernels_in_background() -> Iterator[Callable[[], None]]:
         library.fill([scope for _, scope in waits])
 
 
-# What Inductor's own probe (``VecISA._avx_code``) finds out of an instruction set is that the compiler takes its flags, and
-# that torch has Sleef's functions for it. For that it compiles headers of ATen, links, and loads the result in a process.
+# Inductor's own probe of an instruction set (``VecISA._avx_code``) shows that the compiler takes its flags, and that torch has
+# Sleef's functions for it. To that end, Inductor compiles headers of ATen, links, and loads the result in a process. Here, the
+# compiler gets a vector product, and torch's libraries are searched for the functions.
 _SMALL_PROBE = "typedef float vector __attribute__((vector_size(64))); vector probe(vector a, vector b) { return a * b; }"
 _SLEEF_FUNCTIONS = {512: "Sleef_expf16_u10", 256: "Sleef_expf8_u10"}
 
 
 @functools.cache
 def probe_instruction_set() -> threading.Thread:
-    """Let Inductor find out, in a thread, what the processor can do.
+    """Start a thread in which Inductor finds out the processor's instruction set, and return the thread.
 
-    Inductor's own way compiles and loads half a dozen libraries; this one only compiles, and each in a fraction of the time.
-    Where it says no, on another processor, compiler or torch than it is for, Inductor's own decides.
+    Inductor's own probe compiles and loads half a dozen libraries. The probe here only compiles, in a fraction of the time. If
+    it fails, as on an unknown processor, compiler or torch, Inductor's own probe decides.
     """
 
     def probing(build: Callable[..., bool]) -> Callable[..., bool]:
@@ -120,14 +122,14 @@ def _warn_once_of_probe(error: str) -> None:
 
 
 def _compiles(isa: VecISA, code: str) -> bool:
-    """Whether code that is to probe an instruction set compiles, and torch has the functions that it calls."""
+    """Return whether a probe's code compiles for an instruction set and torch has the functions that the code calls."""
     if code == VecISA._avx_code:
         if not _torch_has(_SLEEF_FUNCTIONS.get(isa.bit_width(), "")):
             return False
         code = _SMALL_PROBE
     flags = [*isa.build_arch_flags().split(), *(f"-D{macro}" for macro in isa.build_macro())]
     command = [get_cpp_compiler(), *flags, "-O1", "-S", "-x", "c++", "-o", os.devnull, "-"]
-    # One rank of a machine asks, once for a compiler.
+    # One rank of a machine runs the compiler, once for each version of it.
     lock = _lock((command, code, get_compiler_version_info(command[0])))
     compiles = Path(f"{lock.lock_file}.compiles")
     with lock:
@@ -148,10 +150,12 @@ def _lock(key: Hashable) -> FileLock:
 
 
 def split_among_cores(sizes: Mapping[K, int]) -> list[tuple[K, ...]]:
-    """Groups of about equal size, one for each core of the machine: as few libraries as keep all of them busy.
+    """Split work into groups of about equal size, one for each core of the machine.
+
+    Fewer groups would leave cores idle. More would make more libraries than needed.
 
     Args:
-        sizes: of what there is to compile, by keys that are equal, and in the same order, on all ranks.
+        sizes: the size of each piece of work by its key. Keys are equal, and in the same order, on all ranks.
     """
     groups: list[list[K]] = [[] for _ in range(min(len(sizes), os.cpu_count() or 1))]
     for key in sorted(sizes, key=sizes.__getitem__, reverse=True):
@@ -162,11 +166,14 @@ def split_among_cores(sizes: Mapping[K, int]) -> list[tuple[K, ...]]:
 def share_among_ranks(work: Mapping[K, Callable[[], T]]) -> dict[K, T]:
     """Do pieces of work that fill a cache, each on one rank of a machine first.
 
-    Ranks compile the same segments at the same time. Each takes those that no rank works on, and finds the others in Inductor's
-    cache afterwards. A rank that ends, in whatever way, lets go of its piece.
+    Ranks compile the same segments at the same time. Each rank takes the pieces that no other rank works on, and afterwards
+    finds the rest in Inductor's cache. When a rank exits, for whatever reason, its lock is released.
 
     Args:
-        work: what to do, by keys that are equal on all ranks.
+        work: a function for each piece, by a key that is equal on all ranks.
+
+    Returns:
+        The result of each piece, by its key.
     """
     done: dict[K, T] = {}
     for timeout in (0, -1):

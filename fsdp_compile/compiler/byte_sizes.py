@@ -14,7 +14,7 @@ _UNITS = {"B": 1} | {
 
 
 def is_size(given: Any) -> bool:
-    """Whether something is a positive number of bytes, as an int or as text."""
+    """Return whether a value is a positive number of bytes, as an int or as text."""
     if isinstance(given, str):
         size = _SIZE.fullmatch(given.strip())
         return size is not None and float(size["number"]) > 0
@@ -22,7 +22,7 @@ def is_size(given: Any) -> bool:
 
 
 def bytes_of(given: int | str) -> int:
-    """The number of bytes that :func:`is_size` has found to be one."""
+    """Return the number of bytes that an int, or text accepted by :func:`is_size`, stands for."""
     if isinstance(given, int):
         return given
     size = _SIZE.fullmatch(given.strip())

@@ -1,4 +1,4 @@
-"""Calls of graphs, as a capture records them: which graph ran for which units, and what lived besides."""
+"""Calls of graphs, as a capture records them: the graph, the units, and the memory outside of the graph."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """What a unit holds.
+    """The name, parameters and sizes of a unit.
 
     Attributes:
-        name: its qualified name; "root" for the root; with the number of the model for further models.
-        parameters: the names of its parameters, each with the number of elements of the full one.
-        shard_bytes: this rank's flat storage, padding included.
-        trainable, trainable_bytes: the elements of this rank's shards that an optimizer steps, and their bytes.
-        layout: its parameters in the order of its storage, and whether an optimizer steps them.
-        is_copied: whether its shards are on the host, and copied from there.
+        name: qualified name; "root" for the root. Further models of a capture append their number.
+        parameters: the number of elements of each full parameter, by the parameter's name.
+        shard_bytes: bytes of this rank's flat storage, padding included, and of shards with an all-gather extension.
+        trainable, trainable_bytes: elements and bytes of this rank's shards of parameters that require gradients.
+        layout: the parameters in the order of the flat storage, each with whether it requires a gradient. Parameters with an
+            extension are left out.
+        is_copied: whether the shards are on the host, and copied from there.
     """
 
     name: str
@@ -45,7 +46,7 @@ class UnitFacts:
 
     @staticmethod
     def of(unit: Unit, name: str) -> UnitFacts:
-        """The facts of a unit as it is, under a name."""
+        """Collect the facts of a unit in its present state, under a name."""
         stepped = [param.local for param in unit.params if param.param.requires_grad]
         return UnitFacts(
             name,
@@ -60,18 +61,18 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class Held:
-    """What units hold, apart from shards, between calls.
+    """Gradients that units hold between calls, counted for any number of ranks.
 
     Attributes:
-        whole_bytes: of what is there as a whole.
-        shards: how many shards there are, by full shape, dimension of the cut and bytes of an element.
+        whole_bytes: bytes of full gradients, which are the same for any number of ranks.
+        shards: the number of sharded gradients, by full shape, sharded dimension and bytes of an element.
     """
 
     whole_bytes: int
     shards: Mapping[tuple[tuple[int, ...], int, int], int]
 
     def num_bytes(self, ranks: int) -> int:
-        """The bytes of that on one of so many ranks."""
+        """Return the bytes on one rank if parameters are sharded over ``ranks`` ranks."""
         return self.whole_bytes + sum(
             count * padded_shard_numel(shape, dim, ranks) * itemsize for (shape, dim, itemsize), count in self.shards.items()
         )
@@ -84,12 +85,12 @@ class GraphCall:
     Attributes:
         graph: the graph.
         is_backward: whether it is a backward graph.
-        compilation: equal for a forward graph and its backward.
-        units: the names of units in the graph, each with that of the unit that the call was for: equal blocks share graphs.
-        gradient_bytes: gradients that were there when it began: reduced ones, and those that wait for communication.
-        gradients: the same, for any number of ranks.
-        parameter_bytes: gathered parameters that were there when it began.
-        released: those of them that it frees as it goes: inputs of the graph by name, with their bytes.
+        compilation: one object for a forward graph and its backward graph.
+        units: the name of each unit that the call is for, by its name in the graph. Equal blocks share graphs.
+        gradient_bytes: bytes of gradients that exist when the call begins: reduced ones, and those that wait for communication.
+        gradients: the same gradients, counted for any number of ranks.
+        parameter_bytes: bytes of gathered parameters that exist when the call begins.
+        released: gathered parameters that the graph frees during the call: the bytes of each, by the name of its graph input.
     """
 
     graph: CapturedGraph
@@ -103,31 +104,31 @@ class GraphCall:
 
     @property
     def key(self) -> Hashable:
-        """Equal for calls of one graph that free the same."""
+        """A key that is equal for calls of one graph that free the same inputs."""
         return id(self.graph), tuple(self.released)
 
 
 class Census:
-    """The sharded models that the calls of a capture were for.
+    """The sharded models of a capture's calls.
 
     Attributes:
-        units: the facts of their units, in the order of the modules.
-        other_bytes: what they hold besides shards: buffers, and parameters that are not sharded.
+        units: the facts of the models' units, in the order of the modules.
+        other_bytes: bytes of the models' buffers, and of parameters that are not sharded.
     """
 
     def __init__(self) -> None:
-        # A capture keeps no model alive.
+        # Weak references: a capture keeps no model alive.
         self._scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self._names: weakref.WeakKeyDictionary[Unit, str] = weakref.WeakKeyDictionary()
         self.units: list[UnitFacts] = []
         self.other_bytes = 0
 
     def note(self, call: Call) -> None:
-        """Note the models of a call."""
+        """Add the models of a call, unless they are known."""
         for unit in call.units.values():
             if unit.scope not in self._scopes:
                 self._scopes.add(unit.scope)
-                # Names are those within one model.
+                # Names are unique only within one model.
                 suffix = f" of model {len(self._scopes)}" if len(self._scopes) > 1 else ""
                 for member in unit.scope.units:
                     self._names[member] = f"{member.name or 'root'}{suffix}"
@@ -135,15 +136,15 @@ class Census:
                 self.other_bytes += sum(other_bytes(unit) for unit in unit.scope.units if unit.is_root)
 
     def name_of(self, unit: Unit) -> str:
-        """The name of a unit that no other unit has."""
+        """Return a unit's name, which is unique among all models."""
         return self._names[unit]
 
     def gradient_bytes(self) -> int:
-        """The bytes of gradients of all models as they are, without those on the host."""
+        """Return the bytes of all models' present gradients, without those on the host."""
         return sum(_gradient_bytes(unit) for unit in self._units())
 
     def gradients(self) -> Held:
-        """Gradients of all models as they are."""
+        """Count all models' present gradients, without reduced ones on the host, for any number of ranks."""
         whole, shards = 0, Counter[tuple[tuple[int, ...], int, int]]()
         for unit in self._units():
             for param in unit.params:
@@ -154,7 +155,7 @@ class Census:
         return Held(whole, shards)
 
     def parameter_bytes(self) -> int:
-        """The bytes of parameters that are gathered already."""
+        """Return the bytes of parameters that are gathered at present."""
         fulls = [param.state.full(param.param) for unit in self._units() for param in unit.params]
         return sum(full.nbytes for full in fulls if full is not None)
 
@@ -171,7 +172,7 @@ def _bytes_of_extension(param: ShardedParam) -> int:
 
 
 def other_bytes(root: Unit) -> int:
-    """What the modules of an outermost unit hold besides shards: buffers, and parameters that are not sharded."""
+    """Return the bytes that modules of a root unit hold besides shards: buffers, and parameters that are not sharded."""
     values = {id(value): value for module in root.modules for value in (*module.buffers(), *module.parameters())}
     return sum(value.nbytes for value in values.values() if not isinstance(value, DTensor))
 
@@ -181,7 +182,7 @@ def _gradient_bytes(unit: Unit) -> int:
 
 
 def _gradients(param: ShardedParam) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The reduced gradient of a parameter, unless it is on the host; what waits for the reduction; what for the all-reduce."""
+    """Return the reduced gradient (None on the host), the unreduced one, and the one that waits for an all-reduce."""
     partial = param.state.partial_grad
     local = None if param.unit.copies else getattr(param.param.grad, "_local_tensor", None)
     return local, param.state.unsharded_grad, None if partial is None else partial.tensor()

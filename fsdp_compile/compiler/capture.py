@@ -1,4 +1,4 @@
-"""``capture``: look at the graphs that are compiled, after all passes, and at the code that Inductor made of them."""
+"""``capture``: record compiled graphs after all passes, and the code that Inductor generates from them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class CapturedGraph:
-    """One lowered graph.
+    """A lowered graph.
 
     Attributes:
         graph_module: the graph after all passes, as it was handed to the lowering.
         code: the source that Inductor generated; None for the ``aot_eager`` lowering.
-        group_names: names of process groups to the names that they have in the mesh.
-        schedule_again: run the passes over a copy of the graph that they had, which is handed to a function first.
+        group_names: the name of each process group in the mesh, such as "shard", by the group's own name.
+        schedule_again: copies the graph as it was before the passes, calls a function that may change the copy, runs the passes
+            over it, and returns it.
     """
 
     graph_module: GraphModule
@@ -44,11 +45,11 @@ class CapturedGraph:
     schedule_again: Callable[[Callable[[Graph], None]], GraphModule] = field(repr=False)
 
     def readable(self) -> str:
-        """The graph as text: deterministic, and equal on all ranks; process groups read as ``shard`` and ``replicate``."""
+        """Return the graph as text, deterministic and equal on all ranks. Group names are ``shard``, ``replicate`` etc."""
         return graph_text(self.graph_module.graph, self.group_names)
 
     def live_bytes(self) -> LiveBytes:
-        """How many bytes live at each node, those of gathered parameters apart (see :mod:`passes.models.memory_model`)."""
+        """Count live bytes at each node: all, and gathered parameters (see :mod:`passes.models.memory_model`)."""
         return live_bytes(self.graph_module.graph)
 
 
@@ -58,8 +59,8 @@ class CapturedPass:
 
     Attributes:
         stage: "dynamo", "joint", "forward" or "backward".
-        name: the pass.
-        before, after: the graph's text.
+        name: the name of the pass.
+        before, after: the graph as text.
     """
 
     stage: str
@@ -70,17 +71,17 @@ class CapturedPass:
 
 @dataclass(eq=False)
 class Capture:
-    """The graphs and passes that a :func:`capture` recorded.
+    """The graphs, passes and calls that a :func:`capture` recorded.
 
     Attributes:
-        forward: forward graphs, those for inference included, in the order they were lowered.
-        backward: backward graphs, in the order they were lowered.
-        passes: every pass over any of the graphs, in the order they ran; empty unless asked for.
-        calls: the calls of these graphs, and of graphs that an earlier capture saw, in order.
-        unknown_calls: how many graphs ran that had been lowered while nothing captured.
-        outside: what communicated outside of graphs, once for each time.
-        choices: what was tried and chosen for memory budgets, for each joint graph.
-        census: the sharded models that the calls were for.
+        forward: forward graphs, graphs for inference included, in the order of lowering.
+        backward: backward graphs, in the order of lowering.
+        passes: every pass over any of the graphs, in the order of running; empty with ``passes=False``.
+        calls: the calls of these graphs, and of graphs that an earlier capture recorded, in order.
+        unknown_calls: the number of calls of graphs that were lowered while no capture was active.
+        outside: a label for each run of an operator that communicated outside of graphs, in order.
+        choices: the policies tried and the one chosen for a memory budget, for each joint graph.
+        census: the sharded models of the calls.
     """
 
     forward: list[CapturedGraph] = field(default_factory=list)
@@ -94,14 +95,15 @@ class Capture:
     _takes_passes: bool = field(default=True, repr=False)
 
     def explain(self, hardware: Hardware | str | os.PathLike[str], **given: Any) -> Report:
-        """What the step that ran would do, cost and hold on a machine; see :func:`fsdp_compile.explain`.
+        """Predict time, communication and memory of the step that ran, on a given machine; see :func:`fsdp_compile.explain`.
 
         Args:
             hardware: as for :func:`fsdp_compile.explain`.
-            given: its ``tokens`` and ``optimizer``.
+            given: ``tokens`` and ``optimizer``, as for :func:`fsdp_compile.explain`.
 
         Raises:
-            ValueError: a graph ran that was compiled ahead of the capture, or none ran; or as :func:`fsdp_compile.explain`.
+            ValueError: a graph ran that was compiled before the capture, or no graph ran; or as for
+                :func:`fsdp_compile.explain`.
         """
         return _explainers[0](self, hardware, **given)
 
@@ -124,14 +126,14 @@ class Capture:
 
 
 _active: list[Capture] = []
-# The graphs that captures have seen, by the functions that they became.
+# The captured graph of each lowered function.
 _graph_of: weakref.WeakKeyDictionary[BoxedFunction, CapturedGraph] = weakref.WeakKeyDictionary()
-# What this layer does not import.
+# The function behind Capture.explain. The package ``explain`` sets it, as this layer must not import that package.
 _explainers: list[Callable[..., Report]] = []
 
 
 def set_explainer(explainer: Callable[..., Report]) -> None:
-    """Say what :meth:`Capture.explain` does."""
+    """Set the function that :meth:`Capture.explain` calls."""
     _explainers[:] = [explainer]
 
 
@@ -139,11 +141,11 @@ def set_explainer(explainer: Callable[..., Report]) -> None:
 def capture(*, passes: bool = True) -> Iterator[Capture]:
     """Record every graph that ``fsdp_backend`` lowers inside of the ``with`` block.
 
-    Graphs are lowered at a compiled model's first call, and backward graphs at the first backward; what was compiled before
-    is not seen (``torch._dynamo.reset()`` makes torch compile again).
+    Forward graphs are lowered at a compiled model's first call, backward graphs at the first backward. Graphs compiled before
+    the block are not recorded; ``torch._dynamo.reset()`` makes torch compile again.
 
     Args:
-        passes: record what each pass did, too, which takes time: a third of what compiling takes without kernels.
+        passes: also record the graph before and after each pass. That takes a third of the time of compiling without kernels.
 
     Example::
 
@@ -169,7 +171,7 @@ def is_capturing() -> bool:
 
 
 def snapshot(gm: GraphModule) -> GraphModule:
-    """A copy of a graph that later changes to ``gm`` do not reach."""
+    """Copy a graph, so that later changes to ``gm`` do not reach the copy."""
     graph = copy_of(gm.graph)
     graph.output_node().meta = dict(gm.graph.output_node().meta)
     with _use_lazy_graph_module(True):
@@ -177,7 +179,7 @@ def snapshot(gm: GraphModule) -> GraphModule:
 
 
 def observer() -> Observer:
-    """The observers of passes: the log, and all active captures."""
+    """Return the observer of passes: it writes to the log, and to all active captures that record passes."""
     return _record_pass if any(active._takes_passes for active in _active) else log_pass
 
 
@@ -189,13 +191,13 @@ def _record_pass(stage: str, name: str, before: str, after: str) -> None:
 
 
 def record_choice(choice: Choice) -> None:
-    """Hand what was chosen for a memory budget to every capture that is under way."""
+    """Add the choice for a memory budget to every active capture."""
     for active in _active:
         active.choices.append(choice)
 
 
 def record(captured: CapturedGraph, is_backward: bool, function: BoxedFunction) -> None:
-    """Hand a lowered graph, and the function that it became, to every capture that is under way."""
+    """Add a lowered graph to every active capture, and remember it as the graph of its function."""
     _graph_of[function] = captured
     for active in _active:
         (active.backward if is_backward else active.forward).append(captured)

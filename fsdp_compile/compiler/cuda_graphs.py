@@ -1,20 +1,20 @@
-"""CUDA graphs: record what a lowered graph launches, and launch it again with one call of the host.
+"""CUDA graphs: record the kernels that a lowered graph launches, and replay them with one call of the host.
 
-A CUDA graph reads and writes the memory that it was recorded with. What that asks of inputs and outputs is settled here, for
-each program by itself, so that it gives what it would give without:
+A CUDA graph reads and writes the memory that it was recorded with. This module handles inputs and outputs of each program by
+itself, so that results are the same as without CUDA graphs:
 
-- **Inputs** are read where they are for as long as they stay there: shards, and what another recording gives out. One that is
-  elsewhere each time, such as a batch, is copied to where the recording reads it; and back, if the program writes to it.
+- **Inputs** are read in place while they do not move: shards, and outputs of other recordings. An input that moves with each
+  call, such as a batch, is copied to fixed memory before a replay. If the program writes to it, it is copied back.
 - **Outputs** are lent: they lie in memory of the recording. While one of them is referenced, the next call launches its kernels
-  one by one, into new memory: a second forward ahead of the first one's backward, gradients that stay. Small outputs that the
-  user sees, such as a loss, are copied, so that holding them is no obstacle.
-- **The first call** is not recorded: in it kernels are loaded and libraries get their workspaces.
+  one by one, into new memory. Examples are a second forward before the first one's backward, and gradients that stay. Small
+  outputs that the user sees, such as a loss, are copied: holding them prevents no replay.
+- **The first call** is not recorded: kernels are loaded in it, and libraries allocate their workspaces.
 
 The recordings of a model share a pool of memory. Each holds its outputs there for good, so activations and gradients take
-memory between steps, too; what lives only within a program shares its place with that of the others.
+memory between steps, too. Values that live only within a program share memory with those of other programs.
 
-The purpose is that of torch's CUDA graph trees (torch/_inductor/cudagraph_trees.py). Those tell steps apart and overwrite
-what is held from an earlier one; here memory that is still referenced is never written to.
+The purpose is that of torch's CUDA graph trees (torch/_inductor/cudagraph_trees.py). Those tell steps apart, and overwrite
+outputs of an earlier step that are still held. Here, memory that is still referenced is never written to.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from passes.fx.torch_internals.core import OpOverload, construct_storage_from_da
 
 logger = logging.getLogger(__name__)
 
-#: An output that the user sees is copied up to this size, and lent above.
+#: Outputs that the user sees are copied up to this many bytes, and lent above.
 SMALL_BYTES = 1 << 20
 
-# A program is recorded anew while its inputs settle; from then on, each that moves once more is copied.
+# How often a program is recorded while inputs that are lent still move. After that, an input that moves is copied.
 _MOST_SETTLING = 4
 
-#: Takes its arguments as a list, which it may empty.
+#: A program takes its arguments as a list, which it may empty.
 Program = Callable[[list[Any]], Sequence[Any]]
 
 
 class Recorder(Protocol):
-    """Records launches. Recordings of one recorder never run at the same time."""
+    """A recorder of kernel launches. Its recordings never run at the same time."""
 
     def is_recording(self) -> bool:
-        """Whether launches are being recorded already."""
+        """Return whether launches are being recorded at present."""
         ...
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record what a function launches, with or without doing it; gives what launches it."""
+        """Record the launches of ``run``, with or without executing them. Return a function that replays them."""
         ...
 
 
 class CudaRecorder:
-    """Records CUDA graphs, with a pool of memory for all of them."""
+    """A recorder of CUDA graphs, which share a pool of memory."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -76,18 +76,18 @@ class CudaRecorder:
         return graph.replay
 
 
-#: Makers of recorders, by type of device.
+#: Functions that make recorders, by type of device.
 RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}
 
 
 class Recorders:
-    """The recorders that make CUDA graphs of the programs of a model.
+    """The recorders for the programs of a model, one for each type of device.
 
     Args:
-        device: where its parameters are; None: it has none that are sharded.
+        device: the device of the parameters; None: no parameter is sharded.
 
     Raises:
-        ValueError: nothing can be recorded there.
+        ValueError: nothing can be recorded on the device.
     """
 
     def __init__(self, device: torch.device | None):
@@ -99,13 +99,13 @@ class Recorders:
         self._recorders: dict[str, Recorder] = {}
 
     def recorded(self, program: Program, graph: Graph, *, is_backward: bool, groups: Iterable[str]) -> Program:
-        """A program that is recorded; or the program itself, and a warning that says why.
+        """Wrap a program so that it is recorded. If that is impossible, warn why, and return the program itself.
 
         Args:
-            program: what was made of the graph.
+            program: the function made of the graph.
             graph: the graph.
-            is_backward: which of the two it is.
-            groups: names of the process groups that it communicates over.
+            is_backward: whether it is a backward graph.
+            groups: names of the process groups that the graph communicates over.
 
         Raises:
             ValueError: a group's collectives cannot be recorded.
@@ -127,13 +127,13 @@ class Recorders:
 
 
 def _title(graph: Graph, is_backward: bool) -> str:
-    """The graph in words, by the first of its inputs."""
+    """Describe a graph for messages, by its first input."""
     first = next((node.name for node in graph.find_nodes(op="placeholder")), "nothing")
     return f"the {'backward' if is_backward else 'forward'} graph that takes {first} first"
 
 
 def find_device(graph: Graph) -> tuple[torch.device | None, str]:
-    """The device that a graph can be recorded on; or none, and what keeps it from being recorded."""
+    """Find the device to record a graph on. Return it and "", or None and the reason why there is none."""
     devices: dict[torch.device, str] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -155,9 +155,9 @@ def _is_dynamic(value: Tensor) -> bool:
 
 
 class _Loan:
-    """The outputs of a replay: exists for as long as a tensor in the memory of one of them does.
+    """A token for the outputs of a replay: it lives as long as a tensor in the memory of one of them.
 
-    That memory holds on to it, nothing else does, and it keeps the recording, to which the memory belongs.
+    Only that memory references the loan. The loan references the recording, which owns the memory.
     """
 
     def __init__(self, recording: _Recording):
@@ -173,9 +173,9 @@ class _Input:
     """A tensor that a recording reads.
 
     Attributes:
-        address: where it was when the recording was made.
+        address: its address when the recording was made.
         is_lent: whether it lay in memory of another recording.
-        copy: what the recording reads instead, in one dimension: memory of its own.
+        copy: memory of its own that the recording reads instead, in one dimension; None: the input is read in place.
     """
 
     address: int
@@ -185,15 +185,15 @@ class _Input:
 
 @dataclass
 class _Output:
-    """Where an output of a recording is.
+    """The location of a recording's output.
 
     Attributes:
         size, stride, dtype: of the output.
-        offset: bytes from the beginning of the recording's memory, or from an input's first element.
-        owner: a tensor of the recording in whose memory the output lies; None: an input's.
-        of_input: the index of that input.
+        offset: bytes from the beginning of the recording's memory, or from the first element of an input.
+        owner: a tensor of the recording in whose memory the output lies; None: it lies in the memory of an input.
+        of_input: the index of that input; -1: none.
         is_input: whether the output is that input itself.
-        is_copied: whether it is copied rather than lent.
+        is_copied: whether the output is copied rather than lent.
     """
 
     size: torch.Size
@@ -206,20 +206,20 @@ class _Output:
     is_copied: bool = False
 
     def within(self, storage: torch.UntypedStorage, start: int = 0) -> Tensor:
-        """The output in a memory, ``start`` bytes further."""
+        """Make the output as a tensor in ``storage``, at :attr:`offset` bytes after ``start``."""
         found = torch.empty(0, dtype=self.dtype, device=storage.device)
         return found.set_(storage, (start + self.offset) // self.dtype.itemsize, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
 
 
 @dataclass(eq=False)
 class _Recording:
-    """The launches of a program.
+    """The recorded launches of a program.
 
     Attributes:
-        replay: launches it again.
-        inputs: of the program.
-        outputs: of the program; what is no tensor, as it is.
-        latest_loan: of the latest replay.
+        replay: launches the kernels again.
+        inputs: the program's inputs.
+        outputs: the program's outputs: an :class:`_Output` for each tensor, other values as they are.
+        latest_loan: returns the loan of the latest replay; None: the loan is over, or there was no replay.
     """
 
     replay: Callable[[], None]
@@ -228,23 +228,23 @@ class _Recording:
     latest_loan: Callable[[], _Loan | None] = lambda: None
 
     def is_held(self) -> bool:
-        """Whether an output of the latest replay is still referenced."""
+        """Return whether an output of the latest replay is still referenced."""
         return self.latest_loan() is not None
 
     def moved(self, args: Sequence[Tensor]) -> list[int]:
-        """The inputs that are not where the recording reads them."""
+        """Return the indices of inputs that the recording reads in place and that are elsewhere now."""
         pairs = enumerate(zip(self.inputs, args, strict=True))
         return [index for index, (entry, arg) in pairs if entry.copy is None and entry.address != arg.data_ptr()]
 
 
 class RecordedProgram:
-    """A program that is recorded in its second call and replayed in later ones, where that does not show in what it gives.
+    """A program that is recorded in its second call and replayed in later ones, if its results do not change by that.
 
     Args:
-        program: takes and gives tensors on one device, of sizes that do not change.
-        recorder: records it.
-        graph: what the program does.
-        title: names the graph in messages.
+        program: takes and returns tensors on one device, of fixed sizes.
+        recorder: makes the recording.
+        graph: the graph that the program was made of.
+        title: describes the graph in messages.
     """
 
     def __init__(self, program: Program, recorder: Recorder, graph: Graph, title: str):
@@ -314,7 +314,7 @@ class RecordedProgram:
         same = [position for position, tensor in enumerate(read) if tensor is result]
         around = [position for position, tensor in enumerate(read) if tensor.untyped_storage()._cdata == memory._cdata]
         if around:
-            # No reference to the tensor: it may be lent itself.
+            # An index, as a reference would prolong the loan of a tensor that is lent.
             output.of_input = (same or around)[0]
             output.is_input = bool(same)
             output.offset = result.data_ptr() - read[output.of_input].data_ptr()
@@ -333,7 +333,7 @@ class RecordedProgram:
         for index in self._to_copy & self._written:
             copy = recording.inputs[index].copy
             assert copy is not None
-            # Not what lies in its gaps.
+            # Only the elements of the tensor, not the gaps between them.
             inputs[index].copy_(_like(inputs[index], copy))
         loan = _Loan(recording)
         recording.latest_loan = weakref.ref(loan)
@@ -342,7 +342,7 @@ class RecordedProgram:
 
 
 def _give(output: Any, loan: _Loan, inputs: Sequence[Tensor], storages: dict[int, Any]) -> Any:
-    """An output of the latest replay; those in one memory of the recording share one in ``storages``."""
+    """Make an output of the latest replay. Outputs in one memory of the recording share a storage in ``storages``."""
     if not isinstance(output, _Output):
         return output
     if output.owner is None:
@@ -359,23 +359,23 @@ def _give(output: Any, loan: _Loan, inputs: Sequence[Tensor], storages: dict[int
 
 
 def _start(tensor: Tensor) -> Any:
-    """Bytes from the beginning of a tensor's memory to its first element."""
+    """Return the bytes from the beginning of a tensor's memory to its first element."""
     return tensor.storage_offset() * tensor.element_size()
 
 
 def _span(tensor: Tensor) -> Tensor:
-    """The memory from a tensor's first element to its last, in one dimension: also of one that overlaps with itself."""
+    """View the memory from a tensor's first element to its last in one dimension. Elements may overlap."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
 
 
 def _like(tensor: Tensor, span: Tensor) -> Tensor:
-    """A tensor as it lies in a copy of its span."""
+    """View ``span``, a copy of a tensor's span, with the shape and strides of the tensor."""
     return span.as_strided(tensor.shape, tensor.stride())
 
 
 def _written_inputs(graph: Graph) -> set[int]:
-    """The inputs that a graph writes to, by index."""
+    """Return the indices of the inputs that a graph writes to."""
     written: set[Node] = set()
     for node in graph.nodes:
         if isinstance(node.target, OpOverload):

@@ -1,8 +1,8 @@
-"""Sizes that differ from call to call, for what is decided once for all calls of a graph: up to which sizes it holds.
+"""Dynamic sizes under a memory budget: the largest sizes for which a graph still fits.
 
-A size whose maximum is known (``torch._dynamo.mark_dynamic(tensor, dim, max=...)``) counts as that. Any other counts as in the
-call that was traced; how much larger it may be is searched for, and written into the graph's guards, so that Dynamo traces a
-larger call anew.
+A size with a known maximum (``torch._dynamo.mark_dynamic(tensor, dim, max=...)``) counts as its maximum. Any other size counts
+as in the traced call. A search finds how much larger sizes without a maximum may be. The result becomes a guard of the graph,
+so that Dynamo traces a larger call anew.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import SymInt
 
 from passes.fx.sizes import size_hint, sizes_at, symbolic_sizes_of, unknown_size
 
-#: Ranges end there that have no end; torch has had several names for that.
+#: A range that ends here or above has no maximum. Versions of torch represent that in different ways.
 _NO_MAXIMUM = 1 << 48
-#: Nobody's sizes grow by more.
+#: The search stops at this factor: no real size grows by more.
 _MOST_GROWTH = 1 << 10
-#: How close to the largest sizes that fit the search ends.
+#: The search ends when the factor is known to within this part of it.
 _PRECISION = 0.01
 
 
 @dataclass
 class DynamicSizes:
-    """The sizes of a graph that are symbols.
+    """The symbols in the sizes of a graph, with the numbers that they count as.
 
     Attributes:
-        values: what they count as.
+        values: the number that each symbol counts as.
     """
 
     values: dict[sympy.Symbol, int]
@@ -38,12 +38,12 @@ class DynamicSizes:
 
     @staticmethod
     def of(fake_values: Iterable[Any]) -> DynamicSizes:
-        """The sizes in fake values."""
+        """Collect the symbols in the sizes of fake values."""
         values: dict[sympy.Symbol, int] = {}
         open_sizes: dict[sympy.Symbol, SymInt] = {}
         for symbol, size in _symbols(fake_values).items():
             if size.node.hint is None:
-                # It depends on data: nothing can be asked ahead of a call.
+                # The size depends on data, so no guard can check it before a call.
                 values[symbol] = unknown_size()
                 continue
             most = size.node.shape_env.var_to_range[symbol].upper
@@ -56,18 +56,19 @@ class DynamicSizes:
 
     @property
     def are_open(self) -> bool:
-        """Whether some have no maximum."""
+        """True if a size has no maximum."""
         return bool(self._open)
 
     def counted(self) -> contextlib.AbstractContextManager[Any]:
-        """Have sizes be what they count as, inside of the ``with`` block."""
+        """Evaluate sizes with :attr:`values` inside of the ``with`` block."""
         return sizes_at(self.values)
 
     def admit_larger(self, fits: Callable[[], bool]) -> None:
-        """Let sizes without a maximum be as much larger, all by one factor, as still fits, and guard that they are not more.
+        """Enlarge sizes without a maximum by one common factor, as far as the step fits, and add guards for the result.
 
         Args:
-            fits: whether the sizes of :meth:`counted`, inside of which it is called, do. What is larger fits less.
+            fits: returns whether the step fits at the present sizes; called inside of :meth:`counted`. Smaller sizes fit if
+                larger ones do.
         """
         if not self.are_open:
             return
@@ -86,15 +87,15 @@ class DynamicSizes:
             low, high = (middle, high) if fit_at(middle) else (low, middle)
         self.values = traced | {symbol: int(traced[symbol] * low) for symbol in self._open}
         for symbol, size in self._open.items():
-            # Asking is what adds the guard.
+            # The comparison adds the guard.
             assert size <= self.values[symbol]
 
 
 def _symbols(fake_values: Iterable[Any]) -> dict[sympy.Symbol, SymInt]:
-    """The symbols that the sizes of fake values are computed of, as sizes."""
+    """Find the symbols that sizes of fake values are computed from, each as a SymInt."""
     found: dict[sympy.Symbol, SymInt] = {}
     for size in symbolic_sizes_of(fake_values):
         for symbol in sorted(size.node.expr.free_symbols - found.keys(), key=str):
-            # It need not be the size of anything itself.
+            # The symbol may occur only in expressions, so that no SymInt for it exists.
             found[symbol] = size.node.shape_env.create_symintnode(symbol, hint=None)
     return found

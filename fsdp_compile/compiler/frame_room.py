@@ -1,4 +1,4 @@
-"""Room for Python's frames while graphs are compiled."""
+"""Memory for Python's frames while graphs are compiled."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import ParamSpec, TypeVar
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-#: What a frame asks for, in words: half a MiB, so that it is given a MiB of its own, of which the other half is left.
+#: Stack size of a frame, in words: half a MiB. CPython allocates a chunk of one MiB for it, half of which is left for calls.
 _WORDS = 1 << 16
 
 
 def with_room_for_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let calls below a function take their frames from one large piece of memory.
+    """Decorate a function so that calls inside of it take their frames from one large chunk of memory.
 
-    Since CPython 3.11 frames lie in chunks of 16 KiB, each of which is mapped when a call needs it and unmapped when that call
-    returns. Where the stack happens to be at the end of a chunk, a loop maps and unmaps memory with every call. Depth is
-    Dynamo's and the user's, and compiling makes millions of calls: they can come to take more than twice the time.
+    Since CPython 3.11, frames lie in chunks of 16 KiB. A chunk is mapped when a call needs it, and unmapped when that call
+    returns. If the stack happens to be at the end of a chunk, a loop maps and unmaps memory with every call. The depth of the
+    stack depends on Dynamo and on the user. As compiling makes millions of calls, it can take more than twice the time.
     """
 
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Run without the garbage collector.
+    """Pause the garbage collector inside of the ``with`` block.
 
-    Passes make hundreds of thousands of nodes and fake tensors that live on; the collector would visit them over and over, for
+    Passes make hundreds of thousands of nodes and fake tensors that live on. The collector would visit them over and over, for
     an eighth of the time that compiling takes.
     """
     was_enabled = gc.isenabled()

@@ -1,4 +1,4 @@
-"""The lowering ``inductor``: a program of collectives, and of segments between them that Inductor compiles."""
+"""The lowering ``inductor``: a program that calls collectives, and segments of compute that Inductor compiles."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .lowering import Lowered, Lowering
 
 logger = logging.getLogger(__name__)
 
-#: Called as ``compile_fx_inner`` is, with a graph without collectives, its fake inputs, and keywords. What it returns takes a
-#: list of inputs, which it empties; its attribute ``source_code``, if it has one, goes into the program's.
+#: Called like ``compile_fx_inner``: with a graph without collectives, its fake inputs, and keywords. Returns a function of a
+#: list of inputs, which it empties. The function's attribute ``source_code``, if any, becomes part of the program's source.
 SegmentCompiler = Callable[..., Any]
-# By segment: what was compiled, and the conditions on sizes that it relies on.
+# For each segment: the compiled function, and the conditions on sizes that it relies on.
 _Kernels = dict[Hashable, tuple[Any, Sequence[Any]]]
 
 
 class InductorLowering(Lowering):
-    """Compiles equal segments once, whichever graphs they are in.
+    """The lowering that makes a program of each graph, and compiles equal segments of its graphs once.
 
     Args:
-        compile_segment: compiles one.
+        compile_segment: compiles one segment.
     """
 
     preparing_passes = (fuse_products,)
@@ -47,7 +47,7 @@ class InductorLowering(Lowering):
 
     def __init__(self, compile_segment: SegmentCompiler = compile_fx_inner):
         self._compile_segment = compile_segment
-        # Several of a segment, if it was compiled for several sizes.
+        # A segment has several entries if it was compiled for several sets of sizes.
         self._kernels: dict[Hashable, list[tuple[Any, Sequence[Any]]]] = {}
 
     def prepare(self, device_types: set[str]) -> None:
@@ -64,11 +64,11 @@ class InductorLowering(Lowering):
         keys: dict[str, Hashable] = {name: (is_backward, segment.key) for name, segment in segments.items()}
         kernels = {key: found for key in keys.values() if (found := self._found(key, assumptions)) is not None}
         new = {keys[name]: segment for name, segment in segments.items() if keys[name] not in kernels}
-        # Which inputs are parameters or saved, by position, is said of the whole graph.
+        # static_input_idxs are indices into the inputs of the whole graph, which differ from those of a segment.
         kwargs = {**inductor_kwargs, "static_input_idxs": ()}
-        # What Inductor would look for is fused already, and it would warn of each segment.
+        # fuse_products has fused what Inductor would look for here, and Inductor would warn for each segment.
         with inductor_config.patch(_micro_pipeline_tp=False), even_loop_splits():
-            # Whole, or after a failure not at all.
+            # self._kernels changes only after all segments are compiled, so that a failure leaves none.
             made = self._compile(new, kwargs, assumptions, in_background=_devices(gm.graph) == {torch.device("cpu")})
         for key, (function, conditions) in made.items():
             self._kernels.setdefault(key, []).append((function, conditions))
@@ -79,7 +79,7 @@ class InductorLowering(Lowering):
         return Lowered(boxed(function), "\n\n".join([source, *parts]))
 
     def _found(self, key: Hashable, assumptions: Assumptions) -> Any | None:
-        """Kernels of an earlier lowering; None if there are none for the sizes at hand."""
+        """Return kernels of an earlier lowering, or None if there are none for the sizes at hand."""
         found = self._kernels.get(key, ())
         return next((kernels for kernels, conditions in found if assumptions.admit(conditions)), None)
 
@@ -104,13 +104,13 @@ class InductorLowering(Lowering):
         assumptions: Assumptions,
         end_library: Callable[[], None] = lambda: None,
     ) -> _Kernels:
-        # Code of a segment relies also on what was decided for those before it.
+        # The code of a segment also relies on what was decided for earlier segments.
         kernels: _Kernels = {}
         for key in keys:
             known = assumptions.on_data()
             compiled = self._compile_one(segments[key], kwargs, assumptions)
             if assumptions.on_data() != known:
-                # With an entry of its cache, Inductor keeps conditions on other sizes alone.
+                # Inductor's cache keeps only conditions on sizes that do not depend on data.
                 _take_out_of_cache(compiled)
             kernels[key] = compiled, assumptions.added()
         end_library()
@@ -120,20 +120,21 @@ class InductorLowering(Lowering):
         gm = segment.graph_module
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         sizes = list(symbolic_sizes_of(node.meta.get("val") for node in gm.graph.nodes))
-        # Inductor works on the graph that it is given.
+        # Inductor changes the graph that it compiles.
         untouched = snapshot(gm) if sizes else gm
         try:
             compiled = self._compile_segment(gm, inputs, **kwargs)
         except Exception as error:
-            # Inductor is at its best with numbers. A segment that it cannot compile for any size, where a whole graph had told
-            # it of sizes that have to be numbers, is compiled for those at hand.
+            # Some code of Inductor needs numbers. From a whole graph, it would know which sizes must be numbers. So a segment
+            # that it cannot compile with symbols is compiled for the sizes at hand.
             if not assumptions.fix(sizes):
                 raise
             logger.info("A segment is compiled for the sizes at hand alone, as compiling it for others failed: %r", error)
             compiled = self._compile_segment(untouched, inputs, **kwargs)
         context = TracingContext.try_get()
         if context is not None and context.output_strides:
-            # The outputs of segments have the traced layout, so those of the whole graph do.
+            # Inductor has noted strides of the segment's outputs as those of the graph. The graph's outputs have the traced
+            # strides.
             context.output_strides.clear()
         return compiled
 

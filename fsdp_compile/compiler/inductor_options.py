@@ -1,4 +1,4 @@
-"""Options and modes of Inductor, among those that ``torch.compile`` is given for ``fsdp_backend``."""
+"""Options and modes of Inductor that users give to ``fsdp_backend`` through ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from passes.fx.torch_internals.inductor import inductor_config, list_mode_options
 
-#: Inductor's word for CUDA graphs.
+#: The name of Inductor's option for CUDA graphs.
 CUDAGRAPHS = "triton.cudagraphs"
 
 _PLACED = "fsdp_backend places and joins collectives itself: see options['schedule'] and options['merge_below']"
-# Options that would have no effect, or undo a pass of this backend, by name: a test for such values, and the reason.
+# Options that would have no effect, or undo a pass of this backend: for each, a test for bad values, and the reason.
 _CONTRADICTING: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "freezing": (bool, "parameters that are frozen into the code cannot be sharded"),
     "use_joint_graph_passes": (lambda value: not value, "passes of fsdp_backend run among these"),
@@ -26,7 +26,7 @@ _CONTRADICTING: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def is_inductors(key: str) -> bool:
-    """Return whether Inductor has an option of this name, which may have dashes as for ``torch.compile``."""
+    """Return whether Inductor has an option of this name. As in ``torch.compile``, dashes count as underscores."""
     return _name(key) in inductor_config.get_config_copy()  # type: ignore[attr-defined]
 
 
@@ -43,21 +43,21 @@ def of_mode(mode: str) -> dict[str, Any]:
 
 
 def asks_for_cudagraphs(settings: Mapping[str, Any]) -> bool:
-    """Return whether CUDA graphs are asked for, by these settings or else by Inductor's global configuration."""
+    """Return whether these settings, or else Inductor's global configuration, turn CUDA graphs on."""
     return bool(settings.get(CUDAGRAPHS, inductor_config.triton.cudagraphs))
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check options of Inductor as ``torch.compile`` does for its own backend, and return them by the names of its settings.
+    """Check options of Inductor as ``torch.compile`` does. Return them by their names in Inductor's configuration.
 
     Raises:
-        ValueError: a value is of another type than the setting, or contradicts what ``fsdp_backend`` does.
+        ValueError: a value has the wrong type, or contradicts what ``fsdp_backend`` does.
     """
     settings = {}
     for key, value in options.items():
         name = _name(key)
         kind: Any = inductor_config.get_type(name)  # type: ignore[attr-defined]
-        # isinstance takes no generic types. torch.compile leaves out the check for them, too.
+        # isinstance rejects generic types. torch.compile skips the check for them, too.
         if typing.get_origin(kind) is None and not isinstance(value, kind):
             raise ValueError(f"options[{key!r}] is an option of Inductor and must be of type {kind.__name__}, not {value!r}.")
         contradicts, reason = _CONTRADICTING.get(name, (lambda _: False, ""))

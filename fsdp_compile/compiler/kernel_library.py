@@ -1,11 +1,12 @@
 """C++ kernels of generated programs, compiled as one library.
 
-Inductor compiles each kernel by itself, and most of what that takes is not the kernel: behind the precompiled header, the
-compiler instantiates for every file what the headers of ATen's vectors need, which is half a second that kernels can share.
+Inductor compiles each kernel by itself, and the kernel is the smaller part of the work. After the precompiled header, the
+compiler instantiates templates of ATen's vector headers for every file. That takes half a second, which kernels of one file
+share.
 
 The library lives in Inductor's cache and has Inductor's bindings: a Python function for each kernel, as torch's template for
-one function has it. Where that template has another form than is known here, or the library does not compile, each kernel is
-compiled by itself after all, and a warning says so.
+one function has it. If the template has an unknown form, or the library does not compile, each kernel is compiled by itself,
+with a warning.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from passes.fx.torch_internals.inductor import AsyncCompile, CppPythonBindingsCo
 
 Kernel = Callable[..., None]
 
-# The name that Inductor gives to all of them.
+# The entry of a kernel, whose name is the same for all kernels of Inductor.
 _ENTRY = re.compile(r'extern "C"\s+void\s+kernel\(')
 
-# The parts of ``CppPythonBindingsCodeCache.suffix_template`` for its one function: the function, and its entry for Python.
+# Two parts of ``CppPythonBindingsCodeCache.suffix_template``: its one function, and the method entry of that function.
 _BINDING = re.compile(
     r"\{extra_parse_arg\}\s*(?P<function>static PyObject\* \{entry_func\}_py\(.*?)"
     r"static PyMethodDef py_methods\[\] = \{\{\s*(?P<method>.*?),\s*\{\{NULL",
@@ -37,10 +38,10 @@ _fell_back = False
 
 
 def fall_back(reason: str) -> None:
-    """From here on compile kernels as torch does, each by itself, and say so once.
+    """Compile kernels one by one from now on, as torch does, and warn once.
 
     Args:
-        reason: what of torch has a form that is not known here, or what failed.
+        reason: the part of torch that has an unknown form, or the failure.
     """
     global _fell_back
     if not _fell_back:
@@ -50,11 +51,11 @@ def fall_back(reason: str) -> None:
 
 @dataclass(frozen=True)
 class PendingKernel:
-    """Stands for a kernel of a library.
+    """A placeholder for a kernel of a library that is not compiled yet.
 
     Attributes:
         library: the library.
-        index: the kernel's place there.
+        index: the kernel's index in the library.
     """
 
     library: KernelLibrary
@@ -62,7 +63,7 @@ class PendingKernel:
 
 
 class KernelLibrary:
-    """The kernels that programs ask for, to be compiled together once they have asked for all."""
+    """Kernels that programs request, compiled together after the last request."""
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[tuple[str, ...], str], int] = {}
@@ -70,27 +71,27 @@ class KernelLibrary:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no kernel was requested."""
+        """True if no kernel was requested."""
         return not self._kernels
 
     @staticmethod
     def takes(source: str) -> bool:
-        """Whether a kernel's source can share a file."""
+        """Return whether a kernel's source can share a file with others."""
         return not _fell_back and len(_ENTRY.findall(source)) == 1
 
     def add(self, argtypes: Sequence[str], source: str) -> PendingKernel:
-        """Something to stand for a kernel until :meth:`fill`.
+        """Add a kernel, and return a placeholder for it, which :meth:`fill` replaces.
 
         Args:
-            argtypes: C++ types of its arguments.
-            source: C++ of the kernel, as Inductor writes it.
+            argtypes: C++ types of the kernel's arguments.
+            source: C++ source of the kernel, as Inductor writes it.
         """
         kernel_code_log.info("CPP+Bindings Kernel:\n%s", source)
-        # Programs may have a kernel in common.
+        # Programs may request the same kernel.
         return PendingKernel(self, self._kernels.setdefault((tuple(argtypes), source), len(self._kernels)))
 
     def compile(self) -> None:
-        """Begin to compile in the background; where Inductor has no workers for that, :meth:`fill` does it."""
+        """Start to compile in the background. Without workers of Inductor, :meth:`fill` compiles instead."""
         try:
             bindings, code = self._bindings()
             load = bindings.load_pybinding_async([], code, submit_fn=_submit())
@@ -99,7 +100,11 @@ class KernelLibrary:
             self._load = self._compile_apart(error)
 
     def fill(self, scopes: Iterable[dict[str, Any]]) -> None:
-        """Wait, and put the kernels among the globals of the programs, in the place of what stands for them."""
+        """Wait for the library, and replace the placeholders among the programs' globals by its kernels.
+
+        Args:
+            scopes: the globals of each program.
+        """
         assert self._load is not None, "The library has not been compiled."
         try:
             kernels = self._load()
@@ -111,8 +116,8 @@ class KernelLibrary:
                     scope[name] = kernels[value.index]
 
     def _compile_apart(self, error: Exception) -> Callable[[], Sequence[Kernel]]:
-        """Begin to compile each kernel by itself, as the library could not be compiled."""
-        # Compilers print pages.
+        """Start to compile each kernel by itself, after the library failed with ``error``."""
+        # Compilers print pages of errors, of which the warning has one line.
         lines = str(error).splitlines()
         line = next((line for line in lines if "error:" in line), next(iter(lines), ""))
         fall_back(f"for torch {torch.__version__}, a library of them fails with {type(error).__name__}: {line}")
@@ -123,7 +128,11 @@ class KernelLibrary:
         return lambda: [load() for load in loads]
 
     def _bindings(self) -> tuple[type[CppPythonBindingsCodeCache], str]:
-        """Inductor's bindings for one function, which gives the kernels, and the code that stands ahead of them."""
+        """Generate the code of the library.
+
+        Returns:
+            Inductor's bindings for one function, which returns all kernels, and the C++ code that precedes these bindings.
+        """
         binding = _BINDING.search(CppPythonBindingsCodeCache.suffix_template)
         if binding is None:
             raise ValueError("the template of Inductor's bindings has an unknown form.")
@@ -135,7 +144,7 @@ class KernelLibrary:
             includes.update(dict.fromkeys(line for line in lines if line.startswith("#include")))
             body = "\n".join(line for line in lines if not line.startswith("#include"))
             body = _ENTRY.sub(f'extern "C" void {name}(', body)
-            # Two kernels may have helpers of one name.
+            # Two kernels may define helpers of the same name.
             kernels.append(f"namespace {name}_only {{\n{body}\n}}")
             kernels.append(f"using {name}_only::{name};")
             types = (argtype.replace("const ", "") for argtype in argtypes)

@@ -1,8 +1,8 @@
-"""Let Inductor split loops of C++ kernels only where the parts are equal.
+"""Even loop splits: Inductor splits a loop of a C++ kernel only into equal parts.
 
 A loop over ``x`` that reads at ``x // n`` becomes two, over ``x // n`` and over ``n`` (``CppScheduling.try_loop_split``). In
-torch 2.11 to 2.15 the outer one ends at ``size // n``: where ``n`` does not divide the size, the last elements are never
-written, and what was in memory is the result. Shards whose last block of rounded elements is not full are read so
+torch 2.11 to 2.15, the outer loop ends at ``size // n``. If ``n`` does not divide the size, the last elements are never
+written, and keep what was in memory. Shards whose last block of rounded elements is not full are read in this way
 (:mod:`passes.collectives.rounded_gather`).
 """
 
@@ -18,7 +18,7 @@ from passes.fx.torch_internals.patches import try_loop_split
 
 @contextlib.contextmanager
 def even_loop_splits() -> Iterator[None]:
-    """Lower within the ``with`` block without uneven splits.
+    """Prevent uneven loop splits in what is lowered inside of the ``with`` block.
 
     Raises:
         RuntimeError: the installed torch splits loops by other means.

@@ -1,7 +1,7 @@
-"""The interface of a lowering: how graphs that the passes have been over become functions.
+"""The interface of a lowering, which makes functions of graphs after the passes.
 
-``options["lowering"]`` names one of those that ``fsdp_compile/compiler/options.py`` lists. All in which they differ is said
-here; what they have in common, agreement of the ranks for one, is in ``fsdp_compile/compiler/prepared_graph.py``.
+``options["lowering"]`` is a key of ``LOWERINGS`` in ``fsdp_compile/compiler/options.py``. Lowerings differ only in what this
+interface defines. Their common part, such as the agreement of the ranks, is in ``fsdp_compile/compiler/prepared_graph.py``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Lowered:
     """A graph that can be called.
 
     Attributes:
-        function: takes the graph's inputs as a list, which it empties, and gives the graph's outputs.
-        code: the source of the function and of what it calls; None: none was generated.
+        function: takes the graph's inputs as a list, which it empties, and returns the graph's outputs.
+        code: source of the function and of the segments that it calls; None: no code was generated.
     """
 
     function: BoxedFunction
@@ -33,15 +33,15 @@ class Lowered:
 
 
 class Lowering(ABC):
-    """Makes functions of scheduled graphs.
+    """The interface of a lowering, which makes functions of scheduled graphs.
 
-    An object serves one graph of Dynamo: the forward and the backward graph that come of it, and their variants for all plans.
+    An object serves one Dynamo graph: its forward and its backward graph, and their variants for all plans.
 
     Attributes:
         config_patches: settings of Inductor, whose passes run over joint graphs with every lowering.
-        preparing_passes: passes over a graph for this lowering's sake, ahead of its plans.
-        final_passes: passes that graphs end with for this lowering's sake.
-        fuses: whether it makes one kernel of several operators, so that values between them are never written.
+        preparing_passes: passes that this lowering needs, which run over a graph once, before any plan.
+        final_passes: passes that this lowering needs, which run last, for each plan.
+        fuses: whether it fuses operators into kernels, so that values between them are never written to memory.
     """
 
     config_patches: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -50,14 +50,14 @@ class Lowering(ABC):
     fuses: ClassVar[bool] = True
 
     def prepare(self, device_types: set[str]) -> None:  # noqa: B027 (most have nothing to prepare)
-        """Begin, in the background, what takes time and does not depend on the graph. Called before it is traced.
+        """Start slow work that does not depend on the graph, in the background. Called before the graph is traced.
 
         Args:
-            device_types: where its parameters are.
+            device_types: device types of the graph's parameters.
         """
 
     def compile_unsharded(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any] | None:
-        """Compile a graph of Dynamo in which nothing is sharded, without the passes; None: let it go through them as well."""
+        """Compile a Dynamo graph without sharded parameters, without the passes. None: run the passes over it, too."""
         return None
 
     @abstractmethod
@@ -66,11 +66,12 @@ class Lowering(ABC):
     ) -> Lowered:
         """Make a function of a forward or backward graph.
 
-        Runs while Dynamo's lock is held, in the contexts of the graph's compilation, whenever it is called with a new plan.
+        Called for each new plan, even long after tracing, with Dynamo's lock held, in the contexts of the graph's compilation.
 
         Args:
-            gm: the graph, with its collectives in the order in which they are to start; not to be changed. It may be kept.
-            is_backward: which of the two it is.
-            inductor_kwargs: what ``compile_fx`` says of the whole graph to ``compile_fx_inner``.
-            assumptions: what is decided about sizes. Code of an earlier lowering may be used if they admit its conditions.
+            gm: the graph, with its collectives in the order in which they are to start. Do not change it; keeping it is fine.
+            is_backward: whether it is a backward graph.
+            inductor_kwargs: keywords of ``compile_fx_inner`` for the whole graph.
+            assumptions: what is decided about sizes. Code of an earlier lowering may be reused if ``assumptions`` admits its
+                conditions.
         """

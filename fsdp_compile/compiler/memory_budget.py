@@ -1,7 +1,8 @@
-"""``options["memory_budget"]``: the partitioner that chooses what a step keeps, gathers again and computes again.
+"""``options["memory_budget"]``: the partitioner that chooses what a step keeps gathered, recomputes and offloads.
 
-:mod:`passes.auto.memory_budget` says what is tried, and takes the best. Here is what it needs of a model: what lives all the
-time, and which units are open. Also every graph that is lowered later, for other plans, is held to the budget.
+:mod:`passes.auto.memory_budget` tries policies and chooses the best. This module tells the search about the model: the memory
+that lives all the time, and the units whose resharding is open. Every graph that is lowered later, for other plans, is held to
+the budget, too.
 """
 
 from __future__ import annotations
@@ -50,15 +51,21 @@ from .optimizer_state import Optimizer
 if TYPE_CHECKING:
     from .options import Options
 
-#: How many partitions are kept at a time: what waits on the host is another choice about the same one.
+#: How many partitions are cached. Policies that differ only in what waits on the host share one.
 _MOST_PARTITIONS = 8
-#: Schedules a copy of a forward or backward graph for the plan of its first call.
+#: Schedules a forward (False) or backward (True) graph for the plan of its first call, in place.
 Scheduler = Callable[[GraphModule, bool], tuple[Graph, Interface]]
 
 
 @dataclass(frozen=True)
 class _Figures:
-    """Of a scheduled graph: its live bytes, the most of them, and gathered parameters that the caller holds meanwhile."""
+    """The memory of a scheduled graph.
+
+    Attributes:
+        memory: its live bytes.
+        peak: the most bytes that live at once.
+        parameters: bytes of gathered parameters that the caller holds while the graph runs.
+    """
 
     memory: Breakdown
     peak: int
@@ -66,18 +73,21 @@ class _Figures:
 
 
 class StepBudget:
-    """The budget of a step, which a forward graph and its backward are.
+    """The memory budget of a step, which consists of a forward and a backward graph.
 
     Args:
-        options: with a budget.
-        params: the sharded parameters of the graph, by the names of unit and parameter in it.
+        options: options with a ``memory_budget``.
+        params: the sharded parameters of the graph, by (unit name, parameter name) in the graph.
         examples: the graph's inputs.
-        hardware: what the step is predicted for.
+        hardware: numbers of the machine for which the step is predicted.
         fuses: whether the lowering fuses operators into kernels.
-        is_whole: whether the graph is all that a call of the model computes; units that it does not use are left out then.
+        is_whole: whether the graph holds all that a call of the model computes. If so, it may leave units unused.
+
+    Attributes:
+        limit: the budget in bytes.
 
     Raises:
-        ValueError: the graph is not all of a step.
+        ValueError: the graph is not all of a step, or Inductor's configuration has a partitioner already.
     """
 
     def __init__(
@@ -103,14 +113,14 @@ class StepBudget:
         self.limit = options.budget_bytes(self._device)
         self._host_limit = options.host_budget_bytes
         self._held, self._inputs = _held(units.values(), examples)
-        # Another microbatch of the step may have used them.
+        # Another microbatch of the step may have used these units: their gradients count.
         self._held += sum(map(_gradient_bytes, left_out))
-        # Compiled code must not keep the model.
+        # Weak references: compiled code must not keep the model alive.
         self._scopes = weakref.WeakSet(unit.scope for unit in units.values())
         self._assumed = Optimizer.of(options.optimizer)
         self._state = self._state_bytes()
         self._choice: Choice | None = None
-        # The state that it counts with.
+        # The bytes of optimizer state that the choice counts with.
         self._chosen_for = 0
         self._open = {name for name, unit in units.items() if unit.may_choose_reshard}
         self._nodes = _nodes((units[name] for name in sorted(self._open)), hardware)
@@ -126,12 +136,12 @@ class StepBudget:
         """Partition a joint graph by the best policy.
 
         Args:
-            joint: the graph, ahead of the passes that speak to the partitioner.
-            inputs, kwargs: the partitioner's.
-            schedule: makes the graphs whose memory and time count.
+            joint: the graph, before the passes that tag nodes for the partitioner.
+            inputs, kwargs: arguments of the partitioner.
+            schedule: schedules the graphs whose memory and time count.
 
         Raises:
-            BudgetTooLow: nothing fits.
+            BudgetTooLow: no policy fits.
         """
         outputs = kwargs["num_fwd_outputs"]
         choices = OpenChoices.of(
@@ -191,12 +201,12 @@ class StepBudget:
             return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     def _host_bytes(self, scheduled: Sequence[tuple[Graph, Interface]]) -> int:
-        """The bytes of activations that wait on the host between forward and backward."""
+        """Return the bytes of activations that wait on the host between forward and backward."""
         forward, _ = scheduled[0]
         return int(graph_memory(forward, fuses=self._fuses).offloaded)
 
     def _peak(self, scheduled: Sequence[tuple[Graph, Interface]]) -> int:
-        """The most that lives at once in a step of these graphs, forward and backward."""
+        """Return the most bytes that live at once in a step of these graphs, a forward and a backward."""
         forward, backward = (self._figures(graph, interface) for graph, interface in scheduled)
         return max(self._during_forward(forward), self._during_backward(forward, backward))
 
@@ -212,22 +222,25 @@ class StepBudget:
 
     @property
     def resident(self) -> int:
-        """What lives all the time."""
+        """The bytes that live all the time: shards, buffers, optimizer state, inputs, and gradients of unused units."""
         return self._held + self._state + sum(int(num_bytes(value)) for value in self._inputs)
 
     def _state_bytes(self) -> int:
-        """Of the optimizers: of those that have stepped, what they keep on the device; of others, what the option says."""
+        """Return the bytes of optimizer state on the device.
+
+        Optimizers that have stepped count with the state that they have, others with that of the option ``optimizer``.
+        """
         params = {param for scope in self._scopes for unit in scope.units for param in unit.params if not unit.copies}
         return device_state_bytes((param for param in params if param.param.requires_grad), self._assumed.state_of)
 
     def _watch_optimizers(self) -> None:
-        """From an optimizer's first step on, have the model compiled anew if the choice is not the one for what it keeps."""
+        """Watch for optimizers' first steps. Have the model compiled anew if their state leads to another choice."""
         budget = weakref.ref(self)
 
         def look() -> None:
             found = budget()
             if found is not None and not found._suits_optimizers():
-                # Another one follows it.
+                # The new compilation has a budget of its own, which watches instead.
                 watching.remove()
 
         watching = on_first_steps(look)
@@ -247,16 +260,19 @@ class StepBudget:
         return self.resident + forward.parameters + forward.peak
 
     def _during_backward(self, forward: _Figures, backward: _Figures) -> int:
-        """Also of the forward ahead of it, with the gradients that waited for this backward."""
+        """Return the peak bytes of backward, or of the forward before it if that is larger.
+
+        Gradients that backward takes, of earlier microbatches, lived during that forward as well.
+        """
         waited = int(backward.memory.taken[Category.GRADIENTS])
         inside = held_in_backward(forward.memory, backward.memory) + backward.parameters + backward.peak
         return max(self._during_forward(forward) + waited, self.resident + inside)
 
     def check(self, graph: Graph, interface: Interface, *, is_backward: bool) -> None:
-        """Hold a graph that is about to be lowered to the budget.
+        """Check that a step with a graph that is about to be lowered is within the budget.
 
         Raises:
-            ValueError: with what its plan asks for, the step does not fit.
+            ValueError: with the plan of the graph, the step does not fit.
         """
         is_first_for_inference = self._sizes is None
         sizes = self._sizes = self._sizes or self._sizes_of(graph)
@@ -286,7 +302,7 @@ class BudgetPartitioner(CustomPartitionerFn):  # type: ignore[misc]
     """Inductor's hook for a partitioner.
 
     Args:
-        step: the budget.
+        step: the budget of the step.
         schedule: see :meth:`StepBudget.partition`.
     """
 
@@ -296,17 +312,17 @@ class BudgetPartitioner(CustomPartitionerFn):  # type: ignore[misc]
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         if not unshards(gm.graph.nodes):
-            # Of a higher-order operator inside.
+            # A graph inside of a higher-order operator.
             return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         return self._step.partition(gm, joint_inputs, self._schedule, **kwargs)
 
     def uuid(self) -> Any:
-        # What is lowered are segments of the graphs that come of it.
+        # Inductor lowers segments of the resulting graphs, which are its cache key: a constant is enough.
         return "fsdp_compile.memory_budget"
 
 
 def _nodes(units: Iterable[Unit], hardware: Hardware) -> list[tuple[ShardingMesh, int]]:
-    """The meshes whose groups that shard are on several nodes, each with the number of its ranks that share one."""
+    """Return the meshes whose shard groups span several nodes, each with the number of its ranks on a node."""
     meshes = {mesh.shard_group: mesh for unit in units for mesh in unit.meshes}
     found = []
     for mesh in meshes.values():
@@ -317,7 +333,7 @@ def _nodes(units: Iterable[Unit], hardware: Hardware) -> list[tuple[ShardingMesh
 
 
 def _left_out(units: Iterable[Unit]) -> list[Unit]:
-    """The units with parameters, of the trees of some, that are not among these."""
+    """Return the units with parameters that are in the same trees as ``units``, but not among ``units``."""
     present = set(units)
     of_trees = (unit for scope in dict.fromkeys(unit.scope for unit in present) for unit in scope.units)
     return [unit for unit in of_trees if unit not in present and unit.params]
@@ -333,13 +349,13 @@ def _not_whole(left_out: Iterable[Unit]) -> str:
 
 
 def _gradient_bytes(unit: Unit) -> int:
-    """What the gradients of a unit take on the device between microbatches."""
+    """Return the bytes that gradients of a unit take on the device between microbatches."""
     trained = [param for param in unit.params if param.param.requires_grad and not unit.copies]
     return sum(param.padded_numel * param.shard.element_size() for param in trained)
 
 
 def _held(units: Iterable[Unit], examples: Sequence[Any]) -> tuple[int, list[Tensor]]:
-    """What lives on the device all the time besides the optimizers' state: bytes of shards and buffers; and the inputs."""
+    """Return the bytes on the device of shards, buffers and unsharded parameters, and the other inputs of the graph."""
     all_units = list(dict.fromkeys(unit for one in units for unit in one.scope.units))
     roots = [unit for unit in all_units if unit.is_root]
     held = {id(value) for root in roots for module in root.modules for value in (*module.buffers(), *module.parameters())}

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for the parameters that it steps, and what its step takes, as far as that is known without it."""
+"""A model of optimizers: the state that they keep and the time that a step takes, without the optimizer itself."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from passes.models.hardware import Hardware
 from ..units.sharded_param import ShardedParam
 from .calls import UnitFacts
 
-#: Tensors of a shard's size and dtype that optimizers of torch keep for it.
+#: The number of tensors of a shard's size and dtype that an optimizer of torch keeps for the shard.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What a step of an optimizer reads, writes and keeps.
+    """The bytes that a step of an optimizer reads and writes, and that the optimizer keeps.
 
     Attributes:
-        name: how the report calls it.
-        copies: its state for a shard, as a multiple of the shard's bytes.
-        bytes_per_element: the same, for each trainable element, whatever its dtype.
+        name: its name in reports.
+        copies: state of a shard, as a multiple of the shard's bytes.
+        bytes_per_element: bytes of state for each trainable element of any dtype, in addition.
     """
 
     name: str
@@ -30,10 +30,13 @@ class Optimizer:
 
     @staticmethod
     def of(given: str | float | None) -> Optimizer:
-        """The optimizer that a user means: a name of :data:`OPTIMIZERS`, the bytes of its state, or None for none.
+        """Find the optimizer that a user means.
+
+        Args:
+            given: a key of :data:`OPTIMIZERS`, bytes of state for each element of a parameter, or None for no optimizer.
 
         Raises:
-            ValueError: it is none of these.
+            ValueError: ``given`` is none of these.
         """
         if given is None:
             return Optimizer("none")
@@ -47,20 +50,23 @@ class Optimizer:
         )
 
     def state_bytes(self, units: Sequence[UnitFacts]) -> int:
-        """The bytes of its state on this rank."""
+        """Return the bytes of state that units have on this rank."""
         elements, num_bytes = (sum(getattr(unit, name) for unit in units) for name in ("trainable", "trainable_bytes"))
         return round(self.state_of_shard(elements, num_bytes))
 
     def state_of(self, param: ShardedParam) -> float:
-        """The bytes of its state for a parameter, on the rank with the largest shard."""
+        """Return the bytes of a parameter's state, on the rank with the largest shard."""
         return self.state_of_shard(param.padded_numel, param.padded_numel * param.local.dtype.itemsize)
 
     def state_of_shard(self, numel: int, num_bytes: int) -> float:
-        """The bytes of its state for so many elements, that take so many bytes."""
+        """Return the bytes of state of a shard with ``numel`` elements and ``num_bytes`` bytes."""
         return self.bytes_per_element * numel + self.copies * num_bytes
 
     def time_ns(self, units: Sequence[UnitFacts], hardware: Hardware) -> int:
-        """The time of a step that reads gradients, and reads and writes shards and state, once each, where they are."""
+        """Return the time of a step in nanoseconds, at the memory rate of the device, or of the host for units that are there.
+
+        A step reads gradients once, and reads and writes shards and state once.
+        """
         if self.name == "none":
             return 0
         seconds = 0.0

@@ -22,7 +22,7 @@ from .lowering import Lowering
 from .machine import find_hardware
 from .optimizer_state import Optimizer
 
-#: What makes functions of graphs, by the names that users give: called once for each graph of Dynamo.
+#: Makers of lowerings, by the names that users give. Each is called once for each Dynamo graph.
 LOWERINGS: Mapping[str, Callable[[], Lowering]] = {"inductor": InductorLowering, "aot_eager": AotEagerLowering}
 _SCHEDULES = ("default", "auto")
 
@@ -32,24 +32,24 @@ class Options:
     """``torch.compile(..., options={...})`` for this backend.
 
     Attributes:
-        lowering: "inductor": generated kernels. "aot_eager": the same passes, then aten operators one by one, to debug with.
-        schedule: "default": units are buckets, and each prefetches the next, or what its lists say. "auto": buckets and issue
-            points are chosen by a cost model.
-        memory_limit: only with "auto": the most bytes that may live at once in a graph, in the accounting of
-            ``CapturedGraph.live_bytes()``.
-        memory_budget: the most bytes that may live at once in a whole step, shards and optimizer included: bytes, text such as
-            "80GB" or "74.5GiB", or a part of the device's memory, from 0.0 to 1.0 (see :mod:`passes.auto.memory_budget`).
-        host_budget: only with ``memory_budget``: the most bytes of pinned memory of the host, for each rank, in which
-            activations may wait for backward where that makes a faster step: an int, or text as there. None or 0: none do.
-        optimizer: only with ``memory_budget``: whose state counts; "adamw", "momentum", "sgd", its bytes for each element of a
-            parameter, or None.
-        hardware: only with "auto" or ``memory_budget``: the machine's numbers, or the path of a file that
-            ``fsdp_compile.calibrate`` wrote. Else the file that a calibration left, or a table.
-        merge_below: units with fewer bytes of parameters share collectives; 0: none does. None: the default,
+        lowering: "inductor": generated kernels. "aot_eager": the same passes, then aten operators one by one, for debugging.
+        schedule: "default": units are buckets, and each prefetches the next unit, or the units of its list. "auto": a cost
+            model chooses buckets and issue points.
+        memory_limit: only with "auto": the most bytes that may live at once in a graph, as ``CapturedGraph.live_bytes()``
+            counts them.
+        memory_budget: the most bytes that may live at once in a whole step, shards and optimizer included: an int, text such as
+            "80GB" or "74.5GiB", or a part of the device's memory, a float up to 1.0 (see :mod:`passes.auto.memory_budget`).
+        host_budget: only with ``memory_budget``: the most bytes of pinned host memory, for each rank, in which activations may
+            wait for backward if that makes a step faster: an int, or text as above. None or 0: no activation waits.
+        optimizer: only with ``memory_budget``: the optimizer whose state counts: "adamw", "adam", "momentum", "sgd", bytes of
+            state for each element of a parameter, or None.
+        hardware: only with "auto" or ``memory_budget``: hardware numbers, or the path of a file that ``fsdp_compile.calibrate``
+            wrote. None: the file that a calibration left, or a table.
+        merge_below: units with fewer bytes of parameters share collectives; 0: no unit does. None: the default,
             :data:`passes.auto.small_units.MERGE_BELOW_BYTES`.
         cudagraphs: record forward and backward as CUDA graphs (see :mod:`fsdp_compile.compiler.cuda_graphs`).
-        inductor: settings of Inductor, which users give among the others, by the names that they have there, or as a mode.
-            "aot_eager" takes them, and makes no code on which most have an effect.
+        inductor: settings of Inductor by their names in its configuration, given among the other options or as a mode. With
+            "aot_eager", which generates no code, most have no effect.
     """
 
     lowering: str = "inductor"
@@ -68,11 +68,11 @@ class Options:
         """Parse the options and the mode that a user gave to ``torch.compile``.
 
         Args:
-            options: those of this class and those of Inductor, in one dictionary.
-            mode: a name for some of Inductor's.
+            options: options of this class and of Inductor, in one dictionary.
+            mode: a name for some options of Inductor.
 
         Raises:
-            ValueError: a key, a value or the mode means nothing, or contradicts what this backend does.
+            ValueError: a key, a value or the mode is unknown, or contradicts what this backend does.
         """
         own, inductors = _split(options or {})
         if mode is not None:
@@ -99,7 +99,8 @@ class Options:
     def records_on(self, device: torch.device | None) -> bool:
         """Return whether to record graphs with parameters on a device as CUDA graphs.
 
-        Where nothing can be recorded, ``cudagraphs`` is an error, and Inductor's option is ignored.
+        On a device where nothing can be recorded, Inductor's option is ignored. ``cudagraphs`` without it is an error there,
+        which :class:`~fsdp_compile.compiler.cuda_graphs.Recorders` raises.
         """
         if inductor_options.asks_for_cudagraphs(self.inductor) and device is not None and device.type not in RECORDERS:
             return False
@@ -144,10 +145,10 @@ class Options:
             )
 
     def budget_bytes(self, device: torch.device) -> int:
-        """The memory budget on a device.
+        """Return the memory budget on a device, in bytes.
 
         Raises:
-            ValueError: it is a part of the memory of a device that does not say how much it has.
+            ValueError: the budget is a part of the device's memory, and the device is a CPU.
         """
         budget = self.memory_budget
         assert budget is not None
@@ -167,14 +168,14 @@ class Options:
 
     @property
     def small_unit_bytes(self) -> int:
-        """Bytes from which on a unit has collectives of its own."""
+        """The bytes of parameters from which on a unit has collectives of its own."""
         return small_units.MERGE_BELOW_BYTES if self.merge_below is None else self.merge_below
 
     def auto_schedule(self, device: torch.device) -> AutoSchedule | None:
-        """The machine and limit that graphs on a device are scheduled for; None: the default schedule.
+        """Return the machine and limit for scheduling graphs on a device; None: the default schedule.
 
         Raises:
-            ValueError: the device is not in the table, or a file lacks the numbers.
+            ValueError: the device is not in the table, or a file does not hold hardware numbers.
         """
         if self.schedule != "auto":
             return None

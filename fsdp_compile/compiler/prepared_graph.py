@@ -1,4 +1,4 @@
-"""A forward or backward graph between AOTAutograd, which has made it, and the plans that it is lowered for."""
+"""A prepared graph: a partitioned forward or backward graph that can be lowered for any plan."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ from .memory_budget import StepBudget
 
 
 class PreparedGraph:
-    """Lowers a graph for a plan, also long after ``compile_fx`` has returned: passes, agreement of the ranks, the lowering.
+    """A graph that can be lowered for a plan, even long after ``compile_fx`` has returned.
+
+    Lowering runs the passes for the plan, has the ranks agree on the result, and makes a function of it.
 
     Args:
-        gm: the partitioned graph; the preparing passes run over it here.
-        lowering: makes functions of it.
-        config_patches: Inductor's settings.
-        inductor_kwargs: what ``compile_fx`` has for ``compile_fx_inner``.
-        auto: what to schedule for; None: the default schedule.
-        merge_below: bytes from which on a unit has collectives of its own.
-        recorders: make CUDA graphs of programs; None: they do not become any.
-        other_groups: process groups of other parallelism, by name, with what they are called.
-        budget: of the step, to which every graph that is lowered is held; None: there is none.
+        gm: the partitioned graph. The constructor runs the preparing passes over it.
+        lowering: makes functions of scheduled graphs.
+        config_patches: settings of Inductor.
+        inductor_kwargs: keywords that ``compile_fx`` gives to ``compile_fx_inner``.
+        auto: the machine and limit to schedule for; None: the default schedule.
+        merge_below: the bytes of parameters from which on a unit has collectives of its own.
+        recorders: record programs as CUDA graphs; None: programs are not recorded.
+        other_groups: process groups of other parallelisms: the name that a parallelism gives to each, by the group's own name.
+        budget: the budget of the step, to which every lowered graph is held; None: there is none.
 
     Attributes:
         is_backward: whether it is a backward graph.
@@ -86,24 +88,25 @@ class PreparedGraph:
         """Make a function of the graph for a plan.
 
         Args:
-            plan: what it does.
-            args: the inputs of the call that needs it; None: Dynamo is compiling the frame, and takes guards.
+            plan: the plan.
+            args: the inputs of the call that needs the function; None: Dynamo is compiling the frame, and takes guards.
 
         Returns:
-            The function, what it takes and gives besides, what the ranks know it as, and a check of sizes without which no call
-            may run it; None: none is needed.
+            The function; its extra inputs and outputs; its run, which ranks compare; and a guard. If the guard is not None,
+            only calls whose sizes pass it may run the function.
 
         Raises:
-            RuntimeError: the sizes of the call do not fulfil what compiled code supposes of sizes.
+            RuntimeError: the sizes of the call do not fulfil conditions that compiled code relies on.
         """
-        # Fake tensors of a mode around the call are not those of the graph.
+        # A fake mode around the call is not the mode of the graph's fake tensors.
         with unset_fake_temporarily():
             gm, interface, supposed = self._schedule(plan)
             if self._budget is not None:
                 self._budget.check(gm.graph, interface, is_backward=self.is_backward)
             group_names = self._group_names | _reduce_scatter_groups(plan)
             stage = "backward" if self.is_backward else "forward"
-            # Another thread may compile meanwhile: on other ranks it may be that one's turn.
+            # Wait for the ranks without the compile lock: another thread may compile meanwhile, whose graph other ranks expect
+            # first.
             run = agree_on_graph(stage, collective_sequence(gm.graph, group_names), group_names)
             values = {} if args is None else self._sizes.of(args)
             with self._compiling() as assumptions, deciding_by(values, gm, self._shape_env):
@@ -119,11 +122,14 @@ class PreparedGraph:
     def _schedule(
         self, plan: Plan, prepare: Callable[[Graph], None] = lambda _: None
     ) -> tuple[GraphModule, Interface, Sequence[Any]]:
-        """A copy of the graph after the passes for a plan, its interface, and what the passes suppose of sizes.
+        """Run the passes for a plan over a copy of the graph.
 
         Args:
-            plan: what it does.
-            prepare: is given the copy ahead of them.
+            plan: the plan.
+            prepare: may change the copy before the passes run.
+
+        Returns:
+            The copy, its extra inputs and outputs, and the conditions on sizes that the passes rely on.
         """
         gm = snapshot(self._gm)
         prepare(gm.graph)
@@ -143,7 +149,7 @@ class PreparedGraph:
     def _compiling(self) -> Iterator[Assumptions]:
         is_late = TracingContext.try_get() is None and self._tracing_context is not None
         with contextlib.ExitStack() as stack:
-            # Neither torch.fx nor Inductor can work for two threads at once. Dynamo holds the lock while it compiles.
+            # torch.fx and Inductor cannot work for two threads at once. Dynamo holds this lock while it compiles.
             stack.enter_context(compile_lock)
             stack.enter_context(collector_paused())
             stack.enter_context(torch.no_grad())
@@ -178,7 +184,10 @@ def _unfulfilled(stage: str, guard: SizeGuard) -> str:
 
 
 def _group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
-    """The roles of a graph's process groups in the mesh, by name. To be asked before the passes replace the operators."""
+    """Return the role in the mesh of each process group of a graph, by the group's name.
+
+    Call it before the passes replace the operators.
+    """
     used = dict.fromkeys(group_of(node) for node in graph.nodes if starts_collective(node))
     names = {group: _of_the_model(name) for group, name in others.items() if group in used}
     specs: list[Unshard | ReduceGrad] = [Unshard.of(node) for node in unshards(graph.nodes)]
@@ -188,12 +197,12 @@ def _group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
         names[spec.replicate_group] = "replicate"
         names[getattr(spec, "post_forward_group", "")] = "post_forward"
     names.pop("", None)
-    # Groups of meshes that no parameter is on, such as those of a sequence's parts.
+    # Groups of meshes without parameters, such as the mesh of context parallel.
     return names | {group: _of_the_model(name) for group in used if group not in names and (name := dimension_of(group))}
 
 
 def _of_the_model(name: str) -> str:
-    """What another parallelism calls a group, so that it is no role in the sharding."""
+    """Return the name that another parallelism gives to a group, changed if it is also a role in sharding."""
     return f"{name} of the model" if name in SHARDING_ROLES else name
 
 

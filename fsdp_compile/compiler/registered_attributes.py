@@ -1,8 +1,8 @@
-"""Reads of what sharded modules register, when Dynamo traces them.
+"""Attributes that sharded modules register, as Dynamo reads them.
 
-Dynamo looks up parameters and submodules at once where a module has them in plain dictionaries. Where it has them in anything
-else, it traces ``nn.Module.__getattr__`` for each read, which takes a tenth of its time for a deep model. For modules whose
-parameters are in a table of ours, it is told here what that would find.
+If a module has its parameters and submodules in plain dictionaries, Dynamo looks them up directly. Otherwise it traces
+``nn.Module.__getattr__`` for each read, which takes a tenth of its time for a deep model. Sharded modules have their parameters
+in a table of this library. For these modules, Dynamo gets the result of the lookup from here.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from passes.fx.torch_internals.patches import read_module_attribute
 
 
 def install(kind: type) -> None:
-    """Show Dynamo the attributes of modules with a table of parameters, until ``patches.uninstall()``.
+    """Make Dynamo look up attributes of modules with a table of parameters directly, until ``patches.uninstall()``.
 
-    Without the private names that it takes, Dynamo traces the lookup: that is right, and slower.
+    If the installed torch lacks the private names for this, Dynamo traces the lookup, which is right but slower.
 
     Args:
-        kind: the type of tables, which have the parameters as items.
+        kind: the type of the tables, whose items are the parameters.
     """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,7 +29,7 @@ def install(kind: type) -> None:
             module = self.value
             own = vars(module)
             table = own.get("_parameters")
-            # Attributes of the class or instance come first; and one that traced code sets.
+            # Attributes of the class or instance come first, and so do attributes that traced code has set.
             is_registered = type(table) is kind and name not in own and not hasattr(type(module), name)
             if is_registered and not tx.output.side_effects.has_pending_mutation(self):
                 if name in table:

@@ -1,7 +1,7 @@
-"""Attention as a GPU runs it, where torch's build cannot choose a kernel.
+"""Attention as a GPU runs it, on machines where torch cannot choose a fused kernel.
 
-``scaled_dot_product_attention`` decides in C++, by code that only a CUDA build with a device has. Without it, it becomes
-products and a softmax over all scores.
+``scaled_dot_product_attention`` chooses in C++, in code that only a CUDA build with a device runs. Otherwise the operator
+becomes products and a softmax over all scores.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MAX_FLASH_WIDTH = 256
 
 @contextlib.contextmanager
 def fused_attention() -> Iterator[None]:
-    """Let ``scaled_dot_product_attention`` on ``cuda`` be the fused operator that it is on a GPU since sm_80.
+    """Run ``scaled_dot_product_attention`` on ``cuda`` as the fused operator of GPUs since sm_80 while the block runs.
 
-    Source: the order and the conditions of torch's ``sdp_utils.cpp``: flash attention, memory-efficient attention, products.
+    Source: torch's ``sdp_utils.cpp``, for conditions and order: flash attention, memory-efficient attention, products.
     """
     library = torch.library.Library("aten", "IMPL")
     try:

@@ -1,6 +1,6 @@
-"""``run_backward``: what the autograd engine does, in Python, for fake tensors on a device that torch's build knows nothing of.
+"""``run_backward``: the autograd engine in Python, for fake tensors on a device that torch's build does not support.
 
-torch's engine adds gradients up on the stream of their device, so it cannot run where there is none.
+torch's engine adds gradients up on the stream of their device, so it cannot run without the device.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from passes.fx.torch_internals.core import unset_fake_temporarily
 
 from ..runtime.gradients import set_accumulates_elsewhere
 
-# Of the backwards under way, innermost last: whether they accumulate into the leaves.
+# For each backward that runs, innermost last: whether it accumulates into leaves.
 _accumulating: list[bool] = []
 
 
 def accumulates_in_python() -> bool | None:
-    """Whether the backward that this module runs accumulates into the leaves; None: it runs none, torch's engine may."""
+    """Return whether the innermost backward of this module accumulates into leaves; None: no such backward runs."""
     return _accumulating[-1] if _accumulating else None
 
 
@@ -41,21 +41,21 @@ def run_backward(
 ) -> tuple[Tensor | None, ...]:
     """Compute gradients, in the order in which torch's engine would call the nodes.
 
-    Hooks on nodes and on tensors that are no leaves do not run; saved tensors are not freed.
+    Hooks on nodes and on tensors that are no leaves do not run. Saved tensors are not freed.
 
     Args:
-        outputs: where backward starts.
-        gradients: theirs.
+        outputs: the tensors or edges where backward starts.
+        gradients: the gradients of ``outputs``.
         keep_graph: ignored: the graph is always kept.
-        create_graph: record what the nodes do.
-        inputs: whose gradients to return; none: accumulate into the leaves.
-        allow_unreachable: ignored: an input that is not reached has None.
+        create_graph: record the operations of backward for another backward.
+        inputs: the tensors or edges whose gradients to return; may be empty.
+        allow_unreachable: ignored: the gradient of an input that is not reached is None.
         accumulate_grad: accumulate into the leaves.
 
     Returns:
         The gradients of ``inputs``.
 
-    Source: torch/csrc/autograd/engine.cpp, whose signature it has.
+    Source: torch/csrc/autograd/engine.cpp. The signature is that of torch's engine.
     """
     backward = _Backward(inputs)
     starts = list(zip(map(_edge, outputs), gradients, strict=True))
@@ -92,7 +92,7 @@ class _Call(torch.autograd.Function):
 
 
 def _inside_of_engine(function: Callable[[], None]) -> None:
-    """Call a function from a backward of torch's engine: its task and its final callbacks are there, as in a real backward."""
+    """Call ``function`` inside a backward of torch's engine, so that a graph task and final callbacks exist."""
     with torch.enable_grad(), unset_fake_temporarily():
         anchor = torch.zeros((), device="cpu", requires_grad=True)
         called = _Call.apply(anchor, function)
@@ -136,16 +136,17 @@ class _Backward:
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
             results = node(*gradients)
             return (results if isinstance(results, tuple) else (results,)) if node.next_functions else nothing
-        # A function in Python: it is applied, not called, and returns something for arguments that are no tensors, too.
+        # An autograd.Function in Python is applied, not called. It also returns something for arguments that are no tensors.
         results = node.apply(*self._materialized(node, gradients))
         results = results if isinstance(results, tuple) else (results,)
         needed = iter([result for result, is_needed in zip(results, node.needs_input_grad, strict=False) if is_needed])
         return [None if following is None else next(needed) for following, _ in node.next_functions]
 
     def _materialized(self, node: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """What a function in Python is given: zeros where an output has no gradient.
+        """Return the gradients that an autograd.Function in Python gets: zeros for each output without gradient.
 
-        Also if it asked for None instead (``set_materialize_grads``), which it does not tell; zeros have the same result.
+        ``set_materialize_grads(False)`` asks for None instead. The node does not expose this setting, and zeros give the same
+        result.
         """
         return [
             torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device) if gradient is None else gradient
@@ -157,7 +158,7 @@ class _Backward:
         if gradient is None:
             return
         expected = node._input_metadata[index]
-        # Formulas leave it to the engine to undo broadcasting and promotion.
+        # Derivative formulas leave it to the engine to undo broadcasting and type promotion.
         if gradient.shape != expected.shape:
             gradient = gradient.sum_to_size(expected.shape)
         if gradient.dtype != expected.dtype:
@@ -167,7 +168,7 @@ class _Backward:
 
 
 class _Ready:
-    """A node that can run. Those that were recorded last come first; nodes of leaves, before all."""
+    """A node that can run. Nodes of leaves come first, then the nodes that were recorded last."""
 
     def __init__(self, node: Any):
         self.node = node
@@ -178,7 +179,7 @@ class _Ready:
 
 
 def _dependencies(roots: Sequence[Any]) -> dict[Any, int]:
-    """For each node that is reached, how many edges lead to it."""
+    """Count the edges that lead to each node that ``roots`` reach."""
     counts = dict.fromkeys(roots, 0)
     stack = list(counts)
     seen = set()

@@ -1,8 +1,8 @@
-"""``cuda_code``: what a sharded model becomes on CUDA, for any number of GPUs, on a machine that has none.
+"""``cuda_code``: the code of a sharded model on CUDA, for any number of GPUs, on a machine without a GPU.
 
-Everything up to the generated source is what a real run does: Dynamo, AOTAutograd, the passes, Inductor. Tensors are fake, the
-process group is fake, and generated code is not loaded: where it would run, its graph computes fake results, so that whole
-training steps can be played through, with all their plans.
+Everything up to the generated source is as in a real run: Dynamo, AOTAutograd, the passes, Inductor. Tensors and the process
+group are fake, and generated code is not loaded. Instead, its graph computes fake results, so that whole training steps can be
+played through, with all their plans.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class CudaCode(Capture):
     """The graphs of a sharded model that were lowered for CUDA, each with Inductor's source in ``.code``.
 
     Attributes:
-        arch: the architecture that the source is for.
+        arch: the architecture that the source was generated for, such as "sm_90".
     """
 
     arch: str = ""
 
     def ptx(self, *archs: str) -> dict[tuple[str, str], str]:
-        """Compile every Triton kernel of all graphs to PTX (and on to machine code, to see that it can be).
+        """Compile every Triton kernel of all graphs to PTX, and the PTX to machine code, which shows that it is valid.
 
         Args:
-            archs: such as "sm_80"; none: the one that the code was generated for.
+            archs: such as "sm_80"; none: the architecture that the code was generated for.
 
         Returns:
             The PTX, by the kernel's name and architecture. Different kernels of two segments can have one name; then the later
-            one's is numbered, ``"name#1"``.
+            one is numbered, ``"name#1"``.
 
         Raises:
             RuntimeError: a kernel does not compile; the message names it and the architecture.
@@ -61,7 +61,7 @@ class CudaCode(Capture):
 
 
 class _Segment:
-    """A segment that was lowered, but is not loaded: it computes fake results with its graph."""
+    """A segment that was lowered, but not loaded. A call computes fake results with its graph."""
 
     def __init__(self, source_code: str, graph_module: GraphModule):
         self.source_code = source_code
@@ -76,7 +76,7 @@ class _Segment:
 
 
 def _compile_segment(graph_module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> _Segment:
-    """In the place of ``compile_fx_inner``, whose result could not be loaded without a GPU."""
+    """Lower a segment by ``compile_fx_inner`` without loading the generated code, which would need a GPU."""
     runnable = snapshot(graph_module)
     return _Segment(source_of(lambda: compile_fx_inner(graph_module, inputs, **kwargs)), runnable)  # type: ignore[arg-type]
 
@@ -88,17 +88,17 @@ _LOWERINGS: Mapping[str, Callable[[], Lowering]] = {
 
 
 def _backend(gm: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Callable[..., Any]:
-    """``fsdp_backend`` without a device. As for real, its fake tensors do not meet those of the step."""
+    """Compile as ``fsdp_backend``, without a device. The step's fake mode is off, so that no fake tensors of two modes meet."""
     parsed = Options.parse(options)
     with unset_fake_temporarily():
         return compile_with(_LOWERINGS[parsed.lowering](), gm, inputs, parsed)
 
 
-# Settings of Inductor for when there is no device.
+# Settings of Inductor without a device.
 _INDUCTOR_CONFIG = {
-    # Cached code would be loaded instead of generated.
+    # Cached code would be loaded, not generated.
     "fx_graph_cache": False,
-    # Processes that compile ahead pretend nothing.
+    # Worker processes that compile kernels do not pretend to have a device.
     "compile_threads": 1,
 }
 
@@ -116,32 +116,35 @@ def cuda_code(
 ) -> CudaCode:
     """Lower a model's training step for CUDA, without a GPU, and return its graphs and generated source.
 
-    Nothing is allocated and nothing runs: the model is copied with fake parameters, the ranks are pretended. It needs Triton.
-    The model, and what torch believes of the machine, are as before when it returns or raises; ``torch.compile`` is reset, so
-    what was compiled before compiles anew when it is next called. While it runs, no other thread of the process may use
-    torch.compile or CUDA.
+    Nothing is allocated and nothing runs: the model is copied with fake parameters, and ranks are fake. Triton is needed. When
+    the function returns or raises, the model and all that it replaced in torch are as before. Only ``torch.compile`` is reset,
+    so functions that were compiled before compile again at their next call. During the call, no other thread of the process may
+    use torch.compile or CUDA.
 
-    Not as in a real run: Inductor measures nothing, so odd operands of matrix products are not padded; and without a device,
-    scaled_dot_product_attention becomes products and a softmax, not a fused kernel.
+    Differences from a real run: Inductor measures nothing, so odd-sized operands of matrix products are not padded. Without a
+    device, scaled_dot_product_attention becomes products and a softmax, not a fused kernel.
 
     Args:
         model: on the meta device or any other; not sharded.
-        inputs: what its forward takes: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
-            Only shapes and dtypes of tensors count; they may be on any device, meta too.
-        mesh_shape: ``(shards,)`` for FSDP, ``(replicas, shards)`` for HSDP, in ranks; or the sizes of dimensions by name, such
-            as ``{"dp": 8, "tp": 4}``, of which ``shard`` takes slices.
+        inputs: the arguments of forward: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+            Only shapes and dtypes of tensors count; tensors may be on any device, also meta.
+        mesh_shape: ``(shards,)`` for FSDP, ``(replicas, shards)`` for HSDP, in ranks; or the sizes of mesh dimensions by name,
+            such as ``{"dp": 8, "tp": 4}``, of which ``shard`` takes slices.
         arch: "sm_80" (A100), "sm_90" (H100) or "sm_100" (B200).
-        shard: called with the copy of the model and the mesh; calls :func:`~fsdp_compile.fully_shard`, flags and hooks. Unless
-            given, modules in the outermost ``nn.ModuleList`` s are units, and the rest is one.
-        step: called with the compiled model and the inputs; as often as it calls forward and backward, with whatever flags,
-            graphs are lowered. Unless given, one forward, and one backward from the sum of all outputs.
-        options: of the backend, as for ``torch.compile``.
-        ptx: architectures that all Triton kernels are to be compiled for (see :meth:`CudaCode.ptx`).
+        shard: called with the copy of the model and the mesh; calls :func:`~fsdp_compile.fully_shard`, and sets flags and
+            hooks. By default, each module of the outermost ``nn.ModuleList`` s is a unit, and the rest is one.
+        step: called with the compiled model and the inputs; may set flags, and call forward and backward several times, each of
+            which lowers the graphs of its plan. By default, one forward, and one backward from the sum of all outputs.
+        options: options of the backend, as for ``torch.compile``.
+        ptx: architectures to compile all Triton kernels for (see :meth:`CudaCode.ptx`).
+
+    Returns:
+        The captured graphs, with their source.
 
     Raises:
-        RuntimeError: Triton is not installed; a process group exists already, as a process has one default group; another
-            thread is in here; or a kernel does not compile.
-        ValueError, TypeError: an argument makes no sense.
+        RuntimeError: Triton is not installed; a default process group exists already; another call that pretends to have a
+            device is running (``cuda_code``, ``CudaCode.ptx``, ``explain``); or a kernel does not compile.
+        ValueError, TypeError: an argument is invalid.
 
     Example::
 

@@ -1,7 +1,7 @@
-"""``cuda_outline``: what a lowered graph launches, step by step, without the kernels' bodies.
+"""``cuda_outline``: the launches of a lowered graph, step by step, without the bodies of kernels.
 
-Reads the source that Inductor generated, so it tells what will run, not what was meant; two graphs with one outline do the same
-launches, whether their source was generated with or without a GPU.
+The outline is read from the source that Inductor generated, so it shows what will run, not what was intended. Two graphs with
+equal outlines do the same launches, whether their source was generated with or without a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DTYPES = {
     "uint8": "u8",
     "bool": "b8",
 }
-# As Triton's signatures call them.
+# The names of dtypes in Triton's signatures.
 _TRITON_DTYPES = {"fp64": "f64", "fp32": "f32", "fp16": "f16", "i1": "b8"}
 
 _KINDS = {"poi": "pointwise kernel", "red": "reduction kernel", "per": "reduction kernel", "for": "foreach kernel"}
@@ -58,10 +58,10 @@ class Value:
     """A tensor that a step reads or writes.
 
     Attributes:
-        dtype: in the short form that printed graphs have; empty if the code does not say it.
-        shape: its sizes; None if the code does not say them.
-        buffer: what it is a view of, by a name that nothing else in the graph has; memory that is used again for something else
-            gets another one.
+        dtype: in the short form of printed graphs, such as "f32"; empty if the code does not tell.
+        shape: its sizes; None if the code does not tell.
+        buffer: the name of the memory that it is a view of, unique in the graph. Memory that is reused for another value gets
+            another name.
     """
 
     dtype: str
@@ -82,10 +82,11 @@ class Step:
 
     Attributes:
         name: "pointwise kernel", "reduction kernel", "foreach kernel", the name of a collective, "copy_to_device",
-            "copy_to_host", "wait", or what is called.
-        label: the bucket that a collective works for, and its operator, if any.
-        reads, writes: tensors.
-        source: the Triton source of a kernel.
+            "copy_to_host", "wait", or the name of the called function.
+        label: the bucket of a collective or copy, if any; for a collective also its reduction operator, if any, and its group;
+            for a wait, the name and bucket of what it waits for.
+        reads, writes: the tensors that it reads and writes.
+        source: the Triton source of a kernel; empty for other steps.
     """
 
     name: str
@@ -102,23 +103,23 @@ class Step:
 
 
 def cuda_steps(captured: CapturedGraph) -> list[Step]:
-    """The launches of a graph that was lowered for CUDA, in order.
+    """Return the launches of a graph that was lowered for CUDA, in order.
 
     Raises:
-        ValueError: it was not lowered with Inductor, so there is no code.
+        ValueError: the graph was not lowered with Inductor, so there is no code.
     """
     program, segments = _segments(captured)
     return list(_Program(captured, segments).steps(program))
 
 
 def triton_kernels(captured: CapturedGraph) -> list[tuple[str, str]]:
-    """Name and source of every Triton kernel of a graph that was lowered for CUDA; segments may use the same names."""
+    """Return name and source of each Triton kernel of a graph that was lowered for CUDA. Segments may use the same names."""
     segments = _segments(captured)[1].values()
     return [(name, source) for module in segments for name, (source, _) in _triton_kernels(module)]
 
 
 def _segments(captured: CapturedGraph) -> tuple[ast.Module, dict[str, ast.Module]]:
-    """The outer program, and the segments by name."""
+    """Parse the code of a graph into its program, and its segments by name."""
     if captured.code is None:
         raise ValueError("The graph was lowered with aot_eager; only Inductor generates code.")
     program, *segments = re.split(r"^# (segment_\d+)$", captured.code, flags=re.MULTILINE)
@@ -127,7 +128,11 @@ def _segments(captured: CapturedGraph) -> tuple[ast.Module, dict[str, ast.Module
 
 
 def cuda_outline(captured: CapturedGraph) -> str:
-    """The launches of a graph that was lowered for CUDA, one line for each kernel, collective and wait."""
+    """Return the launches of a graph that was lowered for CUDA as text: one line for each kernel, copy, collective and wait.
+
+    Raises:
+        ValueError: the graph was not lowered with Inductor, so there is no code.
+    """
     return "".join(f"{step}\n" for step in cuda_steps(captured))
 
 
@@ -136,7 +141,7 @@ def _find_call(module: ast.Module) -> ast.FunctionDef:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a function, with those inside of ``with`` blocks."""
+    """Yield the statements of a function, also those inside ``with`` blocks."""
     for statement in body:
         if isinstance(statement, ast.With):
             yield from _statements(statement.body)
@@ -145,7 +150,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _targets(statement: ast.stmt) -> list[str]:
-    """The names that a statement assigns to."""
+    """Return the names that a statement assigns to."""
     if not isinstance(statement, ast.Assign):
         return []
     (target,) = statement.targets
@@ -161,7 +166,7 @@ def _sizes(node: ast.expr) -> tuple[int, ...]:
 
 
 class _Program:
-    """The outer program of a graph."""
+    """The program of a graph, which calls collectives and segments."""
 
     def __init__(self, captured: CapturedGraph, segments: dict[str, ast.Module]):
         self.captured = captured
@@ -198,7 +203,7 @@ class _Program:
         return self.values[name]
 
     def _of_node(self, name: str, buffer: str) -> Value:
-        """The value of a node of the graph, which has the names of the program."""
+        """Return the value of the node ``name``: variables of the program have the names of nodes."""
         return _described(self.nodes[name].meta.get("val") if name in self.nodes else None, buffer)
 
     def _operator(self, name: str, call: ast.Call) -> Iterator[Step]:
@@ -211,11 +216,11 @@ class _Program:
             assert source is not None
             self.values[name] = self._of_node(name, source.buffer)
             started = self.started.pop(ast.unparse(call.args[0]), None)
-            # Models wait for what torch has them wait for already.
+            # A model may wait again for the result of a wait. Only the first wait counts.
             if started is not None:
                 yield Step("wait", started)
         elif called == "__operator_getitem":
-            # The names of these are not those of the graph.
+            # The program has names of its own for items of a result.
             assert source is not None
             self.fakes[name] = self.fakes[ast.unparse(call.args[0])][ast.literal_eval(call.args[1])]
             self.values[name] = _described(self.fakes[name], source.buffer)
@@ -240,7 +245,7 @@ class _Program:
 
 
 def _tensors(arguments: list[ast.expr]) -> Iterator[ast.expr]:
-    """What a call is given by name, in lists too."""
+    """Yield the arguments that are names, also those inside lists."""
     for argument in arguments:
         if isinstance(argument, ast.Name):
             yield argument
@@ -255,7 +260,7 @@ def _described(value: Any, buffer: str) -> Value:
 
 
 def _seen_as(value: Value, dtype: str) -> Value:
-    """The same memory in another dtype, which torch calls so."""
+    """Return the value as a view in another dtype, given by torch's name."""
     seen = replace(value, dtype=_DTYPES.get(dtype, dtype), shape=None)
     if not value.dtype or not value.shape or not isinstance(value.shape[-1], int):
         return seen
@@ -284,7 +289,7 @@ class _Segment:
         self.arguments = arguments
         self.prefix = prefix
         self.values: dict[str, Value] = {}
-        # Names that took the memory of others: to go on with what is there, or to write something else.
+        # Names that took over the memory of others, to continue with its values or to overwrite them.
         self.reusing: set[str] = set()
         self.results: list[Value] = []
 
@@ -308,7 +313,7 @@ class _Segment:
         return self.values.setdefault(name, Value("", None, f"{self.prefix}.{name}"))
 
     def _overwrite(self, written: list[ast.expr], read: list[ast.expr]) -> None:
-        """Tell what is written into used memory from what was there."""
+        """Give reused memory a new buffer name if a kernel writes it without reading it."""
         kept = {_base(node) for node in read}
         for name in {_base(node) for node in written} & self.reusing:
             if name not in kept:
@@ -362,7 +367,7 @@ class _Segment:
             for parameter, argument in zip(signature, call.args, strict=False)
             if signature[parameter].startswith("*")
         }
-        # A parameter that may be read and written need not be both.
+        # An ``in_out_ptr`` need not be both read and written, so the source decides.
         names = {parameter: _names_in(source, parameter) for parameter in tensors}
         read = [parameter for parameter in tensors if re.search(rf"tl\.load\({names[parameter]}\b", source)]
         written = [parameter for parameter in tensors if re.search(rf"tl\.(store|atomic_\w+)\({names[parameter]}\b", source)]
@@ -379,14 +384,16 @@ class _Segment:
 
 
 def _names_in(source: str, parameter: str) -> str:
-    """A pattern of the names that a kernel has for a parameter: with torch 2.15, one that does the same for several tensors
-    calls that of the turn ``foreach_arg0``."""
+    """Return a pattern for the names of ``parameter`` in a kernel.
+
+    With torch 2.15, a kernel that treats several tensors alike assigns the parameter of each to ``foreach_arg0`` and the like.
+    """
     others = re.findall(rf"^ *(\w+) = {parameter}$", source, re.MULTILINE)
     return f"(?:{'|'.join(dict.fromkeys([parameter, *others]))})"
 
 
 def _base(node: ast.expr) -> str:
-    """The name of a tensor, also of one seen otherwise."""
+    """Return the name of a tensor, also of one inside a ``reinterpret_tensor`` call."""
     return ast.unparse(node.args[0] if isinstance(node, ast.Call) else node)
 
 
@@ -395,7 +402,7 @@ def _is_tensor(node: ast.expr) -> bool:
 
 
 def _triton_kernels(module: ast.Module) -> Iterator[tuple[str, tuple[str, dict[str, str]]]]:
-    """The Triton kernels of a segment: name, source, and types of the parameters in order."""
+    """Yield the Triton kernels of a segment: name, source, and types of the parameters in order."""
     for statement in module.body:
         match statement:
             case ast.Assign(targets=[ast.Name(name)], value=ast.Call(args=[_, ast.Constant(str(source)), *_]) as call):
@@ -404,7 +411,7 @@ def _triton_kernels(module: ast.Module) -> Iterator[tuple[str, tuple[str, dict[s
 
 
 def _signature(source: str) -> dict[str, str]:
-    """The parameters of a kernel in ``triton_meta``, without constants."""
+    """Return the types of a kernel's parameters, from ``triton_meta``, without constants."""
     found = re.search(r"'signature': (\{[^}]*\})", source)
     assert found, source
     signature: dict[str, Any] = ast.literal_eval(found[1])

@@ -1,10 +1,10 @@
-"""Pretend to have a CUDA device of some architecture: for tracing and code generation, where there may be none.
+"""Pretend to have a CUDA device of some architecture, for tracing and code generation on machines that may have none.
 
-Fake tensors on ``cuda`` know shapes and have no memory. torch asks about the device nevertheless, in four places, each of which
-:func:`pretend_cuda` answers while its ``with`` block runs: Python functions of ``torch.cuda``, C++'s registry of devices, C++'s
-autograd engine, and Triton's driver. Where there is a real device, only those are replaced that speak of its architecture.
+Fake tensors on ``cuda`` have shapes and no memory. Nevertheless torch asks about the device, in four places: Python functions
+of ``torch.cuda``, C++'s registry of devices, C++'s autograd engine, and Triton's driver. :func:`pretend_cuda` replaces all four
+while its ``with`` block runs. On a machine with a device, it replaces only answers about the architecture.
 
-Nothing stays: patches are undone, and caches that have seen an answer are emptied, also after an exception.
+Nothing stays: patches are undone, and caches that hold an answer are emptied, also after an exception.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .autograd import run_backward
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """Properties of a device that Inductor reads. Names of the attributes are those of ``torch.cuda.get_device_properties()``.
+    """The properties of a device that Inductor reads, with the names and units of ``torch.cuda.get_device_properties()``.
 
     Source: CUDA C++ Programming Guide, "Compute Capabilities"; NVIDIA's white papers for the number of multiprocessors.
     """
@@ -59,7 +59,7 @@ class CudaDevice:
         return self.major, self.minor
 
 
-#: By architecture, the device that stands for it: its name, and what its memory and caches hold.
+#: A device for each architecture. Shared memory, memory and cache are in bytes.
 DEVICES = {
     "sm_80": CudaDevice("NVIDIA A100-SXM4-80GB", 8, 0, 108, 163 << 10, 80 << 30, 40 << 20),
     "sm_90": CudaDevice("NVIDIA H100 80GB HBM3", 9, 0, 132, 227 << 10, 80 << 30, 50 << 20),
@@ -68,10 +68,10 @@ DEVICES = {
 
 
 def device_of(arch: str) -> CudaDevice:
-    """The device that stands for an architecture.
+    """Return the device of :data:`DEVICES` for an architecture, such as "sm_90".
 
     Raises:
-        ValueError: none does.
+        ValueError: the architecture is not known.
     """
     if arch not in DEVICES:
         raise ValueError(f"arch={arch!r} is not known; known are: {', '.join(DEVICES)}.")
@@ -79,10 +79,10 @@ def device_of(arch: str) -> CudaDevice:
 
 
 def require_triton() -> None:
-    """Make sure that there is a Triton to generate kernels for.
+    """Raise an error unless Triton is installed.
 
     Raises:
-        RuntimeError: it is not installed.
+        RuntimeError: Triton is not installed.
     """
     try:
         importlib.import_module("triton.compiler")
@@ -93,7 +93,7 @@ def require_triton() -> None:
         ) from error
 
 
-# Functions that remember what they were told about devices, by module.
+# Functions that cache answers about devices, by module.
 _CACHED = {
     "torch._inductor.codecache": ("CacheBase.get_system",),
     "torch._inductor.utils": (
@@ -124,7 +124,7 @@ _CACHED = {
 
 
 def _forget_devices() -> None:
-    """Empty the caches of what torch believes about devices. Not all of them exist in all versions of torch."""
+    """Empty torch's caches of answers about devices. Not all of them exist in all versions of torch."""
     for module_name, names in _CACHED.items():
         for name in names:
             found: Any = sys.modules.get(module_name)
@@ -139,8 +139,8 @@ def _forget_devices() -> None:
 
 @contextlib.contextmanager
 def _python_functions(device: CudaDevice, has_device: bool) -> Iterator[None]:
-    """The functions of ``torch.cuda``, and of the interface that Dynamo and Inductor use in its place."""
-    # Makes torch's own interfaces, which look at the devices that there are.
+    """Replace functions of ``torch.cuda``, and the interface that Dynamo and Inductor use instead of ``torch.cuda``."""
+    # Makes torch's own interfaces first, which look for real devices.
     list(device_interface.get_registered_device_interfaces())
 
     answers: dict[str, Callable[..., Any]] = {
@@ -155,18 +155,18 @@ def _python_functions(device: CudaDevice, has_device: bool) -> Iterator[None]:
             "current_device": lambda: 0,
             "set_device": lambda _: None,
             "synchronize": lambda *_: None,
-            # Guards around a device: there is no other to go back to.
+            # For guards that switch devices: there is only one.
             "_exchange_device": lambda _: 0,
             "_maybe_exchange_device": lambda _: 0,
             "init": lambda: None,
             "_lazy_init": lambda: None,
             "is_initialized": lambda: True,
             "is_current_stream_capturing": lambda: False,
-            # Dynamo saves and restores it around what it traces.
+            # Dynamo saves and restores the random state around a trace.
             "get_rng_state": lambda *_: torch.empty(16, dtype=torch.uint8, device="cpu"),
             "set_rng_state": lambda *_: None,
         }
-    # Interfaces have taken hold of torch's functions already.
+    # The interface holds references to torch's functions, so patching ``torch.cuda`` is not enough.
     interface = device_interface.CudaInterface
     methods = {name.removeprefix("_"): staticmethod(answer) for name, answer in answers.items()}
     methods["get_compute_capability"] = staticmethod(lambda *_: device.major * 10 + device.minor)
@@ -187,10 +187,11 @@ _CUDA, _META, _NUM_DEVICE_TYPES = 1, 14, 21  # c10/core/DeviceType.h
 
 @contextlib.contextmanager
 def _device_registry() -> Iterator[None]:
-    """Questions of C++ about ``cuda``: its current device, when Python indexes a tensor, its stream, when autograd records one.
+    """Give ``cuda`` the device guard of the meta device, which does nothing, unless it has one.
 
-    A CUDA build without a device gives fake tensors a guard that does nothing (``ensureCUDADeviceGuardSet``); the CPU build has
-    no guard at all, and fails. That of the meta device does nothing, too, so for now it is that of ``cuda`` as well.
+    C++ asks the guard for the current device when Python indexes a tensor, and for the stream when autograd records an
+    operator. A CUDA build without a device gives fake tensors a guard that does nothing, too (``ensureCUDADeviceGuardSet``).
+    The CPU build has no guard, and fails.
     """
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
     guards = (ctypes.c_void_p * _NUM_DEVICE_TYPES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -198,8 +199,7 @@ def _device_registry() -> Iterator[None]:
     if before is None:
         guards[_CUDA] = guards[_META]
     try:
-        # Fake modes ask torch.cuda.is_available(), too. They are to know that there is nothing to compute constants on, and
-        # nothing to initialise.
+        # Fake modes also ask torch.cuda.is_available(). They must not compute constants on the device, nor initialise it.
         with (
             mock.patch.object(FakeTensorMode, "avoid_device_init", True),
             mock.patch.object(fake_tensor, "init_gpu_context", lambda _: None),
@@ -211,7 +211,7 @@ def _device_registry() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autograd_engine() -> Iterator[None]:
-    """The engine asks for the stream of whatever it adds up, which without a device is an error."""
+    """Run backwards in Python: torch's engine asks for the stream of each gradient, which fails without a device."""
     with (
         mock.patch.object(torch.autograd, "_engine_run_backward", run_backward),
         mock.patch.object(torch.autograd.graph, "_engine_run_backward", run_backward),
@@ -220,7 +220,7 @@ def _autograd_engine() -> Iterator[None]:
 
 
 class _ConstantsOnCpu(TorchDispatchMode):
-    """Makes on the CPU what is to be made on ``cuda``."""
+    """A mode that makes tensors on the CPU instead of on the device that the call names."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def moved(value: Any) -> Any:
@@ -232,7 +232,7 @@ class _ConstantsOnCpu(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _constant_folding() -> Iterator[None]:
-    """Inductor computes what is uniform in a graph, with real tensors of one element, on the device that the graph says."""
+    """Fold uniform constants on the CPU: Inductor makes real tensors of one element for them, on the device in the graph."""
     fold = UniformValueConstantFolder.run
 
     def run(folder: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +245,7 @@ def _constant_folding() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _triton_driver(device: CudaDevice) -> Iterator[None]:
-    """Triton asks its driver which target to generate for; the real one wants libcuda."""
+    """Set a driver of Triton that gives ``device`` as the target of code generation. The real driver needs libcuda."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -260,7 +260,7 @@ def _triton_driver(device: CudaDevice) -> Iterator[None]:
     active = driver._active  # type: ignore[attr-defined]
     driver.set_active(pretended)
     try:
-        # Generated source sets the real one when it is loaded.
+        # Generated source would set the real driver when it is loaded.
         with mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
             yield
     finally:
@@ -272,14 +272,14 @@ _pretending = threading.Lock()
 
 @contextlib.contextmanager
 def pretend_cuda(device: CudaDevice, *, triton: bool = True) -> Iterator[None]:
-    """Let torch and Triton believe that ``cuda:0`` is a device of some architecture.
+    """Pretend to torch and Triton that ``cuda:0`` is ``device``, for the duration of the block.
 
     Args:
-        device: the device.
-        triton: code is to be generated; without it, Triton need not be installed.
+        device: the device, such as one of :data:`DEVICES`.
+        triton: whether code is to be generated. With False, Triton need not be installed.
 
     Raises:
-        RuntimeError: Triton is not installed, or something in this process pretends already.
+        RuntimeError: Triton is needed and not installed, or another call in this process is pretending.
     """
     if triton:
         require_triton()
@@ -290,11 +290,11 @@ def pretend_cuda(device: CudaDevice, *, triton: bool = True) -> Iterator[None]:
         )
     has_device = torch.cuda.is_available()
     with contextlib.ExitStack() as stack:
-        # Registered first: the last things to happen.
+        # Registered first, so that they run last.
         stack.callback(_pretending.release)
         stack.callback(_forget_devices)
         stack.enter_context(_python_functions(device, has_device))
-        # Whether to pad the operands of a product is measured.
+        # Inductor would measure whether to pad operands of a product.
         stack.enter_context(inductor_config.patch(shape_padding=False))
         if triton:
             stack.enter_context(_triton_driver(device))
@@ -307,14 +307,14 @@ def pretend_cuda(device: CudaDevice, *, triton: bool = True) -> Iterator[None]:
 
 
 class _Generated(BaseException):
-    """Carries source out of Inductor, ahead of where it would be loaded. No Exception: Inductor wraps those."""
+    """Carries source out of Inductor before it is loaded. A BaseException, as Inductor wraps each Exception."""
 
 
 def source_of(lower: Callable[[], object]) -> str:
-    """The source that Inductor generates, which is not loaded.
+    """Return the source that Inductor generates in ``lower``, without loading it.
 
     Args:
-        lower: has Inductor lower a graph.
+        lower: makes Inductor lower a graph.
     """
 
     def stop(source: str) -> None:

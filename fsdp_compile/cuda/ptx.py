@@ -1,7 +1,7 @@
 """Compile generated Triton kernels to PTX, for any architecture and without a GPU.
 
-Triton needs a GPU to launch kernels only. What is used of Inductor is what it does when it loads a kernel: it chooses how many
-elements a block and how many warps a kernel has, and hands it to Triton.
+Triton needs a GPU only to launch kernels. Inductor's code that loads a kernel does the rest: it chooses the number of elements
+of a block and the number of warps, and hands the kernel to Triton.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .pretend import device_of, pretend_cuda
 
 
 def compile_kernels(kernels: Iterable[tuple[str, str]], archs: Iterable[str]) -> dict[tuple[str, str], str]:
-    """Compile kernels to PTX, and on to machine code, which the PTX has to be fit for.
+    """Compile kernels to PTX, and the PTX to machine code, which shows that the PTX is valid.
 
     Args:
-        kernels: name and source of each.
+        kernels: name and Triton source of each.
         archs: such as "sm_80".
 
     Returns:
-        The PTX, by name and architecture. Where different kernels have one name, the later ones' are numbered: ``"name#1"``.
+        The PTX, by name and architecture. If different kernels have one name, the later ones are numbered: ``"name#1"``.
 
     Raises:
         RuntimeError: a kernel does not compile; the message names it and the architecture.
@@ -49,8 +49,8 @@ def compile_kernels(kernels: Iterable[tuple[str, str]], archs: Iterable[str]) ->
 
 @contextlib.contextmanager
 def _loading() -> Iterator[str]:
-    """Let generated source be imported, from a folder."""
-    # The launcher that Inductor has for itself keeps the machine code alone.
+    """Yield a folder for generated source, and have Inductor keep the PTX of loaded kernels for the duration of the block."""
+    # Inductor's static launchers keep only machine code, not the PTX.
     launchers = ("use_static_triton_launcher", "use_static_cuda_launcher")
     settings = {name: False for name in launchers if hasattr(inductor_config, name)}
     with inductor_config.patch(settings), tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def _loading() -> Iterator[str]:
 
 
 def _compile(name: str, source: str, folder: str, arch: str) -> str:
-    # Triton reads a kernel's source from its file.
+    # Triton reads the source of a kernel from its file.
     path = os.path.join(folder, "kernel.py")
     with open(path, "w") as file:
         file.write(source)

@@ -1,1 +1,1 @@
-"""Explain: what a training step does, costs and holds, from its graphs and the models of time and memory."""
+"""Explain: predict the time, communication and memory of a training step from its graphs, by models of time and memory."""

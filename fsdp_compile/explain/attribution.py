@@ -1,9 +1,10 @@
-"""Attribution: which unit a node of a graph works for.
+"""Attribution: the unit that each node of a graph works for.
 
-What gathers, reduces or copies for a bucket says so itself. Of the model's own nodes, those that read a gathered parameter, and
-those whose result is the gradient of one, are of the parameter's unit. What stands between them belongs with what it follows in
-forward, and with what it precedes in backward, where the same work runs the other way round. A copy of an activation is of the
-unit that makes it, and of the one that reads it first in backward.
+A node that gathers, reduces or copies for a bucket is marked with the bucket, and belongs to the bucket's unit. A node of the
+model belongs to a unit if it reads a gathered parameter of the unit, or makes the gradient of one. In forward, other nodes
+belong to the unit before them. In backward, where the same work runs in reverse, they belong to the unit after them. A copy of
+an activation to the host belongs to the unit that makes the activation, and the copy back to the unit that first reads it in
+backward.
 """
 
 from __future__ import annotations
@@ -18,31 +19,31 @@ from passes.ir.work import MAKES_PARAMETERS, BucketName, Role, bucket, role
 
 from ..compiler.calls import UnitFacts
 
-#: What belongs to no unit: graphs in which nothing is sharded.
+#: The unit of nodes in graphs where nothing is sharded.
 NO_UNIT = "(no unit)"
 _LOCAL = (Role.START_REDUCE, Role.ACCUMULATE)
 
 
 def unit_of_bucket(name: str, units: Collection[str]) -> str:
-    """The unit of a graph that one of its buckets belongs to: a second one of "blocks" is called "blocks.1"."""
+    """Return the unit that the bucket ``name`` belongs to. A second bucket of unit "blocks" is named "blocks.1"."""
     return name if name in units or name.rpartition(".")[0] not in units else name.rpartition(".")[0]
 
 
 def shares(name: BucketName, units: Collection[str], shard_bytes: Mapping[str, int]) -> dict[str, float]:
-    """The part that each unit has of a bucket. Those that several units share are divided by what their shards hold."""
+    """Return each unit's share of a bucket, by name. Units divide a common bucket in proportion to their shards' bytes."""
     members = dict.fromkeys(unit_of_bucket(one, units) for one in name.unit_buckets)
     sizes = {unit: shard_bytes.get(unit, 0) or 1 for unit in members}
     return {unit: size / sum(sizes.values()) for unit, size in sizes.items()}
 
 
 def units_of_nodes(graph: Graph, units: Collection[str], facts: Sequence[UnitFacts], *, is_backward: bool) -> dict[Node, str]:
-    """The unit of each node, by its name in the graph.
+    """Return the unit of each node, by the unit's name in the graph.
 
     Args:
         graph: a lowered graph.
-        units: its units.
-        facts: of the units of the model, which parameters that come in gathered are found by.
-        is_backward: which of the two it is.
+        units: the names of its units.
+        facts: the facts of the model's units, which identify parameters that are inputs because they are gathered already.
+        is_backward: whether ``graph`` is a backward graph.
     """
     order = list(reversed(graph.nodes)) if is_backward else list(graph.nodes)
     parameters = {f"full_{name}".replace(".", "_"): unit.name for unit in facts for name in unit.parameters}
@@ -61,7 +62,7 @@ def units_of_nodes(graph: Graph, units: Collection[str], facts: Sequence[UnitFac
         current = anchors.get(node, current)
         found[node] = current
     for node in graph.nodes:
-        # Copies of activations stand where they are hidden.
+        # Copies of activations are scheduled where compute hides them, so their neighbours say nothing about their unit.
         if node.target == offload:
             found[node] = found[memory_of(node.args[0])]
         elif node.target == fetch and node.users:
@@ -70,7 +71,7 @@ def units_of_nodes(graph: Graph, units: Collection[str], facts: Sequence[UnitFac
 
 
 def _anchor(node: Node, units: Collection[str], parameters: Mapping[str, str]) -> str | None:
-    """The unit that a node of the model must be of."""
+    """Return the unit that a node of the model belongs to by its parameters or gradients; None: its neighbours decide."""
     if bucket(node) is not None or node.op != "call_function":
         return None
     for reader in _readers(node):

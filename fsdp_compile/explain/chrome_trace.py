@@ -1,10 +1,10 @@
-"""A step as Chrome trace events: the format that Perfetto and chrome://tracing read.
+"""A step as Chrome trace events, the format that Perfetto and chrome://tracing read.
 
-Each picture of the step is a process, each of its tracks a thread. A counter shows memory by category.
+Each picture of the step is a process, and each of its tracks is a thread. A counter shows memory by category.
 
-Source: "Trace Event Format", the "complete" events ("X"), counters ("C") and metadata ("M"); times in microseconds. The
-viewers nest events of a thread by their times, and know no overlap: collectives that were in flight at once, as measured ones
-can be, go to further threads of the same name.
+Source: "Trace Event Format": "complete" events ("X"), counters ("C") and metadata ("M"), with times in microseconds. Viewers
+nest the events of a thread by their times, and cannot show overlap. Measured collectives may overlap in flight; they are spread
+over several threads of the same name.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def write_trace(path: str | os.PathLike[str], pictures: Sequence[Picture]) -> No
 
 
 def trace_events(picture: Picture, process: int = 0) -> Iterator[Event]:
-    """The events of a picture.
+    """Yield the events of a picture.
 
     Args:
         picture: the picture.
-        process: the number that tells it from others in the same file.
+        process: the process number of the picture, which tells it from other pictures in the same file.
     """
     yield _named("process_name", process, 0, f"one rank, {picture.title}")
     thread = 0

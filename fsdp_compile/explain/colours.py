@@ -1,4 +1,4 @@
-"""Colours of pictures, which tell each other apart in print and for most colour-blind eyes, on light and on dark ground."""
+"""Colours of pictures, which differ in print and for most colour-blind eyes, on light and on dark ground."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from passes.models.memory_model import Category
 from .memory import OPTIMIZER, OTHER, SHARDS
 from .tracks import Kind, Span
 
-#: What is waited for.
+#: The colour of time in which compute waits.
 EXPOSED = "#d62f4b"
-#: Of the kinds of collectives and copies, and of graphs by their stage.
+#: Colours of collectives and copies by kind, and of graphs by stage.
 SORTS = {
     "all_gather": "#3a9a8c",
     "reduce_scatter": "#e08a3c",
@@ -24,7 +24,7 @@ SORTS = {
 _OPTIMIZER = "#a8a29a"
 _ALONE = "#6d7f99"
 _IN_TURN = ("#4f7cac", "#9bbce0")
-#: Of memory by category, from the bottom up.
+#: Colours of memory by category, from the bottom of the stack up.
 CATEGORIES = {
     SHARDS: "#43597a",
     OPTIMIZER: "#7388a8",
@@ -38,13 +38,13 @@ CATEGORIES = {
 
 
 def _of_unit(name: str) -> str:
-    """Units that have numbers take turns, so that neighbours differ."""
+    """Return the colour of a unit. Units with numbers in their names alternate, so that neighbours differ."""
     numbers = re.findall(r"\d+", name)
     return _IN_TURN[int(numbers[-1]) % len(_IN_TURN)] if numbers else _ALONE
 
 
 def colour(span: Span) -> str:
-    """The colour of a stretch of time."""
+    """Return the colour of a span."""
     if span.kind is Kind.WAIT:
         return EXPOSED
     if span.kind is Kind.OPTIMIZER:

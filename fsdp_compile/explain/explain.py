@@ -1,4 +1,4 @@
-"""``explain``: what a training step of a sharded model does, costs and holds, without a device and without weights."""
+"""``explain``: predict the time, communication and memory of a training step of a sharded model, without device or weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .symbolic import SymbolicStep, check_is_same, marking, symbolic_inputs
 
 set_explainer(lambda captured, hardware, **given: with_suggestions(make_report(captured, hardware, **given)))
 
-# The architecture hardly matters to graphs; what is not listed has that of an H100.
+# Graphs hardly depend on the architecture. GPUs that are not listed get that of an H100.
 _ARCHS = {"A100": "sm_80", "B200": "sm_100"}
 _PREFERRED = "sm_90"
 
@@ -61,41 +61,43 @@ def explain(
     suggest: bool = True,
     unknown_size: int = UNKNOWN_SIZE,
 ) -> Report:
-    """Report what a training step does, costs and holds, on each rank of a machine that need not be there.
+    """Report the time, communication and memory of a training step on each rank, without the machine that it is to run on.
 
-    The model is sharded, traced and taken through the passes as for real; then nothing is lowered, allocated or run. Neither a
-    GPU nor Triton is needed. Times are those of :mod:`passes.models`; docs/explain.md says what these cannot know.
+    A copy of the model is sharded over simulated ranks, traced, and taken through all passes. The step then runs with fake
+    results: nothing is lowered, allocated or computed. Neither a GPU nor Triton is needed. Times are those of
+    :mod:`passes.models`; docs/explain.md says what these models leave out.
 
-    The model is as before when this returns or raises; ``torch.compile`` is reset. While it runs, no other thread of the
-    process may use torch.compile, CUDA or Gloo.
+    The model does not change, but ``torch.compile`` is reset. During the call, no other thread of the process may use
+    torch.compile, CUDA or Gloo.
 
     Args:
-        model: on the meta device or any other; not sharded.
-        inputs: what its forward takes on one rank: a tensor, a tuple or list of positional arguments, or a dict of keyword
+        model: a model that is not sharded, on the meta device or any other.
+        inputs: the inputs of its forward on one rank: a tensor, a tuple or list of positional arguments, or a dict of keyword
             arguments. Only shapes and dtypes count.
-        mesh_shape: ``(shards,)`` for FSDP, ``(replicas, shards)`` for HSDP, in ranks; or the sizes of dimensions by name, such
-            as ``{"dp": 8, "tp": 4}``, of which ``shard`` takes slices.
+        mesh_shape: ``(shards,)`` for FSDP, or ``(replicas, shards)`` for HSDP, in ranks. Or the sizes of dimensions by name,
+            such as ``{"dp": 8, "tp": 4}``; ``shard`` then takes slices of the mesh.
         hardware: "a100", "h100", "h200" or "b200", with NVLink and eight a node; "cpu", with Gloo; the path of a file that
-            ``python -m fsdp_compile.calibrate`` wrote; or the numbers themselves.
-        shard: called with a copy of the model and the mesh; calls :func:`~fsdp_compile.fully_shard`, flags and hooks. Unless
-            given, modules in the outermost ``nn.ModuleList`` s are units, and the rest is one.
-        step: called with the compiled model and the inputs; as often as it calls forward and backward, with whatever flags,
-            counts. Unless given, one forward, and one backward from the sum of all outputs.
-        options: of the backend, as for ``torch.compile``. With ``schedule="auto"`` it is scheduled for ``hardware``.
-        tokens: of a rank in the step. Unless given, the elements of the first integer input that has two dimensions, if the
-            step calls each forward graph once.
-        optimizer: "adamw" (two moments, in the dtype of shards), "momentum", "sgd", the bytes of state for each element of a
-            parameter, or None: there is none. Its step counts with the time that it takes to read and write state and shards
-            once, and to read gradients.
-        suggest: try ``schedule="auto"`` and ``reshard_after_forward=False``, too: two more traces. Not with a memory budget,
-            under which the report has what was tried.
-        unknown_size: what each size that depends on data counts as, such as the tokens that go from one rank to the experts of
-            another.
+            ``python -m fsdp_compile.calibrate`` wrote; or a :class:`passes.models.hardware.Hardware`.
+        shard: called with a copy of the model and the mesh. It calls :func:`~fsdp_compile.fully_shard`, and sets flags and
+            hooks. Default: each module in the outermost ``nn.ModuleList`` s is a unit, and the rest is one unit.
+        step: called with the compiled model and the inputs. Each forward and backward that it calls counts, with the flags that
+            it sets. Default: one forward, and one backward from the sum of all outputs.
+        options: the options of the backend, as for ``torch.compile``. With ``schedule="auto"``, the schedule is for
+            ``hardware``.
+        tokens: tokens of a rank in the step. Default: the elements of the first integer input with two dimensions, if the step
+            calls each forward graph once.
+        optimizer: "adamw" or "adam" (two moments, in the dtype of shards), "momentum", "sgd", the bytes of state for each
+            element of a parameter, or None for a step without an optimizer. Its time is that of reading gradients once, and of
+            reading and writing state and shards once.
+        suggest: also try ``schedule="auto"`` and ``reshard_after_forward=False``, which takes up to two more traces. Has no
+            effect with a memory budget, where the report lists the policies that were tried.
+        unknown_size: the assumed value of each size that depends on data, such as the number of tokens that go from one rank to
+            the experts of another.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense, or the hardware lacks a rate that the step needs.
+        ValueError, TypeError: an argument is invalid, or the hardware lacks a rate that the step needs.
         RuntimeError: the model cannot be traced; there is a process group already, as a process has one default group; or
-            another thread is in here.
+            another thread is in ``explain``.
 
     Example::
 
@@ -175,10 +177,10 @@ def symbolic_step(
     options: dict[str, Any] | None = None,
     optimizer: str | float | None = "adamw",
 ) -> SymbolicStep:
-    """A training step whose sizes are expressions. Arguments and errors are those of :func:`explain`, and:
+    """Trace a training step with sizes that are expressions. Takes the arguments of :func:`explain`, and raises its errors too.
 
     Raises:
-        ValueError: there are no formulae for it; see :class:`~fsdp_compile.explain.symbolic.SymbolicStep`.
+        ValueError: the step has no formulae; see :class:`~fsdp_compile.explain.symbolic.SymbolicStep`.
     """
     check_arguments("explain", model, mesh_shape, shard)
     symbolic = symbolic_inputs(inputs)
@@ -192,7 +194,7 @@ def symbolic_step(
 
 @contextlib.contextmanager
 def _played(hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: MeshShape, **given: Any) -> Iterator[Capture]:
-    """A step on the pretended machine."""
+    """Run a step on the pretended machine, and yield the capture while the step's process groups exist."""
     is_cpu = hardware.name == "cpu"
     with contextlib.ExitStack() as stack:
         if is_cpu:
@@ -207,7 +209,7 @@ def _played(hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: MeshS
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", None)
             if isinstance(cause, (ValueError, NotImplementedError)):
-                # Of the backend: an option, or something that cannot be sharded.
+                # The backend's own error, about an option or something that it cannot shard, says more than Dynamo's.
                 raise cause from error
             raise RuntimeError(
                 f"explain could not trace the model: {error}\nIt has to run under torch.compile with these inputs: see what "
@@ -223,9 +225,10 @@ def _played(hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: MeshS
 
 @contextlib.contextmanager
 def _without_generators() -> Iterator[None]:
-    """Let checkpoints compute random operators again, of which attention is one to torch, as if they were not random.
+    """Recompute random operators of checkpoints as if they were not random, for the duration of the ``with`` block.
 
-    On a GPU they would take states of its generator as inputs, some bytes each; without one, there is no generator.
+    torch counts attention as random. On a GPU, the recomputation would take states of the GPU's generator as inputs, a few
+    bytes each. Without a GPU, there is no generator.
     """
 
     def keep(joint: GraphModule, forward: GraphModule, backward: GraphModule, *_: Any) -> tuple[GraphModule, GraphModule]:
@@ -236,14 +239,14 @@ def _without_generators() -> Iterator[None]:
 
 
 def _backend(gm: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Callable[..., Any]:
-    """``fsdp_backend`` up to the lowering. As for real, its fake tensors do not meet those of the step."""
+    """Compile as ``fsdp_backend`` does, up to the lowering. As in a real run, no fake mode of the step is active meanwhile."""
     parsed = replace(Options.parse(options), cudagraphs=False)
     with unset_fake_temporarily():
         return compile_with(_without_lowering(parsed.lowering), gm, inputs, parsed)
 
 
 def _without_lowering(name: str) -> Lowering:
-    """A lowering that leaves graphs as they are, after the passes that another one asks for."""
+    """Make a lowering that leaves graphs as they are, with the passes and settings of the lowering ``name``."""
     other = LOWERINGS[name]()
     names = ("preparing_passes", "final_passes", "config_patches", "fuses")
     return type("WithoutLowering", (AotEagerLowering,), {name: getattr(other, name) for name in names})()

@@ -1,4 +1,7 @@
-"""Exposure: which communication, or copy between device and host, a graph waits for, and why it was not over by then."""
+"""Exposure: the transfers that a graph waits for, and why each was not over by then.
+
+A transfer is a collective, or a copy between device and host.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from ..compiler.calls import GraphCall
 from .attribution import unit_of_bucket
 from .figures import GraphFigures
 
-# Compute that hides less than this part of a collective is none to speak of.
+# Nothing counts as running beside a transfer if compute hides less than 1 / _NEXT_TO_NOTHING of it.
 _NEXT_TO_NOTHING = 20
 
-#: What the kinds of transfers are called in sentences.
+#: The kinds of transfers, in words for sentences.
 WORDS = {
     "all_gather": "gather",
     "reduce_scatter": "reduction",
@@ -29,17 +32,18 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Exposure:
-    """A transfer that is waited for.
+    """A transfer that compute waits for.
 
     Attributes:
-        unit: whose parameters, gradients or activations it carries; several are joined by "+".
-        kind: "all_gather", "reduce_scatter" or "all_reduce"; of a copy "to_device" or "to_host".
+        unit: the unit whose parameters, gradients or activations it carries; several are joined by "+". The model's
+            own collectives have "the model itself".
+        kind: "all_gather", "reduce_scatter" or "all_reduce"; for a copy, "to_device" or "to_host".
         stage: "forward" or "backward".
-        call: which graph call of the step, from 0.
-        exposed_ns: how long it is waited for.
-        transfer_ns: how long it takes.
+        call: the index of the graph call in the step, from 0.
+        exposed_ns: how long compute waits for it, in nanoseconds.
+        transfer_ns: how long it takes, in nanoseconds, if it does not share its wire.
         cause: "nothing beside it", "link busy", "wire shared" or "compute too short".
-        reason: the same in words.
+        reason: the cause in words.
     """
 
     unit: str
@@ -56,7 +60,7 @@ class Exposure:
 
 
 def exposures(figures: GraphFigures, call: GraphCall, index: int) -> list[Exposure]:
-    """What a call waits for, in order."""
+    """List the transfers that a call waits for, in the order of the waits."""
     timeline, transfers, link = figures.timeline, figures.costs.transfer, figures.costs.link
     stage = "backward" if call.is_backward else "forward"
     ended = {(link[collective], timeline.ends[collective]): collective for collective in transfers}
@@ -84,18 +88,18 @@ def exposures(figures: GraphFigures, call: GraphCall, index: int) -> list[Exposu
 
 
 def unit_of_transfer(transfer: Node, call: GraphCall, figures: GraphFigures) -> str:
-    """The units that a collective, or a copy between device and host, works for, by their own names."""
+    """Return the qualified names of the units that a transfer works for, joined by "+"."""
     if transfer.target in COPIES and bucket(transfer) is None:
         return call.units.get(figures.unit_of[transfer], figures.unit_of[transfer])
     return unit_of_collective(transfer, call.units)
 
 
 def unit_of_collective(collective: Node, units: Mapping[str, str]) -> str:
-    """The units that a collective works for, by their own names.
+    """Return the qualified names of the units that a collective works for, joined by "+".
 
     Args:
         collective: a node of a graph.
-        units: the names of units in the graph, with their own.
+        units: the qualified names of units, by their names in the graph.
     """
     done = bucket(collective)
     if done is None:
@@ -105,5 +109,5 @@ def unit_of_collective(collective: Node, units: Mapping[str, str]) -> str:
 
 
 def milliseconds(ns: float) -> str:
-    """A time, to be read: three digits."""
+    """Format nanoseconds as milliseconds: three digits, or whole milliseconds from 100 ms on."""
     return f"{ns / 1e6:,.0f} ms" if ns >= 1e8 else f"{ns / 1e6:.3g} ms"

@@ -21,7 +21,10 @@ from .attribution import NO_UNIT, shares, units_of_nodes
 
 @dataclass(eq=False)
 class UnitFigures:
-    """What a graph does for one unit; see :class:`~fsdp_compile.explain.parts.UnitReport`. Times in nanoseconds."""
+    """The figures of one unit in a graph; see :class:`~fsdp_compile.explain.parts.UnitReport`.
+
+    Times are in nanoseconds. ``sent`` has bytes by kind of transfer.
+    """
 
     sent: dict[str, float] = field(default_factory=dict)
     compute: float = 0.0
@@ -33,17 +36,18 @@ class UnitFigures:
 
 @dataclass(eq=False)
 class GraphFigures:
-    """What a graph does and costs.
+    """The figures of one graph.
 
     Attributes:
-        order: its nodes.
-        costs, timeline: when they run, and what they cost.
-        sent: the bytes that the rank sends for each collective, and that each copy between device and host copies.
-        kernels: its kernels, by their nodes.
+        order: its nodes, in order.
+        costs, timeline: the costs of its nodes, and when they run.
+        sent: for each collective, the bytes that the rank sends; for each copy between device and host, the bytes that it
+            copies.
+        kernels: its kernels, each as a list of nodes.
         memory: its live bytes.
-        flops: of its products, by dtype.
-        units: by the names of units in the graph.
-        unit_of: the unit of each node, by the same names.
+        flops: the flops of its products, by dtype.
+        units: the figures of its units, by their names in the graph.
+        unit_of: the unit of each node, by its name in the graph.
     """
 
     order: Sequence[Node]
@@ -58,7 +62,7 @@ class GraphFigures:
 
     @staticmethod
     def of(call: GraphCall, facts: Sequence[UnitFacts], hardware: Hardware) -> GraphFigures:
-        """The figures of the graph of a call."""
+        """Compute the figures of the graph of ``call``."""
         graph = call.graph.graph_module.graph
         order = list(graph.nodes)
         costs = Costs.of(graph, hardware)

@@ -1,9 +1,10 @@
-"""Formulae: traffic, memory and time of a step as expressions, which its graphs are asked for.
+"""Formulae: traffic, memory and time of a step as expressions, derived from its graphs.
 
-Sizes are exact: at any numbers of ranks, replicas, sequences and tokens they are those of graphs traced with these. Times are
-sums. Each kernel takes its flops over a rate, or its bytes over that of memory, whichever is longer at the report's sizes; so a
-time is exact as long as the same binds each kernel, and else too short: ``Report.at`` takes the longer anew. The same holds for
-the whole step, whose time is the sum along its critical path there, and for its peak of memory.
+Sizes are exact: for any numbers of ranks, replicas, sequences and tokens, they equal those of graphs that are traced there.
+
+Times are sums. A kernel takes its flops over a rate, or its bytes over the rate of memory, whichever is longer at the report's
+sizes. So a time is exact as long as the same rate binds each kernel, and too short elsewhere; ``Report.at`` chooses anew.
+Likewise, the time of a step is the sum along its critical path at the report's sizes, and its memory is that of the peak there.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _KINDS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all
 
 @dataclass(frozen=True)
 class UnitFormulae:
-    """What a step does for a unit, as expressions; see :class:`~fsdp_compile.explain.parts.UnitReport`. Times in seconds."""
+    """The expressions of one unit in a step; see :class:`~fsdp_compile.explain.parts.UnitReport`. Times are in seconds."""
 
     name: str
     shard_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
@@ -54,14 +55,14 @@ class UnitFormulae:
 
 @dataclass(frozen=True)
 class Formulae:
-    """Expressions of sympy for a step.
+    """Expressions of sympy for a step. Times are in seconds.
 
     Attributes:
-        units: what it does for each unit.
-        memory: the bytes of each category, where most lives at the report's sizes.
-        step_s: the time of the step, along its critical path at these sizes.
-        meanings: what each symbol means, sizes first.
-        values: what each is in the report, or on its machine.
+        units: the expressions of each unit.
+        memory: the bytes of each category, at the moment with the most live bytes at the report's sizes.
+        step_s: the time of the step, along its critical path at the report's sizes.
+        meanings: the meaning of each symbol, sizes first.
+        values: the value of each symbol, in the report or on its machine.
     """
 
     units: Sequence[UnitFormulae]
@@ -78,19 +79,19 @@ class Formulae:
 
     @cached_property
     def peak_bytes(self) -> sympy.Expr:
-        """All that lives where most lives at the report's sizes."""
+        """All live bytes, at the moment with the most of them at the report's sizes."""
         return sympy.Add(*self.memory.values())
 
     def __str__(self) -> str:
         return formulae_text(self)
 
     def latex(self) -> str:
-        """The same as a table of LaTeX, for a document with ``amsmath``."""
+        """Format the formulae as an ``align*`` of LaTeX, for a document with ``amsmath``."""
         return formulae_latex(self)
 
 
 class _Machine:
-    """Symbols for the rates and latencies of a machine, made as they are met."""
+    """Symbols for the rates and latencies of a machine, made at their first use."""
 
     def __init__(self, hardware: Hardware, values: Mapping[str, int]):
         self._hardware = hardware
@@ -100,7 +101,7 @@ class _Machine:
         self._ways: dict[tuple[str, str], dict[str, int]] = {}
 
     def number(self, expression: Any) -> float:
-        """An expression in sizes, as it is in the report."""
+        """Evaluate an expression in sizes at the report's sizes."""
         return float(expression.xreplace(self._sizes)) if isinstance(expression, sympy.Expr) else float(expression)
 
     def _symbol(self, name: str, meaning: str, value: float) -> sympy.Symbol:
@@ -109,11 +110,11 @@ class _Machine:
         return symbol
 
     def memory_s(self, num_bytes: Any) -> Any:
-        """The time to read or write bytes."""
+        """Return the seconds to read or write ``num_bytes``."""
         return num_bytes / self._symbol("W", "bytes a second of memory", self._hardware.bytes_per_s)
 
     def compute_s(self, demand: Demand) -> Any:
-        """The time of a kernel."""
+        """Return the seconds of a kernel."""
         launch = demand.launches * self._symbol("K", "seconds to start a kernel or a collective", self._hardware.kernel_s)
         if demand.segments and self._hardware.segment_s:
             launch += self._symbol("P", "seconds of the host for a segment", self._hardware.segment_s)
@@ -141,7 +142,7 @@ class _Machine:
         return demand.operations * each
 
     def communication_s(self, kind: str, traffic: Any, role: str, layout: GroupLayout) -> Any:
-        """The time of a collective, in the way that is the fastest at the report's sizes."""
+        """Return the seconds of a collective, by the algorithm that is fastest at the report's sizes."""
         sent = self.number(traffic)
         ways = self._hardware.ways(kind, layout) if layout.size > 1 else []
         if not ways:
@@ -154,7 +155,7 @@ class _Machine:
         return startup + traffic / self._symbol(f"N_{{{name}}}", f"bytes a second of {what}", way.bytes_per_s)
 
     def taken_s(self, kind: str, traffic: Any, layout: GroupLayout, in_flight: Any) -> Any:
-        """What a collective takes from compute."""
+        """Return the seconds that compute loses to a collective in flight."""
         link = self._hardware.link(kind, layout)
         taken = in_flight * sympy.nsimplify(link.taken_part) if layout.size > 1 else 0
         if layout.size > 1 and link.taken_s:
@@ -165,25 +166,25 @@ class _Machine:
 
 
 def make_formulae(step: SymbolicStep, values: Mapping[str, int], report: Report, optimizer: str | float | None) -> Formulae:
-    """The formulae of a step.
+    """Make the formulae of a step.
 
     Args:
-        step: traced with symbols.
-        values: the sizes at which it is said what binds each kernel, and what is waited for.
-        report: on it, at these sizes.
+        step: a step that was traced with symbols.
+        values: the sizes that decide what binds each kernel, and what compute waits for.
+        report: the report on the step at ``values``.
         optimizer: as for :func:`fsdp_compile.explain`.
     """
     return _Making(step, values, report, Optimizer.of(optimizer)).make()
 
 
 class Derivation:
-    """What can be derived from a symbolic step.
+    """The formulae of a symbolic step, and reports on it at other sizes.
 
     Args:
-        step: the step.
+        step: the symbolic step.
         hardware, optimizer: as for :func:`fsdp_compile.explain`.
-        tokens: of a rank in the step, at these sizes.
-        values: the sizes.
+        tokens: tokens of a rank in the step, at ``values``.
+        values: the sizes, by the names of their symbols.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class Derivation:
 
 
 class _Making:
-    """The formulae of a step, while they are being made."""
+    """A maker of the formulae of one step."""
 
     def __init__(self, step: SymbolicStep, values: Mapping[str, int], report: Report, optimizer: Optimizer):
         assert report._source is not None
@@ -265,7 +266,7 @@ class _Making:
         ]
 
     def _computed(self, formulae: GraphFormulae) -> Iterator[tuple[str, str, Any]]:
-        """What a graph computes: the unit, the attribute of its formulae, and a part of the sum."""
+        """Yield the terms of a graph's compute: the unit, the attribute of its formulae, and a part of the sum."""
         for unit, demands in _grouped(formulae).items():
             yield unit, "flops", sympy.Add(*(count * one.flops for one, count in demands.items()))
             yield unit, "compute_s", self._sum_s(demands)
@@ -273,7 +274,7 @@ class _Making:
             yield formulae.unit_of[collective], "compute_s", self._taken_s(formulae, collective)
 
     def _communicated(self, call: GraphCall, formulae: GraphFormulae) -> Iterator[tuple[str, str, Any]]:
-        """What a graph communicates, likewise."""
+        """Yield the terms of a graph's communication: the unit, the attribute of its formulae, and a part of the sum."""
         shard_bytes = {unit.name: unit.shard_bytes for unit in self._facts}
         for collective, traffic in formulae.traffic.items():
             done = bucket(collective)
@@ -299,7 +300,7 @@ class _Making:
         return self._machine.taken_s(formulae.kinds[collective], formulae.traffic[collective], layout, in_flight)
 
     def _path_s(self, index: int) -> Any:
-        """The time of a call along its critical path."""
+        """Return the seconds of a call along its critical path."""
         formulae, figures = self._formulae[index], self._figures[index]
         nodes, collectives, rest_ns = critical_path(figures)
         seconds = self._sum_s(Counter(formulae.demands[node] for node in nodes))
@@ -323,7 +324,7 @@ _BYTES = {"all_gather": "gathered_bytes", "reduce_scatter": "scattered_bytes", "
 
 
 def replace_memory(figures: GraphFigures, formulae: GraphFormulae) -> GraphFigures:
-    """Figures of a graph with expressions for what it gives out and takes."""
+    """Return ``figures`` with expressions for the bytes that the graph gives out and takes."""
     given_out: dict[Category, Any] = dict.fromkeys(Category, 0)
     taken: dict[Category, Any] = dict.fromkeys(Category, 0)
     for storage in formulae.storages:
@@ -333,7 +334,7 @@ def replace_memory(figures: GraphFigures, formulae: GraphFormulae) -> GraphFigur
 
 
 def _grouped(formulae: GraphFormulae) -> dict[str, Counter[Demand]]:
-    """The demands of a graph by unit, each with how often it is made."""
+    """Count equal demands of a graph, by unit."""
     found: defaultdict[str, Counter[Demand]] = defaultdict(Counter)
     for node, demand in formulae.demands.items():
         if demand != Demand():
@@ -342,10 +343,10 @@ def _grouped(formulae: GraphFormulae) -> dict[str, Counter[Demand]]:
 
 
 def critical_path(figures: GraphFigures) -> tuple[list[Node], list[Node], int]:
-    """What a graph's time is the sum of.
+    """Find the nodes and collectives whose times add up to a graph's time.
 
     Returns:
-        Nodes that compute; collectives; and nanoseconds for which collectives that are waited for share a wire with others.
+        Nodes that compute; collectives; and the nanoseconds that these collectives lose by sharing wires with others.
     """
     timeline, costs = figures.timeline, figures.costs
     position = {node: index for index, node in enumerate(figures.order)}

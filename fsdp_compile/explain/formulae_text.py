@@ -1,4 +1,4 @@
-"""Formulae to be read: as text and as LaTeX, as they are where all ranks have equally many rows of each parameter."""
+"""Formulae as text and as LaTeX, in the form that they have where S divides the rows of each parameter."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _FIELDS = {
 
 
 _WIDTH = 124
-# Of a step, what need not be said.
+# Padding is not printed if it takes less than this part of a step.
 _LITTLE = 1e-3
-# What a rank sends of what is gathered or reduced.
+# Symbols for (S - 1) / S and (R - 1) / R: the part of a gathered or reduced buffer that each rank sends.
 _OTHERS = {SYMBOLS[name]: sympy.Symbol(f"({name}-1)/{name}", positive=True) for name in ("S", "R")}
 
 
 def even(expression: Any) -> Any:
-    """An expression as it is if the number of ranks divides the rows of each parameter."""
+    """Simplify an expression for numbers of ranks that divide the rows of each parameter."""
     ranks = SYMBOLS["S"]
     for symbol, part in _OTHERS.items():
         expression = sympy.sympify(expression).subs(symbol - 1, symbol * part)
@@ -50,7 +50,7 @@ def even(expression: Any) -> Any:
 
 
 def formulae_text(formulae: Formulae) -> str:
-    """Formulae as lines of text."""
+    """Format formulae as lines of text."""
     lines = ["Of a step, on each rank, where S divides the rows of each parameter. Bytes, flops and seconds.", "", "step"]
     lines += _columns(_step_terms(formulae))
     lines.append("with")
@@ -61,19 +61,19 @@ def formulae_text(formulae: Formulae) -> str:
 
 
 def _has_rows(section: tuple[str, Sequence[object]]) -> bool:
-    """Not that of a unit without parameters of its own, such as a root that is made of other units."""
+    """Return whether a section has rows. A unit without parameters of its own, such as a root made of other units, has none."""
     return bool(section[1])
 
 
 def formulae_latex(formulae: Formulae) -> str:
-    """Formulae as an ``align*`` of LaTeX."""
+    """Format formulae as an ``align*`` of LaTeX."""
     sections = [("step", [("time", formulae.step_s, "s")]), *_sections(formulae)]
     rows = [rf"  \text{{{name}, {what}}} &= {_latex(value)} \\" for name, rows in sections for what, value, _ in rows]
     return "\n".join([r"\begin{align*}", *rows, r"\end{align*}"])
 
 
 def _step_terms(formulae: Formulae) -> list[tuple[str, str]]:
-    """The terms of the step's time, the longest first."""
+    """Format the terms of the step's time, the longest first, each with its milliseconds."""
     values = {**formulae.values, **{part: 1 - 1 / formulae.values[symbol] for symbol, part in _parts(formulae)}}
     terms = [(number * symbols, _text(number * symbols, "s")) for symbols, number in _terms(formulae.step_s)]
     timed = sorted(((float(term.subs(values)), text) for term, text in terms), reverse=True)
@@ -88,7 +88,7 @@ def _parts(formulae: Formulae) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
 
 
 def _sections(formulae: Formulae) -> Iterator[tuple[str, list[tuple[str, Any, str]]]]:
-    """What there is to be said of the memory, of all units and of each."""
+    """Yield the sections after the step's: memory, the sums over all units, and each group of equal units."""
     yield "memory", [(name, value, "bytes") for name, value in formulae.memory.items()]
     yield "total", _rows(formulae.total)
     groups: dict[Any, list[UnitFormulae]] = {}
@@ -105,7 +105,7 @@ def _rows(unit: UnitFormulae) -> list[tuple[str, Any, str]]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns, of which the last is wrapped."""
+    """Align rows in columns, and wrap the last column."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
@@ -115,11 +115,11 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _text(expression: Any, kind: str) -> str:
-    """Terms, the largest powers first, each with a number that is easy to read."""
+    """Format the terms of an expression, the largest powers first, each with a number that is easy to read."""
     terms = []
     for symbols, number in _terms(expression):
         read = size(float(number)) if kind == "bytes" else f"{float(number):.4g}"
-        # As B is the batch.
+        # In formulae, B is the batch.
         read = f"{read[:-1]}bytes" if read.endswith(" B") else read
         written = "" if symbols == 1 else _name(symbols)
         if not written or written.startswith("/"):
@@ -135,7 +135,7 @@ def _latex(expression: Any) -> str:
 
 
 def _terms(expression: Any) -> list[tuple[Any, Any]]:
-    """The terms of an expression: products of symbols, with their numbers."""
+    """Split an expression into terms: products of symbols, each with its number."""
     found = even(expression).as_coefficients_dict()
     return sorted(found.items(), key=lambda term: sympy.default_sort_key(term[0]), reverse=True)
 

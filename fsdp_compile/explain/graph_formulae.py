@@ -1,4 +1,4 @@
-"""Formulae of one graph: what each of its nodes asks of a machine, and how long its memory lives, as expressions."""
+"""Formulae of one graph: the demand of each node on a machine, and the lifetime of each storage, as expressions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .symbolic import SymbolicGraph
 
 @dataclass(frozen=True, eq=False)
 class GraphFormulae:
-    """Sizes are expressions in the symbols of :data:`~fsdp_compile.explain.symbolic.SYMBOLS`, or numbers.
+    """The formulae of one graph: expressions in the symbols of :data:`~fsdp_compile.explain.symbolic.SYMBOLS`, or numbers.
 
     Attributes:
-        order: the nodes of the graph.
-        demands: what each asks of the computing side.
+        order: the nodes of the graph, in order.
+        demands: the demand of each node on the computing side.
         traffic: the bytes that the rank sends for each collective.
-        kinds: "all_gather", "reduce_scatter" or "all_reduce".
+        kinds: the kind of each collective: "all_gather", "reduce_scatter" or "all_reduce".
         groups: the process group of each collective.
-        storages: its memory.
+        storages: the storages of the graph, each with its bytes and lifetime.
         unit_of: the unit of each node, by its name in the graph.
     """
 
@@ -44,12 +44,12 @@ class GraphFormulae:
 
     @staticmethod
     def of(call: GraphCall, facts: Sequence[UnitFacts], sizes: Mapping[str, Any]) -> GraphFormulae:
-        """The formulae of the graph of a call.
+        """Derive the formulae of the graph of ``call``.
 
         Args:
             call: a call of a symbolic graph.
-            facts: of the units of the model.
-            sizes: the number of ranks of process groups, by their names.
+            facts: the facts of the model's units.
+            sizes: the number of ranks of each process group, by the group's name.
 
         Raises:
             NotImplementedError: the graph copies between device and host.
@@ -80,7 +80,7 @@ class GraphFormulae:
         )
 
 
-# What torch writes sizes with, in functions of sympy.
+# Functions that torch writes sizes with, and what they are in functions of sympy.
 _USUAL: Mapping[Any, Any] = {
     functions.FloorDiv: lambda base, divisor: sympy.floor(base / divisor),
     functions.CleanDiv: lambda base, divisor: base / divisor,
@@ -99,7 +99,7 @@ _USUAL: Mapping[Any, Any] = {
 
 
 def usual(expression: Any) -> Any:
-    """An expression in functions of sympy in the place of torch's own."""
+    """Replace torch's own functions in an expression by functions of sympy."""
     if isinstance(expression, sympy.Expr):
         for own, other in _USUAL.items():
             if expression.has(own):

@@ -1,10 +1,10 @@
 """A step as one page of HTML: timeline and memory as inline SVG, and the tables of the printed report.
 
-The page fetches nothing and may run no other script than its own, which zooms and shows what is under the pointer. Without
-scripts, it shows all of the step. Stretches are drawn by unit, not by kernel.
+The page fetches nothing, and may run no script but its own, which zooms and shows details under the pointer. Without scripts,
+the page shows the whole step. Bars are drawn by unit, not by kernel.
 
-Positions across, within the charts, are millionths of what is shown, so that zooming is another view box: browsers cut off
-larger numbers, such as nanoseconds.
+Horizontal positions within a chart are millionths of the step, and a zoom sets another view box. Nanoseconds would not do, as
+browsers cut off such large numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 _LEFT, _WIDTH, _ROW, _GAP, _MEMORY, _HEAD = 120, 1260, 30, 6, 220, 26
 _ACROSS = 1_000_000
-#: The height of memory's own view box: its paths have whole numbers.
+#: The height of the memory chart's view box, large enough for paths of whole numbers.
 _LEVELS = 4000
 _CHARACTER = 6.6
 
 
 def page(report: Report, pictures: Sequence[Picture], measured: Measured | None) -> str:
-    """The page.
+    """Return the page as text.
 
     Args:
-        report: what is predicted.
-        pictures: of the step; the first is the predicted one.
-        measured: what really ran; None: nothing to put beside.
+        report: the predicted step.
+        pictures: pictures of the step, the predicted one first.
+        measured: the measured step; None: the page shows only the prediction.
     """
     title, *lines = filter(None, headline(report).splitlines())
     shown = [*tables(report)] if measured is None else [measured_table(measured), *tables(report)]
@@ -82,14 +82,14 @@ def _chart(report: Report, pictures: Sequence[Picture]) -> str:
 
 
 def _view(top: int, height: int, levels: int, kind: str, content: str) -> str:
-    """A part of the chart with positions of its own."""
+    """Return a part of the chart that has coordinates of its own."""
     place = f'x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{height}"'
     box = f'viewBox="0 0 {_ACROSS} {levels}" preserveAspectRatio="none"'
     return f'<svg class="view {kind}" {place} {box}>{content}</svg>'
 
 
 def _rows(picture: Picture) -> Iterator[tuple[str, list[list[Span]]]]:
-    """The rows of a picture; spans of a row that overlap are in several lanes, or nest."""
+    """Yield the rows of a picture by name. Spans of a row nest, or lie in several lanes where they overlap."""
     yield "graphs", [picture.compute(Kind.GRAPH, Kind.OPTIMIZER)]
     yield "units", [[*picture.compute(Kind.UNIT), *picture.compute(Kind.WAIT)]]
     for name, spans in picture.groups.items():
@@ -122,7 +122,7 @@ def _at(ns: int) -> str:
 
 
 def _labels(spans: Sequence[Span], total: int, middle: float) -> Iterator[str]:
-    """Names of what has room for them; the script does the same for what it zooms into."""
+    """Draw labels that fit; the script redraws them after a zoom."""
 
     def fits(text: str, duration: int) -> bool:
         return len(text) * _CHARACTER + 6 < duration / total * _WIDTH
@@ -133,7 +133,7 @@ def _labels(spans: Sequence[Span], total: int, middle: float) -> Iterator[str]:
 
 
 def _areas(report: Report, picture: Picture, total: int) -> Iterator[str]:
-    """Each category from the ground to the top of what is stacked up to it; the upper ones lie behind."""
+    """Draw each category as an area from the ground to its top in the stack. Lower areas are drawn later, over upper ones."""
     scale = _LEVELS / (1.1 * report.memory.peak_bytes)
     stacked = [0] * len(picture.memory)
     paths = []
@@ -169,7 +169,7 @@ def _time_axis(total: int, top: int) -> Iterator[str]:
 
 
 def _round(value: float) -> float:
-    """The next number with one digit that is 1, 2 or 5."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** (len(str(int(value))) - 1)
     return next(number * power for number in (1, 2, 5, 10) if number * power >= value)
 
@@ -198,7 +198,7 @@ def _table(table: Table) -> str:
 
 
 def _data(report: Report, picture: Picture) -> str:
-    """What the script says of memory, as JSON that cannot end the element it stands in."""
+    """Return memory over time for the script, as JSON without a character that could end its element."""
     names = list(report.memory.categories)
     held = [[held.at_ns, *(held.num_bytes[name] for name in names)] for held in picture.memory]
     return json.dumps({"names": names, "held": held}, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Make a report of the calls of a capture."""
+"""Reports on the calls of a capture."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _EACH = ("compute_ns", "communication_ns", "exposed_ns", *_SENT.values())
 
 
 def hardware_of(given: Hardware | str | os.PathLike[str]) -> Hardware:
-    """The machine that a user means.
+    """Return the machine that a user's argument means.
 
     Args:
-        given: its numbers, "cpu", the name of a GPU of the table, or the path of a file that a calibration wrote.
+        given: a ``Hardware``, "cpu", the name of a GPU of the table, or the path of a file that a calibration wrote.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: ``given`` is none of these.
     """
     if isinstance(given, Hardware):
         return given
@@ -64,15 +64,15 @@ def make_report(
     optimizer: str | float | None = "adamw",
     figures_of: Callable[[GraphCall, Sequence[UnitFacts], Hardware], GraphFigures] = GraphFigures.of,
 ) -> Report:
-    """A report on the step that was captured; see :func:`fsdp_compile.explain`. Its process groups have to exist.
+    """Make a report on a captured step; see :func:`fsdp_compile.explain`. The step's process groups have to exist.
 
     Args:
         captured: the step.
         hardware, tokens, optimizer: as for :func:`fsdp_compile.explain`.
-        figures_of: of the graph of a call.
+        figures_of: computes the figures of the graph of a call.
 
     Raises:
-        ValueError: a graph ran that was compiled ahead of the capture, or none ran; the hardware is not known, or lacks a rate
+        ValueError: a graph ran that was compiled before the capture, or none ran; the hardware is not known, or lacks a rate
             that the step needs; the optimizer is not known.
     """
     machine, keeper = hardware_of(hardware), Optimizer.of(optimizer)
@@ -142,7 +142,7 @@ def _mesh(calls: Sequence[GraphCall]) -> dict[str, int]:
 def _flops(
     calls: Sequence[GraphCall], figures: Sequence[GraphFigures], hardware: Hardware
 ) -> tuple[dict[str, int], int, float]:
-    """All flops by dtype, those of the model, and how long the latter take at the hardware's peak rates."""
+    """Return all flops by dtype, the flops of the model alone, and the seconds of these at the hardware's peak rates."""
     by_stage: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for call, of_call in zip(calls, figures, strict=True):
         by_stage[call.is_backward].update(of_call.flops)
@@ -181,7 +181,7 @@ def _units(calls: Sequence[GraphCall], figures: Sequence[GraphFigures], census: 
 
 
 def _rounded(parts: Sequence[float]) -> list[int]:
-    """Whole numbers with the sum that the parts have."""
+    """Round ``parts`` to whole numbers that add up to the rounded sum of ``parts``."""
     sums = [0, *(round(total) for total in itertools.accumulate(parts))]
     return [after - before for before, after in itertools.pairwise(sums)]
 

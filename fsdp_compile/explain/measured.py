@@ -1,14 +1,14 @@
-"""What really ran beside what was predicted: a profile of ``torch.profiler``, read against the graphs of a report.
+"""Measured steps: a profile of ``torch.profiler``, read against the graphs of a report.
 
-A call of a graph is a range of its own in profiles, and functional collectives and their waits are operators in it. These have
-to be the ones that the graphs of the report have, in their order, or the profile is one of another step. Between two of them,
-what runs is named after the unit for which the graph computes most there.
+A profile has a range for each call of a graph. In the range, functional collectives and their waits are operators. They have to
+be those of the report's graphs, in the same order; otherwise the profile is one of another step. The time between two of these
+operators is named after the unit for which the graph computes most there.
 
-On the CPU, the computing side is the thread that calls the graphs, and waits where it runs a wait. A collective is in flight
-until the last operation of its process group ends that it started.
+On the CPU, the thread that calls the graphs computes, and waits while it runs a wait. A collective is in flight until the end
+of the last process group operation that it started.
 
-On a GPU, times are those of the device: what a graph launched, from the first to the last. A collective's kernels are those
-that its operator launched. Compute waits where one of them runs and no other kernel of the graph does.
+On a GPU, times are those of the device: from the first to the last operation that a graph launched. The kernels of a collective
+are those that its operator launched. Compute waits while one of these kernels runs, and no other kernel of the graph.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from .tracks import COMPUTE, Kind, Picture, Span, group_track, in_units, name_of
 if TYPE_CHECKING:
     from .report import Report
 
-# The namespaces of functional collectives begin with this.
+# The prefix of the namespaces of functional collectives.
 _OPERATORS = "_c10d_functional"
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _STAGES = {name: "backward" if is_backward else "forward" for is_backward, name in RANGES.items()}
-# Names of process group operations in profiles, of Gloo and of others on the CPU.
+# Prefixes of process group operations in profiles on the CPU: Gloo and MPI.
 _IN_FLIGHT = ("gloo:", "mpi:")
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that took time, by the clock of the profile, in nanoseconds."""
+    """An event of a profile that took time, in nanoseconds by the profile's clock."""
 
     name: str
     category: str
@@ -66,15 +66,15 @@ class Event:
 
 @dataclass(frozen=True)
 class MeasuredCall:
-    """What a call of a graph took.
+    """The measured times of a call of a graph, in nanoseconds.
 
     Attributes:
         stage: "forward" or "backward".
         begins_ns: when it began, from the beginning of the first call.
         total_ns: how long it took.
-        exposed_ns: how much of that was waiting for collectives.
-        in_flight_ns: how long a process group had collectives in flight, those that wait for other ranks included; summed over
-            the groups.
+        exposed_ns: how long compute waited for collectives.
+        in_flight_ns: how long a process group had collectives in flight, including those that waited for other ranks; summed
+            over the groups.
     """
 
     stage: str
@@ -86,15 +86,15 @@ class MeasuredCall:
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured step, beside the one that a report predicts. ``print`` it.
+    """A measured step, beside the step that a report predicts. ``print`` it.
 
     Attributes:
-        report: what was predicted.
-        steps: how many steps the profile has; the others are of the one among them whose time is the median.
-        calls: its calls of graphs.
-        optimizer_ns: of the ranges that ``torch.optim.Optimizer`` s leave.
-        time_ns: from the beginning of the first call to the end of the last, or of the optimizer.
-        picture: what ran.
+        report: the prediction.
+        steps: how many steps the profile has. The other attributes are of one step, whose time is the median.
+        calls: the calls of graphs, in order.
+        optimizer_ns: the time of optimizers, by the ranges that ``torch.optim.Optimizer`` s leave in profiles.
+        time_ns: from the beginning of the first call to the end of the last one, or of the optimizer if that is later.
+        picture: the measured step as tracks.
     """
 
     report: Report
@@ -106,12 +106,12 @@ class Measured:
 
     @property
     def exposed_ns(self) -> int:
-        """How long compute waited for communication."""
+        """The time that compute waited for communication, in nanoseconds."""
         return sum(call.exposed_ns for call in self.calls)
 
     @property
     def outside_ns(self) -> int:
-        """What the step took besides graphs and optimizer."""
+        """The time of the step outside of graphs and optimizer, in nanoseconds."""
         return max(0, self.time_ns - self.optimizer_ns - sum(call.total_ns for call in self.calls))
 
     def __str__(self) -> str:
@@ -132,10 +132,10 @@ def read_profile(profile: Any, report: Report, source: Source) -> Measured:
 
 
 def read_events(profile: Any) -> Iterator[Event]:
-    """The events of a profile that take time.
+    """Yield the events of a profile that took time.
 
     Args:
-        profile: a profiler of torch that has stopped, or the path of the trace that one exported.
+        profile: a profiler of torch that has stopped, or the path of a trace that a profiler exported.
     """
     for event in _trace(profile)["traceEvents"]:
         if event.get("ph") == "X" and "dur" in event:
@@ -149,7 +149,7 @@ def _trace(profile: Any) -> dict[str, Any]:
         path = Path(profile)
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         try:
-            # Names of kernels may hold what is no UTF-8.
+            # Names of kernels may contain bytes that are not UTF-8.
             trace = json.loads(data.decode(errors="replace"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is no trace that torch.profiler exported: {error}") from error
@@ -171,7 +171,7 @@ def _trace(profile: Any) -> dict[str, Any]:
 
 
 def _steps(events: Sequence[Event], report: Report) -> list[Sequence[Event]]:
-    """The ranges of calls of graphs, step by step."""
+    """Split the ranges of calls of graphs into steps."""
     ranges = [event for event in events if event.name in _STAGES and event.category != "gpu_user_annotation"]
     wanted, found = [call.stage for call in report.calls], [_STAGES[event.name] for event in ranges]
     if not found:
@@ -212,7 +212,7 @@ class _Step:
             inside = [event for event in events if event in each]
             operators = _match(_outermost(inside), call, index)
             launched = [(launch, event) for launch, event in on_device if launch in each]
-            # What a graph launches may begin while the one before it ends.
+            # Kernels of a graph may begin while the previous graph ends.
             clock = readers[-1].end if readers else 0
             readers.append(_OnDevice(operators, launched, clock) if on_device else _OnHost(each, operators, inside))
         self._readers = readers
@@ -222,7 +222,7 @@ class _Step:
         self.time_ns = last - self._begin
 
     def _optimizer(self, events: Sequence[Event], on_device: Sequence[tuple[Event, Event]]) -> list[tuple[int, int]]:
-        """When the optimizers ran that follow the last graph, and none of the next step."""
+        """Return the begin and end of each optimizer that ran after the last graph, and before the next step."""
         last = self._ranges[-1]
         following = next((event.begin_ns for event in events if event.name in _STAGES and event.begin_ns > last.begin_ns), None)
         ran = [
@@ -276,7 +276,7 @@ def _is_on_gpu(call: GraphCall) -> bool:
 
 
 def _in_flight_ns(transfers: Sequence[tuple[Node, int, int]]) -> int:
-    """How long each group had something in flight, summed over the groups."""
+    """Return how long each group had a collective in flight, summed over the groups."""
     total, until = 0, dict[str, int]()
     for node, begin, end in sorted(transfers, key=lambda transfer: transfer[1]):
         over = until.get(group_of(node), begin)
@@ -286,7 +286,7 @@ def _in_flight_ns(transfers: Sequence[tuple[Node, int, int]]) -> int:
 
 
 def _outermost(inside: Sequence[Event]) -> list[Event]:
-    """The operators of collectives, without those that they call."""
+    """Return the operators of collectives, without the operators that they call."""
     found: list[Event] = []
     for event in inside:
         if event.name.startswith(_OPERATORS) and not (found and event in found[-1]):
@@ -295,7 +295,7 @@ def _outermost(inside: Sequence[Event]) -> list[Event]:
 
 
 def _match(events: Sequence[Event], call: GraphCall, index: int) -> list[tuple[Node, Event]]:
-    """The operators that ran, with the nodes of the graph that they are."""
+    """Pair the collectives and waits of a graph with the operators that ran. Raise ``ValueError`` if they differ."""
     nodes = [node for node in call.graph.graph_module.graph.nodes if is_collective(node) and not is_fused_product(node)]
     wanted = [_operator(node) for node in nodes]
     found = [event.name.partition("::")[2].rstrip("_") for event in events]
@@ -318,7 +318,7 @@ def _operator(node: Node) -> str:
 
 
 def _unit_of_stretch(nodes: Sequence[Node], call: GraphCall, figures: GraphFigures, otherwise: str) -> str:
-    """The unit for which most is computed in a part of a graph."""
+    """Return the unit for which ``nodes`` compute most; ``otherwise`` if they compute nothing."""
     costs: dict[str, int] = {}
     for node in nodes:
         unit = unit_of(node, call, figures)
@@ -327,10 +327,10 @@ def _unit_of_stretch(nodes: Sequence[Node], call: GraphCall, figures: GraphFigur
 
 
 class _Stretches:
-    """The parts of a graph between its collectives, with their units.
+    """The parts of a graph between its collectives and waits, each with its unit.
 
     Attributes:
-        units: of each part: ahead of the first operator, between it and the second, and so on.
+        units: the unit of each part: before the first operator, between the first and the second, and so on.
     """
 
     def __init__(self, operators: Sequence[Node], call: GraphCall, figures: GraphFigures) -> None:
@@ -352,20 +352,20 @@ class _OnHost:
         self._inside = inside
 
     def transfers(self) -> list[tuple[Node, int, int]]:
-        """When each collective was in flight."""
+        """Return each collective, with the begin and the end of its time in flight."""
         ran = [event for event in self._inside if event.name.startswith(_IN_FLIGHT)]
         waits = {_awaited(node): event for node, event in self._operators if not starts_collective(node)}
         found = []
         for node, event in self._operators:
             if starts_collective(node):
                 mine = [one for one in ran if one in event]
-                # What leaves no trace of its own is over at the wait.
+                # A collective without an event of its process group counts as over at its wait.
                 over = [one.end_ns for one in mine] or [waits[node].end_ns if node in waits else event.end_ns]
                 found.append((node, min([one.begin_ns for one in mine], default=event.begin_ns), max(over)))
         return found
 
     def pieces(self, call: GraphCall, figures: GraphFigures) -> Iterator[tuple[str, Span]]:
-        """What the computing side did, with the unit that it was for."""
+        """Yield spans of the computing thread, each with the unit that it works for."""
         units = _Stretches([node for node, _ in self._operators], call, figures).units
         clock = self.begin
         for (node, event), before in zip(self._operators, units, strict=False):
@@ -387,9 +387,9 @@ class _OnDevice:
     """A call that computed on a GPU.
 
     Args:
-        operators: the collectives and waits of its graph, as they ran on the host.
-        launched: what it launched, each with the call of the host that did.
-        not_before: when the call before it ended.
+        operators: the collectives and waits of its graph, each with the event in which the host ran it.
+        launched: what it launched: pairs of the host's launch and the event on the device.
+        not_before: the end of the call before it, in nanoseconds.
     """
 
     def __init__(
@@ -417,14 +417,14 @@ class _OnDevice:
             )
 
     def transfers(self) -> list[tuple[Node, int, int]]:
-        """When each collective was in flight."""
+        """Return each collective, with the begin and the end of its time in flight."""
         return [
             (node, min(event.begin_ns for event in events), max(event.end_ns for event in events))
             for node, events in self._communicates.items()
         ]
 
     def pieces(self, call: GraphCall, figures: GraphFigures) -> Iterator[tuple[str, Span]]:
-        """What the computing side did, with the unit that it was for; where it idles without a collective, nothing."""
+        """Yield spans of compute and waits, each with the unit that it works for. Other idle time gives no span."""
         units = _Stretches([node for node, _ in self._operators], call, figures).units
         begins = [event.begin_ns for _, event in self._operators]
         clock, unit = self.begin, units[0]
@@ -438,7 +438,7 @@ class _OnDevice:
         yield from ((unit, span) for span in self._waits(clock, self.end, call, figures))
 
     def _waits(self, since: int, until: int, call: GraphCall, figures: GraphFigures) -> Iterator[Span]:
-        """The parts of a gap in which collectives run; of several at once, the one that began first is waited for."""
+        """Yield the parts of a gap in which collectives run. Of several at once, the one that began first is waited for."""
         clock = since
         for node, begin, end in sorted(self.transfers(), key=lambda transfer: transfer[1]):
             begin, end = max(begin, clock), min(end, until)

@@ -1,4 +1,4 @@
-"""Memory over a step: what graphs hold while they run, by the memory model, and what is there besides."""
+"""Memory over a step: live bytes inside of its graphs, by the memory model, and live bytes outside of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CATEGORIES = (SHARDS, OPTIMIZER, OTHER, *(category.value for category in Categor
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a forward leaves until its backward.
+    """The bytes that a forward leaves until its backward.
 
     Attributes:
-        activations: what it gives out, to autograd and to its caller.
-        parameters: gathered parameters among that, of which the units keep no hold themselves.
-        kept: gathered parameters of which they do.
+        activations: activations among its outputs, to autograd and to its caller.
+        parameters: gathered parameters among its outputs, without :attr:`kept`.
+        kept: gathered parameters among its outputs that the units hold, too.
         offloaded: activations that wait on the host.
     """
 
@@ -39,8 +39,8 @@ class Moment:
     """The bytes that live at a moment.
 
     Attributes:
-        held: by category.
-        buckets: by bucket, as far as memory belongs to one.
+        held: live bytes by category.
+        buckets: live bytes by bucket, of memory that belongs to one.
     """
 
     held: Mapping[str, int]
@@ -52,14 +52,14 @@ class StepMemory:
 
     Args:
         calls: the calls.
-        figures: of their graphs.
-        census: the models.
-        optimizer_bytes: what the optimizer keeps on the device.
-        kept_on_host: the bytes that are on the host all the time.
+        figures: the figures of each call's graph.
+        census: the sharded models of the step.
+        optimizer_bytes: the bytes of the optimizer's state on the device.
+        kept_on_host: the bytes that are on the host throughout the step.
 
     Attributes:
-        around: for each call, what lives outside of its graph, by category.
-        on_host: for each call, the bytes on the host at the end of a forward, or in a backward: what is kept there, and
+        around: for each call, the bytes that live outside of its graph, by category.
+        on_host: for each call, the bytes on the host at the end of a forward, or during a backward: ``kept_on_host``, and
             activations that wait there.
     """
 
@@ -82,14 +82,14 @@ class StepMemory:
         self.on_host = [kept_on_host + waiting for waiting in self.on_host]
 
     def _held(self) -> list[dict[str, int]]:
-        """What lives from call to call."""
+        """Return the bytes outside of each call's graph that change from call to call, by category. Also fill ``on_host``."""
         waiting: dict[object, list[_Saved]] = {}
         held = []
         for index, (call, figures) in enumerate(zip(self._calls, self._figures, strict=True)):
             mine = waiting.setdefault(call.compilation, [])
             own = mine.pop() if call.is_backward and mine else _Saved()
             others = [saved for stack in waiting.values() for saved in stack]
-            # The graph counts what it frees. What else its forward gave out is the caller's until then.
+            # The graph counts the bytes that it frees. The caller holds the forward's other outputs until this call ends.
             taken = figures.memory.taken
             activations = sum(saved.activations for saved in others) + larger(0, own.activations - taken[Category.ACTIVATIONS])
             parameters = call.parameter_bytes + sum(saved.parameters for saved in others)
@@ -114,13 +114,13 @@ class StepMemory:
         return _Saved(given_out[Category.ACTIVATIONS], given_out[Category.PARAMETERS] - kept, kept, offloaded)
 
     def totals(self, index: int) -> list[int]:
-        """All live bytes of a call, for each node of its graph."""
+        """Return all live bytes of a call, for each node of its graph."""
         rows = self._figures[index].memory.timeline.values()
         around = sum(self.around[index].values())
         return [around + sum(live) for live in zip(*rows, strict=True)]
 
     def moment(self, index: int, position: int) -> Moment:
-        """What lives while the node at a position of a call's graph runs."""
+        """Return the bytes that live while the node at ``position`` of a call's graph runs."""
         memory = self._figures[index].memory
         held = Counter(self.around[index])
         for category, row in memory.timeline.items():
@@ -129,7 +129,7 @@ class StepMemory:
         return Moment({name: held[name] for name in CATEGORIES}, buckets)
 
     def peak(self) -> tuple[int, int]:
-        """The call, and the position in its graph, where most lives. Of equals the first."""
+        """Return the call, and the position in its graph, with the most live bytes; of equals the first."""
         peaks = [
             max((total, -position) for position, total in enumerate(self.totals(each))) for each in range(len(self._calls))
         ]

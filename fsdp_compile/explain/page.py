@@ -1,4 +1,4 @@
-"""The page that :mod:`fsdp_compile.explain.html` fills: styles for light and dark, and the script."""
+"""The template of the page that :mod:`fsdp_compile.explain.html` fills: styles for light and dark, and the script."""
 
 from __future__ import annotations
 

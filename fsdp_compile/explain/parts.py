@@ -12,20 +12,20 @@ from .memory import StepMemory
 
 @dataclass(frozen=True)
 class UnitReport:
-    """What a step does for a unit, on each rank. Times in nanoseconds.
+    """The costs of a unit in a step, on each rank. Times are in nanoseconds.
 
     Attributes:
         name: its qualified name; "root" for the root; "(no unit)" for graphs in which nothing is sharded.
-        parameters: elements of its parameters, unsharded.
-        shard_bytes: this rank's storage for their shards, padding included.
-        gathered_bytes, scattered_bytes, all_reduced_bytes: what the rank sends to gather parameters, to reduce-scatter
-            gradients, and to all-reduce them over replicas.
-        to_device_bytes, to_host_bytes: what is copied between the device and its host.
-        compute_ns: of its kernels, its copies in and out, and the starts of its collectives.
-        communication_ns: how long its collectives and copies are in flight.
-        exposed_ns: how long compute waits for them.
+        parameters: the elements of its parameters, unsharded.
+        shard_bytes: this rank's storage for its shards, padding included.
+        gathered_bytes, scattered_bytes, all_reduced_bytes: the bytes that the rank sends to gather parameters, to
+            reduce-scatter gradients, and to all-reduce them over replicas.
+        to_device_bytes, to_host_bytes: the bytes that are copied from the host to the device, and back.
+        compute_ns: the time of its kernels, its copies into and out of buckets, and the starts of its collectives.
+        communication_ns: how long its collectives and copies between device and host are in flight.
+        exposed_ns: how long compute waits for these collectives and copies.
         kernels: launches of kernels.
-        collectives: launches of collectives. A collective that several units share counts in parts.
+        collectives: launches of collectives. Units that share a collective count a part of it each.
     """
 
     name: str
@@ -45,16 +45,16 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class CallReport:
-    """One call of a graph.
+    """One call of a graph. Times are in nanoseconds.
 
     Attributes:
         stage: "forward" or "backward".
         begins_ns: when it begins, from the beginning of the step.
         total_ns: how long it takes.
-        exposed_ns: how much of that is waiting.
-        flops: of its products.
-        collectives: how many it starts.
-        peak_bytes: the most that lives while it runs, what is outside of the graph included.
+        exposed_ns: how long compute waits for collectives, and for copies between device and host.
+        flops: the flops of its products.
+        collectives: how many collectives it starts.
+        peak_bytes: the most bytes that live while it runs, inside and outside of the graph.
     """
 
     stage: str
@@ -68,17 +68,18 @@ class CallReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The moment of a step at which most lives, on each rank.
+    """The moment of a step with the most live bytes, on each rank.
 
     Attributes:
-        peak_bytes: all that lives then.
-        when: the call, and the unit that it works for, in words.
+        peak_bytes: all live bytes at that moment.
+        when: the stage, and the unit that the graph works for at that moment, in words.
         categories: the bytes by category: "shards", "optimizer state", "buffers and the like", and those of
             :class:`passes.models.memory_model.Category`.
-        largest_bucket: the bucket of parameters or gradients that holds most then, and its bytes; None: none holds anything.
-        most: for each category, the most that it has at any time.
-        host_bytes: besides, the most bytes on the host: activations that wait there, and of units with a
-            ``CPUOffloadPolicy`` shards, gradients and the optimizer's state.
+        largest_bucket: the bucket of parameters or gradients with the most bytes at that moment, and its bytes; None: no bucket
+            has any.
+        most: for each category, its most bytes at any moment.
+        host_bytes: the most bytes on the host, which the other numbers do not count: activations that wait there, and shards,
+            gradients and optimizer state of units with a ``CPUOffloadPolicy``.
     """
 
     peak_bytes: int
@@ -91,14 +92,14 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change that the same models have evaluated.
+    """A change to a step, evaluated by the models that made its report.
 
     Attributes:
         what: the change, as one would write it.
-        time_ns: the step with it; 0 if it could not be evaluated.
-        peak_bytes: its memory with it.
+        time_ns: the time of the step with the change, in nanoseconds; 0 if it could not be evaluated.
+        peak_bytes: the memory of the step with the change.
         saved_ns, added_bytes: the differences to the step of the report.
-        note: why it could not be evaluated, or under which condition this holds; empty: neither.
+        note: why the change could not be evaluated, or a condition under which the numbers hold; otherwise empty.
     """
 
     what: str
@@ -111,12 +112,12 @@ class Suggestion:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a report was made of.
+    """The inputs that a report was made from.
 
     Attributes:
-        calls: the calls of graphs.
-        figures: of their graphs, one for each.
-        memory: what lives.
+        calls: the calls of graphs, in order.
+        figures: the figures of each call's graph.
+        memory: the live bytes of the step.
     """
 
     calls: Sequence[GraphCall]

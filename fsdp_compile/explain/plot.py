@@ -1,6 +1,6 @@
 """A step as a figure: its timeline over its memory, by matplotlib.
 
-Stretches are drawn by unit, not by kernel. What compute waits for is red, through all tracks.
+Bars are drawn by unit, not by kernel. Time in which compute waits is red, across all tracks.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 _WIDTH, _DPI = 16.0, 100
 _TEXT, _GREY = "#22272e", "#6b7280"
-# The size of names and of numbers, and the part of a timeline of this width that one of their characters takes.
+# The font size of names (False) and of numbers (True), and the part of the timeline's width that a character takes.
 _LABELS = {False: (8.0, 1 / 180), True: (6.0, 1 / 215)}
 
 
 def draw(path: str | os.PathLike[str], report: Report, pictures: Sequence[Picture]) -> None:
-    """Draw pictures of a step, the first of them with its memory, and write the figure.
+    """Draw the timelines of ``pictures`` and the memory of the first, and write the figure to ``path``.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: it does not know the suffix of the path.
+        ValueError: matplotlib does not know the suffix of ``path``.
     """
     rows = [_rows(picture) for picture in pictures]
     heights = [0.45 + 0.42 * len(each) for each in rows]
@@ -45,7 +45,7 @@ def draw(path: str | os.PathLike[str], report: Report, pictures: Sequence[Pictur
 
 
 def draw_memory(path: str | os.PathLike[str], reports: Mapping[str, Report], pictures: Sequence[Picture]) -> None:
-    """Draw the memory of several steps, by their names, on the same axes, each with its budget, and write the figure.
+    """Draw the memory of several steps on equal axes, each with its name and budget, and write the figure to ``path``.
 
     Raises:
         ImportError, ValueError: as :func:`draw`.
@@ -70,7 +70,7 @@ def draw_memory(path: str | os.PathLike[str], reports: Mapping[str, Report], pic
 
 
 def _figure(path: str | os.PathLike[str], height: float) -> Any:
-    """An empty figure for a path, of a height in inches."""
+    """Make an empty figure of ``height`` inches that can be written to ``path``."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -87,7 +87,7 @@ def _figure(path: str | os.PathLike[str], height: float) -> Any:
 
 
 def _without_date(path: str | os.PathLike[str]) -> dict[str, None]:
-    """Equal reports make equal files."""
+    """Return metadata that removes the date, so that equal reports make equal files."""
     keys = {".svg": "Date", ".pdf": "CreationDate"}
     return {keys[suffix]: None} if (suffix := Path(path).suffix.lower()) in keys else {}
 
@@ -101,7 +101,7 @@ def _title(report: Report) -> str:
 
 
 def _rows(picture: Picture) -> dict[str, list[Sequence[Span]]]:
-    """What is drawn in rows, each of one or more lanes; in a lane, later spans lie over earlier ones."""
+    """Return the rows of a picture by name, each of one or more lanes. In a lane, later spans cover earlier ones."""
     rows: dict[str, list[Sequence[Span]]] = {
         "graphs": [picture.compute(Kind.GRAPH, Kind.OPTIMIZER)],
         "units": [[*picture.compute(Kind.UNIT), *picture.compute(Kind.WAIT)]],
@@ -128,7 +128,7 @@ def _timeline(axis: Any, picture: Picture, rows: Mapping[str, Sequence[Sequence[
 
 def _bars(axis: Any, spans: Sequence[Span], bottom: float, height: float) -> None:
     for is_thin in (False, True):
-        # With an edge, the shortest is still seen.
+        # An edge keeps the shortest bars visible.
         chosen = [span for span in spans if (span.kind in (Kind.WAIT, Kind.COLLECTIVE)) == is_thin]
         extents, faces = [_extent(span) for span in chosen], [colour(span) for span in chosen]
         axis.broken_barh(

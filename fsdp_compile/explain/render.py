@@ -1,4 +1,4 @@
-"""A report as text: tables, then a verdict in words."""
+"""A report as text: a headline, tables, and a verdict in words."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from .measured import Measured
     from .report import Report
 
-# Exposures that are named one by one.
+# How many groups of exposures the verdict names, the longest first; the others are summed.
 _NAMED = 3
 _BYTES = (" B", " KiB", " MiB", " GiB")
 _NUMBER = re.compile(r"\d+")
-# Bytes of communication and copies, and the heads of their columns.
+# Attributes with bytes of communication and copies, and the heads of their columns.
 _SENT = {
     "gathered_bytes": "gathers",
     "scattered_bytes": "reduces",
@@ -34,23 +34,23 @@ _SUMMED = tuple(name for name in UnitReport.__dataclass_fields__ if name != "nam
 
 
 def render(report: Report) -> str:
-    """The report as text: deterministic."""
+    """Format a report as text. Equal reports give equal texts."""
     parts = [headline(report), *(_text(table) for table in tables(report)), verdict(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def render_measured(measured: Measured) -> str:
-    """A measured step beside the predicted one, as text."""
+    """Format a measured step beside the predicted one, as text."""
     return _text(measured_table(measured)) + "\n"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text, the first of them the head; the first column is to the left, the others to the right.
+    """Rows of text. The first row is the head; the first column is aligned left, and the others right.
 
     Attributes:
-        rows: of equal length.
-        note: a sentence below them; empty: none.
+        rows: rows of equal length.
+        note: a sentence below the rows, or the empty string.
     """
 
     rows: Sequence[Sequence[str]]
@@ -58,12 +58,12 @@ class Table:
 
 
 def tables(report: Report) -> list[Table]:
-    """The tables of a report."""
+    """Make the tables of a report."""
     return [_unit_table(report), _call_table(report), _memory_table(report), *map(_budget_table, report.choices)]
 
 
 def measured_table(measured: Measured) -> Table:
-    """Predicted and measured times: those of each graph, and of the step."""
+    """Make the table of predicted and measured times, of each graph and of the step."""
     told = measured.report
     head = ["", "predicted", "measured", "longer by", "exposed", "measured", "in flight", "measured"]
     rows = [head]
@@ -81,7 +81,7 @@ def measured_table(measured: Measured) -> Table:
 
 
 def _beside(told: int, ran: int) -> list[str]:
-    """A predicted and a measured time, and by how much the measured one is longer."""
+    """Format a predicted and a measured time, and by how much the measured one is longer."""
     return [milliseconds(told), milliseconds(ran), f"{ran / told - 1:+.0%}" if told else ""]
 
 
@@ -90,7 +90,7 @@ def _text(table: Table) -> str:
 
 
 def headline(report: Report) -> str:
-    """The step in a few lines."""
+    """Describe the step in a few lines."""
     ranks = " x ".join(f"{size} ({role})" for role, size in report.mesh.items()) or "one"
     lines = [f"A step on {report.hardware.name}, ranks: {ranks}. Everything is what one rank does.", ""]
     step = f"step {milliseconds(report.time_ns)}"
@@ -114,7 +114,11 @@ def _utilization(report: Report) -> str:
 
 
 def fold(units: Sequence[UnitReport]) -> list[tuple[UnitReport, int]]:
-    """Sums over neighbouring units that differ in a number of their name and hold and send the same, with their count."""
+    """Sum neighbouring units that hold and send the same, and whose names differ only in numbers.
+
+    Returns:
+        Each sum, with the number of its units.
+    """
     groups: list[list[UnitReport]] = []
     for unit in units:
         if groups and _is_like(groups[-1][-1], unit):
@@ -175,7 +179,7 @@ def _memory_table(report: Report) -> Table:
 
 
 def _budget_table(choice: Choice) -> Table:
-    """The trials that a memory budget can come to choose; what the next bytes would buy."""
+    """Make the table of trials that some memory budget would choose. Its note says what more bytes would save."""
     frontier = choice.frontier()
     offloads = any(trial.policy.offloaded for trial in frontier)
     head = [f"budget {size(choice.limit)}", "stay gathered", "recomputed", *(["wait on the host"] if offloads else [])]
@@ -208,7 +212,7 @@ def _stretches(numbers: Sequence[int], policy: StepPolicy) -> str:
 
 
 def verdict(report: Report) -> str:
-    """What is exposed and why, and what was tried, in lines of which those of a list begin with a dash."""
+    """Say what is exposed and why, and what was tried, in lines. Items of a list begin with a dash."""
     lines = []
     if report.outside:
         lines += [
@@ -236,7 +240,10 @@ def _exposed_share(report: Report) -> str:
 
 
 def _joined(exposures: Sequence[Exposure]) -> list[list[Exposure]]:
-    """Exposures of one kind, stage and cause of units whose names differ in a number; alone where nothing is beside them."""
+    """Group exposures of one kind, stage and cause whose units differ only in a number in their names.
+
+    Exposures with nothing beside them are grouped by their exact unit.
+    """
     groups: dict[tuple[str, ...], list[Exposure]] = {}
     for one in exposures:
         name = one.unit if one.cause == "nothing beside it" else _NUMBER.sub("#", one.unit)
@@ -268,7 +275,7 @@ def _suggestion(one: Suggestion) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Columns, the first to the left and the others to the right."""
+    """Align cells in columns, the first to the left and the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -282,12 +289,12 @@ def _count(number: int) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes, to be read."""
+    """Format a number of bytes, with a binary prefix."""
     return _scaled(num_bytes, 1024, _BYTES)
 
 
 def scale_of(num_bytes: float) -> tuple[float, str]:
-    """The unit that a number of bytes is printed in: its bytes, and its name."""
+    """Return the binary unit to print ``num_bytes`` in: its bytes, and its name."""
     power = min(3, int(math.log2(max(num_bytes, 1)) // 10))
     return 1024.0**power, _BYTES[power]
 

@@ -1,4 +1,4 @@
-"""The report on a training step: what its graphs do, cost and hold."""
+"""The report on a training step: the time, communication and memory of its graphs."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """What a training step does, costs and holds on each rank, by the models of time and memory. ``print`` it.
+    """The predicted time, communication and memory of a training step, on each rank. ``print`` it.
+
+    The numbers are those of the models of time and memory in :mod:`passes.models`. Times are in nanoseconds.
 
     Attributes:
         hardware: the machine.
-        mesh: the ranks, by the names of the mesh's dimensions as far as graphs communicate over them.
-        units: in the order of the modules.
+        mesh: the number of ranks of each mesh dimension that graphs communicate over, by name.
+        units: the costs of each unit, in the order of the modules.
         calls: the calls of graphs, in order.
-        exposures: what is waited for, in order.
-        memory: the moment at which most lives.
-        optimizer: what it is taken to be.
-        optimizer_ns: the time of its step.
-        time_ns: of the whole step: graphs and optimizer.
+        exposures: the transfers that compute waits for, in order.
+        memory: the moment with the most live bytes.
+        optimizer: the name of the assumed optimizer; "none" for a step without one.
+        optimizer_ns: the time of the optimizer's step.
+        time_ns: the time of the whole step, graphs and optimizer.
         tokens: tokens of a rank in the step; None: not known.
-        flops: of all products, by dtype.
-        model_flops: the same without what is recomputed: at most three times those of forward.
-        mfu: the part of the step that ``model_flops`` would take at the hardware's peak rates; where these are not known, at
-            the rates that it sustains.
-        suggestions: changes, evaluated.
-        choices: what was tried and chosen for a memory budget, for each joint graph.
-        outside: what communicates outside of graphs, which nothing here counts, once for each time.
+        flops: the flops of all products, by dtype.
+        model_flops: the flops of all products without recomputation: at most three times those of forward.
+        mfu: the part of the step that ``model_flops`` would take at the hardware's peak rates, or at its sustained rates where
+            peak rates are not known.
+        suggestions: changes to the step, each evaluated.
+        choices: for each joint graph with a memory budget, the policies that were tried and the one that was chosen.
+        outside: the operators that communicated outside of graphs, once for each time. No other number counts them.
     """
 
     hardware: Hardware
@@ -69,12 +71,12 @@ class Report:
 
     @property
     def exposed_ns(self) -> int:
-        """How long compute waits for communication."""
+        """The time that compute waits for communication, in nanoseconds."""
         return sum(call.exposed_ns for call in self.calls)
 
     @property
     def exposed_share(self) -> float:
-        """The part of the step that compute waits for communication."""
+        """The part of the step in which compute waits for communication, from 0 to 1."""
         return self.exposed_ns / self.time_ns if self.time_ns else 0.0
 
     @property
@@ -96,27 +98,31 @@ class Report:
         """Traffic, memory and time of the step as expressions of sympy. The first use traces the step again, with symbols.
 
         Raises:
-            ValueError: the report is one of a capture, or sizes of the step depend on something other than ranks, batch and
+            ValueError: the report is one of a capture, of a step with a memory budget, or of a mesh with named dimensions;
+                units are sharded over groups of different sizes; or a size depends on something other than ranks, batch and
                 sequence.
             NotImplementedError: the step copies between device and host.
-            RuntimeError: the model is not what it was, or there is a process group already.
+            RuntimeError: the model has changed since the report was made, or there is a process group already.
         """
         return self._derivation().formulae
 
     def at(self, **values: int) -> Report:
-        """The report on the same step at other sizes, without tracing it.
+        """Return the report on the same step at other sizes, without a trace at these sizes.
 
-        Bytes of communication and flops are those of a trace there. Memory and time are those of the graphs that this step has;
-        of another batch or sequence torch.compile may save something else, and padding may make a kernel.
+        The first use traces the step again, with symbols. Bytes of communication and flops are those of a trace at the other
+        sizes. Memory and time are those of this step's graphs. For another batch or sequence, torch.compile might save other
+        activations, and padding might make a kernel.
 
         The schedule is that of this report, also where ``schedule="auto"`` would choose another one.
 
         Args:
             values: S, ranks that parameters are sharded over; R, replicas; B, batch of a rank; T, sequence; M, microbatches, if
-                at least two of them do the same. What is not given stays as it is.
+                at least two of them do the same. Sizes that are not given stay as they are.
 
         Raises:
-            ValueError: as :attr:`formulae`; a name means nothing here; or the model does something else at these sizes.
+            ValueError: as :attr:`formulae`; the step does not depend on a size of that name; or the model does something else
+                at these sizes.
+            RuntimeError: as :attr:`formulae`.
         """
         return self._derivation().at(values)
 
@@ -128,20 +134,20 @@ class Report:
         return self._derive()
 
     def timeline(self, path: str | os.PathLike[str], *, measured: Measured | None = None) -> None:
-        """Write the step as Chrome trace events: what computes, each process group, and memory over time.
+        """Write the step as Chrome trace events: a track for compute, one for each process group, and memory over time.
 
         Args:
             path: a JSON file, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
-            measured: what really ran, as a process of its own.
+            measured: a measured step, as a process of its own.
         """
         write_trace(path, self._pictures(measured))
 
     def plot(self, path: str | os.PathLike[str], *, measured: Measured | None = None) -> None:
-        """Draw the step by matplotlib: its timeline over its memory, with what is exposed marked.
+        """Draw the step by matplotlib: its timeline over its memory, with exposed communication marked.
 
         Args:
-            path: the file to write: ``.png``, ``.svg``, ``.pdf``, or what else matplotlib writes.
-            measured: what really ran, as a second timeline.
+            path: the file to write: ``.png``, ``.svg``, ``.pdf``, or another format of matplotlib.
+            measured: a measured step, as a second timeline.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -150,27 +156,28 @@ class Report:
         draw(path, self, self._pictures(measured))
 
     def html(self, path: str | os.PathLike[str], *, measured: Measured | None = None) -> None:
-        """Write the report as one page of HTML that needs nothing else: timeline and memory, which zoom, and what is printed.
+        """Write the report as one page of HTML that needs no other file: timeline and memory, which zoom, and printed tables.
 
         Args:
             path: the file to write.
-            measured: what really ran, as a second timeline and a table.
+            measured: a measured step, as a second timeline and a table.
         """
         Path(path).write_text(page(self, self._pictures(measured), measured), encoding="utf-8")
 
     def beside(self, profile: Any) -> Measured:
-        """What really ran, beside what this report predicts.
+        """Compare a profile of the same graphs with this report.
 
         Args:
-            profile: a ``torch.profiler.profile`` of one or more whole steps, with ``ProfilerActivity.CPU`` and, on a GPU,
-                ``ProfilerActivity.CUDA``, that has stopped; or the path of the trace that it exported (``.json``,
-                ``.json.gz``). A profiler exports its trace once, which this then does.
+            profile: a ``torch.profiler.profile`` of one or more whole steps that has stopped, or the path of the trace that it
+                exported (``.json``, ``.json.gz``). Its activities include ``ProfilerActivity.CPU`` and, on a GPU,
+                ``ProfilerActivity.CUDA``. A profiler exports its trace once: given a profiler, this method exports it.
 
         Returns:
-            Times of the graphs, to be printed, and for :meth:`timeline`, :meth:`plot` and :meth:`html`.
+            The measured times of the graphs, to be printed, and for :meth:`timeline`, :meth:`plot` and :meth:`html`.
 
         Raises:
-            ValueError: the profile is none, or not one of steps with the graphs that the report has.
+            TypeError: ``profile`` is neither a profiler nor a path.
+            ValueError: the profile has no trace, or its steps do not have the report's graphs.
             NotImplementedError: the step copies between device and host.
         """
         assert self._source is not None

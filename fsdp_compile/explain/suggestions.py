@@ -1,4 +1,4 @@
-"""Suggestions: changes of a step, evaluated by the models that made its report."""
+"""Suggestions: changes to a step, evaluated by the models that made its report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GATHERS = (Role.COPY_TO_DEVICE, Role.START_GATHER, *MAKES_PARAMETERS)
 
 
 def suggestion(what: str, report: Report, run: Callable[[], Report]) -> Suggestion:
-    """A change, evaluated by the report of a step with it."""
+    """Evaluate a change by the report that ``run`` makes of the step with it."""
     try:
         changed = run()
     except (ValueError, RuntimeError) as error:
@@ -28,12 +28,12 @@ def suggestion(what: str, report: Report, run: Callable[[], Report]) -> Suggesti
 
 
 def with_suggestions(report: Report) -> Report:
-    """A report with what can be said from the graphs alone, without tracing anything anew."""
+    """Return ``report`` with suggestions that are evaluated from its graphs alone, without a new trace."""
     return replace(report, suggestions=[_placed(report), _without_second_gathers(report)])
 
 
 def _placed(report: Report) -> Suggestion:
-    """Communication where the automatic schedule would put it, in the buckets that there are."""
+    """Evaluate communication at the automatic schedule's issue points and waits, in the report's buckets."""
     source = report._source
     assert source is not None
     if any(role(node) is Role.COPY_TO_DEVICE for figures in source.figures for node in figures.costs.transfer):
@@ -55,13 +55,13 @@ def _placed(report: Report) -> Suggestion:
 
 
 def _without_second_gathers(report: Report) -> Suggestion:
-    """Backward without the gathers that it would not need, had forward kept the parameters."""
+    """Evaluate backward without the gathers that it would not need if forward had kept the parameters."""
     source = report._source
     assert source is not None
     saved = 0
     gathered: dict[object, int] = {}
     for call, figures in zip(source.calls, source.figures, strict=True):
-        # What forward has copied out, backward need not.
+        # Besides gathers, these copy parameters out of gathered buffers, which backward would not need either.
         gathers = {node for node in figures.order if role(node) in _GATHERS}
         if not call.is_backward:
             whole = sum(num_bytes(node.meta["val"]) for node in gathers if starts_collective(node))
@@ -71,7 +71,7 @@ def _without_second_gathers(report: Report) -> Suggestion:
         transfer = {node: cost for node, cost in figures.costs.transfer.items() if node not in gathers}
         costs = replace(figures.costs, compute=compute, transfer=transfer)
         saved += figures.timeline.total - simulate(figures.order, costs).total
-    # All that forward gathers, and nothing of it freed meanwhile.
+    # An upper bound: all parameters that forward gathers stay until backward.
     added = sum(gathered.values())
     time_ns, peak = report.time_ns - saved, report.memory.peak_bytes + added
     return Suggestion("reshard_after_forward=False", time_ns, peak, saved, added, "memory at most")

@@ -1,8 +1,8 @@
-"""A step whose sizes are expressions: in the ranks that share a model, the replicas, the batch and the sequence.
+"""A step whose sizes are expressions in the number of ranks, the number of replicas, the batch and the sequence.
 
-The step is traced with batch and sequence as symbols, as torch.compile does for shapes that change; then the passes run anew
-over copies of its graphs with the number of ranks as a symbol (:mod:`passes.fx.symbolic_ranks`). So each size in a graph is an
-expression, made by the arithmetic that sizes of graphs which run are made by. Nothing of it is known to this module.
+The step is traced with batch and sequence as symbols, as torch.compile does for dynamic shapes. Then the passes run again over
+copies of its graphs, with the number of ranks as a symbol (:mod:`passes.fx.symbolic_ranks`). So each size in a graph is an
+expression, made by the same arithmetic as the sizes of a real run. This module repeats none of that arithmetic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .figures import GraphFigures
 from .make_report import make_report
 from .report import Report
 
-#: What the symbols of formulae mean.
+#: The meanings of the symbols in formulae.
 MEANINGS = {
     "S": "ranks that a parameter is sharded over",
     "R": "replicas",
@@ -41,7 +41,7 @@ MEANINGS = {
     "T": "sequence",
     "M": "microbatches",
 }
-#: The symbols.
+#: The symbols in formulae, by name.
 SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in MEANINGS}
 _ROLES = {"shard": "S", "reduce": "S", "replicate": "R"}
 
@@ -57,22 +57,22 @@ class SymbolicGraph(CapturedGraph):
     names: Mapping[sympy.Symbol, str]
 
     def at(self, values: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
-        """Have the graph's sizes be numbers inside of the ``with`` block."""
+        """Evaluate the graph's sizes to numbers, with symbols at ``values``, for the duration of the ``with`` block."""
         return sizes_at({symbol: values[name] for symbol, name in self.names.items()})
 
     def symbolically(self) -> contextlib.AbstractContextManager[None]:
-        """Have the graph's sizes be expressions in :data:`SYMBOLS` inside of the ``with`` block."""
+        """Evaluate the graph's sizes to expressions in :data:`SYMBOLS`, for the duration of the ``with`` block."""
         return symbolic_sizes({symbol: SYMBOLS[name] for symbol, name in self.names.items()})
 
 
 @dataclass(frozen=True)
 class SymbolicInputs:
-    """Inputs of which some sizes are symbols.
+    """Inputs to trace with, and the sizes in them that become symbols.
 
     Attributes:
-        inputs: to trace with.
-        traced: these sizes, as they are in :attr:`inputs`.
-        own: as they are in the inputs that were given.
+        inputs: the inputs to trace with.
+        traced: the sizes that become symbols, by their names in :data:`SYMBOLS`, as they are in :attr:`inputs`.
+        own: the same sizes, as they are in the inputs that the user gave.
     """
 
     inputs: Any
@@ -81,11 +81,14 @@ class SymbolicInputs:
 
 
 def symbolic_inputs(inputs: Any) -> SymbolicInputs:
-    """Inputs to trace with, and the sizes of theirs that become symbols.
+    """Make inputs to trace with, and find the sizes in them that become symbols.
 
-    The batch is the first size of all tensors that have the one of the first, and the sequence the second size of all that have
-    the one of the first that holds integers and has two dimensions. Sizes of which torch.compile makes no symbols, one for
-    example, or that equal each other, are others in what is returned.
+    The tokens are the first tensor with two dimensions that holds no floating-point numbers. The batch is the first size of the
+    tokens, or of the first tensor if there are no tokens. The sequence is the second size of the tokens. A first size that
+    equals the batch, or a second size that equals the sequence, becomes the same symbol in other tensors.
+
+    torch.compile makes no symbol of a size of one, and sizes that are equal could not be told apart. So the returned inputs
+    have another batch if it is one or equals the sequence. A sequence of one does not become a symbol.
 
     Args:
         inputs: as for :func:`fsdp_compile.explain`.
@@ -108,7 +111,7 @@ def symbolic_inputs(inputs: Any) -> SymbolicInputs:
 
 
 def marking(step: Callable[..., Any], sizes: Mapping[str, int]) -> Callable[..., Any]:
-    """A step that has torch.compile trace those sizes of its inputs as symbols."""
+    """Wrap ``step`` so that torch.compile traces the given sizes of its inputs as symbols."""
 
     def marked(compiled: Any, *args: Any, **kwargs: Any) -> None:
         for value in pytree.tree_leaves((args, kwargs)):
@@ -121,21 +124,22 @@ def marking(step: Callable[..., Any], sizes: Mapping[str, int]) -> Callable[...,
 
 
 class SymbolicStep:
-    """A captured step, with sizes that are expressions. Its process groups have to exist while it is made, and no longer.
+    """A captured step with sizes that are expressions. Its process groups have to exist only while this object is made.
 
     Args:
-        captured: traced with :func:`marking`.
-        sizes: those that are symbols.
+        captured: a step that was traced with :func:`marking`.
+        sizes: the sizes that are symbols.
         hardware, optimizer: as for :func:`fsdp_compile.explain`.
 
     Attributes:
-        calls: the calls of graphs.
-        facts: of the units.
-        batch: of the inputs, whether anything depends on it or not.
-        values: what the symbols are in the inputs that were given. Symbols that nothing depends on are left out.
+        calls: the calls of graphs, in order.
+        facts: the facts of the units.
+        batch: the batch of the given inputs, also if nothing depends on it.
+        values: the value of each symbol, by name, in the step that was given. Sizes of inputs that nothing depends on are left
+            out.
 
     Raises:
-        ValueError: units are sharded over different numbers of ranks, or a size depends on something else.
+        ValueError: units are sharded over groups of different sizes, or a size depends on something other than the symbols.
     """
 
     def __init__(self, captured: Capture, sizes: SymbolicInputs, hardware: Hardware, optimizer: str | float | None):
@@ -185,7 +189,12 @@ class SymbolicStep:
         )
 
     def at(self, tokens: int | None, values: Mapping[str, int]) -> Report:
-        """The report on the step at other values of all of its symbols, and of ``tokens`` then."""
+        """Make the report on the step at other sizes.
+
+        Args:
+            tokens: tokens of a rank in the step, at ``values``.
+            values: the value of each symbol, by name.
+        """
         self.check(values)
         census = self.census_of([unit_at(unit, values["S"]) for unit in self.facts])
         calls = [replace(call, gradient_bytes=call.gradients.num_bytes(values["S"])) for call in self.calls_at(values)]
@@ -200,28 +209,28 @@ class SymbolicStep:
             return make_report(step, self._hardware, tokens=tokens, optimizer=self._optimizer, figures_of=figures_of)
 
     def census_of(self, units: Sequence[UnitFacts]) -> Census:
-        """The census of the step, with other facts of its units."""
+        """Make the census of the step with other facts of its units."""
         census = Census()
         census.units, census.other_bytes = list(units), self._captured.census.other_bytes
         return census
 
     def role(self, group: str) -> str:
-        """The symbol of the size of a process group, or its role in the mesh if that has none."""
+        """Return the name of the symbol for a process group's size, or the group's role in the mesh if it has none."""
         role = self._roles[group]
         return _ROLES.get(role, role)
 
     def group_symbols(self) -> dict[str, Any]:
-        """The sizes of the process groups: symbols, or numbers."""
+        """Return the size of each process group, by the group's name: a symbol, or a number."""
         return {name: SYMBOLS.get(self.role(name), self._groups[role][0]) for name, role in self._roles.items()}
 
     def times_at(self, values: Mapping[str, int]) -> list[Any]:
-        """How often each of :meth:`calls_at` happens, as numbers or expressions in the number of microbatches."""
+        """Return how often each of :meth:`calls_at` runs, as numbers or expressions in the number of microbatches."""
         number = len(self.calls_at(values))
         if self._middle is None:
             return [1] * number
         first, length, traced = self._middle
         rounds = traced + values["M"] - self.values["M"]
-        # All rounds but the first are copies of that one.
+        # All rounds are equal, so the calls of the first round stand for those of all rounds.
         wanted = SYMBOLS["M"] - (self.values["M"] - traced)
         return [
             wanted
@@ -233,7 +242,11 @@ class SymbolicStep:
         ]
 
     def calls_at(self, values: Mapping[str, int]) -> list[GraphCall]:
-        """The calls of the step with another number of microbatches."""
+        """Return the calls of the step with the number of microbatches in ``values``.
+
+        Raises:
+            ValueError: the number is less than that of the traced microbatches outside of the repeated rounds.
+        """
         if self._middle is None:
             return self.calls
         first, length, times = self._middle
@@ -247,7 +260,7 @@ class SymbolicStep:
 
     @contextlib.contextmanager
     def groups_at(self, values: Mapping[str, int]) -> Iterator[None]:
-        """Have the process groups of the step be those of other numbers of ranks inside of the ``with`` block."""
+        """Give the step's process groups the numbers of ranks in ``values``, for the duration of the ``with`` block."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(ranks_at(self._ranks_at(values)))
             if self._hardware.name == "cpu":
@@ -255,7 +268,7 @@ class SymbolicStep:
             yield
 
     def layouts_at(self, values: Mapping[str, int]) -> dict[str, GroupLayout]:
-        """How the process groups lie at other numbers of ranks, by their names."""
+        """Return the layouts of the process groups with the numbers of ranks in ``values``, by the groups' names."""
         return {name: GroupLayout.of(ranks) for name, ranks in self._ranks_at(values).items()}
 
     def _ranks_at(self, values: Mapping[str, int]) -> dict[str, range]:
@@ -267,10 +280,11 @@ class SymbolicStep:
         return {name: ranks[role] for name, role in self._roles.items()}
 
     def check(self, values: Mapping[str, int]) -> None:
-        """Make sure that the step is the same at other values.
+        """Check that the step is the same at other values.
 
         Raises:
-            ValueError: it is not.
+            ValueError: a parameter is cut along a dimension other than the first, which S does not divide; or a guard of the
+                trace fails.
         """
         for unit in self.facts:
             for piece, _ in unit.layout:
@@ -290,7 +304,7 @@ class SymbolicStep:
 
 
 def unit_at(unit: UnitFacts, ranks: int) -> UnitFacts:
-    """The facts of a unit that is sharded over so many ranks; with an expression for these, expressions."""
+    """Return the facts of a unit that is sharded over ``ranks`` ranks. If that is an expression, the facts are expressions."""
     sizes = [
         (padded_shard_numel(piece.shape, piece.dim, ranks), piece.dtype.itemsize, stepped) for piece, stepped in unit.layout
     ]
@@ -304,7 +318,7 @@ def unit_at(unit: UnitFacts, ranks: int) -> UnitFacts:
 
 
 def check_is_same(report: Report, step: SymbolicStep) -> None:
-    """Make sure that a step is that of a report.
+    """Check that a step is the one of a report.
 
     Raises:
         RuntimeError: its units have other parameters.
@@ -318,7 +332,7 @@ def check_is_same(report: Report, step: SymbolicStep) -> None:
 
 
 def _groups(roles: Mapping[str, str]) -> dict[str, tuple[int, range]]:
-    """The size of the groups of each role, and their ranks; of groups in which rank 0 is not, others like them."""
+    """Return the size and the ranks of the groups of each role. The first group of a role stands for all of them."""
     groups: dict[str, tuple[int, range]] = {}
     for name, role in roles.items():
         ranks = list(group_ranks(name))
@@ -338,7 +352,7 @@ def _shape_env(graph: Graph) -> Any:
 
 
 def _symbols(graph: Graph) -> dict[sympy.Symbol, int | None]:
-    """The symbols in the sizes of a graph, with what they were in the trace."""
+    """Return the symbols in the sizes of a graph, each with its value in the trace, or None if that is not known."""
     found: dict[sympy.Symbol, int | None] = {}
     for node in graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
@@ -351,7 +365,11 @@ def _symbols(graph: Graph) -> dict[sympy.Symbol, int | None]:
 
 
 def _repeated(calls: Sequence[GraphCall]) -> tuple[int, int, int] | None:
-    """Where calls repeat: the first, how many there are in each round, and the rounds; None: no round is like the next."""
+    """Find a round of calls that repeats.
+
+    Returns:
+        The index of its first call, the number of calls in a round, and the number of rounds. None if no round equals the next.
+    """
     kinds = [(call.key, tuple(call.units.items()), call.gradients, call.parameter_bytes) for call in calls]
     for length in range(2, len(calls) // 2 + 1):
         for first in range(len(calls) - 2 * length + 1):

@@ -1,7 +1,7 @@
-"""Tracks: a step as stretches of time, and its memory, for whatever writes or draws it.
+"""Tracks: a step as spans of time, and its memory, for modules that write or draw the step.
 
-One track computes: graphs, in them what they do for one unit after the other, in that kernels and waits. Each process group has
-a track of its own, with its collectives; so has each direction between device and host, with its copies.
+The track of compute has graphs; in each graph, the work for one unit after the other; and in that work, kernels and waits. Each
+process group has a track of its own, with its collectives. So has each direction between device and host, with its copies.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .parts import Source
 if TYPE_CHECKING:
     from .report import Report
 
-#: The name of the track that computes.
+#: The name of the track of compute.
 COMPUTE = "compute"
 
 
 class Kind(Enum):
-    """What a stretch of time is.
+    """The kind of a span.
 
     Attributes:
         GRAPH: the call of a graph.
-        UNIT: what computes for one unit, waits included.
+        UNIT: compute for one unit, waits included.
         KERNEL: a kernel, a copy, or the start of a collective.
-        WAIT: compute waits for a collective.
+        WAIT: compute waits for a collective, or for a copy between device and host.
         COLLECTIVE: a collective, or a copy between device and host, is in flight.
         OPTIMIZER: the optimizer's step.
     """
@@ -49,13 +49,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time, in nanoseconds from the beginning of the step.
+    """A span of time, in nanoseconds from the beginning of the step.
 
     Attributes:
-        name: what to call it.
-        sort: for a collective or a copy, its kind, as :attr:`~fsdp_compile.explain.exposure.Exposure.kind` has it; for a
-            graph, its stage; else empty.
-        sent_bytes: what the rank sends for a collective; None: not known, or nothing of the kind.
+        name: the name to show.
+        sort: for a transfer, or a wait for one, its kind, as in :attr:`~fsdp_compile.explain.exposure.Exposure.kind`; for a
+            graph, its stage; otherwise empty.
+        sent_bytes: the bytes that the rank sends or copies; None: not known, or no transfer.
         note: more about it, in words.
     """
 
@@ -74,7 +74,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Held:
-    """The bytes that live from a moment on, by category."""
+    """The bytes by category that live from a moment on."""
 
     at_ns: int
     num_bytes: Mapping[str, int]
@@ -82,15 +82,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Picture:
-    """A step.
+    """A predicted or measured step, to write or draw.
 
     Attributes:
-        title: what it is a picture of.
-        total_ns: how long it takes.
-        tracks: by name; :data:`COMPUTE` first, whose spans nest and come after those that they are in; then one for each
-            process group, and for each direction between device and host, whose spans follow each other, or overlap if they
-            were measured.
-        memory: in the order of time; empty: not known.
+        title: whether the step is predicted or measured, in words.
+        total_ns: how long the step takes.
+        tracks: spans by the name of their track. First comes :data:`COMPUTE`, whose spans nest; each follows the span that
+            contains it. Then comes one track for each process group, and for each direction between device and host. Their
+            spans follow each other, except that measured ones may overlap.
+        memory: live bytes, in the order of time; empty: not known.
     """
 
     title: str
@@ -99,38 +99,38 @@ class Picture:
     memory: Sequence[Held] = ()
 
     def compute(self, *kinds: Kind) -> list[Span]:
-        """The spans of some kinds on the track that computes."""
+        """Return the spans of some kinds on the track of compute."""
         return [span for span in self.tracks[COMPUTE] if span.kind in kinds]
 
     @property
     def groups(self) -> dict[str, Sequence[Span]]:
-        """The tracks of process groups."""
+        """The tracks of process groups, and of directions between device and host."""
         return {name: spans for name, spans in self.tracks.items() if name != COMPUTE}
 
 
-#: The names of the tracks of the two directions between device and host, by what the timeline calls these.
+#: The names of the tracks of copies between device and host, by their links in the timeline.
 _COPIES = {"to_device": "host to device", "to_host": "device to host"}
 
 
 def group_track(name: str, call: GraphCall) -> str:
-    """The name of the track of a process group, or of a direction between device and host."""
+    """Return the name of the track of a process group, or of a direction between device and host."""
     if name in _COPIES:
         return _COPIES[name]
     return f"group {call.graph.group_names.get(name, name)}"
 
 
 def name_of_transfer(transfer: Node, call: GraphCall, figures: GraphFigures) -> str:
-    """What a collective or a copy is called: "gather of blocks.0"."""
+    """Return the name of a collective or a copy, such as "gather of blocks.0"."""
     return f"{WORDS[transfer_kind(transfer)]} of {unit_of_transfer(transfer, call, figures)}"
 
 
 def unit_of(node: Node, call: GraphCall, figures: GraphFigures) -> str:
-    """The unit that a node works for, by its own name."""
+    """Return the qualified name of the unit that a node works for."""
     return call.units.get(figures.unit_of[node], figures.unit_of[node])
 
 
 def lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans in as few rows as it takes that none overlap in a row."""
+    """Distribute spans over as few lanes as possible, so that the spans of a lane do not overlap."""
     found: list[list[Span]] = [[]]
     for span in sorted(spans, key=lambda span: span.begin_ns):
         free = next((lane for lane in found if not lane or lane[-1].end_ns <= span.begin_ns), None)
@@ -142,12 +142,15 @@ def lanes(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def legible(spans: Sequence[Span], fits: Callable[[str, int], bool], visible_ns: float) -> list[tuple[str, int, int]]:
-    """Labels for stretches one after the other: each with the begin and the end of what it is for, in nanoseconds.
+    """Label consecutive spans, if there is room for their names or for the last parts of these.
 
     Args:
-        spans: the stretches.
-        fits: whether a text has room in so many nanoseconds.
-        visible_ns: what is shorter is passed over, so that those on both sides of it can have one label.
+        spans: the spans.
+        fits: returns whether a text has room in a number of nanoseconds.
+        visible_ns: shorter spans get no label, so that equal neighbours on both sides share one.
+
+    Returns:
+        Each label, with the begin and the end of the time that it is for, in nanoseconds.
     """
     joined: list[tuple[str, int, int]] = []
     for span in spans:
@@ -164,7 +167,7 @@ def legible(spans: Sequence[Span], fits: Callable[[str, int], bool], visible_ns:
 
 
 def predicted(report: Report, source: Source) -> Picture:
-    """The step of a report."""
+    """Make the picture of the step that a report predicts."""
     tracks: dict[str, list[Span]] = {COMPUTE: []}
     memory: list[Held] = []
     # Exposures are listed in the order of waits.
@@ -186,10 +189,10 @@ def predicted(report: Report, source: Source) -> Picture:
 
 
 def in_units(pieces: Iterator[tuple[str, Span]]) -> Iterator[Span]:
-    """Stretches for one unit, each followed by what happens in it.
+    """Group consecutive spans by unit: yield a span for the unit, then the spans in it.
 
     Args:
-        pieces: what the computing side does, one after the other, with the unit that it is for.
+        pieces: consecutive spans of compute, each with the unit that it works for.
     """
     unit, stretch = "", list[Span]()
     for of, span in pieces:

@@ -23,7 +23,7 @@ from ..units.param_state import noted_slice
 from ..units.sharded_param import params_with_memory
 from .in_backward import living_optimizers
 
-#: A mesh and those of its dimensions over which a gradient is cut; None: the gradient is no DTensor.
+#: A mesh, and its dimensions over which a gradient is sharded; None: the gradient is no DTensor.
 _Cut: TypeAlias = tuple[Any, tuple[int, ...]] | None
 
 _GRAD, _LOCAL, _SPEC = attrgetter("grad"), attrgetter("_local_tensor"), attrgetter("_spec")
@@ -40,21 +40,21 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip gradients by their norm, as ``torch.nn.utils.clip_grad_norm_``, over flat buffers instead of one by one.
 
-    Gradients that are neighbours in a flat buffer are one tensor for the norm and for the scaling, and there is one all-reduce
-    for each process group over which gradients are cut. The norm is that of torch's up to rounding. Unlike torch's, it takes
-    gradients on several meshes at once, and plain tensors among DTensors; a plain gradient counts once, however many ranks have
-    it.
+    Gradients that are neighbours in a flat buffer are one tensor for the norm and for the scaling. There is one all-reduce for
+    each process group that gradients are sharded over. The norm equals torch's up to rounding. Unlike torch's function, this
+    one takes gradients on several meshes at once, and plain tensors among DTensors. A plain gradient counts once, however many
+    ranks have it.
 
     Args:
-        parameters: those whose gradients are clipped in place; one without gradient is left out.
-        max_norm: the norm that gradients have at most afterwards.
+        parameters: the parameters whose gradients are clipped in place; parameters without gradient are left out.
+        max_norm: the largest norm of the gradients after clipping.
         norm_type: a positive number, or infinity. For others (0 counts tensors, not elements), torch's function is called.
         error_if_nonfinite: raise if the norm is infinite or NaN.
-        foreach: as for torch's.
+        foreach: as for torch's function.
 
     Returns:
-        The norm ahead of clipping, whole on every rank: a DTensor, replicated over the gradients' mesh, if they are DTensors of
-        one mesh (``full_tensor()`` communicates nothing); else a plain tensor.
+        The norm before clipping, a scalar with the whole value on every rank. If all gradients are DTensors of one mesh, the
+        norm is a DTensor replicated over that mesh, whose ``full_tensor()`` communicates nothing. Otherwise it is plain.
 
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set; or a parameter is updated in backward.
@@ -74,7 +74,7 @@ def clip_grad_norm_(
 def clip_found(
     found: Found, norm_type: float, max_norm: float, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Tensor:
-    """Clip gradients that have been looked at; see :func:`clip_grad_norm_`."""
+    """Clip gradients that :func:`look_at` has grouped; see :func:`clip_grad_norm_`."""
     total = _total_norm(found, norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -82,24 +82,24 @@ def clip_found(
             "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     if len(found.scaled) == 1:
-        # As torch's, without what it does about lists.
+        # The formula of torch's function, without its overhead for lists.
         found.scaled[0].mul_(total.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0))
     else:
-        # It reads no more of parameters than this.
+        # torch's function reads only ``grad`` of a parameter.
         holders: list[Any] = list(map(_Holder, found.scaled))
         clip_grads_with_norm_(holders, max_norm, total, foreach)
     return total if found.spec is None else DTensor(total, found.spec, requires_grad=False)
 
 
 class Found(NamedTuple):
-    """What there is to measure and to scale.
+    """Gradients, grouped for the norm and for scaling.
 
     Attributes:
-        pieces: tensors with all elements of gradients, each once, as few as possible, by what they are cut over.
-        scaled: the tensors that are to be scaled.
-        rounds: the all-reduces: the cuts whose norms take part, and the group.
-        spec: that of the result; None: it is a plain tensor.
-        dtype, device: the result's.
+        pieces: for each cut, tensors for the norm, which hold each element of the gradients once. Neighbours are merged.
+        scaled: the tensors to scale in place.
+        rounds: the all-reduces of the norm: the cuts whose norms take part, and the group.
+        spec: the spec of the norm; None: the norm is a plain tensor.
+        dtype, device: of the norm.
     """
 
     pieces: dict[_Cut, list[Tensor]]
@@ -111,7 +111,7 @@ class Found(NamedTuple):
 
 
 class _Memo(NamedTuple):
-    """What was found of gradients that buffers keep: they are the same tensors in each step."""
+    """The groups of gradients that stay in a buffer, which are the same tensors in each step."""
 
     kept: KeptGradients
     found: Found
@@ -130,13 +130,13 @@ def _found(gradients: Sequence[Any]) -> Found:
 
 
 def look_at(gradients: Sequence[Any]) -> tuple[Found, bool]:
-    """What there is to measure and to scale of gradients, and whether ranks have summands of some, which change with these."""
+    """Group gradients for the norm. Also return whether any is Partial, in which case the groups change every step."""
     first: Tensor = gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0]
     whole, summed = _by_cut(gradients)
     pieces = {cut: list(_merged(tensors)) for cut, tensors in whole.items()}
     scaled = [piece for merged in pieces.values() for piece in merged]
     for gradient in summed:
-        # Each rank has a summand: what is to be measured is their sum.
+        # The gradient is Partial: its norm is that of the sum over ranks.
         scaled.append(gradient._local_tensor)
         placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
         pieces.setdefault(_layout(gradient).cut, []).append(gradient.redistribute(placements=placements).to_local())
@@ -149,7 +149,7 @@ def look_at(gradients: Sequence[Any]) -> tuple[Found, bool]:
 
 
 def _rounds(cuts: Iterable[_Cut]) -> list[tuple[list[_Cut], Any]]:
-    """The all-reduces over everything that gradients are cut over."""
+    """Return the all-reduces of the norm: one for each mesh dimension that gradients are sharded over."""
     rounds = []
     for mesh in dict.fromkeys(cut[0] for cut in cuts if cut is not None):
         for dim in range(mesh.ndim):
@@ -160,7 +160,7 @@ def _rounds(cuts: Iterable[_Cut]) -> list[tuple[list[_Cut], Any]]:
 
 
 class _Holder(NamedTuple):
-    """Something with a gradient, for torch's functions on parameters."""
+    """A gradient in the form of a parameter, for torch's functions on parameters."""
 
     grad: Tensor
 
@@ -180,11 +180,11 @@ def _refuse_updated(parameters: Iterable[Tensor]) -> None:
 
 
 class _Layout(NamedTuple):
-    """How a gradient lies on ranks.
+    """The layout of a gradient on the ranks.
 
     Attributes:
-        cut: over what it is cut.
-        is_summand: whether ranks have summands of it.
+        cut: the mesh and the dimensions that it is sharded over.
+        is_summand: whether it is Partial over some dimension.
     """
 
     cut: _Cut
@@ -192,7 +192,7 @@ class _Layout(NamedTuple):
 
 
 _PLAIN = _Layout(None, False)
-#: Of specs of DTensors, by their ``id``: to find an equal spec takes longer than to look at it. Equal layouts are one object.
+#: Layouts by the ``id`` of a DTensor's spec, as hashing a spec takes longer than reading it. Equal layouts are one object.
 _layouts: dict[int, _Layout] = {}
 
 
@@ -205,7 +205,7 @@ def _layout(gradient: Any) -> _Layout:
         placements = spec.placements
         dims = tuple(dim for dim, placed in enumerate(placements) if not (placed.is_replicate() or placed.is_partial()))
         layout = _Layout((spec.mesh, dims), any(placement.is_partial() for placement in placements))
-        # Gone when the spec is, so that what has its number is the spec.
+        # Removed together with the spec, as a later spec may have the same ``id``.
         weakref.finalize(spec, _layouts.pop, number).atexit = False
         known = {id(kept): kept for kept in list(_layouts.values())}.values()
         _layouts[number] = next((kept for kept in known if kept == layout), layout)
@@ -213,8 +213,8 @@ def _layout(gradient: Any) -> _Layout:
 
 
 def _by_cut(gradients: Sequence[Any]) -> tuple[dict[_Cut, list[Tensor]], list[Any]]:
-    """Local tensors by what they are cut over, and the gradients of which ranks have summands."""
-    # Once for each parameter and step: mostly all are alike, and then nothing here is a loop of Python's.
+    """Group local tensors by cut. Also return the gradients that are Partial, which are in no group."""
+    # Every step does this for all gradients. Usually they have one layout, and then all loops run in C.
     if set(map(type, gradients)) == {DTensor}:
         kinds = list(map(_layouts.get, map(id, map(_SPEC, gradients))))
         kind = kinds[0]
@@ -235,7 +235,7 @@ def _by_cut(gradients: Sequence[Any]) -> tuple[dict[_Cut, list[Tensor]], list[An
 
 
 def _merged(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The same elements in fewer tensors: neighbours in a flat buffer are one."""
+    """Merge tensors that are neighbours in a flat buffer, and yield the others as they are."""
     if not all(map(Tensor.is_contiguous, tensors)):
         yield from (tensor for tensor in tensors if not tensor.is_contiguous())
         tensors = [tensor for tensor in tensors if tensor.is_contiguous()]
@@ -247,21 +247,21 @@ def _merged(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     addresses = list(map(Tensor.data_ptr, tensors))
     order = sorted(range(len(tensors)), key=addresses.__getitem__)
     starts = [addresses[index] for index in order]
-    # Those without elements have no address: of parameters of fewer rows than ranks.
+    # Tensors without elements have address 0. They are of parameters with fewer rows than ranks.
     empty = bisect_right(starts, 0)
     order, starts = order[empty:], starts[empty:]
     if not order:
         return
     ordered = [tensors[index] for index in order]
     ends = list(map(add, starts, map(_NBYTES, ordered)))
-    # Padding may follow a tensor, of which a communication hook can have made anything.
+    # Padding after a tensor separates it from the next: a communication hook may have written anything there.
     heads = [0, *compress(count(1), map(ne, starts[1:], ends))]
     for head, tail in zip(heads, [*heads[1:], len(ordered)], strict=True):
         yield from _of_buffers(ordered[head:tail], starts[head:tail], ends[head:tail])
 
 
 def _of_buffers(tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Iterator[Tensor]:
-    """Tensors each of which begins where the one before it ends, in as few as there are buffers."""
+    """Merge tensors, each of which begins where the previous one ends, into one for each flat buffer."""
     index = 0
     while index < len(tensors):
         piece = noted_slice(tensors[index])
@@ -269,7 +269,7 @@ def _of_buffers(tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence
             yield tensors[index]
             index += 1
             continue
-        # What begins at an address in the buffer, which is alive, lies in the buffer.
+        # The buffer is alive, so tensors at addresses inside it are parts of it.
         flat = piece.flat
         following = bisect_right(ends, flat.data_ptr() + flat.nbytes, lo=index)
         numel = (ends[following - 1] - starts[index]) // flat.itemsize
@@ -278,7 +278,7 @@ def _of_buffers(tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence
 
 
 def _total_norm(found: Found, norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of all elements on all ranks: a tensor of its own."""
+    """Compute the norm of all elements on all ranks, as a new scalar tensor."""
     is_largest = math.isinf(norm_type)
     dtype, device = found.dtype, found.device
     # Powers of a half-precision norm overflow early.
@@ -305,7 +305,7 @@ def _total_norm(found: Found, norm_type: float, foreach: bool | None) -> Tensor:
 
 
 def _norm(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of all elements of tensors on one rank."""
+    """Compute the norm of all elements of ``tensors``, on this rank alone."""
     if len(tensors) > 1:
         return get_total_norm(tensors, norm_type, foreach=foreach)
     return torch.linalg.vector_norm(tensors[0], norm_type)

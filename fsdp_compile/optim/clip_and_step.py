@@ -1,4 +1,4 @@
-"""Clipping and the step of an optimizer in one call, which looks at gradients once."""
+"""Clipping and an optimizer's step in one call, which checks gradients once."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def clip_and_step(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``clip_grad_norm_`` of all that an optimizer steps, and its ``step()``.
+    """Clip the gradients of all parameters of an optimizer with :func:`clip_grad_norm_`, and call its ``step()``.
 
-    Values are those of the two calls, to the bit. After ``flat_optimizer(..., one_buffer=True)`` the host looks once at the
-    gradients that stay in the buffer, instead of once for each call. Everything else (other optimizers, hooks ahead of steps,
-    gradients that were replaced) is done by the two calls.
+    Values are bitwise those of the two calls. With ``flat_optimizer(..., one_buffer=True)``, the host checks the gradients in
+    the buffer once, instead of once for each call. In other cases (other optimizers, hooks before steps, replaced gradients)
+    this function makes the two calls.
 
     Args:
         optimizer: any optimizer. Schedulers and hooks are called as by ``optimizer.step()``.
         max_norm, norm_type, error_if_nonfinite, foreach: as for :func:`clip_grad_norm_`.
 
     Returns:
-        The norm ahead of clipping, as of :func:`clip_grad_norm_`.
+        The norm before clipping, as :func:`clip_grad_norm_` returns it.
 
     Raises:
         RuntimeError: as :func:`clip_grad_norm_`; then nothing is stepped.
-        TypeError: something else than an optimizer.
+        TypeError: ``optimizer`` has no ``param_groups``.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(

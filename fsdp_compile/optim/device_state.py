@@ -1,5 +1,5 @@
-"""What optimizers keep on the device for sharded parameters, in bytes: asked of those that have stepped. The buffers that they
-let gradients lie in between steps count, too."""
+"""Bytes of optimizer state on the device for sharded parameters, as found in optimizers that have stepped. Buffers that hold
+gradients between steps count, too."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def _note_step(optimizer: Optimizer, *_: object) -> None:
         watcher()
 
 
-# Every torch optimizer calls it. What is kept exists from the first step on.
+# Called after every optimizer step. State is allocated in the first.
 register_optimizer_step_post_hook(_note_step)
 
 
 def on_first_steps(function: Callable[[], None]) -> RemovableHandle:
-    """Have a function called whenever an optimizer has stepped for the first time, until the handle is removed."""
+    """Call ``function`` after the first step of each optimizer, until the returned handle is removed."""
     handle = RemovableHandle(_watchers)
     _watchers[handle.id] = function
     return handle
 
 
 def device_state_bytes(params: Iterable[ShardedParam], assumed: Callable[[ShardedParam], float]) -> int:
-    """The bytes of state on the device for some parameters, as on the rank with the largest shards: equal on all ranks.
+    """Return the bytes of state on the device for ``params``, as on the rank with the largest shards: equal on all ranks.
 
-    Scalars, such as counts of steps, do not count: for them alone, nothing need be chosen anew.
+    Scalars, such as step counts, do not count: they alone should not make a memory budget choose anew.
 
     Args:
-        params: those whose state counts.
-        assumed: the bytes for a parameter of which no optimizer that has stepped keeps anything yet. One whose optimizer keeps
-            nothing for any parameter (SGD without momentum) counts with none.
+        params: the parameters whose state counts.
+        assumed: the bytes for a parameter for which no optimizer that has stepped has state yet. If the parameter's optimizers
+            have stepped and have no state at all (SGD without momentum), it counts as 0 instead.
     """
     owners: dict[int, list[Optimizer]] = {}
     for optimizer in list(_stepped):
@@ -65,7 +65,7 @@ def _home_bytes(param: ShardedParam) -> int:
 
 
 def _state_bytes(param: ShardedParam, optimizers: Sequence[Optimizer], assumed: Callable[[ShardedParam], float]) -> float:
-    # Not as an attribute, by which a flat optimizer lends it to users.
+    # Not ``optimizer.state``: after a read of that, a flat optimizer checks its state for changes in each step.
     states = [vars(optimizer)["state"] for optimizer in optimizers]
     entries = [kept[param.param] for kept in states if param.param in kept]
     if not entries and not (states and not any(states)):
@@ -75,7 +75,7 @@ def _state_bytes(param: ShardedParam, optimizers: Sequence[Optimizer], assumed: 
 
 
 def _on_largest_rank(value: Any, param: ShardedParam) -> int:
-    """The bytes of one tensor that is kept for a parameter; of one with the shard's elements, those of a padded shard."""
+    """Return the bytes of a state tensor on the device, else 0. A tensor of the shard's shape counts as if it were padded."""
     value = value._local_tensor if isinstance(value, DTensor) else value
     plain = _plain_tensors(value)
     if any(tensor.device.type != param.compute_device.type for tensor in plain):
@@ -85,7 +85,7 @@ def _on_largest_rank(value: Any, param: ShardedParam) -> int:
         return num_bytes
     if type(value) is Tensor or not value.numel():
         return value.dtype.itemsize * param.padded_numel
-    # Such as eight bits and a scale for each block.
+    # A subclass, such as 8-bit elements with a scale for each block: bytes in proportion to the padded size.
     return -(-num_bytes * param.padded_numel // value.numel())
 
 

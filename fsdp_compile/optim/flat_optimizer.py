@@ -54,14 +54,14 @@ _REASONS = {
 
 
 class _Group(NamedTuple):
-    """What a step does about one of the optimizer's groups.
+    """One of the optimizer's groups, cut into runs for a step.
 
     Attributes:
-        params: its parameters.
-        idle: those without gradients.
-        runs: the runs of those that have some.
-        lists: the rest, which is stepped as it is: a list for each mesh, as operators on lists take no DTensors of several.
-        is_final: whether the rest will go on being stepped so.
+        params: the parameters of the group.
+        idle: the parameters without gradients.
+        runs: the runs of parameters with gradients.
+        lists: the parameters with gradients that are in no run, a list for each mesh: operators on lists take DTensors of one.
+        is_final: whether no parameter of ``lists`` can be in a run later.
     """
 
     params: list[Any]
@@ -81,7 +81,7 @@ class _Group(NamedTuple):
         return cls(list(params), idle, runs, list(lists.values()), is_final)
 
     def is_of(self, params: Sequence[Any]) -> bool:
-        """Whether it is of these parameters, with and without gradients."""
+        """Return whether the cut still suits ``params``: the same parameters, of which the same have gradients."""
         if not self.is_final or len(params) != len(self.params) or not all(map(operator.is_, params, self.params)):
             return False
         rest = (param for params in self.lists for param in params)
@@ -89,7 +89,7 @@ class _Group(NamedTuple):
 
 
 class Plan:
-    """What a step hands to the optimizer in the place of its parameters: for each group, runs, and the rest as it is."""
+    """The tensors that a step hands to the optimizer instead of its parameters: runs, and single parameters in no run."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], states: States, make: Callable[..., Run] = Run):
         self.groups = [_Group.of(group["params"], states, make) for group in groups]
@@ -98,7 +98,7 @@ class Plan:
         self.rest = [param for group in self.groups for params in group.lists for param in params]
 
     def is_of(self, groups: Sequence[dict[str, Any]], states: States, *, was_lent: bool = True) -> bool:
-        """Whether the plan is for what there is now: the optimizer's groups, and what it keeps."""
+        """Return whether the plan still suits the optimizer's groups and state. For ``was_lent`` see :meth:`.RunList.holds`."""
         if len(groups) != len(self.groups):
             return False
         if not all(own.is_of(group["params"]) for own, group in zip(self.groups, groups, strict=True)):
@@ -106,7 +106,7 @@ class Plan:
         return self.run_list.holds(states, was_lent=was_lent)
 
     def flat_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The optimizer's groups, with their present settings, over runs and what is no member of any."""
+        """Return ``groups`` with their present settings: for each, a group of its runs, and one for each list of parameters."""
         return [
             {**group, "params": params}
             for group, own in zip(groups, self.groups, strict=True)
@@ -114,32 +114,32 @@ class Plan:
         ]
 
     def flat_states(self, states: States) -> defaultdict[Any, dict[str, Any]]:
-        """What the optimizer keeps for these."""
+        """Return the state of runs and single parameters, to be used with :meth:`flat_groups`."""
         kept: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         kept.update({run.flat: run.state for run in self.runs})
         kept.update({param: states[param] for param in self.rest if param in states})
         return kept
 
     def follow(self, kept: States, states: States) -> None:
-        """After a step: let the optimizer's own state be what it keeps now."""
+        """Write ``kept``, the state of :meth:`flat_states` after a step, back into ``states``, the optimizer's own."""
         states.update({param: kept[param] for param in self.rest if param in kept})
         self.run_list.follow(states)
 
 
 class FlatOptimizer(Optimizer):
-    """What :func:`flat_optimizer` adds to a class of optimizers: stands ahead of it among the bases."""
+    """The mixin of :func:`flat_optimizer`, which stands before the torch class among the bases."""
 
     _function = "flat_optimizer"
     _plan: Plan | None = None
     _one_buffer = False
     _state_is_lent = True
     _buffers: Sequence[GradientBuffer] = ()
-    #: That of the step to come, if nobody can have changed anything since it was looked at.
+    #: The plan of the next step, while :meth:`looked_at` has checked it and nothing can have changed since.
     _ready: Plan | None = None
 
     @property
     def state(self) -> Any:
-        """As torch's. Each step looks through it for changes, from when somebody has asked for it until nobody holds it."""
+        """The optimizer's state, as torch's. After a read, steps check for changes until only the optimizer holds the state."""
         self._state_is_lent = True
         return vars(self)["state"]
 
@@ -152,10 +152,10 @@ class FlatOptimizer(Optimizer):
         return {**super().__getstate__(), "_one_buffer": self._one_buffer}  # type: ignore[no-untyped-call]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's.
+        """Add a group, as torch's.
 
         Raises:
-            ValueError: a group is ``differentiable``.
+            ValueError: the group is ``differentiable``.
         """
         super().add_param_group(param_group)
         if self.param_groups[-1].get("differentiable"):
@@ -167,7 +167,7 @@ class FlatOptimizer(Optimizer):
             )
 
     def use_one_buffer(self) -> None:
-        """Let the shards of all units lie in one buffer from now on, and their gradients in another."""
+        """Move the shards of all units into one buffer for each dtype and device. Gradients get buffers in the next step."""
         self._one_buffer = True
         _join_storages(self._plain_params())
 
@@ -206,11 +206,11 @@ class FlatOptimizer(Optimizer):
             self._state_is_lent = self._state_is_lent and not plan.run_list.is_alone()
 
     def _load_gradients(self, groups: Sequence[dict[str, Any]], states: States) -> Plan | None:
-        """Give the runs of the plan their gradients. None: there is no plan yet, or it is not for what there is now."""
+        """Set the gradients of the plan's runs. None: there is no plan, or it does not suit the present groups or gradients."""
         plan = self._plan
         if plan is None:
             return None
-        # First what clipping has just looked at.
+        # Gradients before the rest, as clipping has just read them.
         are_loaded = plan.run_list.load_kept_gradients()
         if not plan.is_of(groups, states, was_lent=self._state_is_lent):
             return None
@@ -220,11 +220,11 @@ class FlatOptimizer(Optimizer):
 
     @contextmanager
     def looked_at(self) -> Iterator[Found | None]:
-        """Look at the gradients of the step that is called within the ``with`` block, which does not look again.
+        """Check gradients once for clipping and for the step that is called within the ``with`` block.
 
         Yields:
-            What there is to clip. None: the step looks itself, as gradients are not all kept in a buffer, or somebody's code
-            runs ahead of it.
+            The gradients, grouped for clipping. None: the step checks gradients itself, as some do not stay in a buffer, or
+            other code may run before the step.
         """
         groups, states = self.param_groups, vars(self)["state"]
         plan = None if self._has_other_code_ahead() else self._plan
@@ -237,18 +237,18 @@ class FlatOptimizer(Optimizer):
             self._ready = None
 
     def _has_other_code_ahead(self) -> bool:
-        """Whether ``step()`` may run something of somebody else's ahead of the step."""
+        """Return whether ``step()`` may run other code before the step itself, such as a hook."""
         if global_step_pre_hooks or self._optimizer_step_pre_hooks:
             return True
         own: Any = type(self).step
         present = vars(self).get("step")
-        # That of a scheduler only notes that it was called.
+        # The wrapper of a learning rate scheduler only records the call.
         if present is not None and not (hasattr(present, "_wrapped_by_lr_sched") and present.__wrapped__ is own):
             return True
         return _without_hooks(own) is not FlatOptimizer.step
 
     def _gather_in_buffers(self) -> None:
-        """Let shards lie in one buffer, for each dtype and device, and gradients in another."""
+        """Move shards into one buffer for each dtype and device, and gradients into another."""
         params = self._plain_params()
         _join_storages(params)
         kinds: dict[tuple[torch.dtype, torch.device], list[ShardedParam]] = {}
@@ -260,7 +260,7 @@ class FlatOptimizer(Optimizer):
             self._buffers = [GradientBuffer(members) for members in kinds.values()]
 
     def _plain_params(self) -> list[ShardedParam]:
-        """Those that can be in a run."""
+        """Return the trainable parameters on the device that can be in a run."""
         known = params_with_memory()
         found = (known.get(id(param)) for group in self.param_groups for param in group["params"] if param.requires_grad)
         plain = [each for each in found if each is not None and each.unit.offload is None and has_plain_shard(each)]
@@ -268,20 +268,22 @@ class FlatOptimizer(Optimizer):
 
 
 def _join_storages(params: Iterable[ShardedParam]) -> None:
-    """Let the shards of units lie in one buffer in the order in which backward reduces their gradients: the root's first, then
-    those of the last unit. What reduces several units at once then leaves gradients as they are to lie."""
+    """Move the shards of units into one buffer, in the order in which backward reduces gradients: root, last unit, and so on.
+
+    A reduction of several units then yields gradients in the order of the buffer.
+    """
     units = list(dict.fromkeys(param.unit for param in params))[::-1]
     units.sort(key=lambda unit: not unit.is_root)
     join_storages(units)
 
 
 def class_of_torch(optimizer: FlatOptimizer) -> type[Optimizer]:
-    """The class that it was made of."""
+    """Return the class of ``torch.optim`` that ``optimizer`` was made from."""
     return next(base for base in type(optimizer).__mro__ if base in _FLAT)
 
 
 def step_of_torch(optimizer: FlatOptimizer) -> Callable[[Optimizer], Any]:
-    """The step of that class, without the hooks: they have run, with the parameters rather than what stands for them."""
+    """Return ``step`` of the torch class without hooks. Hooks have run already, with the parameters instead of runs."""
     return _without_hooks(class_of_torch(optimizer).step)
 
 
@@ -294,7 +296,7 @@ def _without_hooks(step: Any) -> Callable[[Optimizer], Any]:
 def step_as(
     optimizer: FlatOptimizer, step: Callable[[Optimizer], Any], groups: list[dict[str, Any]], kept: defaultdict[Any, Any]
 ) -> None:
-    """Have an optimizer step other groups than its own, with what is kept for these."""
+    """Run ``step`` on ``groups`` with the state ``kept``, instead of the optimizer's own groups and state."""
     attributes = vars(optimizer)
     own = {name: attributes[name] for name in ("param_groups", "state")} | {"_state_is_lent": optimizer._state_is_lent}
     attributes |= {"param_groups": groups, "state": kept}
@@ -304,7 +306,7 @@ def step_as(
         attributes |= own
 
 
-# Of this module by their names, so that optimizers can be pickled.
+# The classes are attributes of this module, so that optimizers can be pickled.
 _FLAT: dict[type[Optimizer], type[Optimizer]] = {}
 for _class in ELEMENTWISE:
     _name = f"Flat{_class.__name__}"
@@ -312,7 +314,7 @@ for _class in ELEMENTWISE:
 
 
 def check_elementwise(optimizer_class: type[Optimizer], function: str) -> None:
-    """Raise a TypeError for a class that a function, which steps runs, cannot step."""
+    """Raise a TypeError if ``optimizer_class`` has no elementwise step; ``function`` is named in the message."""
     if optimizer_class in _FLAT:
         return
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
@@ -326,26 +328,28 @@ def check_elementwise(optimizer_class: type[Optimizer], function: str) -> None:
 
 
 def flat_optimizer(optimizer_class: type[Optimizer], params: Any, *, one_buffer: bool = False, **options: Any) -> Optimizer:
-    """One of torch's elementwise optimizers, with a step over runs of flat storage instead of parameters one by one.
+    """Make one of torch's elementwise optimizers with a step over runs of flat storage, instead of parameters one by one.
 
-    The result is an instance of a subclass of ``optimizer_class``. Its groups hold the parameters, its state has a DTensor for
-    each: schedulers, hooks, ``GradScaler`` and state dicts are as with torch's, and so are the values, element by element. A
-    parameter without gradient is not stepped. A parameter that is not sharded by ``fully_shard``, or whose local tensor is a
-    subclass, is stepped as torch would. While a step runs, gradients that do not lie in the order of storage have a copy that
-    does: those that were replaced, and those of a unit that several collectives have reduced.
+    The result is an instance of a subclass of ``optimizer_class``. Its groups hold the parameters, and its state has DTensors
+    for each. Schedulers, hooks, ``GradScaler`` and state dicts work as with torch's optimizer, and values are the same, element
+    by element. A parameter without gradient is not stepped. A parameter is stepped singly, as by torch, if ``fully_shard`` did
+    not shard it or its local tensor is a subclass or not contiguous.
+
+    During a step, gradients that do not lie in storage order have a copy that does. Such gradients were replaced, or several
+    collectives have reduced the gradients of their unit.
 
     Args:
         optimizer_class: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``NAdam``, ``RAdam``, ``Adamax``, ``Adadelta``, ``Adagrad``,
             ``RMSprop`` or ``ASGD``.
         params: parameters, named parameters or groups, as the class takes them.
-        one_buffer: let the shards of all units lie in one buffer, for each dtype and device, and their gradients in another,
-            which stays between steps: then a model is one run, but for groups and padding. Shards move there when the optimizer
-            is made, or with the next step if they have no memory yet, and meanwhile are there twice.
-        options: those of the class (``lr``, ``weight_decay``, ``fused``, ...).
+        one_buffer: keep the shards of all units in one buffer for each dtype and device, and their gradients in another, which
+            stays between steps. A model in one group and without padding is then one run. Shards move when the optimizer is
+            made, or in the next step if they have no memory yet. While they move, they exist twice.
+        options: options of the class (``lr``, ``weight_decay``, ``fused``, ...).
 
     Raises:
-        TypeError: an optimizer of another class, whose step is not known to be elementwise.
-        ValueError: ``differentiable=True``; what the class refuses.
+        TypeError: ``optimizer_class`` is another class, whose step is not known to be elementwise.
+        ValueError: ``differentiable=True``; an argument that the class refuses.
     """
     check_elementwise(optimizer_class, "flat_optimizer")
     make: Any = _FLAT[optimizer_class]

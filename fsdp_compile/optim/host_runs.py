@@ -1,4 +1,4 @@
-"""Runs whose state is on the host, and buckets: what of them is on the device together."""
+"""Runs whose state is on the host, and buckets of parts whose states are on the device together."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class HostRun(Run):
     """A run whose state is on the host: ``state`` has flat tensors there, and scalars where torch has them.
 
     Attributes:
-        device: where its shards are.
-        copies: whether that has memory of its own. Otherwise the state is stepped where it is.
+        device: the device of its shards.
+        copies: whether ``device`` has memory of its own. Otherwise the state is stepped in place, without copies.
     """
 
     def __init__(self, sharded: Sequence[ShardedParam], states: States, pin_memory: bool):
@@ -42,7 +42,7 @@ class HostRun(Run):
             return home
         if home.flat.device == HOST and (not self._pinned or home.flat.is_pinned()):
             return home
-        # What was loaded, copied with the optimizer, or kept on the device while no run had the parameter.
+        # The state was loaded, copied with the optimizer, or on the device while its parameter was in no run.
         kept = self._on_host(home.numel, home.flat.dtype)
         kept.copy_(home.tensor())
         return FlatSlice(kept, 0, home.numel)
@@ -51,13 +51,13 @@ class HostRun(Run):
         return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=self._pinned)
 
     def has_gradients(self) -> bool:
-        """Whether each parameter has a gradient that is laid out as it is."""
+        """Return whether each parameter has a gradient that is laid out as the parameter."""
         return all(
             getattr(param.grad, "_spec", None) is param._spec or is_laid_out_alike(param.grad, param) for param in self.params
         )
 
     def gradient(self, start: int, numel: int) -> Tensor:
-        """Elements of the gradient, in the order of storage: ``[numel]``. A copy, unless gradients lie in that order."""
+        """Return elements of the gradient, in storage order: ``[numel]``. A copy, unless one buffer has them in that order."""
         locals_ = [param.grad._local_tensor for param in self.params]
         slices, numels = map(noted_slice, locals_), [local.numel() for local in locals_]
         ends = accumulate(numels)
@@ -79,7 +79,10 @@ class HostRun(Run):
         )
 
     def home(self, name: str, value: Tensor) -> Tensor:
-        """Where on the host the run keeps what is kept for a part of it under a name: ``[numel of the run]``."""
+        """Return the run's host buffer for the state ``name``: ``[numel of the run]``.
+
+        A missing buffer is allocated in the dtype of ``value``, the state of a part.
+        """
         if name in self.state:
             return self.state[name]
         if name not in self._new:
@@ -87,13 +90,13 @@ class HostRun(Run):
         return self._new[name]
 
     def keep(self, scalars: Mapping[str, Tensor]) -> None:
-        """All of the run has been stepped: keep what is new, and these."""
+        """Add new buffers and ``scalars`` to the state, after all of the run has been stepped."""
         self.state.update(self._new)
         self.state.update(scalars)
         self._new = {}
 
     def drop_unfinished(self) -> None:
-        """After a step that failed: forget what is new and has been made for a part of the run alone."""
+        """Drop new buffers of a failed step, which may hold the state of only a part of the run."""
         self._new = {}
 
 
@@ -101,9 +104,9 @@ class Part(NamedTuple):
     """Elements of a run that are stepped together.
 
     Attributes:
-        group: the number of the run's group.
+        group: the index of the run's group.
         run: the run.
-        start, numel: the elements.
+        start, numel: first element in the run, and number of elements.
     """
 
     group: int
@@ -120,19 +123,19 @@ class Part(NamedTuple):
         return self.start + self.numel == self.run.flat.numel()
 
     def of(self, flat: Tensor) -> Tensor:
-        """The elements of a tensor of the run."""
+        """Return the elements of this part in ``flat``, a tensor as long as the run."""
         return flat if self.is_whole else flat.narrow(0, self.start, self.numel)
 
     def with_gradient(self) -> Tensor:
-        """The elements of the shards, with their gradient."""
+        """Return the elements of the shards, with their gradient in ``.grad``."""
         flat = self.of(self.run.flat)
         flat.grad = self.run.gradient(self.start, self.numel)
         return flat
 
     def state(self) -> dict[str, Tensor]:
-        """What is kept for the elements, on the host, and scalars."""
+        """Return the state of the elements, on the host, and scalars."""
         kept = {name: self.of(value) if value.dim() else value for name, value in self.run.state.items()}
-        # Each part counts the step; what the last one counts is the run's.
+        # The step of each part increments the count. Only the last part's count becomes the run's, so the others get copies.
         return kept if self.is_last else {name: value if value.dim() else value.clone() for name, value in kept.items()}
 
 
@@ -140,7 +143,7 @@ class Bucket:
     """Parts whose states are on the device together.
 
     Attributes:
-        device: that of all parts.
+        device: the device of all parts.
         parts: the parts.
     """
 
@@ -186,7 +189,7 @@ class Bucket:
         self._states = [kept[flat] for flat in flats]
 
     def give_back(self) -> None:
-        """Begin to copy the states to the host, behind the step."""
+        """Begin to copy the states to the host, after the step."""
         values, homes = [], []
         for part, state in zip(self.parts, self._states, strict=True):
             scalars = {}
@@ -211,8 +214,8 @@ class Bucket:
         self._stepped = []
 
     def end(self) -> None:
-        """Have no copy in flight any more. The host waits."""
-        # Of a step that failed: what was fetched must not be freed while it is being written.
+        """Wait on the host until no copy is in flight."""
+        # After a failed step, fetched states must not be freed while a copy still writes them.
         self._wait_for_fetched()
         if self._returned is not None:
             self._returned.wait_on_host()

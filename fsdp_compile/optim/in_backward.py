@@ -23,17 +23,19 @@ from ..units.updater import Planned
 
 _CLASSES: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 _REFUSED = ("fused", "foreach", "capturable", "differentiable")
-#: How many tensors of numbers are kept: those of the groups of a step, and of parameters that were stepped less often.
+#: The most tensors of numbers that are cached. A step needs one for each group and step count of its parameters.
 _MOST_NUMBERS = 64
 
 
 class _Home:
-    """What is kept for the parameters of one storage: a buffer for each name, in the order of storage, padding included.
+    """The state of the parameters of one flat storage: a buffer for each name, in storage order, padding included.
 
     Attributes:
-        params: the parameters.
-        starts: where each begins in a buffer.
-        counts: how often each has been stepped; of SGD, whether it has.
+        params: the parameters, in storage order.
+        starts: the storage offset of each parameter in a buffer.
+        numel: the number of elements of a buffer.
+        index: the index of each parameter in the lists.
+        counts: the number of steps of each. For SGD, a loaded state counts as one step, as it does not contain the number.
     """
 
     def __init__(self, params: Sequence[ShardedParam]):
@@ -57,13 +59,13 @@ class _Home:
         return self._buffers[name]
 
     def pieces(self, index: int, update: Update) -> list[DTensor]:
-        """What is kept for a parameter, by the names of the update."""
+        """Return the state of a parameter: a DTensor for each name in ``update.states``."""
         for name in update.states:
             self.buffer(name)
         return [self._pieces[name][index] for name in update.states]
 
     def follow(self, index: int, update: Update, entry: dict[str, Any] | None) -> None:
-        """Let what is kept for a parameter be what the optimizer's state says: users load, replace and delete it."""
+        """Copy ``entry``, a parameter's state in the optimizer, into the buffers: users load, replace and delete entries."""
         pieces = self.pieces(index, update)
         has_entry = bool(entry) and (update.kind == "adam" or (entry or {}).get("momentum_buffer") is not None)
         if not has_entry or entry is None:
@@ -89,14 +91,14 @@ class _Home:
         self._entries[index] = entry
 
     def count(self, indices: Sequence[int]) -> None:
-        """Count a step of parameters."""
+        """Increment the step counts of parameters."""
         self._steps[list(indices)] += 1
         self._steps_version = self._steps._version
         for index in indices:
             self.counts[index] += 1
 
     def publish(self, index: int, update: Update, states: Any) -> None:
-        """Let the optimizer's state have what is kept for a parameter."""
+        """Add a parameter's state to ``states``, the optimizer's, unless it is there."""
         known = self._kept(index, update)
         if self._entries[index] is None and known:
             entry = self._entries[index] = states[self.params[index].param]
@@ -123,7 +125,15 @@ def _piece(flat: Tensor, param: ShardedParam, start: int) -> DTensor:
 
 
 class _Found(NamedTuple):
-    """What is known of a parameter ahead of its update."""
+    """A parameter as its update needs it.
+
+    Attributes:
+        home: the buffers with its state.
+        place: its index in ``home``.
+        group: its group, for the settings.
+        group_number: the index of the group.
+        update: the kind of update.
+    """
 
     home: _Home
     place: int
@@ -132,17 +142,17 @@ class _Found(NamedTuple):
     update: Update
 
 
-#: Copies of optimizers among them, which parameters that are copied with them have.
+#: Includes copies of optimizers, as copying a model copies the optimizers of its parameters.
 _living: WeakSet[Optimizer] = WeakSet()
 
 
 def living_optimizers() -> bool:
-    """Whether there is an optimizer that updates parameters in backward, or did."""
+    """Return whether an optimizer exists that updates parameters in backward, or did so before ``remove()``."""
     return bool(_living)
 
 
 class OptimizerInBackward(Optimizer):
-    """What :func:`optimizer_in_backward` adds to a class of optimizers: stands ahead of it among the bases."""
+    """The mixin of :func:`optimizer_in_backward`, which stands before the torch class among the bases."""
 
     _homes: dict[Any, _Home] | None = None
     _groups: tuple[list[int], dict[int, tuple[int, dict[str, Any]]]] | None = None
@@ -154,10 +164,10 @@ class OptimizerInBackward(Optimizer):
         return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. The parameters are updated in backward from now on.
+        """Add a group, as torch's. Its parameters are updated in backward from now on.
 
         Raises:
-            ValueError: an option or a parameter that cannot be.
+            ValueError: backward cannot update with an option of the group, or cannot update a parameter.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -174,26 +184,26 @@ class OptimizerInBackward(Optimizer):
         self._homes = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step the parameters that have a gradient, as torch's. Those that backward has updated have none.
+        """Step the parameters that have a gradient, as torch's. Parameters that backward has updated have none.
 
         Args:
             closure: computes gradients and returns a loss, which is returned.
         """
         step: Any = _base(self).step
         while getattr(step, "hooked", False):
-            # Hooks have run.
+            # Hooks have run already.
             step = step.__wrapped__
         return step(self, closure)
 
     def remove(self) -> None:
-        """Update no parameter in backward any more: gradients land in ``param.grad``, and ``step()`` steps them."""
+        """Stop updating parameters in backward: gradients land in ``param.grad``, and ``step()`` steps their parameters."""
         for param in params_with_memory().values():
             if param.updater is self:
                 param.updater = None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # What GradScaler.step asks first.
+        # ``GradScaler.step`` reads this attribute first, so the error is raised here.
         raise RuntimeError(
             "optimizer_in_backward updates parameters by the gradients of the loss that backward is called on, which a "
             "GradScaler has scaled, and unscales only afterwards. Train in bfloat16, or use torch.optim's optimizer with a "
@@ -204,7 +214,7 @@ class OptimizerInBackward(Optimizer):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         pass
 
-    # What backward asks for (:class:`fsdp_compile.units.updater.Updater`).
+    # The methods that backward calls (:class:`fsdp_compile.units.updater.Updater`).
 
     @torch.no_grad()
     def planned(self, param: ShardedParam) -> Planned:
@@ -238,7 +248,7 @@ class OptimizerInBackward(Optimizer):
             param.state.was_updated = True
         for home, indices in by_home.values():
             home.count(indices)
-        # For what was gathered of the old values, and for autograd.
+        # Makes parameters that were gathered before the update stale, and tells autograd of the write.
         increment_version([param.local for param in params])
 
     @torch.no_grad()
@@ -264,7 +274,7 @@ class OptimizerInBackward(Optimizer):
         home = homes.get(key)
         if home is None or param not in home.index:
             own = [each for each in param.unit.params if each.updater is self and each.shard.dtype == param.shard.dtype]
-            # A model that was cast or moved leaves another home behind.
+            # After a cast or move of the model, the key is another. Drop the home of the old key.
             for left in [left for left, other in homes.items() if not other.index.keys().isdisjoint(own)]:
                 del homes[left]
             home = homes[key] = _Home(own)
@@ -274,7 +284,7 @@ class OptimizerInBackward(Optimizer):
     def _group_of(self, param: ShardedParam) -> tuple[int, dict[str, Any]]:
         present = [id(group) for group in self.param_groups]
         if self._groups is None or self._groups[0] != present:
-            # Loading a state dict makes groups anew.
+            # Loading a state dict replaces the groups.
             of = {id(each): (number, group) for number, group in enumerate(self.param_groups) for each in group["params"]}
             self._groups = present, of
         found = self._groups[1].get(id(param.param))
@@ -302,10 +312,10 @@ class OptimizerInBackward(Optimizer):
 
 
 def _sharded(param: Any, updater: OptimizerInBackward) -> ShardedParam | None:
-    """What is updated in backward; None for a parameter that ``fully_shard`` has not sharded, which ``step`` steps.
+    """Find the sharded parameter that backward is to update. None: ``fully_shard`` did not shard it, so ``step`` steps it.
 
     Raises:
-        ValueError: it cannot be.
+        ValueError: backward cannot update the parameter.
     """
     if isinstance(param, DTensor) and param._local_tensor.is_meta:
         raise ValueError(
@@ -351,29 +361,30 @@ for _class in _CLASSES:
 
 
 def optimizer_in_backward(optimizer_class: type[Optimizer], params: Any, **options: Any) -> Optimizer:
-    """An optimizer whose step is part of backward: gradients update parameters as soon as they are reduced, and are freed.
+    """Make an optimizer whose step is part of backward: gradients update parameters once they are reduced, and are freed.
 
-    In a compiled backward the update of a bucket is one kernel over flat storage, behind the reduction: gradients of all
-    parameters never exist at once. Uncompiled models are updated when their backward ends. After the last backward of a step
-    every sharded parameter is updated, and its ``grad`` is None.
+    In a compiled backward, one kernel over flat storage updates a bucket after its reduction. So gradients of all parameters
+    never exist at once. Uncompiled models are updated when their backward ends. After the last backward of a step, every
+    sharded parameter is updated, and its ``grad`` is None.
 
-    The result is an instance of a subclass of ``optimizer_class``: its groups, settings, state and state dicts are torch's, so
-    schedulers and checkpoints work with it. ``step()`` may be called as ever. It steps what has a gradient: parameters that
-    ``fully_shard`` did not shard, or that got one by hand. ``zero_grad()`` has nothing to do. ``remove()`` ends the updates.
+    The result is an instance of a subclass of ``optimizer_class``. Its groups, settings, state and state dicts are torch's, so
+    schedulers and checkpoints work with it. ``step()`` may be called as usual. It steps parameters that have a gradient:
+    ``fully_shard`` did not shard them, or the user set the gradient. ``zero_grad()`` has nothing to do. ``remove()`` ends the
+    updates.
 
-    Microbatches: while a unit does not synchronise (``set_requires_gradient_sync(False)``), or another backward is to follow
-    (``set_is_last_backward(False)``), nothing is updated. A gradient that is there already is added to that of the last
-    backward. Gradients cannot be clipped or unscaled: they are gone when backward ends. The model holds on to the optimizer.
+    Microbatches: nothing is updated while a unit does not synchronise (``set_requires_gradient_sync(False)``), or while another
+    backward is to follow (``set_is_last_backward(False)``). An existing ``grad`` is added to the gradient of the last backward.
+    Gradients cannot be clipped or unscaled, as they are gone when backward ends. The model keeps the optimizer alive.
 
     Args:
         optimizer_class: ``torch.optim.SGD``, ``Adam`` or ``AdamW``.
         params: parameters, named parameters or groups, as the class takes them.
-        options: those of the class, but ``fused``, ``foreach``, ``capturable`` and ``differentiable``.
+        options: options of the class, except ``fused``, ``foreach``, ``capturable`` and ``differentiable``.
 
     Raises:
-        TypeError: an optimizer of another class.
-        ValueError: an option that is not for it; a parameter that is on the host or on the meta device, that has an all-gather
-            of its own, that is a scalar or complex, or that another such optimizer updates; what the class refuses.
+        TypeError: ``optimizer_class`` is another class.
+        ValueError: one of the excepted options is set; a parameter is on the host or on the meta device, has an all-gather
+            extension, is a scalar or complex, or is updated by another such optimizer; the class refuses an argument.
     """
     made: Any = _IN_BACKWARD.get(optimizer_class)
     if made is None:

@@ -1,7 +1,7 @@
-"""Torch's elementwise optimizers, which keep what they keep for shards on the host, and step on the device.
+"""Torch's elementwise optimizers, with the states of shards on the host, and steps on the device.
 
-A step goes from bucket to bucket: parts of runs whose states fit into a share of the bytes that a step may have on the device.
-While one is stepped, the states of the next are on their way to the device, and those of the one before on their way back. So
+A step goes bucket by bucket. A bucket has parts of runs whose states fit into a share of the bytes that a step may have on the
+device. While a bucket is stepped, the states of the next are copied to the device, and those of the previous one back. So
 three buckets of states are on the device at once, and both directions of the bus are used all the time.
 """
 
@@ -24,7 +24,7 @@ from .flat_optimizer import ELEMENTWISE, FlatOptimizer, Plan, check_elementwise,
 from .host_runs import HOST, Bucket, HostRun, Part
 from .runs import has_plain_shard
 
-#: How many tensors of the size of a parameter a class keeps for it, by the settings of the parameter's group.
+#: For each class, the number of state tensors of a parameter's size that it keeps, by the settings of the group.
 _KEPT: Mapping[type[Optimizer], Callable[[Mapping[str, Any]], int]] = {
     Adadelta: lambda group: 2,
     Adagrad: lambda group: 1,
@@ -37,21 +37,21 @@ _KEPT: Mapping[type[Optimizer], Callable[[Mapping[str, Any]], int]] = {
     RMSprop: lambda group: 1 + (group["momentum"] > 0) + group["centered"],
     SGD: lambda group: int(group["momentum"] != 0),
 }
-#: Three buckets of states, and the gradients of one in the order of storage.
+#: Shares of ``bytes_in_flight``: three buckets of states, and the gradients of one bucket in storage order.
 _SHARES = 4
 _LEAST_BYTES_IN_FLIGHT = 16 << 10
-# Where a run is cut: fused kernels round what their vectors leave over otherwise than the rest.
+# Runs are cut at multiples of so many elements, as fused kernels round elements after the last full vector differently.
 _ALIGNMENT = 64
 
 
 class _HeldBack:
-    """A tensor of a state dict, which torch would cast to the device of its parameter."""
+    """A wrapper for a tensor of a state dict, which torch would otherwise cast to the device of its parameter."""
 
     def __init__(self, value: DTensor):
         self._value = value
 
     def for_param(self, param: Any, known: Mapping[int, ShardedParam]) -> Tensor:
-        """As torch casts it, in the memory where it is to be kept. Of what is no parameter, as it is."""
+        """Cast the tensor as torch does, on the device that keeps it. Without a parameter, return it unchanged."""
         if not isinstance(param, Tensor):
             return self._value
         dtype = param.dtype if param.is_floating_point() else self._value.dtype
@@ -68,7 +68,7 @@ def _hold_back(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 class OffloadedOptimizer(FlatOptimizer):
-    """What :func:`offload_optimizer` adds to a class of optimizers: stands ahead of it among the bases."""
+    """The mixin of :func:`offload_optimizer`, which stands before the torch class among the bases."""
 
     _function = "offload_optimizer"
     _pin_memory = True
@@ -83,29 +83,32 @@ class OffloadedOptimizer(FlatOptimizer):
         self._pin_memory, self._bytes_in_flight = pin_memory, bytes_in_flight
         super().__init__(params, **options)
         known = params_with_memory()
-        # Those of Adagrad, which makes them here.
+        # Adagrad has made its states already.
         for param, entry in self.state.items():
             if _is_kept_on_host(param, known):
                 entry.update({name: kept.to(HOST) for name, kept in entry.items() if isinstance(kept, DTensor)})
 
     @property
     def device_state_bytes(self) -> int:
-        """Bytes that the optimizer keeps on the devices of its parameters between steps, scalars left out: for trainable
-        parameters that no run of flat storage can have, and for all of them on a device without memory of its own. Known ahead
-        of the first step."""
+        """Bytes of states on the devices of the parameters between steps, without scalars. Known before the first step.
+
+        These are states of trainable parameters that cannot be in a run, and all states on a device without memory of its own.
+        """
         return self._state_bytes()[0]
 
     @property
     def step_bytes(self) -> int:
-        """How many bytes more there are on the device while ``step()`` runs, at most: states that pass through, and gradients
-        in the order of storage. With ``foreach=True``, or neither that nor ``fused=True``, torch's kernels take about as many
-        again as a bucket of states has, for what they compute in between. Known ahead of the first step."""
+        """The most bytes that ``step()`` adds on the device: states in flight, and gradients that it copies into storage order.
+
+        Known before the first step. With ``foreach=True``, or with neither ``foreach`` nor ``fused`` given, torch's kernels
+        take more for intermediate results: about the bytes of a bucket's states.
+        """
         _, passing, params = self._state_bytes()
         most = self._bytes_in_flight // _SHARES
         return min(passing, (_SHARES - 1) * most) + min(params, most)
 
     def _state_bytes(self) -> tuple[int, int, int]:
-        """Bytes that are kept on the device, and on the host; and of the parameters of the latter."""
+        """Return the bytes of states on the device, of states on the host, and of parameters with states on the host."""
         known, kind = params_with_memory(), class_of_torch(self)
         on_device = on_host = params = 0
         for group in self.param_groups:
@@ -122,10 +125,10 @@ class OffloadedOptimizer(FlatOptimizer):
         return on_device, on_host, params
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's.
+        """Add a group, as torch's.
 
         Raises:
-            ValueError: a group is ``differentiable``; a parameter is on the host, or updated in backward.
+            ValueError: the group is ``differentiable``; a parameter is on the host, or updated in backward.
         """
         super().add_param_group(param_group)
         try:
@@ -135,8 +138,8 @@ class OffloadedOptimizer(FlatOptimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. What is kept for shards is on the host when it returns, and was not all on the device in between."""
-        # The last hook: those of users see tensors. __setstate__ puts these on the host.
+        """Load a state dict, as torch's. States of shards go to the host, and are never all on the device in between."""
+        # Registered last, so that hooks of users see tensors. ``__setstate__`` unwraps them on the host.
         handle = self.register_load_state_dict_pre_hook(_hold_back)
         try:
             super().load_state_dict(state_dict)
@@ -174,10 +177,10 @@ class OffloadedOptimizer(FlatOptimizer):
                 step_as(self, step, rest, kept)
             self._step_buckets(buckets, step)
         finally:
-            # Here the host waits, for all copies. ``state`` is a plain dictionary, whose tensors users may have got hold of
-            # long ago, and which other threads save: nothing could wait later, when one of them is read. It costs the time of
-            # the last two buckets' copies, and that forward is launched behind the step instead of beside it. Both are little
-            # beside what the bus takes for all states; and forward's first gather reads what a step writes anyway.
+            # The host waits here for all copies. ``state`` is a plain dictionary: users may hold its tensors, and other threads
+            # may save them, so nothing could wait later, when a tensor is read. The wait costs the time of the last two
+            # buckets' copies, and the next forward is launched after the step instead of beside it. Both are small compared
+            # with the copies of all states, and the first gather of forward reads stepped shards anyway.
             for bucket in buckets:
                 bucket.end()
             for run in _runs(plan):
@@ -190,16 +193,16 @@ class OffloadedOptimizer(FlatOptimizer):
             if index == 0:
                 bucket.fetch()
             if index + 1 < len(buckets):
-                # Behind the step before, and beside this one.
+                # Begins when the previous bucket has been stepped, and runs beside the step of this one.
                 buckets[index + 1].fetch()
             bucket.step(self, step, groups)
             bucket.give_back()
             if index:
-                # Ahead of the next fetch: its memory may be this.
+                # Freed before the next fetch, which may reuse the memory.
                 buckets[index - 1].free()
 
     def _buckets(self, plan: Plan) -> Iterator[Bucket]:
-        """Parts of all runs, in their order, as many to a bucket as fit."""
+        """Yield buckets of the parts of all runs, in order, each with as many parts as fit."""
         most, kind = self._bytes_in_flight // _SHARES, class_of_torch(self)
         bucket, left = None, 0
         for index, (group, own) in enumerate(zip(self.param_groups, plan.groups, strict=True)):
@@ -228,13 +231,13 @@ def _runs(plan: Plan) -> Iterator[HostRun]:
 
 
 def _is_kept_on_host(param: Any, known: Mapping[int, ShardedParam]) -> bool:
-    """Whether what is kept for a parameter goes to the host: it lies in flat storage, on a device with memory of its own."""
+    """Return whether states of ``param`` go to the host: its shard lies in flat storage, on a device with memory of its own."""
     found = known.get(id(param))
     return found is not None and found.param is param and has_plain_shard(found) and copies_to(found.local.device)
 
 
 def _on_device_of(param: Any, entry: dict[str, Any]) -> dict[str, Any]:
-    """What is kept for a parameter that is in no run now, where torch expects it."""
+    """Move the states of a parameter that is in no run now to its device, where torch expects them."""
     for name, value in entry.items():
         if isinstance(value, DTensor) and value.device != param.device:
             entry[name] = value.to(param.device)
@@ -260,7 +263,7 @@ def _check(params: Sequence[Any]) -> None:
             )
 
 
-# Of this module by their names, so that optimizers can be pickled.
+# The classes are attributes of this module, so that optimizers can be pickled.
 _OFFLOADED: dict[type[Optimizer], type[Optimizer]] = {}
 for _class in ELEMENTWISE:
     _name = f"Offloaded{_class.__name__}"
@@ -277,16 +280,17 @@ def offload_optimizer(
     bytes_in_flight: int = OffloadedOptimizer._bytes_in_flight,
     **options: Any,
 ) -> OffloadedOptimizer:
-    """One of torch's elementwise optimizers, which keeps its states on the host; parameters and gradients are on the device.
+    """Make one of torch's elementwise optimizers with its states on the host; parameters and gradients are on the device.
 
-    It is what :func:`.flat_optimizer` makes, with the same values, but that the tensors in ``optimizer.state`` are DTensors
-    whose local tensors are on the host; scalars (``step``) are where torch has them. ``step()`` copies states to the device,
-    steps them there by torch's kernels, and copies them back, bucket by bucket, the next one beside the present one. When it
-    returns, what has changed has arrived on the host. ``load_state_dict`` puts states on the host.
+    The result is a :func:`.flat_optimizer`, with the same values, except that the DTensors in ``optimizer.state`` have their
+    local tensors on the host. Scalars (``step``) are where torch has them. ``load_state_dict`` puts states on the host.
 
-    States of parameters that no run of flat storage can have stay on the device: of those that ``fully_shard`` did not shard,
-    and whose local tensors are a subclass or have gaps. A parameter whose gradient is laid out otherwise than it is has its
-    states on the device from that step on, until it is laid out alike. On a CPU there is one memory, and nothing is copied.
+    ``step()`` goes bucket by bucket. It copies states to the device, steps them there by torch's kernels, and copies them back,
+    while states of the next bucket are copied. When ``step()`` returns, all changed states are on the host.
+
+    States of parameters that cannot be in a run stay on the device. Those are parameters that ``fully_shard`` did not shard, or
+    whose local tensors are subclasses or not contiguous. If a gradient is not laid out as its parameter, the parameter's states
+    are on the device until a step finds both laid out alike. On a CPU there is one memory, and nothing is copied.
 
     Args:
         optimizer_class: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``NAdam``, ``RAdam``, ``Adamax``, ``Adadelta``, ``Adagrad``,
@@ -294,18 +298,18 @@ def offload_optimizer(
         params: parameters, named parameters or groups, as the class takes them.
         pin_memory: whether states are in pinned memory, from which the device copies by itself. With False, copies block the
             thread that steps.
-        bytes_in_flight: how many bytes a step may have on the device, at most: three buckets of states, and the gradients of
-            one where they do not lie in the order of storage. 16 KiB at least.
-        options: those of the class (``lr``, ``weight_decay``, ``fused``, ...).
+        bytes_in_flight: the most bytes that a step may have on the device, at least 16 KiB: three buckets of states, and the
+            gradients of one bucket if they do not lie in storage order.
+        options: options of the class (``lr``, ``weight_decay``, ``fused``, ...).
 
     Returns:
         An instance of a subclass of ``optimizer_class``, with two properties of its own. ``device_state_bytes``: bytes of
-        states that stay on the device. ``step_bytes``: bytes that a step takes beside these, at most.
+        states that stay on the device. ``step_bytes``: the most bytes that a step takes in addition.
 
     Raises:
-        TypeError: an optimizer of another class, whose step is not known to be elementwise.
+        TypeError: ``optimizer_class`` is another class, whose step is not known to be elementwise.
         ValueError: ``differentiable=True``; a parameter whose shard is on the host (``CPUOffloadPolicy``), or that
-            ``optimizer_in_backward`` updates; ``bytes_in_flight`` for less than a few elements; what the class refuses.
+            ``optimizer_in_backward`` updates; ``bytes_in_flight`` below 16 KiB; an argument that the class refuses.
     """
     check_elementwise(optimizer_class, "offload_optimizer")
     make: Any = _OFFLOADED[optimizer_class]

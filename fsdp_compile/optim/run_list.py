@@ -1,4 +1,4 @@
-"""All runs of an optimizer's step, which are looked at together: once for each parameter and step, by loops in C alone."""
+"""The runs of an optimizer's step, checked together: every step checks all parameters, so those loops run in C."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgett
 
 
 def _references_alone() -> int:
-    """How many references are counted to what is in one dictionary and in one list."""
+    """Return the count of ``sys.getrefcount`` for an object that only one dictionary and one list hold."""
     lists: list[dict[str, Any]] = [{}]
     within = {"": lists[0]}
     assert within
@@ -33,7 +33,7 @@ _ALONE = _references_alone()
 
 
 class RunList:
-    """The runs of a step.
+    """The runs of a step, with the memory, state and gradients that they were made for.
 
     Attributes:
         runs: the runs.
@@ -47,21 +47,21 @@ class RunList:
         self._specs = [param._spec for param in self._params]
         ends = list(accumulate(len(run.params) for run in runs))
         self._spans = list(zip(runs, [0, *ends], ends, strict=False))
-        # What is kept for parameters, and for runs, as it was published.
+        # The state of parameters and of runs as :meth:`_note` found it, to notice changes.
         self._owners: list[Any] = []
         self._entries: list[dict[str, Any]] = []
         self._expected: list[Any] = []
         self._published: list[Any] = []
         self._versions: list[int] = []
-        # Gradients that buffers keep, and of these the parts that belong to runs.
+        # Gradients in buffers that stay between steps, and the part of a buffer for each run.
         self._kept: KeptGradients | None = None
         self._parts: list[Any] = []
         self._found: Found | None = None
         self._note(states)
 
     def _note(self, states: States) -> None:
-        """Note what is kept for parameters, to tell later on whether it is still that."""
-        # All of it, in its order: to find a tensor in a dictionary is a call of Python's.
+        """Record the present state of parameters and runs, with which :meth:`holds` compares later."""
+        # Lists of all entries, in the dictionary's order: looking up a tensor would call Python code (``Tensor.__hash__``).
         self._states = [states]
         self._owners, self._entries = list(states), list(states.values())
         self._expected = _values(self._entries)
@@ -72,11 +72,11 @@ class RunList:
         return [scalar._version for run in self.runs for scalar in run.scalars.values()]
 
     def holds(self, states: States, *, was_lent: bool) -> bool:
-        """Whether parameters still lie where they did, and nobody has replaced what is kept for them, or changed a scalar.
+        """Return whether parameters lie where they did, no state has been replaced, and no scalar has been written to.
 
         Args:
-            states: what the optimizer keeps.
-            was_lent: whether anybody can have changed its dictionaries.
+            states: the optimizer's state.
+            was_lent: whether other code may have changed the dictionaries of ``states``.
         """
         if not all(map(is_, map(_LOCAL, self._params), self._locals)):
             return False
@@ -88,11 +88,11 @@ class RunList:
         return is_same and _are(_values(self._entries), self._expected)
 
     def is_alone(self) -> bool:
-        """Whether only the optimizer holds what it keeps, and the dictionaries in it."""
+        """Return whether only the optimizer holds its state and the dictionaries in it."""
         return set(map(sys.getrefcount, chain(self._states, self._entries))) <= {_ALONE}
 
     def load_kept_gradients(self) -> bool:
-        """Let the gradients of runs be those that buffers keep. False: some are others than those of the last step."""
+        """Set the gradients of runs to their parts of buffers. Return False if a parameter has a new gradient object."""
         if self._kept is None or not self._kept.are(list(map(_GRAD, self._params))):
             return False
         for run, part in zip(self.runs, self._parts, strict=True):
@@ -100,7 +100,7 @@ class RunList:
         return True
 
     def find_kept_gradients(self) -> Found | None:
-        """Load them, and say what there is of them to clip. None: some are others than those of the last step."""
+        """Load kept gradients, and group them for clipping. None: a parameter has a new gradient object, or a Partial one."""
         if not self.load_kept_gradients():
             return None
         if self._found is None:
@@ -109,22 +109,25 @@ class RunList:
         return self._found
 
     def load_gradients(self) -> bool:
-        """Let the gradients of runs be those of their parameters: the part of a flat buffer that consists of them in the order
-        of storage, else a copy. False: one of them is missing, or not laid out as its parameter."""
+        """Set the gradients of runs from those of their parameters.
+
+        A run gets a view of a flat buffer in which its gradients lie in storage order, else a copy. Return False if a gradient
+        is missing, or is not laid out as its parameter.
+        """
         self._kept = self._found = None
         gradients = list(map(_GRAD, self._params))
         try:
             pieces = list(map(_LOCAL, gradients))
         except AttributeError:
-            # Of None, or of a plain tensor.
+            # A gradient is None or a plain tensor.
             return False
         are_ours = all(map(is_, map(_SPEC, gradients), self._specs))
         if not are_ours and not all(map(is_laid_out_alike, gradients, self._params)):
             return False
         are_contiguous = all(map(Tensor.is_contiguous, pieces))
-        # One distance for all of a run: gradients lie as parameters do, one behind the other.
+        # Gradients of a run lie in storage order if all have one distance from their parameters.
         distances = list(map(sub, map(Tensor.data_ptr, pieces), self._addresses))
-        # By buffer: the runs whose gradients are parts of it, and where these begin.
+        # For each buffer, the runs whose gradients are parts of it, with their storage offsets.
         parts: dict[int, tuple[Tensor, list[tuple[int, Run]]]] = {}
         has_copies = False
         for run, start, end in self._spans:
@@ -134,7 +137,7 @@ class RunList:
                 has_copies = True
                 run.flat.grad = torch.cat([piece.reshape(-1) for piece in pieces[start:end]])
             else:
-                # What begins at an address in the buffer, which is alive, lies in the buffer.
+                # The buffer is alive, so gradients at addresses inside it are parts of it.
                 parts.setdefault(id(lies_in.flat), (lies_in.flat, []))[1].append((lies_in.offset, run))
         for flat, found in parts.values():
             for run, part in _cut(flat, found):
@@ -144,7 +147,7 @@ class RunList:
         return True
 
     def follow(self, states: States) -> None:
-        """After a step: let parameters have what the optimizer keeps for runs now."""
+        """Publish the state of runs to their parameters after a step, and drop the gradients of runs."""
         for run in self.runs:
             run.flat.grad = None
         if not _are(_values(run.state for run in self.runs), self._published):
@@ -159,12 +162,12 @@ class RunList:
 
 
 def _cut(flat: Tensor, found: list[tuple[int, Run]]) -> Iterator[tuple[Run, Tensor]]:
-    """Parts of a buffer, by where they begin, and whose they are."""
+    """Cut a buffer into the gradients of runs, given as pairs of storage offset and run."""
     found.sort(key=itemgetter(0))
     starts = [start for start, _ in found]
     ends = [start + run.numel for start, run in found]
     if starts == [0, *ends[:-1]] and ends[-1] == flat.numel():
-        # One call costs less than one for each.
+        # One ``split`` costs less than a ``narrow`` for each run.
         pieces: Sequence[Tensor] = flat.split([run.numel for _, run in found]) if len(found) > 1 else [flat]
     else:
         pieces = [flat.narrow(0, start, run.numel) for start, run in found]
@@ -176,5 +179,5 @@ def _values(entries: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 def _are(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether these are the same objects, which equal tensors are not."""
+    """Return whether both hold the same objects in the same order. Equal tensors may be different objects."""
     return len(values) == len(others) and all(map(is_, values, others))

@@ -1,9 +1,8 @@
 """Runs: parameters that are neighbours in flat storage and are stepped alike, as one plain tensor.
 
-An optimizer's own state stays the truth: for each parameter a dictionary with a DTensor for each tensor that is kept, such as
-``exp_avg``, and scalars, such as ``step``. The local tensors of one run lie in one buffer, so that the buffer can be handed to
-the optimizer in their place. Scalars are equal for all of a run; each parameter has one of its own, which follows that of the
-run after each step.
+The optimizer's own state stays authoritative: for each parameter a dictionary of DTensors, such as ``exp_avg``, and scalars,
+such as ``step``. For a run, the local tensors of these DTensors lie in one buffer, which the optimizer gets instead of them.
+All parameters of a run have equal scalars. Each has a scalar of its own, which is set to that of the run after each step.
 """
 
 from __future__ import annotations
@@ -19,22 +18,21 @@ from ..units.own_storage import with_own_storage
 from ..units.param_state import FlatSlice, is_laid_out_alike, note_slice, noted_slice
 from ..units.sharded_param import ShardedParam, params_with_memory
 
-#: What an optimizer keeps, by parameter and name.
+#: An optimizer's state: for each parameter, tensors by name.
 States: TypeAlias = MutableMapping[Any, dict[str, Any]]
 
 
 class Run:
-    """Parameters of one run.
+    """Parameters that are stepped as one tensor.
 
     Attributes:
-        params: the DTensors, in the order of storage.
+        params: the DTensors, in storage order.
         locals: their local tensors.
-        numels: the elements of each.
-        numel: of all.
+        numels: the number of elements of each.
+        numel: the number of elements of all.
         flat: their shards, a view of storage: ``[numel]``.
-        state: what the optimizer keeps for ``flat``.
-        entries: what it keeps for each parameter.
-        scalars: of each scalar in ``state``, one for each parameter.
+        state: the optimizer's state for ``flat``.
+        scalars: for each scalar in ``state``, a tensor with the scalars of the parameters: ``[len(params)]``.
     """
 
     def __init__(self, sharded: Sequence[ShardedParam], states: States):
@@ -44,7 +42,7 @@ class Run:
         self.numels = [local.numel() for local in self.locals]
         self.numel = sum(self.numels)
         piece = place_of(first)
-        # A version counter of its own: for autograd, a step is no write to the storage.
+        # ``.data`` has a version counter of its own, so that autograd does not see a step as a write to the storage.
         self.flat = piece.flat.narrow(0, piece.offset, self.numel).data
         self.state: dict[str, Any] = {}
         self.scalars: dict[str, Tensor] = {}
@@ -54,7 +52,7 @@ class Run:
             self._publish(homes, states)
 
     def _home(self, values: list[Any]) -> FlatSlice | Tensor:
-        """What the optimizer is to keep for the run, of what it keeps for each parameter."""
+        """Join one state of all parameters into that of the run: a slice of a flat buffer, or a copy of a scalar."""
         if not isinstance(values[0], DTensor):
             return values[0].clone()
         pieces = [noted_slice(value._local_tensor) for value in values]
@@ -69,7 +67,7 @@ class Run:
         return FlatSlice(first.flat, first.offset, end - first.offset)
 
     def _publish(self, homes: dict[str, FlatSlice | Tensor], states: States) -> None:
-        """Give each parameter its part of what is kept for the run."""
+        """Make ``homes`` the state of the run, and give each parameter its part."""
         self.state.clear()
         self.scalars.clear()
         entries = [states[param] for param in self.params]
@@ -92,19 +90,19 @@ class Run:
                 offset += numel
 
     def follow(self, states: States) -> None:
-        """Let parameters have what the optimizer keeps for the run now, which is something else than before."""
-        # It keeps each tensor of the size of a parameter as a buffer, in which those of parameters are to lie.
+        """Publish the state of the run to its parameters, after the optimizer has replaced tensors in it."""
+        # Each tensor that is no scalar becomes a buffer, of which parameters get slices.
         homes = {name: kept if kept.dim() == 0 else FlatSlice(kept, 0, kept.numel()) for name, kept in self.state.items()}
         self._publish(homes, states)
 
 
 class Found(NamedTuple):
-    """What parameters were cut into.
+    """The runs that :func:`find_runs` has found, and the other parameters.
 
     Attributes:
         runs: the runs.
-        rest: the parameters that have to be stepped as they are.
-        is_final: whether these will be no members of runs later on, either.
+        rest: the parameters in no run, which are stepped singly.
+        is_final: whether no parameter of ``rest`` can be in a run later.
     """
 
     runs: list[Run]
@@ -115,13 +113,13 @@ class Found(NamedTuple):
 def find_runs(params: Iterable[Any], states: States, make: Callable[[Sequence[ShardedParam], States], Run] = Run) -> Found:
     """Cut parameters with gradients into as few runs as possible.
 
-    Members of none are those that ``fully_shard`` has not sharded, whose local tensors are of a subclass or have gaps, that lie
-    in memory that is not their unit's (yet), and whose gradients are laid out otherwise.
+    In no run are parameters that ``fully_shard`` has not sharded, or whose local tensors are subclasses or not contiguous.
+    Neither are parameters that do not lie in their unit's memory (yet), or whose gradient or state is laid out differently.
 
     Args:
         params: the parameters.
-        states: what the optimizer keeps for each.
-        make: makes a run of its parameters.
+        states: the optimizer's state.
+        make: makes a run of its parameters and ``states``.
     """
     known = params_with_memory()
     found: dict[ShardedParam, tuple[Any, ...]] = {}
@@ -148,29 +146,29 @@ def find_runs(params: Iterable[Any], states: States, make: Callable[[Sequence[Sh
 
 
 def place_of(sharded: ShardedParam) -> FlatSlice:
-    """Where its shard lies, without padding."""
+    """Return the slice of flat storage that holds the shard, without padding."""
     place = sharded.unit.places[sharded.local.dtype]
     return FlatSlice(place.flat, place.offset + sharded.offset, sharded.local.numel())
 
 
 def in_order(sharded: ShardedParam) -> tuple[int, int]:
-    """A key by which parameters are sorted as they lie in memory."""
+    """Return a key that sorts parameters by storage, and then by storage offset."""
     place = place_of(sharded)
     return id(place.flat), place.offset
 
 
 def _are_neighbours(one: ShardedParam, other: ShardedParam) -> bool:
-    """Whether the second shard begins where the first ends. Padding is not stepped."""
+    """Return whether the second shard begins where the first ends. Padding between them would be stepped, too."""
     return place_of(one).is_followed_by(place_of(other))
 
 
 def has_plain_shard(sharded: ShardedParam) -> bool:
-    """Whether its shard is a stretch of flat storage, which can be part of a run."""
+    """Return whether the shard is one contiguous slice of flat storage, which can be part of a run."""
     return sharded.extension is None and type(sharded.local) is Tensor and sharded.local.is_contiguous()
 
 
 def _history(sharded: ShardedParam, entry: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What has to be equal for parameters of one run; None if this one can be in none now."""
+    """Return a key that is equal for all parameters of a run, or None if the parameter cannot be in a run now."""
     if not sharded.is_bound() or not is_laid_out_alike(sharded.param.grad, sharded.param):
         return None
     history: list[Any] = []
@@ -191,7 +189,7 @@ def _has_elements_of(kept: Any, param: Any) -> bool:
 
 
 def _lies_there(kept: Any, piece: FlatSlice) -> bool:
-    """Whether this is a DTensor whose local tensor is this run of a buffer."""
+    """Return whether ``kept`` is a DTensor whose local tensor is the slice ``piece`` of a buffer."""
     lies_in = noted_slice(kept._local_tensor) if isinstance(kept, DTensor) else None
     return lies_in is not None and lies_in.flat is piece.flat and lies_in.offset == piece.offset
 

@@ -1,1 +1,1 @@
-"""Plan: which mesh, batch and policies train a model fastest on a number of GPUs, by the formulae of its step."""
+"""Plan: find the mesh, batch and policies that train a model fastest on a number of GPUs, by formulae of its step."""

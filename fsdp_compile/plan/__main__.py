@@ -2,11 +2,12 @@
 
     python -m fsdp_compile.plan train.py:build --gpus 8,64,1024 --hardware h100 --global-batch 2048
 
-``build()`` is called with the meta device as default and returns the model and its inputs, as ``fsdp_compile.explain`` takes
-them; its batch does not count. Blocks in the outermost ``nn.ModuleList`` s become units, and the rest is one.
+``build()`` is called with the meta device as default. It returns the model and its inputs, as ``fsdp_compile.explain`` takes
+them. The batch of these inputs does not count. Each block in an outermost ``nn.ModuleList`` becomes a unit; the rest is one
+unit.
 
-Searched are the splits into shards and replicas, microbatches, ways to accumulate, policies of resharding and activation
-checkpoints; of the best of each size, the schedules. Points are evaluated by formulae, and the best are traced and simulated.
+The search covers splits into shards and replicas, microbatches, ways to accumulate, resharding policies and activation
+checkpoints. Formulae evaluate the points. The best point for each number of GPUs is traced and simulated, with both schedules.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from .render import plan_table
 from .search import Search
 from .winners import check_winner, plot_scaling
 
-# Memory of the table's GPUs by data sheet, in GiB, and the part of it that tensors may fill: the rest is for CUDA, for
+# GiB of memory of the table's GPUs, by data sheet, and the part of it that tensors may fill. The rest is for CUDA, for
 # communication, and for gaps between tensors.
 _MEMORY_GIB = {"A100": 80, "H100": 80, "H200": 141, "B200": 180}
 _USABLE = 0.9
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_compile.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(target: str) -> tuple[nn.Module, Any]:
-    """The model and the inputs that a function gives.
+    """Call a function that makes a model and its inputs, with the meta device as default, and return both.
 
     Args:
         target: "file.py:function" or "package.module:function".
 
     Raises:
-        ValueError: there is no such function, or it gives something else.
+        ValueError: there is no such function, or it returns something else.
     """
     place, _, name = target.rpartition(":")
     if not place:
@@ -113,7 +114,7 @@ def _module(place: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Classes of models are looked up in it by copies.
+    # Copies of a model look up its classes in sys.modules.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

@@ -1,8 +1,8 @@
-"""Estimates of a step at many sizes: its formulae as tables of numbers, which take milliseconds instead of a trace.
+"""Estimates of a step at many sizes: tables of its formulae, which take milliseconds for each size instead of a trace.
 
-Graphs have few different expressions: equal layers share theirs. So a table holds each expression once, and for each graph how
-often it counts: in which stretch of compute between two collectives, and at which moment of its memory. A point is then a call
-of one compiled function for all expressions, a product with these counts, and the timeline of the collectives.
+Graphs have few different expressions, as equal layers share theirs. So each expression is stored once. A table of each graph
+counts how often an expression occurs: in the compute between two collectives, and in the memory at each moment. An estimate
+calls one compiled function for all expressions, multiplies the values by these counts, and simulates the collectives.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _SIZES = ("S", "R", "B", "T")
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step at one point.
+    """The cost of a step at one point.
 
     Attributes:
-        time_s: of the step.
-        exposed_s: how long compute waits for communication, by what carries it: "network" or "node".
-        products_s: how long kernels take that are bound by their flops.
-        peak_bytes: the most that lives at once.
+        time_s: the time of the step.
+        exposed_s: the time that compute waits for communication, by the wire that carries it: "network" or "node".
+        products_s: the time of kernels that are bound by their flops.
+        peak_bytes: the most bytes that live at once.
     """
 
     time_s: float
@@ -49,29 +49,29 @@ class Estimate:
 
     @property
     def exposed_share(self) -> float:
-        """The part of the step that compute waits."""
+        """The part of the step's time that compute waits for communication."""
         return sum(self.exposed_s.values()) / self.time_s
 
     @property
     def bound(self) -> str:
-        """What most of the step goes to: "compute", "memory", "network" or "node" (the links inside of one)."""
+        """The bottleneck: "compute", "memory", "network" or "node" (links inside of a node), by its part of the time."""
         exposed = sum(self.exposed_s.values())
         parts = {**self.exposed_s, "compute": self.products_s, "memory": self.time_s - exposed - self.products_s}
         return max(parts, key=lambda name: parts[name])
 
 
 class _Expressions:
-    """Expressions, each once, and one function for all of them."""
+    """Distinct expressions, and one function for all of them."""
 
     def __init__(self) -> None:
         self._index: dict[Any, int] = {}
 
     def add(self, expression: Any) -> int:
-        """The number of an expression."""
+        """Add an expression, and return its number. Equal expressions have one number."""
         return self._index.setdefault(sympy.sympify(expression), len(self._index))
 
     def compiled(self) -> Callable[[Mapping[str, int]], Sequence[float]]:
-        """A function of sizes that gives the values of all expressions, in the order of their numbers."""
+        """Make a function of sizes that returns the values of all expressions, in the order of their numbers."""
         function = sympy.lambdify([SYMBOLS[name] for name in _SIZES], list(self._index), modules="math", cse=True)
         return lambda sizes: function(*(sizes.get(name, 1) for name in _SIZES))
 
@@ -85,7 +85,7 @@ class _Collective:
 
 
 class _GraphTable:
-    """A graph as a program of stretches of compute, starts and waits, and as counts of what lives when."""
+    """A graph as a sequence of compute, starts and waits, and as counts of the storages that live at each moment."""
 
     def __init__(self, formulae: GraphFormulae, expressions: _Expressions):
         self.demands: dict[Demand, int] = {}
@@ -128,20 +128,20 @@ class _GraphTable:
         self.live = torch.unique(changes.cumsum(0), dim=0)
 
     def peak_bytes(self, values: Tensor) -> float:
-        """The most that lives inside of the graph."""
+        """Return the most bytes that live at once inside of the graph, from the values of all expressions."""
         return float((self.live @ values[self.columns]).max())
 
 
 class StepTable:
-    """The estimates of a step.
+    """A step as tables, which estimate it at other sizes.
 
     Args:
-        step: traced with symbols.
+        step: the step, traced with symbols.
         hardware, optimizer: as for :func:`fsdp_compile.explain`.
 
     Attributes:
-        own: the sizes that the step depends on, as they were.
-        batch: the batch that it was traced for.
+        own: the sizes that the step depends on, by name, as they are in the step that was given.
+        batch: the batch of the inputs that were given.
     """
 
     def __init__(self, step: SymbolicStep, hardware: Hardware, optimizer: str | float | None):
@@ -157,10 +157,13 @@ class StepTable:
         self._evaluate = expressions.compiled()
 
     def at(self, sizes: Mapping[str, int]) -> Estimate:
-        """The step at other sizes, of which those left out stay as they are; see :meth:`SymbolicStep.check`.
+        """Estimate the step at other sizes.
+
+        Args:
+            sizes: sizes by name. Sizes that are left out are those of :attr:`own`.
 
         Raises:
-            ValueError: the model does something else there.
+            ValueError: the model does something else at these sizes; see :meth:`SymbolicStep.check`.
         """
         sizes = {**self._step.values, **sizes}
         self._step.check(sizes)
@@ -180,7 +183,7 @@ class StepTable:
     def _run(
         self, table: _GraphTable, values: Tensor, layouts: Mapping[str, GroupLayout]
     ) -> tuple[float, dict[str, float], float]:
-        """Nanoseconds of a graph, of its waits by wire, and of kernels that are bound by their flops."""
+        """Return nanoseconds of a graph, of its waits by wire, and of its kernels that are bound by their flops."""
         numbers = values.tolist()
         hardware = self._hardware
         times: list[int] = []

@@ -1,4 +1,4 @@
-"""Policies: the ways to shard and to accumulate that a plan chooses from, as code that does them and as lines to paste."""
+"""Policies: the ways to shard and to accumulate that a plan chooses from. Each can run, and gives code to paste."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from torch.utils.checkpoint import checkpoint
 from ..api.sharding import fully_shard
 from ..dry_run import outermost_layers, train
 
-#: How gradients of microbatches are accumulated.
+#: Ways to accumulate gradients of microbatches; see :class:`Policy`.
 ACCUMULATIONS = ("each", "last", "kept")
-# A step is traced with as many: the first, two that do the same, the last.
+# The microbatches of a traced step: the first, two that do the same, the last.
 _TRACED_MICROBATCHES = 4
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What decides which graphs a step has.
+    """The settings that determine the graphs of a step.
 
     Attributes:
         has_replicas: whether shards are replicated (HSDP).
         reshard_after_forward: as for :func:`~fsdp_compile.fully_shard`; a number is the ranks of a node.
-        checkpoints: recompute each block in backward.
-        accumulation: "none": one microbatch; "each": gradients are reduced after each; "last": after the last one; "kept": the
-            same, and parameters stay gathered between microbatches.
-        schedule: of the backend.
-        param_dtype, reduce_dtype: of the mixed-precision policy; None: those of the parameters.
+        checkpoints: whether backward recomputes each block.
+        accumulation: "none": one microbatch. "each": reduce gradients after each microbatch. "last": reduce them after the last
+            one. "kept": as "last", with parameters that stay gathered between microbatches.
+        schedule: the option ``schedule`` of the backend.
+        param_dtype, reduce_dtype: fields of the mixed-precision policy; None: the dtypes of the parameters.
     """
 
     has_replicas: bool
@@ -45,7 +45,7 @@ class Policy:
     reduce_dtype: torch.dtype | None = None
 
     def shard(self, model: Any, device_mesh: DeviceMesh) -> None:
-        """A unit for each of the outermost layers, and one for the rest."""
+        """Shard a model, with a unit for each of the outermost layers and one for the rest. Add checkpoints if chosen."""
         precision = MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
         layers = list(outermost_layers(model))
         for layer in layers:
@@ -56,11 +56,11 @@ class Policy:
 
     @property
     def step(self) -> Callable[..., Any]:
-        """One step, over as many microbatches as tell how it goes on with more."""
+        """A function that runs one step, with enough microbatches to derive a step with more of them."""
         return train if self.accumulation == "none" else functools.partial(self.accumulate, _TRACED_MICROBATCHES)
 
     def accumulate(self, microbatches: int, compiled: Any, *args: Any, **kwargs: Any) -> None:
-        """One step over so many microbatches."""
+        """Run one step of ``microbatches`` microbatches."""
         for index in range(microbatches):
             is_last = index == microbatches - 1
             if self.accumulation != "each":
@@ -70,10 +70,10 @@ class Policy:
             train(compiled, *args, **kwargs)
 
     def lines(self, shards: int, replicas: int, microbatches: int, layers: str) -> list[str]:
-        """The lines that do this.
+        """Return the lines of Python that apply the policy.
 
         Args:
-            shards, replicas, microbatches: the numbers.
+            shards, replicas, microbatches: the numbers in the lines.
             layers: an expression for the list of blocks.
         """
         shape = f"({replicas}, {shards})" if self.has_replicas else f"({shards},)"
@@ -108,7 +108,7 @@ class Policy:
 
 
 def path_of_layers(model: nn.Module) -> str:
-    """An expression for the blocks of a model: its outermost module lists."""
+    """Return a Python expression for the blocks of a model, which are in its outermost module lists."""
     paths = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
     found = [f"model.{path}" for path in outer]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def plan_table(search: Search, gpus: int, points: Sequence[Point], winner: Winner, layers: str) -> str:
-    """The best points for a number of GPUs, and what the first of them is when it is traced."""
+    """Format the best points for a number of GPUs: a table, the traced winner, and the winner's code."""
     rows = [["shards x replicas", "microbatches", f"{search.unit}/s each", "step", "exposed", "memory", "bound by", "policy"]]
     for point in points:
         estimate = point.estimate

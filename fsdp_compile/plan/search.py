@@ -1,8 +1,8 @@
-"""Search: the points of a plan, and how good each is by the formulae of its policy.
+"""Search: find the fastest points for a number of GPUs, by the formulae of each policy.
 
-For each number of GPUs, all splits into shards and replicas and all microbatches are tried, with a few policies first. Then one
-choice after the other of the best is changed, as long as that makes anything better. Each policy has graphs of its own, which
-are traced when it is first needed; splits, batches and microbatches are symbols in its formulae.
+The search tries all splits into shards and replicas and all microbatches, with a few policies first. Then it changes one
+setting of the best policy at a time, until no change is better. Each policy has graphs of its own, which are traced when the
+policy is first needed. Splits, batches and microbatches are symbols in the formulae.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Point:
     """A way to train on a number of GPUs.
 
     Attributes:
-        policy: the policies.
-        shards, replicas: the mesh.
-        batch, microbatches: of each rank.
-        estimate: by the formulae.
+        policy: the policy.
+        shards, replicas: the sizes of the mesh.
+        batch: sequences of a rank in one microbatch.
+        microbatches: microbatches of a rank in one step.
+        estimate: the cost of the step, by the formulae.
     """
 
     policy: Policy
@@ -46,7 +47,7 @@ class Point:
         return self.shards * self.replicas
 
     def sequences_per_s(self) -> float:
-        """What a rank gets done."""
+        """Return the sequences that a rank processes in a second."""
         return self.batch * self.microbatches / self.estimate.time_s
 
 
@@ -57,16 +58,16 @@ class Search:
     Args:
         model, inputs: as for :func:`fsdp_compile.explain`.
         hardware: the machine.
-        global_batch: sequences of a step, of all ranks.
-        memory_bytes: the most that a rank may hold.
-        base: of which the policies are variants.
+        global_batch: the sequences of a step, over all ranks.
+        memory_bytes: the most bytes that a rank may hold.
+        base: the policy whose variants are tried.
         optimizer: as for :func:`fsdp_compile.explain`.
-        tell: is told what is being traced.
+        tell: called with a message before each trace.
 
     Attributes:
-        points: how many were evaluated.
-        evaluating_s, tracing_s: how long that took, and the traces for it.
-        refused: why points were not, each reason once.
+        points: the number of points evaluated.
+        evaluating_s, tracing_s: seconds that evaluating points took, and that tracing policies took.
+        refused: reasons why points or policies were not evaluated, each once, as keys.
     """
 
     model: nn.Module
@@ -85,20 +86,20 @@ class Search:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, of all ranks; sequences, if the inputs do not say how long these are."""
+        """The tokens of a step over all ranks; the sequences, if inputs do not tell the length of a sequence."""
         return self.global_batch * symbolic_inputs(self.inputs).own.get("T", 1)
 
     @property
     def unit(self) -> str:
-        """What :attr:`tokens` counts."""
+        """The unit of :attr:`tokens`: "tokens" or "sequences"."""
         return "tokens" if "T" in symbolic_inputs(self.inputs).own else "sequences"
 
     def best(self, gpus: int, count: int = 3) -> list[Point]:
-        """The fastest points that fit, the best first.
+        """Return the fastest points that fit, the best first.
 
         Args:
             gpus: the number of ranks.
-            count: how many.
+            count: the most points to return.
         """
         found: dict[tuple[Any, ...], Point] = {}
         tried: set[Policy] = set()
@@ -113,7 +114,7 @@ class Search:
         return _ranked(self._fitting(found))[:count]
 
     def least_memory(self, gpus: int) -> Point | None:
-        """The point that holds least, whether it fits or not; None: there is none."""
+        """Return the point with the lowest peak of memory, whether it fits or not; None: there is no point."""
         points = [point for policy in self._first() if self._is_possible(policy, gpus) for point in self._points(policy, gpus)]
         return min(points, key=lambda point: point.estimate.peak_bytes, default=None)
 
@@ -138,7 +139,7 @@ class Search:
         return any(True for _ in self._sizes(policy, gpus))
 
     def _sizes(self, policy: Policy, gpus: int) -> Iterator[dict[str, int]]:
-        """The sizes of all points of a policy."""
+        """Yield the sizes of all points of a policy."""
         if self.global_batch % gpus:
             self.refused[f"{gpus} GPUs do not divide a global batch of {self.global_batch}"] = None
             return
@@ -176,7 +177,7 @@ class Search:
     def _table(self, policy: Policy) -> StepTable | None:
         if policy not in self._tables:
             self.tell(f"tracing: {'replicas, ' if policy.has_replicas else ''}{policy}")
-            # More ranks than a node has, so that parameters can be resharded to one.
+            # More ranks than a node has, so that parameters can be resharded to one node.
             shards = 2 * self.hardware.ranks_per_node
             mesh_shape = (2, shards) if policy.has_replicas else (shards,)
             options = {"schedule": policy.schedule}

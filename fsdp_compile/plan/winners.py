@@ -1,4 +1,4 @@
-"""Winners: the best points of a plan, traced and simulated at their own sizes, with both schedules; and how they scale."""
+"""Winners: the best points of a plan, traced and simulated at their own sizes with both schedules, and a plot of them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Winner:
     """A point that was traced.
 
     Attributes:
-        point: the point, with the schedule that is faster.
-        report: on its step.
-        other: on the same with the other schedule; None: it does not fit.
+        point: the point, with the faster schedule.
+        report: the report on its step.
+        other: the report on the step with the other schedule; None: the schedule "auto" does not fit.
     """
 
     point: Point
@@ -37,7 +37,10 @@ class Winner:
 
 
 def check_winner(search: Search, point: Point) -> Winner:
-    """Trace a point with both schedules and simulate it."""
+    """Trace and simulate a point with both schedules.
+
+    The faster schedule wins; "auto" counts only if it fits.
+    """
     reports = {schedule: _report(search, point, schedule) for schedule in ("default", "auto")}
     fitting = {
         schedule: report
@@ -67,7 +70,7 @@ def _report(search: Search, point: Point, schedule: str) -> Report:
 
 
 def _with_batch(inputs: Any, batch: int) -> Any:
-    """Inputs with another first size, where they have that of the first of them."""
+    """Resize inputs to another batch: each tensor whose first size is that of the first tensor."""
     first = next(value.size(0) for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.dim())
 
     def resized(value: Tensor) -> Tensor:
@@ -79,7 +82,11 @@ def _with_batch(inputs: Any, batch: int) -> Any:
 
 
 def plot_scaling(path: str | os.PathLike[str], search: Search, winners: Sequence[Winner]) -> None:
-    """Draw what the best points get done in a second over the numbers of GPUs, with the line of the ideal."""
+    """Plot :attr:`Search.tokens` per second over the number of GPUs, with a line of ideal scaling, and write it to ``path``.
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

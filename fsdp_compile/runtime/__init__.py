@@ -1,1 +1,1 @@
-"""Runs around graphs, and without any: plans, gathers, gradients, agreement between ranks."""
+"""Runtime code around graphs, and for uncompiled models: plans, gathers, gradients, agreement between ranks."""

@@ -5,11 +5,11 @@ Ranks that issue different collectives hang, or mix up data. A *program* is a gr
 name. If two ranks have different programs, all ranks raise. :mod:`fsdp_compile.runtime.course` decides when to compare.
 
 The comparison uses the store of the process group. A collective would hang on the very differences that it is to find, and
-backward lowers graphs while other collectives are in flight. Every rank posts its program; the first rank of the group compares
-them and posts a verdict.
+backward lowers graphs while other collectives are in flight. Every rank posts its program. The first rank of the group compares
+the programs and posts a verdict.
 
-Ranks remember what they agreed on and do not compare it again. So a rank may recompile alone, for an input of another size
-say, as long as the new graph communicates like an earlier one.
+Ranks remember the programs that they agreed on and do not compare them again. So a rank may recompile alone, for an input of
+another size say, as long as the new graph communicates like an earlier one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARN_AFTER_S = 30.0
 _AGREED = "agreed"
 _DIGEST_LENGTH = len(digest([]))
 _SHOWN_COLLECTIVES = 3
-# After so many seconds, a rank that waits looks for the failures of other ranks.
+# Seconds after which a rank that waits looks for failures of other ranks.
 _LATE_S = 0.3
 WHAT_TO_LOOK_FOR = (
     "All ranks must run the same graphs, and the same operators outside of graphs, in the same order. Possible causes: the "
@@ -51,13 +51,13 @@ class RanksDisagree(RuntimeError):
 
 @dataclass(frozen=True)
 class Program:
-    """Something that communicates: a graph, or an operator outside of one.
+    """A graph, or an operator outside of graphs, that communicates.
 
     Attributes:
         title: the kind of graph, or the operator.
         lines: a graph's collectives, for messages; empty for an operator.
-        compared: those parts of the collectives that have to be equal on all ranks.
-        is_graph: whether it is a graph.
+        compared: the parts of the collectives that must be equal on all ranks.
+        is_graph: whether the program is a graph.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Program:
         return digest([self.title, *self.compared])
 
     def __str__(self) -> str:
-        """The title and where a graph begins."""
+        """Return the title, and the first collectives of a graph."""
         if not self.is_graph:
             return self.title
         first = "; ".join(f"{number}: {line}" for number, line in enumerate(self.lines[:_SHOWN_COLLECTIVES], start=1))
@@ -79,13 +79,13 @@ class Program:
 
 @dataclass(frozen=True)
 class _Post:
-    """A program that a rank is about to run, and a description of what it has run before."""
+    """A program that a rank is about to run, and a description of the rank's history."""
 
     program: Program
     before: str
 
     def pack(self) -> str:
-        """The post as text: a digest, then the compressed contents."""
+        """Return the post as text: a digest, then the compressed contents."""
         program = self.program
         text = json.dumps([program.title, program.lines, program.compared, program.is_graph, self.before])
         return digest([program.digest, self.before]) + b85encode(zlib.compress(text.encode())).decode()
@@ -105,10 +105,10 @@ class Ballot:
         rank: the global rank of this process.
         label: the role of the group in the mesh.
         timeout_s: seconds after which a comparison without all ranks fails.
-        warn_after_s: seconds after which it warns.
+        warn_after_s: seconds after which a comparison without all ranks warns; None: :data:`WARN_AFTER_S`.
 
     Attributes:
-        asking: while this rank waits for the others: the number of the comparison, and this rank's program.
+        asking: the number of the comparison in which this rank waits, and this rank's program; None: this rank does not wait.
         passed: the number of the last comparison that succeeded.
     """
 
@@ -141,13 +141,17 @@ class Ballot:
         return f"fsdp_compile/agreement/{self._life}"
 
     def agree(self, program: Program, before: str = "") -> bool:
-        """Compare a program with those of the other ranks, unless they have agreed on one like it before.
+        """Compare a program with the programs of other ranks, unless the ranks have agreed on an equal one before.
+
+        Args:
+            program: the program.
+            before: a description of this rank's history.
 
         Returns:
-            Whether they had to compare.
+            Whether the ranks had to compare.
 
         Raises:
-            RanksDisagree: the programs differ, or some ranks did not post one in time.
+            RanksDisagree: programs or histories differ, or some ranks did not post theirs in time.
         """
         if program.digest in self._agreed:
             return False
@@ -155,7 +159,7 @@ class Ballot:
         return True
 
     def compare(self, program: Program, before: str = "") -> None:
-        """Wait until all ranks have posted a program like this one, and have run the same before.
+        """Wait until all ranks have posted an equal program with an equal history. The arguments are those of :meth:`agree`.
 
         Raises:
             RanksDisagree: programs or histories differ, or some ranks did not post theirs in time.
@@ -176,18 +180,18 @@ class Ballot:
         verdict = self.store.get(self._verdict()).decode()
         if verdict != _AGREED:
             raise RanksDisagree(verdict)
-        # Before this rank runs the program: see Course.
+        # Set before this rank runs the program, as Course._judge assumes.
         self.passed = self._number
         self._agreed.add(post.program.digest)
         self.store.delete_key(self._post(self.rank))
 
     def fail(self, reason: str) -> None:
-        """Make the next comparison of the other ranks raise, also one that they wait in already."""
+        """Make the next comparison of the other ranks raise, even if they wait in it already."""
         self._number += 1
         self.store.set(self._verdict(), reason)
 
     def failure(self) -> str:
-        """The failure that a rank of this group announced; empty: none."""
+        """Return the failure that a rank of this group announced, or an empty string."""
         key = f"{self.prefix}/failed"
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
@@ -196,7 +200,7 @@ class Ballot:
         self.store.compare_set(f"{self.prefix}/failed", "", reason)
 
     def _judge(self, program: Program) -> None:
-        """Post the verdict, as the first of the ranks."""
+        """Wait for all posts, and post the verdict. Only the first rank of the group does so."""
         posts = [self._post(rank) for rank in self.ranks]
         try:
             self._wait(lambda: self.store.check(posts) or self.store.check([self._verdict()]), program)
@@ -210,7 +214,7 @@ class Ballot:
         self.store.set(self._verdict(), self._compare(self.store.multi_get(posts)))
 
     def _compare(self, packed: Sequence[bytes]) -> str:
-        """The verdict on what the ranks posted."""
+        """Return the verdict on the posts of all ranks: ``_AGREED``, or the error message."""
         posts = {post[:_DIGEST_LENGTH]: post for post in packed}
         if len(posts) == 1:
             return _AGREED
@@ -224,7 +228,7 @@ class Ballot:
         return f"{_first_difference(self.label, programs)}\n{WHAT_TO_LOOK_FOR}"
 
     def _wait(self, is_over: Callable[[], bool], program: Program) -> None:
-        # Polls, as a blocking wait of the store would occupy a connection that other threads may need.
+        # Poll: a blocking wait would occupy a connection to the store that other threads may need.
         start = time.monotonic()
         warned = False
         while not is_over():
@@ -250,7 +254,7 @@ class Ballot:
     def _missing(self, program: Program) -> str:
         missing = [rank for rank in self.ranks if not self.store.check([self._post(rank)])]
         return (
-            # Where none is missing, the first rank has all posts but has not posted the verdict.
+            # If no post is missing, the first rank has not posted the verdict yet.
             f"Rank {self.rank} waits for {ranks_text(missing or self.ranks[:1])} (process group {self.label}) to reach the "
             f"same point. Rank {self.rank} is about to run {'a ' * program.is_graph}{program}."
         )
@@ -266,11 +270,11 @@ class Ballot:
 
 
 def disagreement(label: str, sides: Mapping[str, str]) -> str:
-    """The message about ranks that run different programs.
+    """Return the error message for ranks that run different programs.
 
     Args:
         label: the role of their process group in the mesh.
-        sides: ranks, and the program that they run.
+        sides: the program of each set of ranks, both as text.
     """
     lines = [
         f"The ranks of process group {label} run different programs, and would hang or mix up data:",
@@ -280,10 +284,10 @@ def disagreement(label: str, sides: Mapping[str, str]) -> str:
 
 
 def _first_difference(label: str, programs: Sequence[tuple[str, Program]]) -> str:
-    """The message about the first collective at which programs differ, with that of each rank."""
+    """Return the error message for the first collective at which programs differ, with the collective of each rank."""
     shown = [[program.title, *program.lines] for _, program in programs]
     compared = [[program.title, *program.compared] for _, program in programs]
-    # Names may differ where nothing is wrong (see passes.lowering.collective_sequence).
+    # Compared parts come first: shown names may differ where nothing is wrong (see passes.lowering.collective_sequence).
     position = min(_differences(shown), key=lambda position: (position not in _differences(compared), position))
     difference = f"The first difference is at collective {position}" if position else "They are programs of different kinds"
     lines = [
@@ -297,12 +301,12 @@ def _first_difference(label: str, programs: Sequence[tuple[str, Program]]) -> st
 
 
 def _differences(sequences: Sequence[Sequence[str]]) -> list[int]:
-    """The positions at which sequences differ."""
+    """Return the positions at which sequences differ."""
     return [position for position, lines in enumerate(zip_longest(*sequences)) if len(set(lines)) > 1]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks as text: "rank 3", or "ranks 0-6, 9"."""
+    """Format ranks as text: "rank 3", or "ranks 0-6, 9"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

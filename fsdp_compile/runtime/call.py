@@ -1,4 +1,4 @@
-"""One call of a graph: whose parameters it is about, and what it binds, releases and lands for them."""
+"""One call of a graph: its parameters, the extra inputs that are bound and released, and the extra outputs that land."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Gradients:
     """A bucket of gradients in one call of a graph.
 
     Attributes:
-        params: whose gradients they are.
+        params: the parameters of the gradients.
         like: an empty tensor with dtype and device of the reduction.
         grad_dtype: dtype of the reduced gradients.
-        reduction: what the graph does about them.
-        factors: the divide factors of that.
-        updates: the updates of the parameters, if the graph updates them.
+        reduction: the graph's plan for the gradients.
+        factors: the divide factors of ``reduction``.
+        updates: the update of each parameter, if the graph updates them.
     """
 
     def __init__(self, params: list[ShardedParam], like: Tensor, grad_dtype: torch.dtype):
@@ -69,19 +69,19 @@ class Gradients:
         return self.params[0].unit
 
     def plan(self) -> Reduction:
-        """Decide what the graph does, by the unit's flags and what earlier microbatches have left."""
+        """Plan the reduction, by the unit's flags and the gradients that earlier microbatches left."""
         self.reduction, self.factors = reduction_of(self.unit, self.params, self.like)
         if self.reduction.updates:
             self.updates = tuple(_updater(param).planned(param) for param in self.params)
         return self.reduction
 
     def leave_out(self) -> Reduction:
-        """Decide for gradients that were not asked for: the graph returns them as they are, and they are dropped."""
+        """Plan for gradients that were not asked for: the graph does not reduce them, and :meth:`Call.land` drops them."""
         self.reduction, self.factors = Reduction(Sync.NONE), ()
         return self.reduction
 
     def merge(self, params: list[ShardedParam]) -> Gradients:
-        """Gradients of these parameters, of which some are of this bucket, and the rest of buckets that do the same."""
+        """Make a bucket of the gradients of ``params``, which come from this bucket and from others with an equal plan."""
         merged = Gradients(params, self.like, self.grad_dtype)
         merged.reduction, merged.factors = self.reduction, self.factors
         return merged
@@ -91,14 +91,15 @@ class Call:
     """One call of a graph.
 
     Args:
-        inputs: the graph's inputs.
-        owners: whose shards they are.
-        args: what it is called with.
+        inputs: the graph's inputs that are shards.
+        owners: the parameters of shards that a saved-tensor hook replaced.
+        args: the arguments of the call.
 
     Attributes:
-        gathers: for each bucket of gathers its parameters; None where the graph does not tell.
-        gradients: its gradients, by what shares a collective.
-        units: the units that it works for, by their names in the graph.
+        gathers: the parameters of each bucket of gathers; None for a bucket that is gathered in any case
+            (:attr:`.GraphInputs.gathers`).
+        gradients: the gradients, a bucket for each collective.
+        units: the units that the graph works for, by their names in the graph.
     """
 
     def __init__(self, inputs: GraphInputs, owners: Owners, args: list[Any]):
@@ -112,25 +113,25 @@ class Call:
         self.units = {name: self.param(member).unit for name, member in inputs.units.items()}
 
     def param(self, index: int) -> ShardedParam:
-        """The parameter whose shard an input is."""
+        """Return the parameter whose shard is the input of this index."""
         return self._owners.of(self._args[index], self._inputs.names[index])
 
     def accumulates(self) -> bool:
-        """Whether the backward that runs is to accumulate gradients of parameters."""
+        """Return whether the running backward accumulates gradients of parameters."""
         shards = [param.shard for bucket in self.gradients for param in bucket.params]
-        # One may have been frozen since forward.
+        # Some parameters may have been frozen since forward.
         shard = next((shard for shard in shards if shard.requires_grad), None)
         return shard is not None and accumulates(shard)
 
     def regroup(self, groups: Sequence[Group]) -> None:
-        """Take gradients as a variant of the graph reduces them: those that it merges have one plan, and equal factors."""
+        """Regroup gradients as a variant of the graph reduces them. Merged gradients have equal plans and factors."""
         buckets = self.gradients
         self.gradients = [
             buckets[group[0][0]].merge([buckets[index].params[position] for index, position in group]) for group in groups
         ]
 
     def release(self, *, is_backward: bool) -> None:
-        """Leave what the graph consumes to the graph alone, so that its memory is free after the last use."""
+        """Drop the references to tensors that the graph consumes, so that the graph frees each after its last use."""
         for bucket in self.gradients:
             for param in bucket.params:
                 if bucket.reduction.sync is not Sync.NONE:
@@ -144,8 +145,7 @@ class Call:
                         param.state.drop_full()
 
     def released(self, slots: Sequence[InputSlot], *, is_backward: bool) -> dict[int, int]:
-        """Of the extra inputs those that :meth:`release` leaves to the graph alone as gathered parameters: by their places, the
-        bytes of each."""
+        """Return the bytes of each gathered parameter that :meth:`release` leaves to the graph, by its index in ``slots``."""
         found = {}
         for index, slot in enumerate(slots):
             if is_backward and isinstance(slot, FullParameter):
@@ -163,9 +163,9 @@ class Call:
         """Put extra outputs where the next graph, or the user, finds them.
 
         Args:
-            slots: what they are.
+            slots: the kind of each output.
             values: the outputs.
-            gradients: gradients, too; otherwise these are dropped.
+            gradients: whether gradients land; if not, they are dropped.
         """
         for slot, value in zip(slots, values, strict=True):
             if gradients or isinstance(slot, FullParameter):
@@ -177,7 +177,7 @@ class Call:
                 reduced(bucket.params)
 
 
-# For each kind of slot what binds it, and what lands it.
+# The functions that bind an input of each kind, or land an output.
 
 
 def _bind_storage(call: Call, slot: StorageRun) -> Tensor:

@@ -1,21 +1,22 @@
 """Course: the sequence of programs that the ranks of a process group run.
 
-A *program* is a lowered graph, or an operator that communicates outside of a graph. The n-th program over a group has to be the
+A *program* is a lowered graph, or an operator that communicates outside of a graph. The n-th program over a group must be the
 same on all ranks. Three mechanisms ensure that:
 
-**Comparisons.** A rank compares a graph with the other ranks when it lowers it (:mod:`fsdp_compile.runtime.agreement`), and a
-program when it is about to run it after another one for the first time. Ranks with equal histories compare at the same points.
-A step that repeats an earlier one compares nothing, nor does an operator that follows an operator: a model that is not compiled
-never compares.
+**Comparisons.** Ranks compare a graph when they lower it (:mod:`fsdp_compile.runtime.agreement`). They compare a program when
+it is about to follow another program for the first time. Ranks with equal histories compare at the same points. A step that
+repeats an earlier step compares nothing. An operator that follows an operator is not compared either, so a model that is not
+compiled never compares.
 
-**A watchdog.** A rank that waits in a comparison may wait for a rank that is blocked in a collective. So in each process a
-thread notices when a program or a comparison takes long. It then posts how far this rank is, and reads the posts of other
-ranks. It is an error if a rank that is not ahead of this one has another history, or waits in a comparison that this rank did
-not take part in. A rank that is behind with an equal history is only slow. The error is announced to all ranks of the group,
-and of groups that share programs with it; Gloo's connections are closed, so that blocked ranks fail, too.
+**A watchdog.** A rank that waits in a comparison may wait for a rank that is blocked in a collective. So each process has a
+thread that notices when a program or a comparison takes long. The thread posts the position of this rank, and reads the
+positions of other ranks. It judges only ranks that have run no more programs than this rank. A rank that has run fewer
+programs, with an equal history, is only slow. It is an error if a rank has another history, or waits in a comparison that this
+rank has skipped. The error is announced to all ranks of the group, and of groups that share programs with it. Gloo's
+connections are closed, so that blocked ranks fail, too.
 
-**Tags.** Over Gloo on the CPU, messages are tagged with a number computed from all that the rank has run. Ranks with different
-histories never read each other's messages, also where no comparison took place: they wait until the watchdog finds them.
+**Tags.** Over Gloo on the CPU, messages are tagged with a number computed from all programs that the rank has run. So ranks
+with different histories never read each other's messages, even without a comparison: they wait until the watchdog finds them.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from passes.lowering.collective_sequence import Collective, by_unit, identities
 
 from .agreement import Ballot, Program, RanksDisagree, disagreement, ranks_text
 
-#: Roles of process groups that parameters are sharded over, or have replicas on. Each has a course of its own.
+#: Roles of process groups that parameters are sharded or replicated over. Each such group has a course of its own.
 SHARDING_ROLES = ("shard", "replicate", "reduce")
 #: How often the watchdog looks, in seconds.
 _TICK_S = 0.25
-#: Seconds after which a program counts as slow. An accelerator's programs end long after their launch, which is all we see.
+#: Seconds after which a program counts as slow. We see only the launch of an accelerator's program, which ends long after.
 _SLOW_S, _SLOW_ON_ACCELERATOR_S = 1.0, 5.0
 _MAX_PAUSE_S = 5.0
 #: Seconds for which a failed program waits for another rank to announce the reason.
@@ -59,12 +60,13 @@ _MASK = (1 << 64) - 1
 
 
 class _Known:
-    """A program that a course has met.
+    """A program in a course.
 
     Attributes:
         program: the program; None: the beginning of the course.
-        key: a number that is the same on all ranks.
-        follows: the programs after which all ranks agreed to run it.
+        is_graph: whether the program is a graph.
+        key: a number computed from the program, the same on all ranks.
+        follows: the programs after which all ranks agreed to run this one.
     """
 
     __slots__ = ("follows", "is_graph", "key", "program")
@@ -80,7 +82,7 @@ class _Known:
 
 
 class _Step(NamedTuple):
-    """The position of a rank: the number of its last program, that program, and a hash of all programs up to it."""
+    """The position of a rank: the number of its last program, that program, and a hash of all its programs so far."""
 
     number: int
     known: _Known
@@ -92,7 +94,7 @@ class Course:
 
     Args:
         ballot: compares programs with the other ranks of the group.
-        group_name: name of the group.
+        group_name: name of the process group.
         has_tags: whether messages over the group can carry tags.
         is_asynchronous: whether a program returns to Python before its collectives are done.
     """
@@ -100,11 +102,11 @@ class Course:
     def __init__(self, ballot: Ballot, group_name: str, *, has_tags: bool = False, is_asynchronous: bool = False):
         self.ballot = ballot
         self.failure = ""
-        #: The thread that runs a program; 0: none does.
+        #: The identifier of the thread that runs a program; 0: no thread does.
         self.thread = 0
         #: The courses that share programs with this one, itself included.
         self.family: set[Course] = {self}
-        #: This group, and those whose ranks are a subset of its ranks.
+        #: Names of this group, and of groups that have no course of their own because their ranks are in this group.
         self.group_names = {group_name}
         self.group_name = group_name
         self._has_tags = has_tags
@@ -119,37 +121,43 @@ class Course:
         self._neighbours = _neighbours(ballot.ranks, ballot.rank)
 
     def includes(self, group_name: str) -> bool:
-        """Whether all ranks of a process group are ranks of this one."""
+        """Return whether all ranks of a process group are ranks of this course's group."""
         return set(dist.get_process_group_ranks(resolve_group(group_name))) <= set(self.ballot.ranks)
 
     def has_ranks_of(self, group_name: str) -> bool:
-        """Whether the ranks of a process group are those of this one."""
+        """Return whether a process group has the same ranks as this course's group."""
         return set(dist.get_process_group_ranks(resolve_group(group_name))) == set(self.ballot.ranks)
 
     def shards(self, roles: Mapping[str, str]) -> bool:
-        """Whether a model has its parameters sharded over these ranks, or replicas on them, by the roles of its groups."""
+        """Return whether a model with these ``roles`` of groups shards or replicates parameters over this group's ranks."""
         return any(role in SHARDING_ROLES and self.has_ranks_of(name) for name, role in roles.items())
 
     def know(self, program: Program) -> _Known:
-        """The program as this course knows it."""
+        """Return the entry of ``program`` in this course, and make one at the first call."""
         return self._programs.setdefault(program.digest, _Known(program))
 
     def agree(self, known: _Known) -> None:
-        """Wait until all ranks have lowered a graph like this one, unless they have agreed on one before."""
+        """Wait until all ranks have lowered an equal graph, unless they have agreed on one before.
+
+        Raises:
+            RanksDisagree: the graphs differ, or this course failed earlier.
+        """
         assert known.program is not None
         self.check()
         if self.ballot.agree(known.program, self._before()):
             known.follows.add(self._step.known)
 
     def may_run(self, known: _Known) -> bool:
-        """Whether a program may run next without a comparison."""
+        """Return whether a program may run next without a comparison."""
         return self._step.known in known.follows and not self.failure
 
     def ask(self, known: _Known) -> None:
-        """Wait until all ranks are about to run this program, unless they agreed before to run it at this point.
+        """Wait until all ranks are about to run this program, unless they agreed earlier to run it after the last one.
+
+        Two operators in a row are not compared.
 
         Raises:
-            RanksDisagree: they run something else, or this course failed earlier.
+            RanksDisagree: some rank is about to run another program, or this course failed earlier.
         """
         assert known.program is not None
         self.check()
@@ -173,9 +181,9 @@ class Course:
             message_tags[self.group_name] = mixed & 0x7FFFFFFF
 
     def reason_of(self, error: RuntimeError) -> str:
-        """Why a program failed, if it was because ranks disagree; else the empty string."""
+        """Return why a program failed if ranks disagree, else an empty string."""
         if not self.failure and ("gloo" in str(error) or "pair closure" in str(error)):
-            # A rank announces the reason before it closes connections. But one may also be closed because its process ended.
+            # A rank announces the reason before it closes connections. But a connection also closes when a process ends.
             end = time.monotonic() + _REASON_WITHIN_S
             with contextlib.suppress(RuntimeError):
                 while not self.learn_of_failure() and time.monotonic() < end:
@@ -187,15 +195,15 @@ class Course:
         title = known.program.title if known.program is not None else known
         return f"{title} (program {number} over this group, history {mixed:016x})"
 
-    # Run by the thread of the watchdog.
+    # The thread of the watchdog calls the methods below.
 
     def look(self, now: float) -> None:
-        """Compare positions with other ranks, if this one has been in a program or a comparison for long.
+        """Compare positions with other ranks, if this rank has been in a program or a comparison for long.
 
         Args:
-            now: the time in seconds.
+            now: monotonic time in seconds.
         """
-        # In this order: see _judge.
+        # Read the position before the state of the ballot, as _judge assumes.
         step, asking = self._step, self.ballot.asking
         is_busy = self.thread or asking is not None or self._is_asynchronous
         if self.failure or not is_busy or (step.number, asking) != self._seen:
@@ -221,21 +229,29 @@ class Course:
         return ""
 
     def _judge(self, step: _Step, number: int, mixed: int, title: str, asking: list[Any] | None) -> tuple[str, str] | None:
-        """This rank's program and another rank's at the same number, as text; None if they do not differ."""
+        """Compare this rank's history with the post of another rank.
+
+        Args:
+            step: the position of this rank.
+            number, mixed, title, asking: the post.
+
+        Returns:
+            The program of this rank and that of the other rank at the same number, as text; None if they do not differ.
+        """
         steps = {earlier.number: earlier for earlier in tuple(self._steps)}
         if number > step.number or number not in steps:
             return None
         if steps[number].mixed != mixed:
             return f"{steps[number].known} (program {number} over this group)", f"{title} (program {number})"
-        # The post may be old. But no rank passed a comparison that this rank did not pass; and a rank passes a comparison
-        # before it runs the compared program.
+        # The post may be old. But no comparison is passed without this rank, and a rank passes a comparison before it runs the
+        # compared program.
         if asking is not None and number + 1 in steps and number < step.number and self.ballot.passed < asking[0]:
             own = steps[number + 1].known
             return f"{own} (program {number + 1} over this group)", f"{asking[1]} (about to run, as program {number + 1})"
         return None
 
     def learn_of_failure(self) -> bool:
-        """Whether a rank of the group announced a failure, which then goes on to the groups that share programs with it."""
+        """Return whether a rank of the group announced a failure. If so, all courses that share programs fail, too."""
         if not self.failure and (reason := self.ballot.failure()):
             self.fail(reason)
         return bool(self.failure)
@@ -254,7 +270,7 @@ class Course:
 
 
 def _neighbours(ranks: Sequence[int], rank: int) -> list[int]:
-    """The ranks whose positions a rank reads: all of a small group; of a large one, those at distances of powers of two."""
+    """Return the ranks whose positions ``rank`` reads: those at distances of powers of two, which in a small group are all."""
     position, distances = ranks.index(rank), [1 << power for power in range(len(ranks).bit_length())]
     found = {ranks[(position + sign * distance) % len(ranks)] for distance in distances for sign in (1, -1)}
     return sorted(found - {rank})
@@ -266,8 +282,11 @@ _courses: weakref.WeakKeyDictionary[dist.ProcessGroup, Course] = weakref.WeakKey
 
 
 def _find_courses(group_names: Iterable[str], roles: Mapping[str, str]) -> list[Course]:
-    """The courses of process groups, in the same order on all ranks. None for a group whose ranks are all in an earlier one,
-    unless parameters are sharded over it, or have replicas there."""
+    """Return the courses of process groups, in the same order on all ranks.
+
+    A group whose ranks are all in an earlier group belongs to the course of that group. A group that parameters are sharded or
+    replicated over has a course of its own, unless an earlier group has the same ranks.
+    """
     found: list[Course] = []
     for name in dict.fromkeys(group_names):
         group = resolve_group(name)
@@ -300,14 +319,14 @@ def _course_of(group: dist.ProcessGroup, name: str, label: str) -> Course | None
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
-    """The timeout of the collectives of a group."""
+    """Return the timeout of a group's collectives in seconds."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     timeout = getattr(options, "_timeout", default_pg_timeout)
     return timeout.total_seconds()
 
 
 class _Watchdog:
-    """The watchdog: a thread that looks at all courses."""
+    """The watchdog: a thread that looks at all courses at intervals."""
 
     def __init__(self) -> None:
         self._courses: weakref.WeakSet[Course] = weakref.WeakSet()
@@ -325,7 +344,7 @@ class _Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread before the interpreter does, which would kill it inside a call of the store."""
+        """End the thread, before the interpreter kills it inside a call of the store."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * _TICK_S)
@@ -352,13 +371,13 @@ _watchdog = _Watchdog()
 class Run:
     """A program, with the courses of the process groups that it communicates over.
 
-    After :meth:`begin`, it is a context manager around the communication.
+    Call :meth:`begin`, then use the run as a context manager around the communication.
 
     Args:
-        program_over: the program, as the ranks of a course compare it.
-        group_names: names of these groups.
-        roles: the roles of groups in the mesh, by their names.
-        label: the name of its communication in profiles; empty: none besides those of its collectives.
+        program_over: returns the program as the ranks of a course compare it.
+        group_names: names of the process groups.
+        roles: the role of each group in the mesh, by name.
+        label: the name of the communication in profiles; empty: only the collectives have names.
     """
 
     def __init__(
@@ -376,16 +395,16 @@ class Run:
         self._bind()
 
     def _bind(self) -> None:
-        # Groups are new where the world was destroyed and created again.
+        # Groups are new if the default process group was destroyed and created again.
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         courses = _find_courses(self.group_names, self._roles)
         self._over = [(course, course.know(self._program_over(course))) for course in courses]
 
     def begin(self) -> None:
-        """Wait until all ranks are about to run this program, unless they agreed before to run it at this point.
+        """Wait until all ranks are about to run this program, unless they agreed earlier to run it after the last one.
 
         Raises:
-            RanksDisagree: they run something else.
+            RanksDisagree: some rank is about to run another program.
             RuntimeError: another thread runs a program over the same group.
         """
         if self._world() is not dist.group.WORLD:
@@ -430,8 +449,8 @@ def _together(over: Sequence[tuple[Course, _Known]], agree: Any, roles: Mapping[
         try:
             agree(course, known)
         except RanksDisagree as error:
-            # With replicas, ranks that share no shard group with the rank at fault would wait for ranks that do. Those of
-            # another parallelism may not compare this graph, and wait within it.
+            # Tell the other groups. With replicas, ranks that share no shard group with the rank at fault would wait for ranks
+            # that do. Ranks of another parallelism may not compare this graph, and would wait within it.
             for other, (following, _) in enumerate(over):
                 if not following.shards(roles):
                     following.ballot.announce_failure(str(error))
@@ -447,8 +466,11 @@ def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapp
     Args:
         stage: "forward" or "backward".
         sequence: the graph's collectives.
-        group_names: the roles of the process groups of the model's sharding, by their names. The ranks of these groups take
-            part even if this graph does not communicate over them: it should not on any rank.
+        group_names: the role of each process group of the model's sharding, by name. The ranks of these groups take part even
+            if the graph does not communicate over the group, as then no rank may.
+
+    Returns:
+        The graph as a program to run.
 
     Raises:
         RanksDisagree: the sequences differ, or some ranks did not post theirs in time.
@@ -456,8 +478,8 @@ def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapp
     used = {collective.group for collective in sequence}
 
     def over(course: Course) -> Program:
-        # Pieces of a parameter, of tensor parallel ranks or of experts, may be of unequal size, and in other buckets then. It
-        # is enough that ranks that shard together run everything in one order, and others what they run together.
+        # Tensor-parallel ranks, and experts, may hold pieces of unequal size, which then are in other buckets. So only ranks
+        # that shard together compare everything. Other ranks compare which units communicate, and the model's own collectives.
         if not course.shards(group_names):
             compared, groups = by_unit(sequence), {name for name in used if course.includes(name)}
         else:
@@ -471,16 +493,16 @@ def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapp
     return Run(over, [course.group_name for course in courses if course.group_names & used], group_names)
 
 
-#: Told of each operator that communicates outside of a graph, ahead of it.
+#: Functions that are called with each operator that communicates outside of a graph, as text, before it runs.
 eager_observers: list[Callable[[str], None]] = []
 
 
 def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> Run:
-    """The run of an operator that communicates outside of a graph.
+    """Tell :data:`eager_observers` of an operator that communicates outside of a graph, and return the run of the operator.
 
     Args:
         what: the operator, and the parameter or unit that it works on.
-        shape: sizes that have to be equal on all ranks, such as the parameter's.
+        shape: sizes that must be equal on all ranks, such as the parameter's.
         group_names: names of the shard group, of the replicate group (empty if it is not used), and of others.
     """
     for observe in eager_observers:
@@ -497,7 +519,7 @@ def _eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) 
 
 @contextlib.contextmanager
 def _around_eager_kernel(operator: str, shard: Tensor, name: str, shape: Sequence[int], group_names: tuple[str, ...]) -> Any:
-    # Operators know a parameter by its name within its unit.
+    # ``name`` is the parameter's name within its unit. The qualified name is found by the shard.
     param = getattr(shard, "_fsdp_sharded_param", None)
     run = eager_run(f"{operator} of {name if param is None else param.name}", tuple(shape), group_names)
     run.begin()

@@ -1,8 +1,8 @@
-"""Gradients between the graphs: where reduced ones land, where unfinished ones wait, and what ends a backward.
+"""Gradients between graphs: where reduced gradients land, where unfinished gradients wait, and how a backward ends.
 
-Reduced gradients become ``param.grad``, as DTensors over one flat buffer for each bucket, so that the next microbatch can add
-to all of them with one kernel. What waits for communication is kept per parameter, so that it is found whichever graph, or
-eager operator, goes on with it.
+Reduced gradients become ``param.grad``: DTensors over one flat buffer for each bucket. So the next microbatch can add to all of
+them with one kernel. Gradients that wait for communication are kept per parameter, so that any graph or eager operator can go
+on with them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .hook_tensors import hook_tensors
 
 
 def _averaging(unit: Unit, mesh: ShardingMesh, like: Tensor) -> tuple[Averaging, tuple[float, ...]]:
-    """How a unit's gradients of parameters on one mesh are averaged in the dtype of ``like``."""
+    """Return how a unit averages gradients on one mesh in the dtype of ``like``, and the divide factors."""
     flags = unit.flags
     settings = (
         mesh,
@@ -65,13 +65,13 @@ def _resolve_averaging(flags: SyncFlags, mesh: ShardingMesh, like: Tensor) -> tu
         )
     if flags.comm_hook_in_place or not mesh.replicate_group or flags.replica_hook is not None:
         return Averaging(), ()
-    # The hook divides by itself; what is left is the average over replicas of what it gives.
+    # The hook divides by itself. The average of its results over the replicas is left.
     averaging, factors = resolve_averaging(mesh.replicate_group, "", like.dtype, like.device, None, flags.force_sum_reduction)
     return replace(averaging, divides_gradient=False, divides_scattered=averaging.divides_gradient), factors
 
 
 def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tuple[Reduction, tuple[float, ...]]:
-    """The plan for one bucket in this backward, and its divide factors.
+    """Return the plan for one bucket in this backward, and the divide factors of the plan.
 
     Args:
         unit: the bucket's unit.
@@ -83,7 +83,7 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
     host = "" if not unit.copies else "pinned" if unit.pins_memory else "pageable"
     has_unsharded = any(param.state.unsharded_grad is not None for param in params)
     updates = may_update(params)
-    # An all-reduce style hook cannot stop half-way.
+    # An in-place hook does the all-reduce, too, so it cannot stop after the reduce-scatter.
     if not flags.reduce_grads or (in_place and mesh.replicate_group and not flags.all_reduce_grads):
         return Reduction(Sync.NONE, has_unsharded=has_unsharded), ()
     sync = Sync.ALL if flags.all_reduce_grads or not mesh.replicate_group else Sync.SCATTER
@@ -93,7 +93,7 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
         averaging,
         has_unsharded,
         any(param.state.partial_grad is not None for param in params),
-        # What is copied to the host is added to there, when it has arrived.
+        # Gradients that are copied to the host are added up there, after the copy.
         sync is Sync.ALL and not host and any(param.param.grad is not None for param in params),
         flags.reduce_scatter_groups.get(mesh.shard_group, "") if hook is None else "",
         hook,
@@ -106,17 +106,21 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
 
 
 def in_order_of_storage(params: Sequence[ShardedParam]) -> tuple[int, ...]:
-    """The indices of parameters as they lie in flat storage: a flat shard of gradients in this order can be read, and stepped
-    by, as it is."""
+    """Return the indices of ``params`` in the order of flat storage. Parameters with extensions, not in storage, come first.
+
+    Optimizers can read a flat shard of gradients in this order as it is.
+    """
     return tuple(sorted(range(len(params)), key=lambda index: (params[index].extension is None, params[index].offset)))
 
 
 def may_update(params: Sequence[ShardedParam]) -> bool:
-    """Whether a graph that reduces gradients of parameters may update these by them.
+    """Return whether a graph that reduces the gradients of ``params`` may also update these parameters.
 
-    Not unless this is all that a step has for them: no other backward is to come that reads one of them, or adds to its
-    gradient. Nor where anybody is to see a gradient: then it lands, and is consumed when the backward ends. A communication
-    hook may leave anything in the padding of a shard, which is updated along.
+    All parameters must have an optimizer in backward. Otherwise, or in one of these cases, the gradients land instead:
+
+    - Another backward of the step will read a parameter, or add to its gradient.
+    - A post-accumulate-grad hook will see a gradient. The update then follows at the end of the backward.
+    - A communication hook reduces. It may leave anything in the padding of a shard, and padding is updated, too.
     """
     unit = params[0].unit
     flags = unit.flags
@@ -132,9 +136,9 @@ def may_update(params: Sequence[ShardedParam]) -> bool:
 
 
 def flat_partial(params: Sequence[ShardedParam]) -> Tensor:
-    """The partial results of a bucket's parameters as one flat shard; those that wait lie in it afterwards.
+    """Return the partial gradients of a bucket's parameters as one flat shard, in which all of them lie afterwards.
 
-    One of them waits at least. A missing one is zero.
+    At least one parameter has a partial gradient. A missing one counts as zero.
     """
     slices = [param.state.partial_grad for param in params]
     flat = joined(slices)
@@ -148,9 +152,9 @@ def flat_partial(params: Sequence[ShardedParam]) -> Tensor:
 
 
 def unsharded_grad(param: ShardedParam, like: Tensor) -> Tensor:
-    """The full gradient of earlier microbatches, which a graph may add to in place.
+    """Return the full gradient of earlier microbatches, which a graph may add to in place.
 
-    Where there is none, zeros take its place from now on, with dtype and device of ``like``. That may be a fake tensor.
+    If there is none, make one of zeros, with dtype and device of ``like``, and keep it. ``like`` may be a fake tensor.
     """
     if param.state.unsharded_grad is None:
         param.state.unsharded_grad = torch.zeros(param.shape, dtype=like.dtype, device=like.device)
@@ -158,15 +162,16 @@ def unsharded_grad(param: ShardedParam, like: Tensor) -> Tensor:
 
 
 def keep_partial(params: Sequence[ShardedParam], flat: Tensor) -> None:
-    """Let the shards of a flat partial result wait for a later all-reduce."""
+    """Keep the shards of a flat partial result for a later all-reduce."""
     for param, piece in zip(params, _slices(params, flat), strict=True):
         param.state.partial_grad = piece
 
 
 def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
-    """``param.grad`` of a bucket's parameters as one flat shard, to add to in place.
+    """Return ``param.grad`` of a bucket's parameters as one flat shard, to add to in place.
 
-    They lie in it already unless the user replaced one; then they move into a new buffer. A missing one is zero.
+    Normally the gradients lie in one flat shard already. If the user replaced one, all move into a new buffer of ``dtype``, in
+    which a missing gradient is zero.
     """
     flat = joined([grad_slice(param.param) for param in params])
     if flat is None:
@@ -181,9 +186,9 @@ def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
 
 
 def land_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
-    """Set ``param.grad`` of a bucket's parameters to their runs of the flat shard of their gradients.
+    """Set ``param.grad`` of a bucket's parameters to their runs of ``flat``, the flat shard of reduced gradients.
 
-    A shard that is being copied to the host lands when the backward that runs ends, so that nothing waits for it before.
+    A shard that is being copied to the host lands at the end of the running backward, so that nothing waits for it before.
     """
     if not params[0].unit.copies:
         _set_gradients(params, flat)
@@ -196,7 +201,7 @@ def land_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
 
 
 def _land_on_host(arriving: Sequence[tuple[Sequence[ShardedParam], Tensor]]) -> None:
-    """Wait for gradients that are being copied to the host, and add them to those that are there."""
+    """Wait for gradients that are being copied to the host, and add them to ``param.grad`` or set it."""
     for _, flat in arriving:
         wait_on_host(flat)
     with torch.no_grad():
@@ -216,8 +221,7 @@ def _set_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
 
 
 def _land_at_home(params: Sequence[ShardedParam], flat: Tensor) -> bool:
-    """Copy the flat shard of gradients into the buffer that they lie in from step to step, if there is one. False: it did
-    nothing."""
+    """Copy the flat shard of gradients into the buffer that is kept from step to step. Return whether that was possible."""
     homes = [param.state.home for param in params]
     if homes[0] is None:
         return False
@@ -235,18 +239,18 @@ def _slices(params: Sequence[ShardedParam], flat: Tensor) -> list[FlatSlice]:
     return slices
 
 
-# The course of a backward.
+# The state of a backward.
 
 
 class _Backward:
-    """The work that one call of autograd's engine has done so far.
+    """The state of one backward, which is one call of autograd's engine.
 
     Attributes:
         scopes: trees of units that took part.
         received: for each unit, the parameters that got a gradient.
-        reduced: parameters whose hooks are due at the end, when their gradients are whole, or their updates.
+        reduced: parameters whose post-accumulate-grad hooks or updates are due at the end, when their gradients are whole.
         updated: whether graphs have updated parameters.
-        at_end: what else is due then.
+        at_end: other functions to call at the end.
         arriving: flat shards of gradients that are being copied to the host, with their parameters.
     """
 
@@ -263,7 +267,7 @@ _backwards: dict[int, _Backward] = {}
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine runs a backward, in this thread."""
+    """Return whether autograd's engine runs a backward in this thread."""
     return current_graph_task_id() != -1
 
 
@@ -276,20 +280,19 @@ def _current_backward() -> _Backward:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have something called when the backward that runs ends."""
+    """Schedule ``call`` for the end of the running backward. Equal functions are called once."""
     _current_backward().at_end[call] = None
 
 
 def receive(unit: Unit, params: Sequence[ShardedParam]) -> None:
-    """Note that parameters of a unit get gradients in the backward that runs."""
+    """Note that parameters of a unit get gradients in the running backward."""
     backward = _current_backward()
     backward.scopes[unit.scope] = None
     backward.received.setdefault(unit, set()).update(params)
 
 
 def reduced(params: Sequence[ShardedParam]) -> None:
-    """Note that gradients of parameters have landed: their post-accumulate-grad hooks, and updates, are due when the backward
-    ends."""
+    """Note that gradients of parameters have landed. Their post-accumulate-grad hooks and updates follow when backward ends."""
     backward = _current_backward()
     for param in params:
         if param.updater is not None or param.param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
@@ -321,8 +324,10 @@ def _finish_backward(task: int) -> None:
 
 
 def call_hooks(params: Iterable[ShardedParam]) -> None:
-    """Call the post-accumulate-grad hooks of parameters whose gradients have landed; then update those that an optimizer steps
-    in backward, if it was the last one of a step."""
+    """Call the post-accumulate-grad hooks of parameters whose gradients have landed, then update parameters.
+
+    Only parameters with an optimizer in backward are updated, and only after the last backward of a step.
+    """
     landed = list(params)
     for param in landed:
         for hook in list((param.param._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
@@ -344,7 +349,7 @@ def note_update(params: Sequence[ShardedParam]) -> None:
 
 
 def _forget_uses(scopes: Iterable[Scope]) -> None:
-    """After an update, forwards that no backward has followed are of no use: they have read other values."""
+    """Forget forwards that no backward has followed. After an update, they are of no use, as they have read old values."""
     for scope in scopes:
         for unit in scope.units:
             for param in unit.params:
@@ -352,10 +357,10 @@ def _forget_uses(scopes: Iterable[Scope]) -> None:
 
 
 def note_forward(params: Iterable[ShardedParam]) -> None:
-    """Note that a forward which backward may follow reads parameters.
+    """Note that a forward reads parameters, and that a backward may follow.
 
     Raises:
-        RuntimeError: a checkpoint with ``use_reentrant=True`` runs it anew in a backward, where a parameter is updated.
+        RuntimeError: a checkpoint with ``use_reentrant=True`` reruns the forward in a backward that updates a parameter.
     """
     for param in params:
         if param.updater is None or not param.param.requires_grad:
@@ -373,10 +378,10 @@ def note_forward(params: Iterable[ShardedParam]) -> None:
 
 
 def note_backward(params: Iterable[ShardedParam]) -> None:
-    """Note that the backward of a forward which has read parameters begins.
+    """Note that the backward of a forward that read parameters begins.
 
     Raises:
-        RuntimeError: one has been updated since.
+        RuntimeError: a parameter has been updated since the forward.
     """
     for param in params:
         state = param.state
@@ -396,12 +401,12 @@ def _receive_zeros(unit: Unit, backward: _Backward) -> None:
 
 
 def zeros_like_gradient(param: ShardedParam) -> Tensor:
-    """A full gradient of zeros."""
+    """Make a full gradient of zeros, in the compute dtype of the parameter."""
     return torch.zeros(param.shape, dtype=param.compute_dtype, device=param.compute_device)
 
 
 def discard(scope: Scope) -> None:
-    """Forget whatever backwards and microbatches have left of the units of a scope."""
+    """Forget running backwards of a scope, and its units' gathered parameters, waiting gradients and noted forwards."""
     for task in [task for task, backward in _backwards.items() if scope in backward.scopes]:
         del _backwards[task]
     for unit in scope.units:
@@ -418,22 +423,25 @@ _accumulates_elsewhere: Callable[[], bool | None] = lambda: None  # noqa: E731
 
 
 def set_accumulates_elsewhere(function: Callable[[], bool | None]) -> None:
-    """Have another engine than torch's say whether its backward accumulates gradients; None where it runs none."""
+    """Set the function that tells whether the backward of another engine than torch's accumulates gradients.
+
+    The function returns None while that engine runs no backward.
+    """
     global _accumulates_elsewhere
     _accumulates_elsewhere = function
 
 
 def accumulates(shard: Tensor) -> bool:
-    """Whether the backward that runs is to accumulate the gradients of parameters, of which ``shard`` is one's shard.
+    """Return whether the running backward accumulates gradients of parameters. ``shard`` is the shard of any parameter.
 
-    ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` run a compiled backward whole, which computes those of
-    parameters, too, although they were not asked for. Shards are no tensors of the user's: it is all of them or none.
+    ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` run a compiled backward whole, with gradients of parameters
+    that were not asked for. Shards are no tensors of the user's, so either all shards accumulate or none.
     """
     elsewhere = _accumulates_elsewhere()
     if elsewhere is not None:
         return elsewhere
     if not in_backward():
-        # A backward graph that is called as a function.
+        # A backward graph is called as a function, without autograd's engine.
         return True
     with torch.enable_grad():
         wanted = will_engine_execute_node(get_gradient_edge(shard).node)
@@ -443,13 +451,13 @@ def accumulates(shard: Tensor) -> bool:
 
 
 def is_asked_for(param: nn.Parameter) -> bool:
-    """Whether the backward that runs is an ``autograd.grad`` of a parameter itself."""
+    """Return whether the running backward is an ``autograd.grad`` with respect to the DTensor parameter ``param``."""
     with torch.enable_grad():
         node = get_gradient_edge(param).node
     try:
         will_engine_execute_node(node)
     except RuntimeError:
-        # How it says that a leaf's gradient is to be returned.
+        # The engine raises this when autograd.grad captures a leaf.
         return True
     return False
 
@@ -458,11 +466,11 @@ def is_asked_for(param: nn.Parameter) -> bool:
 
 
 def unreduced_gradient(param: ShardedParam, grad: Tensor) -> DTensor:
-    """A full gradient as one of the parameter: the ranks that share it have a summand each.
+    """Wrap this rank's full gradient as a gradient of the parameter: a ``Partial`` DTensor, as each rank has a summand.
 
     Raises:
-        RuntimeError: the parameter has a gradient, which is a shard and cannot be added to.
-        NotImplementedError: the parameter is on the host, and this gradient is not.
+        RuntimeError: the parameter has a reduced gradient already, a shard, to which a full one cannot be added.
+        NotImplementedError: the parameter is on the host, and the full gradient is on the device.
     """
     dtensor: Any = param.param
     if param.unit.copies:
@@ -493,10 +501,10 @@ def _is_unreduced(param: ShardedParam) -> bool:
 
 @torch.no_grad()
 def take_unreduced(unit: Unit) -> list[ShardedParam]:
-    """Let the gradients of :func:`unreduced_gradient` that lie in ``param.grad`` wait for the unit's reduction.
+    """Move gradients of :func:`unreduced_gradient` from ``param.grad`` to where they wait for the unit's reduction.
 
     Returns:
-        The parameters that have them.
+        The parameters that had such gradients.
     """
     taken = [param for param in unit.params if _is_unreduced(param)]
     for param in taken:
@@ -509,12 +517,15 @@ def take_unreduced(unit: Unit) -> list[ShardedParam]:
 
 
 def receive_gradient(param: ShardedParam, grad: Tensor) -> None:
-    """Do with one full gradient, at once, what graphs do with those of a bucket."""
+    """Accumulate or reduce one full gradient at once, as graphs do for a bucket. See :func:`receive_gradients`."""
     receive_gradients(param.unit, {param: grad})
 
 
 def receive_gradients(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:
-    """Do with full gradients of a unit, at once, what graphs do with those of a bucket."""
+    """Accumulate or reduce full gradients of a unit at once, as graphs do for a bucket.
+
+    Drop gradients of frozen parameters, and all gradients if the backward was not asked for them.
+    """
     wanted = {param: grad for param, grad in grads.items() if param.param.requires_grad and param.shard.requires_grad}
     if wanted and accumulates(next(iter(wanted)).shard):
         _take(unit, wanted)
@@ -551,10 +562,10 @@ def _take_bucket(unit: Unit, grads: Mapping[ShardedParam, Tensor]) -> None:
 
 @torch.no_grad()
 def reduce_pending(unit: Unit) -> list[ShardedParam]:
-    """Reduce what waits for communication, as far as the unit's flags say, where no backward will.
+    """Reduce gradients of a unit that no backward will reduce, as far as the unit's flags say.
 
-    These are gradients that microbatches accumulated in parameters that the last backward did not reach, or all of them, where
-    backward left them to be finalised by hand. A collective for each dtype and mesh.
+    These are gradients that microbatches accumulated in parameters that the last backward did not reach. If backward is
+    finalised by hand, they are all accumulated gradients. Each dtype and mesh has a collective.
 
     Returns:
         The parameters whose gradients have landed.
@@ -584,7 +595,7 @@ def reduce_pending(unit: Unit) -> list[ShardedParam]:
 def _reduce(
     what: str, params: Sequence[ShardedParam], grads: Sequence[Tensor], reduction: Reduction, values: Sequence[float]
 ) -> None:
-    """Reduce full gradients of one dtype, without any: what was scattered of them, beyond its replicas."""
+    """Reduce full gradients of one dtype. Without any, all-reduce the partial gradients of ``params`` over replicas."""
     mesh = params[0].mesh
     replicate_group = mesh.replicate_group if reduction.sync is Sync.ALL and not reduction.comm_hook_in_place else ""
     replicate_group = replicate_group if group_size(replicate_group) > 1 else ""
@@ -643,12 +654,13 @@ def _communicate(
 
 
 def drop_eager_gradient(shard: Tensor) -> None:
-    """Hook on shards: the gradient that autograd accumulates there stands for one that :func:`receive_gradient` got.
+    """Drop the gradient that autograd accumulated on a shard, as a post-accumulate-grad hook of the shard.
 
-    Or it is zero, which a compiled backward gives a parameter that only an unused output needs.
+    The gradient stands for one that :func:`receive_gradient` got, or is zero. A compiled backward gives zeros to a parameter
+    that only an unused output needs.
 
     Raises:
-        RuntimeError: it is neither.
+        RuntimeError: the gradient is neither.
     """
     param: ShardedParam = shard._fsdp_sharded_param  # type: ignore[attr-defined]
     backward = _backwards.get(current_graph_task_id())

@@ -1,4 +1,4 @@
-"""Whose shards the inputs of a graph are: by place, as the graph says, and in a call, as the tensors say."""
+"""The inputs of a graph that are shards: the graph tells their indices, the tensors of a call tell their parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..units.sharded_param import ShardedParam, param_in_memory
 
 
 def sharded_param(shard: Any) -> ShardedParam:
-    """The parameter that a graph input is the shard of."""
+    """Return the parameter whose shard is a graph input."""
     return shard._fsdp_sharded_param
 
 
@@ -28,7 +28,7 @@ class GradientInputs:
     """A bucket of gradients in a graph.
 
     Attributes:
-        members: the inputs that are the shards of its parameters.
+        members: the indices of the inputs that are the shards of its parameters.
         like: an empty tensor with dtype and device of the reduction.
         grad_dtype: dtype of the reduced gradients.
     """
@@ -39,19 +39,19 @@ class GradientInputs:
 
 
 class GraphInputs:
-    """The inputs of a graph that are shards, by their places.
+    """The inputs of a graph that are shards, by their indices.
 
     Args:
         graph: a graph after the preparing passes.
 
     Attributes:
-        names: for each, the names of unit and parameter in the graph.
-        units: for each unit of the graph, by its name there, one that is a shard of it.
-        read: those that the graph unshards.
+        names: for each shard, the names of unit and parameter in the graph.
+        units: for each unit, by its name in the graph, the index of one of its shards.
+        read: the indices of the shards that the graph unshards.
         gather_buckets: the buckets of the graph's gathers.
-        gathers: for each of them those of its parameters; None where it is gathered in any case: these are in a smaller group,
-            and do not tell whose they are, or they leave the bytes that they were gathered in to one.
-        gradients: the buckets of its gradients.
+        gathers: for each bucket of gathers, the indices of its shards. None for a bucket that is gathered in any case: its
+            shards are not in flat storage (extensions, smaller groups), or the graph keeps its bytes for a smaller group.
+        gradients: the buckets of the graph's gradients.
         reduction_groups: the gradients that share a collective unless a schedule merges buckets.
     """
 
@@ -90,31 +90,36 @@ class GraphInputs:
 
 
 class Owners:
-    """Whose shards a model's graphs are called with, by the names of unit and parameter in them.
+    """The parameters that a model's graphs are called with, by the names of unit and parameter in the graphs.
 
-    Graphs ask their inputs. Where a saved-tensor hook has replaced what backward finds, the input does not know. A checkpoint
-    gives a tensor in the memory of the shard. A copy (``save_on_cpu``) belongs to the parameter that the graph was compiled
-    for, unless it was called with others, too, as with equal blocks that share one graph.
+    Normally a shard among the inputs has an attribute with its parameter. A saved-tensor hook may give backward another tensor
+    in the place of the shard. The tensor of a checkpoint lies in the memory of the shard, which identifies the parameter. A
+    copy (``save_on_cpu``) belongs to the parameter that the graph was compiled for. If equal blocks share the graph, the
+    parameter of a copy cannot be told.
     """
 
     def __init__(self, params: Mapping[tuple[str, str], ShardedParam]):
-        # Compiled code must not keep a model alive, nor grow with each that is made anew.
+        # Weak, as compiled code must not keep a model alive, nor grow with each new model.
         self._seen: dict[tuple[str, str], dict[int, weakref.ref[ShardedParam]]] = {names: {} for names in params}
         for names, param in params.items():
             self.note(names, param)
 
     def note(self, names: tuple[str, str], param: ShardedParam) -> None:
-        """Note what a graph is called with."""
+        """Note that graphs are called with a parameter by these names."""
         known = self._seen[names]
         number = id(param)
         if number not in known:
             known[number] = weakref.ref(param, lambda _: known.pop(number, None))
 
     def of(self, shard: Any, names: tuple[str, str]) -> ShardedParam:
-        """The parameter of an input that goes by these names in the graph.
+        """Return the parameter of an input.
+
+        Args:
+            shard: the shard, or the tensor that a saved-tensor hook gave backward in its place.
+            names: the names of unit and parameter in the graph.
 
         Raises:
-            RuntimeError: it cannot be told.
+            RuntimeError: the input is a copy, and the names do not stand for exactly one parameter.
         """
         found = getattr(shard, "_fsdp_sharded_param", None)
         return self._find(shard, names) if found is None else found

@@ -1,4 +1,4 @@
-"""The tensors of communication hooks: made at the first reduction of a parameter, and found by every later one."""
+"""The tensors of communication hooks: made at the first reduction of a parameter, and used by every later one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..units.unit import Unit
 
 
 def hook_parameter(param: ShardedParam, dtype: torch.dtype, device: torch.device) -> HookParameter:
-    """What a hook knows of a parameter.
+    """Describe a parameter for a hook.
 
     Args:
         param: the parameter.
@@ -28,11 +28,11 @@ def hook_parameter(param: ShardedParam, dtype: torch.dtype, device: torch.device
 
 
 def hook_tensor(param: ShardedParam, name: str, like: Tensor) -> Tensor:
-    """A hook's tensor for a parameter.
+    """Return a hook's tensor for a parameter. The first call makes all tensors of the hook for it.
 
     Args:
         param: the parameter; its unit has a hook.
-        name: what the hook calls it; of a hook over replicas behind :data:`OVER_REPLICAS`.
+        name: the hook's name for the tensor, after :data:`OVER_REPLICAS` if it is the hook over replicas.
         like: a tensor with dtype and device of the reduction.
 
     Raises:
@@ -43,7 +43,13 @@ def hook_tensor(param: ShardedParam, name: str, like: Tensor) -> Tensor:
 
 
 def hook_tensors(params: Sequence[ShardedParam], like: Tensor, prefix: str = "") -> list[Tensor]:
-    """The tensors that a hook is called with for a bucket; with :data:`OVER_REPLICAS` those of the hook over replicas."""
+    """Return the tensors that a hook is called with for a bucket.
+
+    Args:
+        params: the parameters of the bucket.
+        like: a tensor with dtype and device of the reduction.
+        prefix: :data:`OVER_REPLICAS` for the hook over replicas; else empty.
+    """
     wanted = tensors_of_hook(
         _hook(params[0].unit, prefix), [_parameter(param, prefix, like.dtype, like.device) for param in params]
     )
@@ -51,7 +57,7 @@ def hook_tensors(params: Sequence[ShardedParam], like: Tensor, prefix: str = "")
 
 
 def tensors_to_save(unit: Unit) -> Iterator[tuple[ShardedParam, dict[str, Tensor]]]:
-    """What the hooks of a unit keep for each of its trainable parameters."""
+    """Yield each trainable parameter of a unit with the tensors by name that a hook keeps for it, hook by hook."""
     for param in unit.params:
         if not param.param.requires_grad:
             continue

@@ -1,6 +1,6 @@
 """The functions that eager kernels of ``unshard`` and ``reduce_grad`` call on a shard (:mod:`passes.ir.ops`).
 
-Such kernels run where a model is not compiled, or compiled by another backend.
+Such kernels run in the uncompiled rest of a compiled forward, and in graphs of another backend.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .gradients import drop_eager_gradient, note_forward, receive_gradient
 
 
 def attach(param: ShardedParam) -> None:
-    """Set the functions on a parameter's shard."""
+    """Set the functions that eager kernels call on a parameter's shard."""
     shard: Any = param.shard
     shard._fsdp_before_unshard = functools.partial(before_unshard, param)
     shard._fsdp_receive_gradient = functools.partial(receive_gradient, param)
@@ -27,11 +27,11 @@ def attach(param: ShardedParam) -> None:
 
 
 def before_unshard(param: ShardedParam) -> None:
-    """Check a parameter, and wait for the optimizer, ahead of a gather.
+    """Check a parameter before a gather, wait for the optimizer's event, and note the forward.
 
     Raises:
-        RuntimeError: another backend traced the graph when the parameter was frozen, or another parameter is registered in its
-            place.
+        RuntimeError: another backend traced the graph when the parameter was frozen, or another tensor is registered in the
+            parameter's place.
         NotImplementedError: the local tensor has a gather of its own.
     """
     if param.sync_requires_grad() and param.shard.requires_grad:

@@ -19,12 +19,15 @@ def _list_of(unit: Unit, is_backward: bool) -> tuple[Unit, ...]:
 def prefetch_lists(
     units: Mapping[str, Unit], gathering: Sequence[str], *, is_backward: bool
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The prefetch lists that say something in a graph, in names of the graph.
+    """Collect the prefetch lists that have an effect in a graph.
 
     Args:
         units: the units of the graph by name.
-        gathering: names of those that it gathers.
-        is_backward: which of their lists to take.
+        gathering: names of the units that the graph gathers.
+        is_backward: take the lists for backward rather than those for forward.
+
+    Returns:
+        For each such list the name of its unit, and the names of the listed units that the graph gathers.
     """
     names: dict[Unit, str] = {}
     found = []
@@ -33,14 +36,14 @@ def prefetch_lists(
         if listed:
             names = names or {other: other_name for other_name, other in units.items()}
             targets = tuple(dict.fromkeys(names[other] for other in listed if names.get(other) in gathering))
-            # A list without a target still takes the place of the default, if that has one.
+            # A list without a target still replaces the default, if the default would have a target.
             if targets or (name in gathering and len(set(gathering)) > 1):
                 found.append((name, targets))
     return tuple(found)
 
 
 def log_idle_lists(units: Mapping[str, Unit], *, is_backward: bool) -> None:
-    """Log which units' lists say nothing in a graph because it computes nothing of the units."""
+    """Log the units whose lists have no effect in a graph because the graph uses none of their parameters."""
     present = set(units.values())
     scopes = dict.fromkeys(unit.scope for unit in units.values())
     idle = [unit for scope in scopes for unit in scope.units if unit not in present and _list_of(unit, is_backward)]
@@ -54,7 +57,7 @@ def log_idle_lists(units: Mapping[str, Unit], *, is_backward: bool) -> None:
 
 
 def max_pending_reductions(units: Iterable[Unit]) -> int | None:
-    """How many reduce-scatters of these units may be in flight: the largest of their limits; None if none is set."""
+    """Return how many reduce-scatters of these units may be in flight: their largest limit, or None if no limit is set."""
     limits = dict.fromkeys(
         (unit.flags.max_pending_reductions, default_max_pending_reductions(replicated=bool(mesh.replicate_group)))
         for unit in units
@@ -66,7 +69,7 @@ def max_pending_reductions(units: Iterable[Unit]) -> int | None:
 
 
 def must_not_gather(unit: Unit, names: Sequence[str]) -> str:
-    """The message where a backward has to gather parameters of a unit that is not to be gathered there."""
+    """Return the error message for a backward that must gather a unit in spite of ``set_unshard_in_backward(False)``."""
     return (
         f"set_unshard_in_backward(False) was called on {unit.name or 'the root'}, but backward reads {', '.join(names)}, "
         "which has to be gathered for it. Leave the flag at True: backward gathers only what it reads."

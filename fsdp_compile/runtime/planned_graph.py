@@ -1,7 +1,7 @@
-"""Runs lowered graphs: the plan is made, extra inputs are bound, extra outputs land.
+"""Planned graphs: each call makes the plan, binds extra inputs, runs the graph lowered for that plan, and lands extra outputs.
 
-A lowered graph does not know which parameters it works on: equal blocks may share one. The shards among its inputs say it
-(:mod:`fsdp_compile.runtime.graph_inputs`).
+A lowered graph does not know which parameters it works on, as equal blocks may share a graph. The shards among its inputs
+identify the parameters (:mod:`fsdp_compile.runtime.graph_inputs`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from .unsharding import finish_unshard
 
 logger = logging.getLogger(__name__)
 
-#: Warned of: one plan, compiled for so many sizes. As many as Dynamo compiles a frame for.
+#: A warning is logged at so many variants of one plan for different sizes: as many as Dynamo compiles of a frame.
 _MANY_VARIANTS = 8
 
-#: Takes its arguments as a list, which it empties.
+#: A function that takes its arguments as a list, and empties the list.
 BoxedFunction = Callable[[list[Any]], Any]
 
 
@@ -55,10 +55,10 @@ class Variant:
 
     Attributes:
         function: the lowered graph.
-        inputs, outputs: what it takes and gives besides those of the traced graph.
-        run: what the ranks know it as.
-        reductions: the gradients that it reduces together, by bucket and position there; None: those of each bucket.
-        guard: says whether the inputs of a call have sizes that it is for; None: all have.
+        inputs, outputs: the extra inputs and outputs, besides those of the traced graph.
+        run: the variant as a program that ranks compare.
+        reductions: the gradients that each collective reduces, by bucket and position there; None: those of one bucket each.
+        guard: tells whether the variant is for the sizes of a call's inputs; None: it is for all sizes.
     """
 
     function: BoxedFunction
@@ -69,10 +69,10 @@ class Variant:
     guard: SizeGuard | None = None
 
 
-#: The range in profiles around each call of a lowered graph, by whether it is a backward graph.
+#: The name of the range in profiles around each call of a lowered graph, by whether the graph is a backward graph.
 RANGES = {False: "FSDP::forward graph", True: "FSDP::backward graph"}
 
-#: Told of each call of a graph, ahead of it: the graph, the variant that is to run, and the call.
+#: Functions that are called before each call of a graph, with the graph, the variant that will run, and the call.
 call_observers: list[Callable[[PlannedGraph, Variant, Call], None]] = []
 
 
@@ -81,10 +81,10 @@ class PlannedGraph:
 
     Args:
         gm: the graph after the preparing passes.
-        lower: lowers a graph for a plan, and the inputs of a call; None in their place where Dynamo checks sizes.
-        is_backward: which of the two it is.
-        owners: whose shards its inputs are where they do not tell.
-        can_keep: whether gathered parameters may live on: not those of a graph for inference.
+        lower: lowers the graph for a plan and for the sizes of a call's inputs. The inputs are None where Dynamo guards sizes.
+        is_backward: whether this is a backward graph.
+        owners: the parameters of inputs that do not identify their parameter.
+        can_keep: whether gathered parameters may outlive a call; False for a graph for inference.
         can_merge: whether ``lower`` may reduce gradients of several buckets together.
 
     Attributes:
@@ -113,18 +113,26 @@ class PlannedGraph:
         self._orders: tuple[tuple[int, ...], ...] | None = None
 
     def lower_ahead(self, params: dict[tuple[str, str], ShardedParam]) -> None:
-        """Lower a forward graph for the plan that its first call will have, of parameters by (unit, name) in the graph."""
+        """Lower a forward graph before its first call, for the plan of that call.
+
+        Args:
+            params: the parameters by (unit, name) in the graph.
+        """
         self._variant(self.first_plan(params), {unit: param.unit for (unit, _), param in params.items()}, None)
 
     def first_plan(self, params: Mapping[tuple[str, str], ShardedParam]) -> Plan:
-        """The plan that its first call will have, of parameters by (unit, name) in the graph."""
+        """Return the plan that the first call will have.
+
+        Args:
+            params: the parameters by (unit, name) in the graph.
+        """
 
         def of(members: Sequence[int]) -> list[ShardedParam]:
             return [params[self._inputs.names[index]] for index in members]
 
         gathers = tuple(self._gather(None if members is None else of(members)) for members in self._inputs.gathers)
         if self.is_backward:
-            # What a first forward keeps for later ones is there by then.
+            # By then, the first forward has gathered the parameters that it keeps for later graphs.
             gathers = tuple(Gather.REUSE if gather is Gather.KEEP else gather for gather in gathers)
         units = {unit: params[self._inputs.names[index]].unit for unit, index in self._inputs.units.items()}
         prefetch = self._prefetch(units, gathers)
@@ -136,7 +144,7 @@ class PlannedGraph:
     def __call__(self, args: list[Any]) -> list[Any]:
         call = Call(self._inputs, self.owners, args)
         is_wanted = self.is_backward and call.accumulates()
-        # Not for every parameter of those that no backward updates.
+        # Skipped for models without an optimizer in backward, as it takes time for each parameter.
         if any(unit.updates for unit in call.units.values()):
             if is_wanted:
                 note_backward(param for bucket in call.gradients for param in bucket.params)
@@ -159,7 +167,7 @@ class PlannedGraph:
             for index in self._inputs.read:
                 call.param(index).end_forward()
         call.release(is_backward=self.is_backward)
-        # Autograd has nothing to record here, but each functional collective would pass through its formula, in Python.
+        # Autograd records nothing here, but each functional collective would go through its autograd formula, in Python.
         with variant.run, AutoDispatchBelowAutograd(), RecordFunctionFast(RANGES[self.is_backward]):
             outputs = list(variant.function(args))
         self._hand_over([outputs[index] for index in self._offloaded])
@@ -167,7 +175,10 @@ class PlannedGraph:
         return outputs[: self._num_outputs]
 
     def _hand_over(self, offloaded: Sequence[Tensor]) -> None:
-        """Give activations on the host to autograd, which calls a hook on saved tensors with them at once, if there is one."""
+        """Prepare activations on the host for autograd, which saves them next.
+
+        A hook on saved tensors reads them at once, so the host waits for the copies. Without hooks only the device reads them.
+        """
         has_hooks = bool(offloaded) and top_saved_tensors_default_hooks(False) is not None
         for copy in offloaded:
             if has_hooks:
@@ -215,13 +226,13 @@ class PlannedGraph:
     def _reducing(
         self, gathers: tuple[Gather, ...], gradients: Sequence[Gradients], prefetch: tuple[tuple[str, tuple[str, ...]], ...]
     ) -> Plan:
-        """The plan of a backward whose gradients are wanted."""
+        """Return the plan of a backward whose gradients are wanted."""
         made = tuple(bucket.plan() for bucket in gradients)
         reducing = [bucket.unit for bucket in gradients if bucket.reduction.sync is not Sync.NONE]
         factors = [bucket.factors for bucket in gradients]
         classes = tuple(map(factors.index, factors)) if self._can_merge else ()
         if self._orders is None:
-            # Equal for the parameters of equal blocks; others might lie in another order, and train just as well.
+            # Made once: equal blocks have equal orders, and parameters that lie in another order train just as well.
             self._orders = tuple(in_order_of_storage(bucket.params) for bucket in gradients)
         return Plan(gathers, made, prefetch, max_pending_reductions(reducing), classes, _places(gradients), self._orders)
 
@@ -241,13 +252,13 @@ class PlannedGraph:
         for bucket, params, action in zip(self._inputs.gather_buckets, call.gathers, actions, strict=True):
             unit = call.units.get(bucket.unit)
             if unit is not None and not unit.flags.unshard_in_backward and action is not Gather.REUSE:
-                # Of parameters in a smaller group only the names are known.
+                # Parameters in a smaller group are known only by their names.
                 names = [param.name for param in params or ()] or [Unshard.of(node).name for node in bucket.nodes]
                 raise RuntimeError(must_not_gather(unit, names))
 
 
 def _places(gradients: Sequence[Gradients]) -> tuple[tuple[Place, ...], ...]:
-    """Where updates of a backward write; empty: it has none."""
+    """Return where each update of a backward writes, by bucket; empty: there are no updates."""
     if not any(bucket.updates for bucket in gradients):
         return ()
     keys = [update.key for bucket in gradients for update in bucket.updates]

@@ -1,11 +1,12 @@
 """Units in a forward that is not compiled: gathered whole, freed after forward, gathered again for backward, reduced whole.
 
-The first read of a parameter in a unit's forward gathers all parameters of the unit. One autograd node stands for them during
-the model's forward. The engine runs its backward when their gradients exist, which reduces them with one collective.
+The first read of a parameter in a unit's forward gathers all parameters of the unit. One autograd node stands for the trainable
+ones during the model's forward. When their gradients exist, the engine runs the backward of the node, which reduces them
+together, with one collective for each dtype and mesh.
 
-In a unit that reshards after forward, autograd saves notes in the place of gathered parameters: a hook on saved tensors
-replaces each by a description of it. Backward gathers the unit when it reaches an output of the unit's forward, or reads the
-first such note. So memory is freed after forward, but never the memory of a tensor that is still referenced.
+In a unit that reshards after forward, autograd saves *notes* in the place of gathered parameters: a saved-tensor hook replaces
+each parameter by a description. Backward gathers the unit when it reaches an output of the unit's forward, or reads the first
+note. So memory is freed after forward, but never the memory of a tensor that is still referenced.
 
 Communication is as FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py), without prefetching.
 """
@@ -50,15 +51,15 @@ from .gradients import (
 from .plan import must_not_gather
 from .unsharding import Resharded, end_forward, finish_gather_of, finish_unshard, gathered_together, start_gathers
 
-# An uncompiled module may be called from a compiled one, where Dynamo would trace this file.
+# Dynamo would trace this file where a compiled module calls an uncompiled one.
 _python = disable_dynamo
 
-#: The owner of each storage that holds gathered parameters.
+#: The :class:`Gathered` that each storage with a gathered parameter belongs to, by the storage's ``_cdata``.
 _by_storage: weakref.WeakValueDictionary[int, Gathered] = weakref.WeakValueDictionary()
 
 
 class _Version(NamedTuple):
-    """A parameter as it was when it was gathered."""
+    """The identity and the stamp of a parameter when it was gathered."""
 
     param: nn.Parameter
     shard: nn.Parameter
@@ -72,14 +73,14 @@ class _Version(NamedTuple):
         return self.param is param.param and self.shard is param.shard and self.stamp == stamp(param.param)
 
     def was_written(self, param: ShardedParam) -> bool:
-        # Steps of all optimizers count in a stamp, also of those that have other parameters.
+        # Without the last number of the stamp, which counts steps of all optimizers, even of those of other parameters.
         return self.param is not param.param or self.shard is not param.shard or self.stamp[:2] != stamp(param.param)[:2]
 
 
 class Gathered:
-    """The full parameters of a unit, as they are until one is written: in memory, or to be gathered again.
+    """The full parameters of a unit, until one of them is written. They are in memory, or can be gathered again.
 
-    The running forward and the autograd graphs of earlier ones hold it.
+    The running forward and the autograd graphs of earlier forwards hold references to this object.
     """
 
     def __init__(self, unit: Unit):
@@ -93,7 +94,7 @@ class Gathered:
         self._emptied: dict[ShardedParam, tuple[Tensor, int]] = {}
 
     def is_current(self) -> bool:
-        """Whether no parameter has changed since."""
+        """Return whether no parameter has changed since this object was made."""
         return self._versions.keys() == set(self.unit.params) and all(
             version.is_same(param) for param, version in self._versions.items()
         )
@@ -101,10 +102,10 @@ class Gathered:
     @torch.inference_mode(False)
     @torch.no_grad()
     def fill(self) -> None:
-        """Gather the parameters, unless they are there.
+        """Gather the parameters, unless they are in memory.
 
         Raises:
-            RuntimeError: one was written since a forward whose backward needs it.
+            RuntimeError: a backward runs, and a parameter was written since its forward.
         """
         if self.fulls:
             return
@@ -121,7 +122,7 @@ class Gathered:
             else:
                 missing.append(params)
         what = f"unshard of {unit.name or 'the root'}"
-        # The bytes of what was rounded are not in the full parameters, of which all else is resharded anew.
+        # The bytes of rounded parameters cannot be recovered from full ones; everything else is resharded from full parameters.
         resharded = {param: piece for param, piece in self._resharded.items() if piece.shard.dtype == torch.uint8}
         for pending in start_gathers(unit, missing, what, self._resharded):
             self.fulls.update(finish_gather_of(pending, resharded))
@@ -147,7 +148,7 @@ class Gathered:
             _by_storage[storage] = self
 
     def plain(self, param: ShardedParam) -> list[Tensor]:
-        """The full parameter, or, of a tensor subclass, those that it holds."""
+        """Return the full parameter, or the inner tensors of a tensor subclass."""
         return _plain_tensors(self.fulls[param])
 
     def _check_may_gather(self) -> None:
@@ -165,7 +166,10 @@ class Gathered:
         self.fulls, self._param_in = {}, {}
 
     def reshard(self) -> None:
-        """Free memory of full parameters that autograd has saved, by hand; backward gathers them again."""
+        """Free the memory of full parameters, even of those that autograd has saved. Backward gathers them again.
+
+        Do nothing while a module reads the parameters, or before a forward has given outputs that require gradients.
+        """
         if state_of(self.unit).reading is not None or not self.given_out:
             return
         kept = {id(param.state.full(param.param)) for param in self.fulls}
@@ -180,7 +184,7 @@ class Gathered:
     @torch.inference_mode(False)
     @torch.no_grad()
     def end_forward(self) -> None:
-        """Free the full parameters, but for the shards in a smaller group that ``reshard_after_forward=<int>`` keeps."""
+        """Free the full parameters. With ``reshard_after_forward=<int>``, keep their shards in a smaller group."""
         for param, full in self.fulls.items():
             if (group := param.post_forward_group) and not param.is_whole and param not in self._resharded:
                 self._resharded[param] = Resharded(reshard(full, param.name, group, dim=param.dim), group)
@@ -199,7 +203,7 @@ class Gathered:
         self.free()
 
     def note(self, tensor: Tensor) -> _Note | None:
-        """The note to save in the place of a tensor that lies in the memory of a parameter; None: save the tensor."""
+        """Return the note to save for ``tensor``, which lies in the memory of a parameter; None: save the tensor itself."""
         param, place = self._param_in[tensor.untyped_storage()._cdata]
         full = self.plain(param)[place]
         if tensor.dtype != full.dtype or tensor.is_conj() or tensor.is_neg():
@@ -209,15 +213,15 @@ class Gathered:
 
 @dataclass
 class _State:
-    """The state of a unit between forwards that are not compiled.
+    """The state of a unit between uncompiled forwards.
 
     Attributes:
-        gathered: gives the parameters that they gathered, if these are still referenced.
-        reading: the parameters that the running call of a module reads.
-        trainable: the unit's parameters as autograd knows them in the model's forward.
-        modules_run: the modules of the unit whose forward is over, until all of them are.
-        saves_notes: whether autograd saved notes in the place of parameters in the last forward. A checkpoint that runs it
-            again in backward counts what is saved.
+        gathered: returns the full parameters that forwards gathered; None if nothing references them any more.
+        reading: the parameters that the running call of a module reads; None: no call has read one.
+        trainable: the autograd node of the unit's trainable parameters in the model's forward.
+        modules_run: the modules of the unit whose forward is over; emptied when the forwards of all modules are.
+        saves_notes: whether autograd saved notes in the place of parameters in the last forward. A checkpoint counts saved
+            tensors, so a recomputation must do the same.
     """
 
     gathered: Callable[[], Gathered | None] = lambda: None
@@ -227,7 +231,7 @@ class _State:
     saves_notes: bool = False
 
     def end_recomputation(self) -> None:
-        """Forget the parameters as autograd knew them where checkpoints recomputed."""
+        """Drop the autograd node that reads in recomputations shared."""
         self.trainable = None
 
 
@@ -235,7 +239,7 @@ _states: weakref.WeakKeyDictionary[Unit, _State] = weakref.WeakKeyDictionary()
 
 
 def state_of(unit: Unit) -> _State:
-    """The state of a unit between forwards that are not compiled."""
+    """Return the state of a unit between uncompiled forwards, and make it at the first call."""
     state = _states.get(unit)
     if state is None:
         state = _states[unit] = _State()
@@ -243,7 +247,7 @@ def state_of(unit: Unit) -> _State:
 
 
 def gathered_of(unit: Unit) -> Gathered:
-    """The unit's full parameters, with their present values; gathered if necessary."""
+    """Return the unit's full parameters with their present values. Gather them if necessary."""
     state = state_of(unit)
     found = state.gathered()
     if found is None or not found.is_current():
@@ -254,7 +258,7 @@ def gathered_of(unit: Unit) -> Gathered:
 
 
 def reshard_by_hand(unit: Unit) -> None:
-    """Free full parameters that a forward left for its backward, which gathers them again."""
+    """Free the full parameters that a forward left for its backward. Backward gathers them again."""
     gathered = state_of(unit).gathered()
     if gathered is not None:
         gathered.reshard()
@@ -264,7 +268,7 @@ def reshard_by_hand(unit: Unit) -> None:
 
 
 class _Note(NamedTuple):
-    """A tensor in the memory of a gathered parameter."""
+    """A description of a saved tensor that lies in the memory of a gathered parameter."""
 
     gathered: Gathered
     param: ShardedParam
@@ -280,13 +284,16 @@ class _Note(NamedTuple):
         self.gathered.fill()
         full = self.gathered.plain(self.param)[self.place]
         if not in_backward():
-            # Code outside of a backward reads a node's saved tensors.
+            # Code reads a node's saved tensors outside of a backward: no end of a backward will free the parameters.
             self.gathered.free()
         return full.as_strided(self.size, self.stride, full.storage_offset() + self.offset)
 
 
 class _NoteOfDTensor(NamedTuple):
-    """A DTensor whose local tensor is in the memory of a gathered parameter, which another parallelism has laid out."""
+    """A description of a saved DTensor, whose local tensor lies in the memory of a gathered parameter.
+
+    Another parallelism, such as tensor parallelism, has laid out the parameter.
+    """
 
     local: _Note
     spec: DTensorSpec
@@ -296,7 +303,7 @@ class _NoteOfDTensor(NamedTuple):
 
 
 class _NoteOfSubclass(NamedTuple):
-    """A tensor subclass of which some tensors are in the memory of gathered parameters."""
+    """A description of a saved tensor subclass with inner tensors in the memory of gathered parameters."""
 
     kind: Any
     inner: dict[str, Any]
@@ -311,7 +318,7 @@ class _NoteOfSubclass(NamedTuple):
 
 
 class _OfOthers(NamedTuple):
-    """A tensor as packed by saved-tensor hooks of the user's."""
+    """A saved tensor that the user's saved-tensor hooks have packed."""
 
     unpack: Callable[[Any], Tensor]
     packed: Any
@@ -321,10 +328,10 @@ class _OfOthers(NamedTuple):
 
 
 def _hooks(unit: Unit) -> torch.autograd.graph.saved_tensors_hooks:
-    """Hooks that save notes of a unit's gathered parameters, and leave everything else to the hooks around them.
+    """Make hooks that save notes of a unit's gathered parameters, and leave all other tensors to the hooks around them.
 
-    They leave parameters of other units, too: a checkpoint, whose hooks may be in between, must see the same when it
-    recomputes.
+    Parameters of other units count as other tensors: the hooks of a checkpoint, which may be in between, must see the same
+    tensors in a recomputation.
     """
     others = top_saved_tensors_default_hooks(False)
 
@@ -376,8 +383,11 @@ def _without_memory(param: ShardedParam) -> Tensor:
 
 
 class _Parameters(torch.autograd.Function):
-    """Stands for a unit's trainable parameters in one forward of a model. For each it returns a tensor of the full shape and
-    dtype without memory. Its backward gets the sum of gradients over all calls of the unit's modules."""
+    """The autograd function of a unit's trainable parameters in one forward of a model.
+
+    Forward returns a stand-in for each parameter: a tensor of full shape and compute dtype without memory. Backward gets the
+    sum of gradients over all calls of the unit's modules, and reduces it.
+    """
 
     @staticmethod
     def forward(ctx: Any, params: list[ShardedParam], *shards: Tensor) -> tuple[Tensor, ...]:
@@ -390,7 +400,7 @@ class _Parameters(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         found = dict(zip(ctx.params, grads, strict=True))
         if ctx.params[0].unit.flags.reduce_scatter_unused_params:
-            # Not at the end of backward, as other ranks may have used other parameters of the unit.
+            # Not at the end of backward: other ranks may have used other parameters, and all reduce them together.
             found = {param: zeros_like_gradient(param) if grad is None else grad for param, grad in found.items()}
         receive_gradients(ctx.params[0].unit, {param: grad for param, grad in found.items() if grad is not None})
         # None for the shards: gradients are written to param.grad.
@@ -398,7 +408,10 @@ class _Parameters(torch.autograd.Function):
 
 
 class _Unshard(torch.autograd.Function):
-    """Turns the outputs of :class:`_Parameters` into gathered parameters, for one call. Its backward ends that call's."""
+    """The autograd function that turns outputs of :class:`_Parameters` into gathered parameters, for one call.
+
+    Backward calls :meth:`Gathered.end_backward`, and passes the gradients on.
+    """
 
     @staticmethod
     def forward(ctx: Any, gathered: Gathered, params: list[ShardedParam], *_: Tensor) -> tuple[Tensor, ...]:
@@ -418,10 +431,10 @@ class _Unshard(torch.autograd.Function):
 
 
 class _Linked(torch.autograd.Function):
-    """A gathered parameter, for autograd a function of the DTensor parameter, too.
+    """The autograd function that makes a gathered parameter depend on the DTensor parameter, too.
 
-    A pipeline without bubbles asks ``autograd.grad`` for the gradients of weights. It gets this rank's, each whole; the unit
-    reduces the sum over microbatches (:func:`~fsdp_compile.runtime.gradients.take_unreduced`).
+    A pipeline without bubbles asks ``autograd.grad`` for the gradients of weights. It gets this rank's full gradients. The unit
+    reduces their sum over microbatches (:func:`~fsdp_compile.runtime.gradients.take_unreduced`).
     """
 
     @staticmethod
@@ -436,7 +449,7 @@ class _Linked(torch.autograd.Function):
 
 
 def _link(param: ShardedParam, full: Tensor) -> Tensor:
-    # In other backwards, hooks of the DTensor parameter would be called without a gradient.
+    # A parameter with hooks is not linked: in other backwards, the hooks would be called without a gradient.
     has_hooks = bool(param.param._backward_hooks)
     return full if has_hooks else _Linked.apply(param, full, param.param)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -451,7 +464,7 @@ class Trainable:
 
 
 class Reading:
-    """The full parameters of a unit, for the call that runs."""
+    """The full parameters of a unit, as the running call of a module reads them."""
 
     def __init__(self, unit: Unit):
         for param in unit.params:
@@ -463,7 +476,7 @@ class Reading:
         self._values: dict[ShardedParam, Tensor] = self.gathered.fulls
 
     def value(self, param: ShardedParam) -> Tensor:
-        """The full parameter."""
+        """Return the full parameter. If gradients are enabled, a trainable one is the output of an autograd node."""
         if torch.is_grad_enabled():
             if param.sync_requires_grad():
                 state_of(self.gathered.unit).trainable = None
@@ -474,7 +487,7 @@ class Reading:
 
     def _record(self) -> None:
         if not self._is_noted:
-            # Not with the first read, which may need no gradients.
+            # Not noted at the first read, which may need no gradients.
             note_forward(self.gathered.unit.params)
             self._is_noted = True
         state = state_of(self.gathered.unit)
@@ -491,8 +504,10 @@ class Reading:
 
 
 def read(param: ShardedParam) -> Tensor | None:
-    """The full parameter in the running forward; None where its unit cannot be gathered as a whole: in the uncompiled rest of a
-    compiled forward, or while the forward is traced or transformed."""
+    """Return the full parameter in the running forward; None if the unit cannot be gathered as a whole.
+
+    Units cannot be gathered so in the uncompiled rest of a compiled forward, or while the forward is traced or transformed.
+    """
     unit = param.unit
     if unit.scope.uncompiled_depth == 0 or _is_traced():
         return None
@@ -503,8 +518,8 @@ def read(param: ShardedParam) -> Tensor | None:
 
 
 def is_recomputing() -> bool:
-    """Whether a checkpoint runs a part of a forward again, in a backward."""
-    # A part without gradients is known by the checkpoint's hooks.
+    """Return whether a checkpoint recomputes a part of a forward, in a backward."""
+    # A part that records no gradients still has the saved-tensor hooks of the checkpoint around it.
     return in_backward() and (torch.is_grad_enabled() or top_saved_tensors_default_hooks(False) is not None)
 
 
@@ -518,7 +533,7 @@ def read_in_recomputation(param: ShardedParam) -> Tensor | None:
         scope.uncompiled_depth -= 1
         if scope.uncompiled_depth == 0:
             state_of(unit).reading = None
-            # Until the backward ends, reads share one node, as those in a forward do.
+            # Until the backward ends, reads share one autograd node, as reads in a forward do.
             at_end_of_backward(state_of(unit).end_recomputation)
 
 
@@ -531,7 +546,7 @@ def _is_traced() -> bool:
 
 
 class Forward:
-    """A forward of a unit's module that is not compiled."""
+    """An uncompiled forward of a unit's module."""
 
     @_python
     def __init__(self, unit: Unit, module: nn.Module):
@@ -541,7 +556,7 @@ class Forward:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         state = state_of(unit)
         if state.reading is None and current_dispatch_mode() is not None and not _is_traced():
-            # Torch's CommDebugMode iterates over parameters in hooks of its own, in which it counts no collective.
+            # Gather now: torch's CommDebugMode iterates over parameters in hooks of its own, where it counts no collectives.
             state.reading = Reading(unit)
         if not torch.is_grad_enabled():
             return
@@ -553,12 +568,12 @@ class Forward:
 
     @_python
     def returns(self, output: Any, inputs: Any) -> None:
-        """Have backward gather the unit when it reaches this forward's outputs, and free it behind this forward's inputs."""
+        """Register hooks: backward gathers the unit at this forward's outputs, and frees it after this forward's inputs."""
         reading = state_of(self._unit).reading
         if reading is None or not reading.is_recorded:
             return
         gathered, given_out = reading.gathered, _differentiable(output)
-        # An input that is an output of the same unit does not end its backward.
+        # The gradient of an input that is an output of the same unit does not end the unit's backward.
         taken = [tensor for tensor in _differentiable(inputs) if not any(given() is tensor for given in gathered.given_out)]
         for tensor in given_out:
             tensor.register_hook(_GatherForBackward(gathered))
@@ -570,7 +585,7 @@ class Forward:
 
     @_python
     def end(self) -> None:
-        """Free the gathered parameters of units that reshard after forward."""
+        """Remove the hooks, and free the gathered parameters of units that reshard after forward."""
         if self._hooks is not None:
             self._hooks.__exit__()
         self._scope.uncompiled_depth -= 1
@@ -587,7 +602,7 @@ class Forward:
 
 
 class _GatherForBackward:
-    """A hook on the outputs of a forward."""
+    """A hook on the outputs of a forward, which gathers the unit for backward."""
 
     def __init__(self, gathered: Gathered):
         self._gathered = gathered
@@ -598,7 +613,7 @@ class _GatherForBackward:
 
 
 class _FreeAfterBackward:
-    """A hook on the inputs of a forward: with the last of their gradients a unit is done, also one with frozen parameters."""
+    """A hook on the inputs of a forward. Their last gradient ends the unit's backward, even if parameters are frozen."""
 
     def __init__(self, gathered: Gathered, inputs: int):
         self._gathered = gathered
@@ -622,6 +637,6 @@ def _end_forward(unit: Unit) -> None:
     reading, state.reading = state.reading, None
     state.modules_run.clear()
     end_forward(unit)
-    # A checkpoint that recomputes in backward frees nothing that this backward may read.
+    # A recomputation in backward frees nothing, as this backward may still read the parameters.
     if reading is not None and unit.reshards_after_forward and not in_backward():
         reading.gathered.end_forward()

@@ -1,4 +1,4 @@
-"""Gathers ahead of a forward: ``unshard()`` starts them, and the first reader of the parameters waits for them."""
+"""Gathers outside of graphs: ``unshard()`` or an uncompiled forward starts them, and a reader of the parameters waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .course import eager_run
 @torch.inference_mode(False)
 @torch.no_grad()
 def start_unshard(unit: Unit) -> None:
-    """Start to gather a unit's parameters, one collective for each dtype and mesh, unless they are there or on their way.
+    """Start to gather a unit's parameters, one collective for each dtype and mesh, unless they are gathered or in flight.
 
     Raises:
         RuntimeError: a parameter is on the meta device.
@@ -44,13 +44,13 @@ def start_unshard(unit: Unit) -> None:
 
 
 def check_memory(unit: Unit) -> None:
-    """Raise for a unit without values."""
+    """Raise ``RuntimeError`` if the unit's parameters are on the meta device."""
     if unit.is_meta:
         raise RuntimeError(unit.params[0].meta_message())
 
 
 def gathered_together(unit: Unit) -> list[list[ShardedParam]]:
-    """A unit's parameters, those of one dtype and mesh together, or packed, of one mesh."""
+    """Group a unit's parameters by collective: by dtype and mesh, or by mesh alone if they are packed."""
     found: dict[Any, list[ShardedParam]] = {}
     for param in unit.params:
         found.setdefault(("packed" if param.is_packed else param.shard.dtype, param.mesh), []).append(param)
@@ -58,11 +58,11 @@ def gathered_together(unit: Unit) -> list[list[ShardedParam]]:
 
 
 class Resharded(NamedTuple):
-    """A parameter between forward and backward.
+    """A parameter that is sharded over a smaller group between forward and backward.
 
     Attributes:
-        shard: this rank's, or the bytes of one that was rounded.
-        group: name of the smaller group that it is sharded over. The unit may have another by now.
+        shard: this rank's shard in the smaller group, or its bytes if the parameter was rounded.
+        group: name of the smaller group. The unit may have another one by now.
     """
 
     shard: Tensor
@@ -78,17 +78,17 @@ def start_gathers(
     """Start to gather parameters, one collective for each bucket.
 
     Args:
-        unit: the unit of all of them.
+        unit: the unit of all parameters.
         buckets: parameters of one dtype and mesh each.
         what: names the gather in errors about ranks that disagree.
-        resharded: shards in smaller groups, to gather there.
+        resharded: the parameters that are sharded over a smaller group, to gather there.
 
     Raises:
-        RuntimeError: they have no memory.
+        RuntimeError: the parameters are on the meta device.
     """
     check_memory(unit)
     if unit.scope.post_optim_event is not None:
-        # Not forgotten: the forward may run on another stream.
+        # Do not forget the event: the forward may run on another stream.
         unit.scope.post_optim_event.wait()
     return [_start_gather(unit, params, what, resharded) for params in buckets]
 
@@ -107,7 +107,7 @@ def _start_gather(
         if sent_as is not None and any(shard.dtype == torch.uint8 for shard in shards):
             dtypes, encoded_over = [shard.dtype for shard in shards], params[0].mesh.shard_group
         else:
-            sent_as = None  # It is rounded already, but the bytes are not known.
+            sent_as = None  # The shards are rounded already, but not kept as bytes.
     elif sent_as is not None:
         shards = [param.shard.detach() for param in sharded]
     else:
@@ -125,7 +125,7 @@ def _start_gather(
 
 
 def _start_packed(params: list[ShardedParam], what: str) -> PendingGather:
-    """Gather what extensions send, together with other parameters of their unit."""
+    """Start to gather the tensors that extensions send, packed with other parameters of the unit."""
     group = params[0].mesh.shard_group
     pieces = {param: _pieces(param) for param in params if param.dim != REPLICATED}
     tensors = [tensor for sent in pieces.values() for tensor in sent.tensors]
@@ -155,7 +155,7 @@ def _finish_packed(pending: PendingGather) -> dict[ShardedParam, Tensor]:
         gathered = finish_gather(pending.gathered, shapes, dims, pending.group, dtypes=[tensor.dtype for tensor in tensors])
     found, start = {}, 0
     for param, sent in pending.pieces.items():
-        # On one rank, they are runs of one buffer.
+        # With one rank, the gathered tensors are runs of one buffer.
         own = [full.clone() if ranks == 1 else full for full in gathered[start : start + len(sent.tensors)]]
         start += len(sent.tensors)
         found[param] = (
@@ -170,7 +170,7 @@ def _places_of_plain(pieces: Mapping[ShardedParam, Pieces]) -> list[tuple[int, S
 
 
 def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:
-    """The shards of parameters as one run of flat storage where they are neighbours, which needs no copy-in."""
+    """Return the shards as one run of flat storage if they are neighbours, which needs no copy-in; else one by one."""
     if not params:
         return []
     first, last, numel = params[0], params[-1], sum(param.padded_numel for param in params)
@@ -196,7 +196,7 @@ def finish_gather_of(
 
     Args:
         pending: the gather.
-        resharded: takes what ``reshard_after_forward=<int>`` leaves of parameters that were rounded: bytes.
+        resharded: receives the bytes that ``reshard_after_forward=<int>`` keeps of parameters that were rounded.
 
     Returns:
         The full parameters, each contiguous and with memory of its own.
@@ -226,7 +226,7 @@ def finish_gather_of(
 
 
 def _whole(param: ShardedParam, dtype: torch.dtype) -> Tensor:
-    """A parameter that this rank has whole, in memory of its own."""
+    """Copy a parameter that this rank has whole into memory of its own, in ``dtype``."""
     shard = param.shard.detach()
     return shard_on_device(shard, param.mesh.device.type).to(dtype) if param.unit.copies else shard.to(dtype, copy=True)
 
@@ -242,7 +242,7 @@ def _places_to_reshard(pending: PendingGather, params: Sequence[ShardedParam]) -
 
 
 def end_forward(unit: Unit) -> None:
-    """Free the parameters that ``unshard()`` gathered, if the unit's flags say so."""
+    """Wait for gathers in flight, and free the parameters that ``unshard()`` gathered, as the unit's flags say."""
     finish_unshard(unit)
     for param in unit.params:
         param.end_forward()

@@ -1,8 +1,8 @@
-"""State: units, their parameters, where shards lie.
+"""State: units, their parameters, and the memory of shards.
 
-Attributes. Torch often hands over nothing but a module, a parameter or a tensor: to a method, to an operator, to a graph that
-equal blocks share. State that is needed there is an attribute of that object. This is the complete list, with the files that
-set and read each; ``tests/test_architecture.py`` compares it with the code.
+Attributes. Torch often passes nothing but a module, a parameter or a tensor: to a method, to an operator, to a graph that equal
+blocks share. State that is needed there is an attribute of the module, parameter or tensor. The following list is complete,
+with the files that set and read each attribute; ``tests/test_architecture.py`` compares it with the code.
 
 On modules that were passed to ``fully_shard``:
 
@@ -11,17 +11,16 @@ On modules that were passed to ``fully_shard``:
     Set: ``fsdp_compile/api/module.py``. Read: there, ``fsdp_compile/api/gradient_controls.py``,
     ``fsdp_compile/api/schedule_controls.py``, ``fsdp_compile/comm_hooks/checkpoint.py``, ``fsdp_compile/dry_run.py``.
 ``_fsdp_scope``
-    The unit's scope, once more: each attribute on the way costs Dynamo a guard.
+    The unit's scope, read without the unit: each attribute that Dynamo reads on the way costs a guard.
     Set and read: ``fsdp_compile/api/module.py``.
 ``_fsdp_original_class``
-    On a generated class: the class that it was made of, of which slices of a container are.
+    On a generated class: the class that it was made from. A slice of a sharded container is of that class.
     Set and read: ``fsdp_compile/api/module.py``.
 
-On the tables in the place of ``_parameters`` (:mod:`fsdp_compile.api.parameters`), which all modules have that register sharded
-parameters:
+On the tables that modules with sharded parameters have in the place of ``_parameters`` (:mod:`fsdp_compile.api.parameters`):
 
 ``_fsdp_shard_<name>``
-    The arguments of ``unshard`` for one parameter, its shard first: one attribute to read for Dynamo.
+    The arguments of ``unshard`` for one parameter, its shard first, so that Dynamo reads a single attribute.
     Set, and named: ``fsdp_compile/units/sharded_param.py``. Read by that name, and in ``fsdp_compile/api/parameters.py``.
 
 On parameters that users have passed in:
@@ -33,23 +32,23 @@ On parameters that users have passed in:
     On a parameter in ``ignored_params``: the backend accepts it as an input of a graph.
     Set: ``fsdp_compile/api/sharding.py``. Read: ``fsdp_compile/compiler/backend.py``.
 
-On shards, which graphs and autograd hand over without their parameter:
+On shards, which graphs and autograd pass without their parameter:
 
 ``_fsdp_sharded_param``
     The :class:`~.sharded_param.ShardedParam`.
     Set: ``fsdp_compile/units/sharded_param.py``. Read: ``fsdp_compile/runtime/course.py``,
     ``fsdp_compile/runtime/gradients.py``, ``fsdp_compile/runtime/graph_inputs.py``, ``fsdp_compile/runtime/owner.py``.
 ``_fsdp_before_unshard``, ``_fsdp_receive_gradient``
-    Functions that eager kernels call. An attribute of the shard, since ``passes`` knows no class of this package.
+    Functions that eager kernels call. They are attributes, since ``passes`` knows no class of this package.
     Set: ``fsdp_compile/runtime/owner.py``. Read: ``passes/ir/ops.py``.
 
 On storages, since a tensor's own attributes are saved with it, and views do not share them:
 
 ``_fsdp_lies_in``
-    Of a gradient, or of a tensor that an optimizer keeps: the run of a flat buffer that it is.
+    For a gradient, or a tensor of optimizer state: the run of a flat buffer that the tensor is.
     Set and read: ``fsdp_compile/units/param_state.py``.
 ``_fsdp_loan``
-    Of an output of a CUDA graph: keeps the graph's memory from being written to while the output lives.
+    For an output of a CUDA graph: an object that keeps the graph's memory from being overwritten while the output lives.
     Set and read: ``fsdp_compile/compiler/cuda_graphs.py``. Read: ``benchmarks/harness/replay.py``.
 
 On the state object of a module, under names that torch's code reads:

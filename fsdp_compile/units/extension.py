@@ -1,11 +1,11 @@
 """All-gather extensions: parameters whose local tensors are subclasses with ``fsdp_pre_all_gather`` and
 ``fsdp_post_all_gather``, as FSDP2 has them (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
 
-A graph takes the tensors that such a local tensor holds as its attributes; the other attributes are constants to it. Traced
-code puts a local tensor together again of them (``__tensor_unflatten__``), and calls the two functions on it. So what an
-optimizer, or a precomputation of scales, writes to attributes between steps is read anew in each.
+Tensors in attributes of the local tensor are inputs of a graph; its other attributes are constants of the graph. Traced code
+puts the local tensor together again (``__tensor_unflatten__``), and calls the two functions on it. So each step reads anew
+what an optimizer, or a precomputation of scales, has written to attributes.
 
-Graphs that equal blocks share must not depend on the module, so parameters share an extension only where
+Graphs that equal blocks share must not depend on the module. So parameters of several modules share an extension only if
 ``fsdp_pre_all_gather`` does not read its argument ``module``.
 """
 
@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 
 def is_extension(tensor: Tensor) -> bool:
-    """Whether a tensor has gathers of its own."""
+    """Return whether a tensor has one of the functions of an all-gather extension."""
     return any(hasattr(tensor, hook) for hook in _HOOKS)
 
 
@@ -42,8 +42,8 @@ def check_extension(tensor: Tensor, name: str) -> None:
     """Check that an extension can be traced.
 
     Raises:
-        TypeError: it lacks one of the functions, or cannot be taken apart.
-        NotImplementedError: another parallelism has laid it out.
+        TypeError: the tensor lacks one of the functions, or cannot be flattened.
+        NotImplementedError: the tensor is a DTensor of another parallelism.
         ValueError: ``fsdp_pre_all_gather`` has neither of the signatures that FSDP2 knows.
     """
     if isinstance(tensor, DTensor):
@@ -78,12 +78,12 @@ def _num_arguments(tensor: Any) -> int:
 
 
 def _functions(tensor: Any) -> tuple[Any, ...]:
-    """Return the two functions themselves. A bound method would be another object each time that it is read."""
+    """Return the two functions without their instance. A bound method would be a new object at each read."""
     return tuple(getattr(method, "__func__", method) for method in (getattr(tensor, hook) for hook in _HOOKS))
 
 
 def _reads_module(tensor: Any) -> bool:
-    """Whether the function reads its argument ``module``; True if that cannot be told."""
+    """Return whether ``fsdp_pre_all_gather`` reads its argument ``module``; True if its code does not tell."""
     if _num_arguments(tensor) == 1:
         return False
     function = inspect.unwrap(_functions(tensor)[0])
@@ -95,7 +95,7 @@ def _reads_module(tensor: Any) -> bool:
 
 
 def with_tensors(tensor: Any, made_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """A copy of a tensor subclass that holds other tensors."""
+    """Copy a tensor subclass, with ``made_of(inner)`` in the place of each tensor ``inner`` that it holds."""
     names, context = tensor.__tensor_flatten__()
     held = {name: made_of(getattr(tensor, name)) for name in names}
     attributes = {key: made_of(value) for key, value in vars(tensor).items() if isinstance(value, Tensor) and key not in held}
@@ -105,19 +105,19 @@ def with_tensors(tensor: Any, made_of: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class ParamExtension:
-    """The functions of one parameter's local tensor, or of those of several parameters that do the same.
+    """The all-gather extension of a parameter. Parameters whose extensions do the same share one.
 
     Args:
         local: the local tensor.
-        shape: of the full parameter.
-        padded_shape: of every rank's padded shard.
-        mesh: what the parameter is sharded on.
-        module: registers it.
-        mp_policy: that of its unit.
+        shape: shape of the full parameter.
+        padded_shape: shape of every rank's padded shard.
+        mesh: the mesh that the parameter is sharded on.
+        module: the module that registers the parameter.
+        mp_policy: the mixed-precision policy of its unit.
 
     Attributes:
-        key: what graphs know it by.
-        optional: the attributes that hold tensors, or may hold one later.
+        key: the extension's name in graphs.
+        optional: names of the attributes that hold a tensor, or None and later perhaps a tensor.
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class ParamExtension:
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> ParamExtension:
-        """That of a local tensor, which it shares with those that cannot be told from it."""
+        """Return the extension of a local tensor. Local tensors that differ only in the tensors they hold share one."""
         made = ParamExtension(local, shape, padded_shape, mesh, module, mp_policy)
         same = made._identity()
         try:
             found = _shared.setdefault(same, made)
         except TypeError:
-            # Of attributes that cannot be compared.
+            # Attributes that cannot be hashed: it is not shared.
             found = made
         register_extension(found.key, found)
         return found
@@ -172,10 +172,10 @@ class ParamExtension:
         return *told, laid_out, self._dtype, self._module, self._functions
 
     def check_constants(self, local: Any, name: str) -> None:
-        """Check that the attributes and the two functions that graphs have as constants are what they were.
+        """Check that the two functions and the attributes that graphs have as constants are unchanged.
 
         Raises:
-            RuntimeError: one is not.
+            RuntimeError: one has changed.
         """
         if _functions(local) != self._functions:
             raise RuntimeError(
@@ -193,20 +193,28 @@ class ParamExtension:
                 )
 
     def num_bytes(self, local: Any) -> int:
-        """The bytes of the tensors that a local tensor holds."""
+        """Count the bytes of the tensors that a local tensor holds."""
         return sum(tensor.nbytes for tensor in self.tensors_of(local).values())
 
     def tensors_of(self, local: Any) -> dict[str, Tensor]:
-        """The tensors that a local tensor holds, by the names of its attributes."""
+        """Return the tensors that a local tensor holds, by the names of its attributes."""
         attributes = vars(local)
         return {key: value for key in self.optional if (value := attributes.get(key)) is not None}
 
     @torch.no_grad()
     def encode(self, tensors: Mapping[str, Tensor], name: str) -> tuple[Sequence[Tensor], Any]:
-        """Call ``fsdp_pre_all_gather`` on a local tensor of these tensors.
+        """Put a local tensor together, and call ``fsdp_pre_all_gather`` on it.
+
+        Args:
+            tensors: the tensors that the local tensor holds, by the names of its attributes.
+            name: the parameter's name, for errors.
+
+        Returns:
+            The tensors to send, and the argument ``encoded`` of :meth:`decode`.
 
         Raises:
-            RuntimeError: it fails, or gives something else than tensors and metadata.
+            RuntimeError: the call fails; returns something other than plain tensors and metadata; or, if the parameter is
+                sharded unevenly, returns tensors of another shape than the padded shard's.
         """
         local = self._together(tensors)
         stride = tuple(math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape)))
@@ -236,10 +244,10 @@ class ParamExtension:
 
     @torch.no_grad()
     def decode(self, gathered: Sequence[Tensor], encoded: Any, name: str) -> Tensor:
-        """Call ``fsdp_post_all_gather`` on what was gathered.
+        """Call ``fsdp_post_all_gather`` on the gathered tensors, and return the full parameter.
 
         Raises:
-            RuntimeError: it fails, or gives no tensor of the parameter's shape.
+            RuntimeError: the call fails, or returns no tensor of the parameter's shape.
         """
         local, metadata = encoded
         try:
@@ -257,7 +265,7 @@ class ParamExtension:
         assert not missing, f"a {self._kind.__name__} has lost {missing}"
         inner = {key: tensors[key] for key in self._inner_names}
         local = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
-        # Not every __tensor_flatten__ tells of all attributes.
+        # Not every __tensor_flatten__ returns all attributes.
         local.__dict__.update({**self._constants, **dict.fromkeys(self.optional), **tensors})
         return local
 

@@ -1,4 +1,4 @@
-"""Buffers that gradients of many units lie in, and that stay between steps."""
+"""Buffers that keep the gradients of many units from step to step."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .param_state import FlatSlice, is_laid_out_alike, neighbours, note_slice, n
 from .sharded_param import ShardedParam
 from .unit import Unit
 
-#: Storages and gradients of units begin at multiples of so many bytes, which kernels that read words assume.
+#: Storages and gradients of units begin at multiples of this number of bytes, as kernels that read words assume.
 _ALIGNMENT = 16
 
 _LOCAL = attrgetter("_local_tensor")
 
 
 def join_storages(units: Sequence[Unit]) -> None:
-    """Let flat storages of units be parts of one buffer for each dtype and device, in the order of the units.
+    """Move flat storages of units into one buffer for each dtype and device, in the order of the units.
 
-    Units on the host, or without memory, keep their own, and those that are part of a buffer stay there. While the storages of
-    a dtype move, there are two of all of them.
+    Units on the host, or on the meta device, keep their own storage. Storages that are part of a buffer already stay there.
+    During the move, all storages of a dtype exist twice.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[Unit]] = {}
     for unit in units:
@@ -45,14 +45,14 @@ def join_storages(units: Sequence[Unit]) -> None:
             continue
         places = [unit.places[dtype] for unit in members]
         starts, end = _starts([place.numel for place in places], dtype)
-        # What lies between them is read by nobody.
+        # Nobody reads the gaps between storages.
         flat = torch.zeros(end, dtype=dtype, device=device)
         for unit, place, start in zip(members, places, starts, strict=True):
             unit.move_storage(dtype, FlatSlice(flat, start, place.numel))
 
 
 def _starts(numels: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
-    """Where parts of a buffer begin, and where the last one ends."""
+    """Return the first element of each part of a buffer, and the end of the last part."""
     starts, end = [], 0
     for numel in numels:
         starts.append(end + padding_to(_ALIGNMENT // dtype.itemsize, end))
@@ -61,20 +61,20 @@ def _starts(numels: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
 
 
 class GradientBuffer:
-    """A buffer for the gradients of parameters, each of which has a DTensor over its part of it.
+    """A buffer for the gradients of parameters, with a DTensor over the part of each parameter.
 
-    A gradient that is reduced is copied there, and the DTensor becomes ``param.grad``, unless somebody still has it, or part of
-    it, from an earlier step.
+    A reduced gradient is copied into the buffer, and its DTensor becomes ``param.grad``. While somebody holds the DTensor of an
+    earlier step, or part of it, the gradient is not copied.
 
     Args:
         params: parameters of one dtype, on one device, in the order of their storage.
 
     Attributes:
         params: as given.
-        flat: the buffer. Padding is zero, or what communication hooks have made of it.
+        flat: the buffer. Padding is zero, unless a communication hook wrote to it.
         gradients: a DTensor for each parameter.
-        locals: their local tensors.
-        memo: what clipping knows about its gradients.
+        locals: the local tensors of ``gradients``.
+        memo: cache of gradient clipping (:mod:`fsdp_compile.optim.clip`).
     """
 
     def __init__(self, params: Sequence[ShardedParam]):
@@ -114,13 +114,20 @@ class GradientBuffer:
         return flat
 
     def is_whole(self) -> bool:
-        """Whether all gradients still lie in it."""
+        """Return whether all ``gradients`` still lie in the buffer."""
         are_own = all(map(is_, map(_LOCAL, self.gradients), self.locals))
         return are_own and list(map(Tensor.data_ptr, self.locals)) == self._addresses
 
     def land(self, indices: Sequence[int], flat: Tensor) -> bool:
-        """Copy a flat shard into the buffer as the gradients of parameters that have none, in this order. False: nothing was
-        done, as it is of another kind, or somebody has a gradient from before."""
+        """Copy a flat shard into the buffer, as gradients of parameters that have none.
+
+        Args:
+            indices: the parameters' indices in ``params``, in the order of ``flat``.
+            flat: the reduced gradients, padded.
+
+        Returns:
+            True; or False with nothing done, if ``flat`` has another dtype or device, or somebody holds an earlier gradient.
+        """
         is_alike = flat.dtype == self.flat.dtype and flat.device == self.flat.device
         if not is_alike or not self._references(indices) <= self._idle:
             return False
@@ -128,17 +135,17 @@ class GradientBuffer:
         if len(parts) == 1:
             parts[0].tensor().copy_(flat)
         else:
-            # Several units were reduced together, in the order of backward.
+            # Units that were reduced together have the order of backward, not of the buffer.
             foreach_copy_([part.tensor() for part in parts], flat.split([part.numel for part in parts]))
         gradients = [self.gradients[index] for index in indices]
-        # For autograd, which may have saved one.
+        # If autograd has saved an earlier gradient, the backward that needs it has to raise.
         increment_version(gradients)
         for index, gradient in zip(indices, gradients, strict=True):
             self.params[index].param.grad = gradient
         return True
 
     def _references(self, indices: Sequence[int]) -> set[Any]:
-        """How many refer to gradients, their local tensors and these tensors' memory."""
+        """Return the distinct reference counts (gradient, local tensor, memory); ``{None}`` if a gradient has moved."""
         gradients, locals_ = [self.gradients[index] for index in indices], [self.locals[index] for index in indices]
         addresses = [self._addresses[index] for index in indices]
         if list(map(Tensor.data_ptr, locals_)) != addresses or not all(map(is_, map(_LOCAL, gradients), locals_)):
@@ -152,16 +159,16 @@ _buffers: weakref.WeakValueDictionary[int, GradientBuffer] = weakref.WeakValueDi
 
 
 def buffer_of(gradient: Any) -> GradientBuffer | None:
-    """The buffer that a gradient lies in; None: none that stays."""
+    """Return the :class:`GradientBuffer` that a gradient lies in; None if there is none."""
     local = getattr(gradient, "_local_tensor", None)
     piece = None if local is None else noted_slice(local)
     return None if piece is None else _buffers.get(id(piece.flat))
 
 
 class KeptGradients:
-    """Gradients that buffers keep, in some order: to tell whether these are they, by loops in C alone.
+    """A sequence of gradients in buffers, to compare with that of a later step (:meth:`are`) by loops in C alone.
 
-    Refers to them by their places, so that buffers can tell whether somebody else has one.
+    It holds indices instead of the gradients, so as not to raise the reference counts by which buffers notice other holders.
     """
 
     def __init__(self, buffers: Sequence[GradientBuffer], places: Sequence[Sequence[int]]):
@@ -171,7 +178,7 @@ class KeptGradients:
 
     @classmethod
     def of(cls, gradients: Sequence[Any]) -> KeptGradients | None:
-        """These gradients; None: some are of no buffer."""
+        """Return a record of these gradients, in this order; None if one is not the DTensor of a buffer."""
         buffers: list[GradientBuffer] = []
         places: list[list[int]] = []
         index: dict[int, int] = {}
@@ -192,7 +199,7 @@ class KeptGradients:
         return (getter(getattr(buffer, name)) for buffer, getter in zip(self._buffers, self._getters, strict=True))
 
     def are(self, gradients: Sequence[Any]) -> bool:
-        """Whether these are they, in this order, and lie where they did."""
+        """Return whether ``gradients`` are the same tensors, in the same order, at the same addresses."""
         if len(gradients) != len(self._addresses) or not all(map(is_, gradients, chain.from_iterable(self._of("gradients")))):
             return False
         locals_ = list(map(_LOCAL, gradients))
@@ -203,5 +210,5 @@ class KeptGradients:
 def _getter(indices: Sequence[int]) -> Any:
     if list(indices) == list(range(indices[0], indices[0] + len(indices))):
         return itemgetter(slice(indices[0], indices[0] + len(indices)))
-    # More than one, as they are no range.
+    # At least two, as one index is a range: itemgetter returns a tuple.
     return itemgetter(*indices)

@@ -26,8 +26,8 @@ class ShardingMesh:
     Attributes:
         mesh: the mesh that the DTensor parameters live on.
         shard_group: name of the group that a parameter is sharded over.
-        shard_size: its number of ranks.
-        shard_rank: this rank's place in it.
+        shard_size: number of ranks in the shard group.
+        shard_rank: this rank's index in the shard group.
         replicate_group: name of the group of replicas; empty for FSDP.
         device: where parameters and communication live.
     """
@@ -41,13 +41,13 @@ class ShardingMesh:
 
     @staticmethod
     def of(mesh: DeviceMesh | None) -> ShardingMesh:
-        """Check a mesh, and set up communication over its groups, a collective call of their ranks.
+        """Check a mesh, and set up communication over its groups. This is a collective call of their ranks.
 
         Args:
-            mesh: None: all ranks in one dimension.
+            mesh: the mesh; None: all ranks in one dimension.
 
         Raises:
-            RuntimeError: there is no process group to make the default mesh of.
+            RuntimeError: ``mesh`` is None, and torch.distributed is not initialised.
             ValueError: the mesh has more than two dimensions.
         """
         if mesh is None:
@@ -72,21 +72,24 @@ class ShardingMesh:
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The dimension that parameters are sharded over."""
+        """The 1-D mesh that parameters are sharded over; all of a 2-D mesh whose dimensions have no names."""
         names = self.mesh.mesh_dim_names
         return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        """DTensor placements of a parameter cut along ``dim`` (or ``REPLICATED``)."""
+        """Return the DTensor placements of a parameter that is cut along ``dim`` (or ``REPLICATED``)."""
         shard: Placement = Replicate() if dim == REPLICATED else Shard(dim)
         return (Replicate(), shard) if self.mesh.ndim == 2 else (shard,)
 
     def post_forward_group(self, size: int, *, connects: bool = True) -> str:
-        """Name of this rank's group of ``size`` neighbours, for ``reshard_after_forward=size``; empty for one rank and for all.
+        """Return the name of this rank's group of ``size`` neighbours, for ``reshard_after_forward=size``.
+
+        The name is empty if ``size`` is one, or the size of the shard group.
 
         Args:
-            size: how many ranks.
-            connects: False: only name it, for a choice that may not fall on it. A later call connects.
+            size: the number of ranks.
+            connects: set up communication. With False, the group only gets its name, as a search may not choose it; a later
+                call sets up communication.
 
         Raises:
             ValueError: ``size`` does not divide the shard dimension.
@@ -103,18 +106,20 @@ class ShardingMesh:
         return _group_of(tuple(ranks), "fsdp_post_forward", self.device, connects=connects)
 
     def reduce_scatter_group(self) -> str:
-        """Name of a group of the shard group's ranks that only reduce-scatters use. The first call for a set of ranks makes it,
-        and is a collective call of these ranks."""
+        """Return the name of a group of the shard group's ranks that only reduce-scatters use.
+
+        The first call for a set of ranks makes the group, and is a collective call of these ranks.
+        """
         ranks = dist.get_process_group_ranks(resolve_group(self.shard_group))
         return _group_of(tuple(ranks), "fsdp_reduce_scatter", self.device)
 
 
 def _group_of(ranks: tuple[int, ...], purpose: str, device: torch.device, *, connects: bool = True) -> str:
-    """Name of a group for a purpose, which its first caller makes: a collective call of its ranks, but of no others."""
-    # Every unit asks for the same ones.
+    """Return the name of the group for a purpose. The first call makes it, a collective call of ``ranks`` and no others."""
+    # Groups are kept, as every unit asks for the same ones.
     made = _groups.setdefault(dist.group.WORLD, {})
     key = ranks, purpose
-    # Also where the parameters are fake.
+    # Groups are real, also where parameters are fake.
     with unset_fake_temporarily():
         if key not in made:
             made[key] = _Made(new_local_group(ranks, purpose).group_name)
@@ -126,13 +131,14 @@ def _group_of(ranks: tuple[int, ...], purpose: str, device: torch.device, *, con
 
 
 def connect(group_name: str, device: torch.device) -> None:
-    """Set up the communication of a group before its first collective, a collective call of its ranks.
+    """Set up the communication of a group before its first collective. This is a collective call of its ranks.
 
-    NCCL would make its communicator at the first collective, in the middle of a graph. The handshake would block the thread
-    that is to start collectives of other groups, and a CUDA graph cannot capture it. A group that has a communicator keeps it.
-    Source: ``ProcessGroupNCCL::eagerConnectSingleDevice``.
+    NCCL would otherwise make its communicator at the first collective, in the middle of a graph. The handshake would block the
+    thread that starts collectives of other groups, and a CUDA graph cannot capture it. A group that has a communicator keeps
+    it. Source: ``ProcessGroupNCCL::eagerConnectSingleDevice``.
 
-    For a group of Gloo, functional collectives get other kernels, and the group its opposite (:mod:`passes.collectives.gloo`).
+    With Gloo, functional collectives get other kernels. On CPU, the group also gets its opposite
+    (:mod:`passes.collectives.gloo`).
     """
     backend = backend_of(group_name, device)
     if backend == "nccl":
@@ -155,7 +161,7 @@ class _Made:
     is_connected: bool = False
 
 
-# By the world that they belong to, so that they go with it.
+# Keyed by the world group that they belong to, so that they go with it.
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], _Made]] = weakref.WeakKeyDictionary()
 
 

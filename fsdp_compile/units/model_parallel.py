@@ -1,15 +1,15 @@
 """Parameters that are DTensors before they are sharded: another parallelism has laid them out, on a mesh of its own.
 
-Tensor parallelism (``parallelize_module``) and expert parallelism leave each rank a piece of a parameter. That piece is what is
-sharded here, gathered, and what its gradient is reduced as: neither the operators nor the passes know the other mesh. Where a
-forward reads the parameter, the gathered piece becomes a DTensor again. AOTAutograd takes it apart, so that the graphs hold the
-collectives of both.
+Tensor parallelism (``parallelize_module``) and expert parallelism leave each rank a piece of a parameter. The piece is sharded
+and gathered, and its gradient reduced, like a plain parameter: operators and passes do not know the other mesh. Where a forward
+reads the parameter, the gathered piece becomes a DTensor again. AOTAutograd takes the DTensor apart, so graphs hold the
+collectives of both parallelisms.
 
 The parameter that users see is a DTensor on both meshes, laid out as FSDP2's
 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
 
-A parameter may be a DTensor on the ranks that shard it, too (``dp_mesh_dims``). There it is replicated until it is sharded, and
-its gradient, of which each rank has a part, or the whole, is reduced as it is.
+With ``dp_mesh_dims``, a parameter is a DTensor on the ranks that shard it, too. It must be replicated there before sharding.
+Its gradient there is Partial or replicated, and is reduced as it is.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ def _unused(piece: Tensor) -> DTensor:
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """How another parallelism lays out a parameter.
+    """The layout of a parameter by another parallelism.
 
     Attributes:
-        mesh: its mesh, without the ranks that gather the parameter but for ``shard`` and ``replicate``.
-        placements: the parameter's, on that mesh.
-        shape, stride: of the parameter in one piece.
-        shard, replicate: the names of dimensions of the mesh that the parameter is sharded over, or has replicas on.
-        on_own_mesh: then makes a DTensor of a gathered piece.
+        mesh: the mesh of the DTensor. Only its dimensions ``shard`` and ``replicate`` are those of ``fully_shard``.
+        placements: placements of the parameter on ``mesh``.
+        shape, stride: shape and stride of the parameter in one piece.
+        shard, replicate: names of the dimensions of ``mesh`` to shard over, and to have replicas on; empty without
+            ``dp_mesh_dims``.
+        on_own_mesh: makes a DTensor on ``mesh`` of a gathered piece; used with ``shard``.
     """
 
     mesh: DeviceMesh
@@ -59,11 +60,11 @@ class ModelParallel:
 
     @staticmethod
     def of(param: Tensor, dp_mesh_dims: Any = None) -> ModelParallel | None:
-        """The layout of a DTensor; None for other tensors.
+        """Return the layout of a DTensor; None for other tensors.
 
         Args:
             param: the tensor.
-            dp_mesh_dims: torch's ``DataParallelMeshDims``, if its mesh has the dimensions that it is sharded over.
+            dp_mesh_dims: torch's ``DataParallelMeshDims``, if the mesh of ``param`` has the dimensions to shard over.
         """
         if not isinstance(param, DTensor):
             return None
@@ -75,28 +76,28 @@ class ModelParallel:
 
     @property
     def groups(self) -> dict[str, str]:
-        """The process groups of its mesh, by name, with the names of the dimensions."""
+        """The other parallelism's process groups, by name, with the names of their mesh dimensions."""
         names = [name for name in self.mesh.mesh_dim_names or () if name not in self.shard + self.replicate]
         return {self.mesh.get_group(name).group_name: name for name in names}
 
     def sharded_spec(self, mesh: ShardingMesh, dim: int, param: DTensor) -> DTensorSpec:
-        """The layout of the sharded parameter, on the dimensions of both meshes.
+        """Return the layout of the sharded parameter, on the dimensions of both meshes.
 
         Args:
-            mesh: that the pieces are sharded on.
-            dim: the dimension that they are cut along, or ``REPLICATED``.
-            param: the parameter, as it was.
+            mesh: the mesh that the pieces are sharded on.
+            dim: the dimension that the pieces are cut along, or ``REPLICATED``.
+            param: the parameter before it is sharded.
 
         Raises:
-            RuntimeError: the meshes are no slices of one mesh, or share a dimension.
+            RuntimeError: the meshes are not slices of one mesh, or share a dimension.
         """
         if self.shard:
             return self._spec_on_own_mesh(mesh, dim, param)
         *replicas, shard = mesh.placements(dim)
         if dim != REPLICATED and (pieces := self._pieces_along(dim)) > 1:
-            # What ranks that gather together have is one piece of this rank's share, not of the whole dimension.
+            # The other parallelism has cut the dimension before: ranks that gather together share one of its pieces.
             shard = StridedShard(dim, split_factor=pieces)
-        # Ranks are numbers, also where the parameters are fake.
+        # A mesh is a tensor of ranks. It must be real, also where parameters are fake.
         with unset_fake_temporarily():
             both = concatenate_meshes([mesh.mesh, self.mesh])
         return DTensorSpec(both, (*replicas, shard, *self.placements), tensor_meta=param._spec.tensor_meta)
@@ -105,12 +106,12 @@ class ModelParallel:
         names, placements = self.mesh.mesh_dim_names or (), list(self.placements)
         first = names.index(self.shard[0])
         if dim != REPLICATED:
-            # What is cut ahead of it, left to right, does not interleave.
+            # DTensor cuts from left to right. Only cuts of later dimensions, made before this one, interleave.
             pieces = self._pieces_along(dim, after=first)
             placements[first] = StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
         if len(self.shard) == 1:
             return DTensorSpec(self.mesh, tuple(placements), tensor_meta=param._spec.tensor_meta)
-        # Of the dimensions that it is sharded over one is made.
+        # The dimensions to shard over become one.
         meshes, kept = [], []
         for name, placement in zip(names, placements, strict=True):
             if name == self.shard[0]:
@@ -123,7 +124,7 @@ class ModelParallel:
             return DTensorSpec(concatenate_meshes(meshes), tuple(kept), tensor_meta=param._spec.tensor_meta)
 
     def wrap(self, piece: Tensor) -> DTensor:
-        """This rank's gathered piece as the parameter. Differentiable: the piece's gradient is laid out as it is."""
+        """Make the parameter, a DTensor, of this rank's gathered piece. Differentiable: the gradient has the piece's layout."""
         if self.shard:
             return self.on_own_mesh(piece)
         return DTensor.from_local(
@@ -136,19 +137,19 @@ class ModelParallel:
         )
 
     def piece_of(self, given: Tensor) -> Tensor:
-        """This rank's piece of a tensor, or of a DTensor however it is laid out. Differentiable."""
+        """Cut this rank's piece out of a full tensor, or a DTensor of any layout. Differentiable."""
         whole = given.full_tensor() if isinstance(given, DTensor) else given
         everywhere = DTensor.from_local(whole, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         return everywhere.redistribute(placements=self.placements).to_local()
 
     def _pieces_along(self, dim: int, after: int = -1) -> int:
-        """How many pieces a dimension is in, by dimensions of the mesh after one."""
+        """Return the number of pieces that mesh dimensions later than ``after`` cut ``dim`` into."""
         sizes = zip(self.mesh.shape[after + 1 :], self.placements[after + 1 :], strict=True)
         return math.prod(size for size, placement in sizes if _cuts(placement, dim))
 
 
 class _OnOwnMesh(torch.autograd.Function):
-    """A gathered piece as a DTensor on the ranks that gathered it, too."""
+    """An autograd function: from a gathered piece to a DTensor on a mesh that has the ranks that gathered it, too."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, layout: ModelParallel) -> DTensor:
@@ -162,14 +163,17 @@ class _OnOwnMesh(torch.autograd.Function):
         layout: ModelParallel = ctx.layout
         own, names = layout.shard + layout.replicate, layout.mesh.mesh_dim_names or ()
         found = zip(names, grad.placements, layout.placements, strict=True)
-        # A summand on each rank, or one gradient on all, is what is reduced.
+        # The reduction takes a Partial or a replicated gradient, but no shards.
         wanted = [have if name in own and not isinstance(have, (Shard, StridedShard)) else want for name, have, want in found]
         return grad.redistribute(placements=wanted)._local_tensor, None
 
 
 @functools.cache
 def _on_own_mesh(layout: ModelParallel) -> Callable[[Tensor], DTensor]:
-    """One function for all parameters of a layout. Dynamo does not look into it: how a gradient is laid out, it cannot know."""
+    """Return the ``on_own_mesh`` function that all parameters of a layout share.
+
+    Dynamo does not trace into it, as it cannot know the layout of a gradient.
+    """
 
     def on_own_mesh(piece: Tensor) -> DTensor:
         return _OnOwnMesh.apply(piece, layout)  # type: ignore[no-untyped-call, no-any-return]

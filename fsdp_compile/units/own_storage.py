@@ -1,4 +1,4 @@
-"""Tensors in the memory of another, with a storage object of their own."""
+"""Tensors that share the memory of another tensor, with a storage object of their own."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from passes.fx.torch_internals.core import FakeTensor
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether there are values behind a tensor: not on the meta device, nor in a fake mode."""
+    """Return whether a tensor has values. Meta and fake tensors have none."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
-    """The same memory, as a tensor whose storage begins and ends where the tensor does.
+    """Return the same memory as a tensor whose storage begins and ends where the tensor does.
 
-    For pieces of a flat buffer that users hold. A view would not do: torch saves and copies the whole storage of a tensor. A
+    Users hold such tensors as pieces of a flat buffer. A view would not do, as torch saves and copies its whole storage. A
     DTensor whose local tensor is at an offset can be neither saved nor copied, nor be an input of compiled code. The flat
     buffer lives for as long as the result does.
 
-    The storage refuses to be moved to shared memory (``share_memory_()``, or by a queue of ``torch.multiprocessing``): torch
-    would do that in place, and the flat buffer would stay behind.
+    The storage refuses to move to shared memory (``share_memory_()``, or by a queue of ``torch.multiprocessing``). Torch would
+    move it in place, without the flat buffer.
 
     Args:
         tensor: not a leaf that requires gradients; of any strides.
 
     Returns:
-        A tensor of the same shape, strides and values at storage offset 0, and with a version counter of its own: for autograd
-        it is no view. Writes to the one are seen in the other. Without memory (meta, fake) there is nothing to share: a new
-        tensor that looks alike.
+        A tensor of the same shape, strides and values at storage offset 0, with a version counter of its own: for autograd it
+        is no view. Writes to either tensor are seen in both. If ``tensor`` has no memory (meta, fake): a new tensor of the same
+        shape and strides.
     """
     if not has_memory(tensor):
         return tensor.new_empty_strided(tensor.size(), tensor.stride())
@@ -54,7 +54,7 @@ def _refuse_to_move(*_: object) -> NoReturn:
 
 @functools.cache
 def _carrier(dtype: torch.dtype) -> torch.dtype:
-    """The dtype as which tensors of a dtype go through DLPack, which lacks some of torch's and returns others changed."""
+    """Return the dtype in which tensors of ``dtype`` go through DLPack, which lacks some dtypes and changes others."""
     try:
         if from_dlpack(to_dlpack(torch.empty(1, dtype=dtype, device="cpu"))).dtype is dtype:
             return dtype

@@ -24,7 +24,7 @@ def _count_step(*_: object) -> None:
     _optimizer_steps += 1
 
 
-# Every torch optimizer calls it, also one whose writes do not raise version counters.
+# Torch calls the hook after every optimizer's step, also if the writes raise no version counter.
 register_optimizer_step_post_hook(_count_step)
 
 
@@ -36,30 +36,35 @@ class FlatSlice(NamedTuple):
     numel: int
 
     def tensor(self) -> Tensor:
-        """The run: ``[numel]``. The buffer itself if it is all of it, else a view."""
+        """Return the run, ``[numel]``: a view, or the buffer itself if the run is all of it."""
         return self.flat if self.numel == self.flat.numel() else self.flat.narrow(0, self.offset, self.numel)
 
     def is_followed_by(self, other: FlatSlice) -> bool:
-        """Whether the other begins where this one ends."""
+        """Return whether ``other`` begins where this run ends, in the same buffer."""
         return self.flat is other.flat and self.offset + self.numel == other.offset
 
 
 class MadeByHook(NamedTuple):
-    """What a communication hook keeps for a parameter: by name, and the dtype and device of the reductions that it is for."""
+    """The tensors that a communication hook keeps for a parameter.
+
+    Attributes:
+        made_for: dtype and device of the reductions that the tensors are for.
+        tensors: the tensors by name.
+    """
 
     made_for: tuple[torch.dtype, torch.device]
     tensors: dict[str, Tensor]
 
 
 def joined(slices: Sequence[FlatSlice | None]) -> Tensor | None:
-    """What consists of these slices in this order, a flat buffer or a part of one; None if there is no such part."""
+    """Return the part of a flat buffer that consists of these slices, in this order; None if they are no neighbours."""
     found = [piece for piece in slices if piece is not None]
     parts = neighbours(found) if len(found) == len(slices) else []
     return parts[0].tensor() if len(parts) == 1 else None
 
 
 def neighbours(slices: Iterable[FlatSlice]) -> list[FlatSlice]:
-    """Slices, with those made one that follow each other."""
+    """Merge consecutive slices that are neighbours in a buffer."""
     found: list[FlatSlice] = []
     for piece in slices:
         if found and found[-1].is_followed_by(piece):
@@ -70,10 +75,10 @@ def neighbours(slices: Iterable[FlatSlice]) -> list[FlatSlice]:
 
 
 class GradientHome(Protocol):
-    """A buffer that gradients of parameters lie in from step to step (:class:`~.gradient_buffer.GradientBuffer`)."""
+    """A buffer that keeps the gradients of parameters from step to step (:class:`~.gradient_buffer.GradientBuffer`)."""
 
     def land(self, indices: Sequence[int], flat: Tensor) -> bool:
-        """Copy a flat shard there, as gradients of parameters that have none. False: it cannot be done."""
+        """Copy a flat shard into the buffer, as gradients of parameters that have none. Return whether that was possible."""
 
 
 class ParamState:
@@ -82,13 +87,13 @@ class ParamState:
     Attributes:
         unsharded_grad: the full gradient of microbatches that did not reduce: full shape, in the dtype of the reduction.
         partial_grad: the padded gradient shard of microbatches that did not all-reduce, in the dtype of the reduction.
-        hook_tensors: what communication hooks keep for the parameter, by what the names of their tensors begin with.
-        is_unsharded: the gathered parameter is there because of ``unshard()``: its module shows it, and the next forward of
-            a unit that reshards after forward frees it.
-        uses: of a parameter that is updated in backward: the forwards that have read it and whose backward is still to come,
-            as far as is known. No graph may update it before the last of them.
-        was_updated: it was, since the last forward that read it.
-        home: the buffer that its gradients lie in from step to step, and its place among these; None: none.
+        hook_tensors: the tensors of communication hooks, by the prefix of their names: empty, or that of hooks over replicas.
+        is_unsharded: ``unshard()`` gathered the parameter. Its module shows the full tensor, and the next forward of a unit
+            that reshards after forward frees it.
+        uses: for a parameter that is updated in backward: how many forwards have read it and wait for their backward, as far as
+            is known. No graph may update the parameter before the last of these backwards.
+        was_updated: the parameter was updated in backward since the last forward that read it.
+        home: the buffer that keeps its gradient from step to step, and the index of its gradient there; None: no such buffer.
     """
 
     def __init__(self) -> None:
@@ -106,7 +111,7 @@ class ParamState:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether gradients of earlier microbatches wait for communication."""
+        """True while gradients of earlier microbatches wait for communication."""
         return self.unsharded_grad is not None or self.partial_grad is not None
 
     def discard_gradients(self) -> None:
@@ -114,7 +119,7 @@ class ParamState:
         self.unsharded_grad = self.partial_grad = None
 
     def discard_hook_tensors(self) -> None:
-        """Let communication hooks begin anew."""
+        """Drop the tensors of communication hooks. The next reduction makes new ones."""
         self.hook_tensors = {}
 
     def start_full(self, param: nn.Parameter) -> None:
@@ -122,18 +127,18 @@ class ParamState:
         self._gathering_of = stamp(param)
 
     def keep_full(self, param: nn.Parameter, full: Tensor) -> None:
-        """Keep a gathered parameter until ``param`` changes; a change since the start of the gather counts."""
+        """Keep a gathered parameter until ``param`` changes. A change during the gather counts, too."""
         self._full, self._full_of = full, self._gathering_of or stamp(param)
         self._shown = self._gathering_of = None
 
     def full(self, param: nn.Parameter) -> Tensor | None:
-        """The gathered parameter, unless there is none or ``param`` has changed since."""
+        """Return the gathered parameter; None if there is none, or ``param`` has changed since the gather."""
         if self._full is not None and self._full_of != stamp(param):
             self._full, self._shown, self.is_unsharded = None, None, False
         return self._full
 
     def shown(self, param: nn.Parameter) -> Tensor | None:
-        """The gathered parameter of ``unshard()``, as users see it outside of a forward; None if there is none."""
+        """Return the full tensor that users see after ``unshard()``, outside of a forward; None if there is none."""
         full = self.full(param)
         if full is None or not self.is_unsharded:
             return None
@@ -143,19 +148,19 @@ class ParamState:
         return self._shown
 
     def will_have_full(self, param: nn.Parameter) -> bool:
-        """Whether :meth:`full` returns the parameter once the gather in flight, if any, is finished."""
+        """Return whether :meth:`full` will return a tensor once the gather in flight, if any, is finished."""
         if self._gathering_of is not None:
             return self._gathering_of == stamp(param)
         return self.full(param) is not None
 
     def drop_full(self) -> None:
-        """Free the gathered parameter, and forget one in flight."""
+        """Free the gathered parameter, and forget a gather in flight."""
         self._full = self._shown = self._gathering_of = None
         self.is_unsharded = False
 
 
 def stamp(param: nn.Parameter) -> Stamp:
-    """The present stamp of a parameter. Operators count writes on the DTensor, or on its local tensor."""
+    """Return the stamp of a parameter now. Operators count writes on the DTensor, or on its local tensor."""
     return param._version, param._local_tensor._version, _optimizer_steps  # type: ignore[attr-defined]
 
 
@@ -163,13 +168,15 @@ def set_local(tensor: Any, local: Tensor) -> None:
     """Replace the local tensor of a DTensor by one at offset 0 of its storage. The DTensor keeps its identity."""
     tensor._local_tensor = local
     if tensor.storage_offset() or tensor.device != local.device:
-        # A DTensor has the offset and the device of what it was made from.
+        # A DTensor keeps the offset and the device of the tensor that it was made from.
         tensor.data = DTensor(local, tensor._spec, requires_grad=False)
 
 
 def set_grad_in(param: nn.Parameter, local: Tensor, piece: FlatSlice) -> None:
-    """Make ``param.grad`` a DTensor with the local gradient ``local``, which lies in ``piece``. An existing one keeps its
-    identity."""
+    """Make ``param.grad`` a DTensor with the local gradient ``local``, which lies in ``piece``.
+
+    If there is a gradient, it keeps its identity.
+    """
     grad: Any = param.grad
     local = with_own_storage(local)
     if grad is None:
@@ -179,26 +186,26 @@ def set_grad_in(param: nn.Parameter, local: Tensor, piece: FlatSlice) -> None:
 
 
 def note_slice(local: Tensor, piece: FlatSlice) -> None:
-    """Note which run of a flat buffer a tensor with a storage of its own is."""
-    # On the storage, which goes when the user clears the gradient; torch.save would save an attribute of the tensor.
+    """Record which run of a flat buffer ``local`` is, a tensor with a storage of its own."""
+    # An attribute of the storage goes when the user clears the gradient. torch.save would save one of the tensor.
     storage: Any = local.untyped_storage()
     storage._fsdp_lies_in = (weakref.ref(local), piece)
 
 
 def noted_slice(local: Tensor) -> FlatSlice | None:
-    """The run that :func:`note_slice` noted; None if there is none, or the storage is another tensor's now."""
+    """Return the run that :func:`note_slice` recorded; None if there is none, or another tensor has the storage now."""
     noted, piece = getattr(local.untyped_storage(), "_fsdp_lies_in", (None, None))
     return piece if noted is not None and noted() is local else None
 
 
 def grad_slice(param: nn.Parameter) -> FlatSlice | None:
-    """The slice of a flat buffer that ``param.grad`` lies in; None if the user replaced it."""
+    """Return the run of a flat buffer that ``param.grad`` lies in; None without a gradient, or if the user replaced it."""
     local = getattr(param.grad, "_local_tensor", None)
     return None if local is None else noted_slice(local)
 
 
 def is_laid_out_alike(gradient: Any, param: Any) -> bool:
-    """Whether a gradient is a DTensor whose local tensor is that of the parameter's, element by element."""
+    """Return whether ``gradient`` is a DTensor with the mesh, placements, local shape and dtype of ``param``."""
     if not isinstance(gradient, DTensor) or type(gradient._local_tensor) is not Tensor:
         return False
     local = gradient._local_tensor

@@ -1,8 +1,8 @@
-"""A parameter of a unit, and where its shard lies.
+"""A parameter of a unit, and the memory of its shard.
 
 Each parameter has three tensors in the same memory:
 
-- the *parameter*: a DTensor, what modules register, optimizers step and checkpoints save;
+- the *parameter*: a DTensor, which modules register, optimizers step and checkpoints save;
 - the *shard*: a plain leaf tensor that a forward reads and a graph takes, padded so that all ranks have the same shape;
 - a run of the unit's *flat storage*, which a bucket gathers in place: one buffer for each dtype, in registration order.
 
@@ -39,12 +39,16 @@ if TYPE_CHECKING:
 
 
 def shard_attribute(name: str) -> str:
-    """The name of a table's attribute for one parameter, which traced forwards read.
+    """Return the name of the attribute that traced forwards read on a table, for one parameter.
 
-    It is a tuple of the shard, and of the positional and keyword arguments of ``unshard`` that follow it. Of a parameter that
-    is not read as what ``unshard`` returns, then: how another parallelism has laid it out, or None; and the attributes of a
-    local tensor that has an extension, or None, with the names of those that may be tensors. While the parameter has no memory,
-    it is None; while something else stands in its place, that tensor.
+    The attribute's value is a tuple: the shard, and the positional and keyword arguments of ``unshard`` that follow it. With an
+    extension, or another parallelism, the tuple goes on:
+
+    - the :class:`~.model_parallel.ModelParallel` layout, or None;
+    - the attributes of the local tensor, if it has an extension, or None;
+    - the names of those attributes that may be tensors.
+
+    While the parameter has no memory, the value is None. While a tensor stands in the parameter's place, it is that tensor.
     """
     return f"_fsdp_shard_{name}"
 
@@ -54,20 +58,20 @@ class ShardedParam:
 
     Attributes:
         unit: the unit that it belongs to.
-        mesh: what it is sharded on; of one unit, parameters may have several.
-        owners: every module that registers it, with the name that it has there; several for a tied parameter.
+        mesh: the mesh that it is sharded on; parameters of one unit may have different ones.
+        owners: the modules that register it, with its name in each; several for a tied parameter.
         name: qualified name, from the outermost sharded module.
         local_name: name within the unit; equal for the same parameter of equal blocks.
-        shape: what is gathered: the full shape, or that of this rank's piece of what another parallelism has laid out.
-        model_parallel: how another parallelism has laid out the parameter; None: none has.
+        shape: the gathered shape: the full one, or with another parallelism that of this rank's piece.
+        model_parallel: the layout by another parallelism; None: there is none.
         dim: the dimension that is cut, or ``REPLICATED`` for a scalar.
-        padded_shape, padded_numel: of every rank's padded shard.
+        padded_shape, padded_numel: shape and number of elements of every rank's padded shard.
         rows: first index and number of indices along ``dim`` of this rank's shard, without padding.
         param: the DTensor parameter.
         shard: the padded shard, a leaf.
         offset: first element of the shard in the unit's storage of its dtype.
-        args, kwargs: what ``unshard`` takes after the shard.
-        extension: how its local tensor, a subclass, is gathered; None: it is a plain tensor.
+        args, kwargs: the arguments of ``unshard`` that follow the shard.
+        extension: the all-gather extension of its local tensor; None: the local tensor is plain.
         state: gathered values and gradients between microbatches.
         updater: the optimizer that steps it in backward; None: none does.
     """
@@ -120,7 +124,7 @@ class ShardedParam:
         return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=full.requires_grad)
 
     def _piece_of_extension(self, full: Tensor) -> Tensor:
-        """This rank's shard of a subclass, by the operators that FSDP2 asks of it."""
+        """Cut this rank's shard of a tensor subclass, with the operators that FSDP2 calls on it."""
         padded = full.new_zeros(self.padded_shape)
         start, rows = self.rows
         if rows:
@@ -139,13 +143,13 @@ class ShardedParam:
         return self.param._local_tensor  # type: ignore[attr-defined]
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """A padded shard, or its gradient, without the padding."""
+        """Cut the padding off a padded shard, or off the gradient of one."""
         if self.dim == REPLICATED or padded.size(self.dim) == self.rows[1]:
             return padded
         return padded.narrow(self.dim, 0, self.rows[1])
 
     def bind(self, storage: Tensor, offset: int) -> None:
-        """Copy the local tensor into ``storage``, and make parameter and shard lie there."""
+        """Copy the local tensor into ``storage``, from element ``offset`` on, and make parameter and shard lie there."""
         assert self.extension is None
         self.offset = offset
         padded = storage.narrow(0, offset, self.padded_numel).view(self.padded_shape)
@@ -157,11 +161,11 @@ class ShardedParam:
         self._set_shard(padded.data)
 
     def bind_extension(self) -> None:
-        """Let graphs find the local tensor, a subclass, in whose own tensors the values are."""
+        """Make the extension and the shard of a local tensor that is a subclass. The subclass keeps the values."""
         local = self._bound = self.local
         module, policy = self.owners[0][0], self.unit.mp_policy
         self.extension = ParamExtension.of(local, self.shape, self.padded_shape, self.mesh, module, policy)
-        # Stands for the shard: nobody reads a value of it.
+        # The shard only identifies the parameter: nobody reads its values.
         self._set_shard(torch.zeros((), dtype=local.dtype, device=local.device).expand(self.padded_shape))
 
     def _set_shard(self, padded: Tensor) -> None:
@@ -176,18 +180,18 @@ class ShardedParam:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank's shard is the parameter."""
+        """True if this rank's shard is the whole parameter."""
         return self.dim == REPLICATED or self.mesh.shard_size == 1
 
     @property
     def post_forward_group(self) -> str:
-        """Name of the smaller group that it is resharded to after forward; empty: none."""
+        """Name of the smaller group that the parameter is resharded to after forward; empty: there is none."""
         size = self.unit.post_forward_size
         return self.mesh.post_forward_group(size) if size else ""
 
     @property
     def summand_placements(self) -> list[Placement]:
-        """How a gradient of the parameter is laid out of which each rank that shards it has a summand."""
+        """The placements of an unreduced gradient: Partial over the mesh of ``fully_shard``, elsewhere as the parameter's."""
         dtensor: Any = self.param
         layout, count = self.model_parallel, self.mesh.mesh.ndim
         if layout is None or not layout.shard:
@@ -198,7 +202,7 @@ class ShardedParam:
 
     @property
     def other_groups(self) -> dict[str, str]:
-        """The process groups of another parallelism that has laid it out, by name, with what it calls them."""
+        """The process groups of another parallelism, by name, with the names of their mesh dimensions; empty without one."""
         return {} if self.model_parallel is None else self.model_parallel.groups
 
     @property
@@ -209,28 +213,31 @@ class ShardedParam:
 
     @property
     def compute_device(self) -> torch.device:
-        """Where a forward reads the parameter, and gradients are reduced."""
+        """The device on which a forward reads the parameter, and its gradient is reduced."""
         return self.mesh.device if self.unit.copies else self.shard.device
 
     @property
     def sent_as(self) -> GatherPolicy | None:
-        """How it is rounded when it is gathered; None: it is not, or nothing is sent."""
+        """The policy that rounds the parameter for its gather; None: it is not rounded, or not sent."""
         if self.extension is not None:
             return None
         return None if self.is_whole or not self.param.is_floating_point() else self.unit.gather_policy
 
     @property
     def is_packed(self) -> bool:
-        """Whether it travels together with tensors of other dtypes: where an extension of the unit sends such."""
+        """True if its gather may include tensors of other dtypes, as bytes: in units with extensions, unless it is rounded."""
         return self.unit.has_extensions and self.sent_as is None
 
     @property
     def alignment(self) -> int:
-        """Its shard takes a multiple of so many elements of storage."""
+        """The number of elements that its shard's part of the storage is a multiple of."""
         return 1 if self.sent_as is None else self.sent_as.alignment
 
     def end_forward(self) -> None:
-        """Free the parameter that ``unshard()`` gathered, if the unit reshards after forward."""
+        """Free the parameter that ``unshard()`` gathered, if the unit reshards after forward.
+
+        With ``set_reshard_after_backward(False)``, keep it for later forwards, but do not show it to users any more.
+        """
         if self.state.is_unsharded and self.unit.reshards_after_forward:
             if self.unit.flags.reshard_after_backward:
                 self.state.drop_full()
@@ -238,20 +245,20 @@ class ShardedParam:
                 self.state.is_unsharded = False
 
     def meta_message(self) -> str:
-        """The error message for a forward that reads the parameter while it has no memory."""
+        """Return the error message for a forward that reads the parameter while it has no memory."""
         return (
             f"Parameter {self.name} is on the meta device in a forward. Give it memory and values first: "
             "model.to_empty(device=...), then initialise, or load a state dict."
         )
 
     def is_bound(self) -> bool:
-        """Whether the parameter's local tensor still lies in the memory of the shard, or is still what graphs find."""
+        """Return whether the local tensor still lies in the memory of the shard, or is still the one of the extension."""
         if self.extension is not None:
             return self.local is self._bound
         return self.local.untyped_storage()._cdata == self._own_storage._cdata and self.local.storage_offset() == 0
 
     def owns_memory_of(self, value: Any) -> bool:
-        """Whether a tensor, or a DTensor's local one, begins in the memory of this parameter."""
+        """Return whether a tensor, or the local tensor of a DTensor, begins in the memory of this parameter."""
         if value is self.param:
             return True
         local = getattr(value, "_local_tensor", value)
@@ -263,7 +270,11 @@ class ShardedParam:
         return start <= local.data_ptr() < start + self.shard.nbytes
 
     def check_replacement(self, param: Any) -> None:
-        """Raise for a parameter that cannot replace this one."""
+        """Check that ``param`` can replace this parameter.
+
+        Raises:
+            ValueError: ``param`` is no DTensor of the same mesh, placements and shape.
+        """
         spec, own = getattr(param, "_spec", None), self.param._spec  # type: ignore[attr-defined]
         if spec is None or spec.mesh != own.mesh or spec.placements != own.placements or spec.shape != own.shape:
             raise ValueError(
@@ -273,7 +284,7 @@ class ShardedParam:
             )
 
     def adopt_assigned_parameter(self) -> None:
-        """Take over a parameter that was registered in the place of ours (``load_state_dict(assign=True)``)."""
+        """Adopt a parameter that was registered in the place of this one (``load_state_dict(assign=True)``)."""
         for module, name in self.owners:
             registered = _table_of(module).registered[name]
             if registered is self.param:
@@ -287,8 +298,10 @@ class ShardedParam:
             return
 
     def update_operator_args(self) -> None:
-        """Compute the arguments of ``unshard`` after the shard. They are the same for equal blocks, so that one compiled graph
-        can serve all of them; the backend adds qualified names."""
+        """Compute the arguments of ``unshard`` that follow the shard, and put them into the tables of the owners.
+
+        Equal blocks have equal arguments, so that they can share a compiled graph. The backend adds qualified names.
+        """
         mesh, policy = self.mesh, self.unit.mp_policy
         self.args = (self.local_name, tuple(self.shape), mesh.shard_group)
         kwargs = {
@@ -301,12 +314,12 @@ class ShardedParam:
             "post_forward_group": self.post_forward_group,
             "sent_as": "" if self.sent_as is None else str(self.sent_as),
             "packed": self.is_packed,
-            # A type without a number: graphs are the same on all ranks.
+            # The type alone: with an index, graphs would differ between ranks.
             "device": self.mesh.device.type if self.unit.copies else "",
         }
         special: tuple[Any, ...] = () if self.model_parallel is None else (self.model_parallel, None, ())
         if self.extension is not None:
-            # They are of what it sends, tensors that lie nowhere yet.
+            # The extension sends tensors of its own, which do not lie in storage.
             kwargs |= {"extension": self.extension.key, "param_dtype": None, "offset": None, "packed": False}
             special = self.model_parallel, vars(self.local), self.extension.optional
         defaults = {"dim": 0, "reshard_after_forward": True, "post_forward_group": "", "replicate_group": "", "sent_as": ""}
@@ -319,7 +332,7 @@ class ShardedParam:
                 setattr(table, shard_attribute(name), found)
 
     def gather_alone(self) -> Tensor:
-        """The full parameter, gathered at once and by itself. Differentiable."""
+        """Gather the full parameter at once, in a collective of its own. Differentiable."""
         if self.extension is None:
             full: Tensor = unshard(self.shard, *self.args, **self.kwargs)
             return full
@@ -328,7 +341,7 @@ class ShardedParam:
         return unshard_extension(self.shard, *self.args, tensors=[*tensors.values()], names=tuple(tensors), **self.kwargs)
 
     def compute_with(self, given: Tensor | None) -> Tensor | None:
-        """What a forward reads of a tensor that is registered in the parameter's place, in the compute dtype."""
+        """Convert a tensor that is registered in the parameter's place to the layout and dtype that a forward reads."""
         if given is None:
             return None
         if self.model_parallel is not None:
@@ -338,15 +351,15 @@ class ShardedParam:
         return self.as_read(full.to(self.compute_dtype) if full.is_floating_point() else full)
 
     def as_read(self, full: Tensor) -> Tensor:
-        """A gathered parameter as a forward reads it. Differentiable."""
+        """Return a gathered parameter as a forward reads it: with another parallelism, as a DTensor. Differentiable."""
         return full if self.model_parallel is None else self.model_parallel.wrap(full)
 
     def check_gather(self) -> None:
-        """Check that the local tensor has no gather of its own that it did not have when it was sharded.
+        """Check that the local tensor has the same all-gather extension as when it was sharded, or still none.
 
         Raises:
-            NotImplementedError: it has one.
-            RuntimeError: an extension is another than it was.
+            NotImplementedError: a plain local tensor has got an ``fsdp_pre_all_gather``.
+            RuntimeError: the extension has changed.
         """
         if self.extension is not None:
             self.extension.check_constants(self.local, self.name)
@@ -372,7 +385,7 @@ class ShardedParam:
                 )
 
     def sync_requires_grad(self) -> bool:
-        """Set the shard's ``requires_grad`` to the parameter's. Returns whether it changed."""
+        """Set the shard's ``requires_grad`` to the parameter's. Return whether it changed."""
         if self.shard.requires_grad is self.param.requires_grad:
             return False
         self.shard.requires_grad_(self.param.requires_grad)
@@ -381,7 +394,7 @@ class ShardedParam:
 
 
 def _table_of(module: nn.Module) -> Any:
-    """Return what ``fully_shard`` put in the place of the module's ``_parameters`` (:mod:`fsdp_compile.api.parameters`)."""
+    """Return the table in the place of the module's ``_parameters`` (:mod:`fsdp_compile.api.parameters`)."""
     return module._parameters
 
 
@@ -389,12 +402,12 @@ _params_by_memory: weakref.WeakValueDictionary[int, ShardedParam] = weakref.Weak
 
 
 def param_in_memory(tensor: Tensor) -> ShardedParam | None:
-    """The parameter whose shard has the memory of a tensor, such as one that a checkpoint passes to backward."""
+    """Return the parameter whose shard has the memory of a tensor, such as one that a checkpoint gives backward, or None."""
     param = _params_by_memory.get(tensor.data_ptr()) if has_memory(tensor) else None
     lies_there = param is not None and param.shard.data_ptr() == tensor.data_ptr() and param.shard.shape == tensor.shape
     return param if lies_there else None
 
 
 def params_with_memory() -> dict[int, ShardedParam]:
-    """All parameters whose shards have memory, by the ``id`` of their DTensors."""
+    """Return all parameters whose shards have memory, by the ``id`` of their DTensors."""
     return {id(sharded.param): sharded for sharded in _params_by_memory.values()}

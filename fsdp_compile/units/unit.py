@@ -1,4 +1,4 @@
-"""A unit of sharding: the parameters that one ``fully_shard`` call groups, their storage, and what users set on it."""
+"""A unit of sharding: the parameters that one ``fully_shard`` call groups, their storage, and the unit's settings."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ class Event(Protocol):
     """The interface of a post-optimizer event, such as a ``torch.Event``."""
 
     def wait(self) -> Any:
-        """Make the current stream wait for it."""
+        """Make the current stream wait for the event."""
 
 
 class Scope:
     """State that all units of a tree of modules share.
 
     Attributes:
-        active: whether a forward of one of the units runs. Then the parameters of all of them read as full tensors, so that a
-            module can use a parameter of a module inside it that is a unit of its own.
+        active: whether a forward of one of the units runs. Then parameters of all units read as full tensors, so that a module
+            can use a parameter of another unit inside it.
         uncompiled_depth: the number of nested forwards of sharded modules that run uncompiled.
         units: the units, in the order of their modules.
-        tied_reads: while a forward runs, full parameters that several modules register and that were iterated over, by name.
+        tied_reads: the full tensors that iterations in the running forward returned for tied parameters, by name.
         is_last_backward: whether the next backward is that of the last microbatch.
-        finalizes_by_hand: whether ``finalize_backward()`` reduces what a backward did not, rather than the end of a backward.
+        finalizes_by_hand: whether ``finalize_backward()``, not the end of a backward, reduces gradients that backward left.
         post_optim_event: the event that the next forward has to wait for.
         was_unsharded_by_hand: whether ``unshard()`` was ever called, as pipelines do.
-        left_out_gradients: whether, between the microbatches of a step, a backward dropped gradients of parameters, which
-            autograd had not asked for.
-        optimizer_state: the bytes that optimizers were found to keep on the device, as text, where a memory budget is to choose
-            anew for that: compiled code is guarded by it. (A number that changes would become a symbol of the graph.)
-        with_hooks: what graphs were lowered to that call hooks of the units, by graph and plan. It goes when the hooks go.
+        left_out_gradients: whether, in a step of several microbatches, a backward dropped gradients of parameters because
+            autograd had not asked for them.
+        optimizer_state: bytes of optimizer state on the device, as text. A memory budget sets it to have the model compiled
+            anew: compiled code guards on it. (A number that changes would become a symbol of the graph.)
+        with_hooks: variants of graphs that call communication hooks of the units, by graph and plan. Kept here, so that they
+            go when the hooks go.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Scope:
         self.with_hooks: WeakKeyDictionary[Any, dict[Plan, list[Any]]] = WeakKeyDictionary()
 
     def wait_for_optimizer(self) -> None:
-        """Let the current stream wait for the user's event, once."""
+        """Make the current stream wait for the user's event, once."""
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             event.wait()
@@ -74,21 +75,21 @@ class Scope:
 
 @dataclass
 class SyncFlags:
-    """How a unit synchronises gradients and keeps parameters: the settings of its modules' ``set_*`` methods.
+    """The settings by which a unit synchronises gradients and keeps parameters. Its modules' ``set_*`` methods set them.
 
     Attributes:
         reduce_grads: reduce gradients at all.
         all_reduce_grads: with replicas (HSDP), all-reduce after the reduce-scatter.
         reshard_after_backward: free gathered parameters after backward.
-        reduce_scatter_unused_params: a parameter without a gradient has a gradient of zeros.
-        gradient_divide_factor: what to divide by; None: the number of ranks.
+        reduce_scatter_unused_params: reduce zeros for a parameter without a gradient.
+        gradient_divide_factor: the divisor of gradients; None: the number of ranks.
         force_sum_reduction: reduce with sums only.
-        comm_hook: replaces the reduce-scatter: ``hook(gradient, output)``, or ``hook(gradient)``, or has tensors of its own.
-        comm_hook_in_place: whether it is the latter, which replaces the all-reduce, too.
+        comm_hook: replaces the reduce-scatter: ``hook(gradient, output)``, or ``hook(gradient)``, or a hook with tensors.
+        comm_hook_in_place: whether ``comm_hook`` is ``hook(gradient)``, which replaces the all-reduce, too.
         replica_hook: averages reduced shards over the replicas in place, instead of the all-reduce.
         all_reduce_hook: changes the reduced shard in place.
-        reduce_scatter_groups: by the name of the group of gathers, that of one for reduce-scatters alone; without one, they use
-            that of the gathers.
+        reduce_scatter_groups: names of groups that only reduce-scatters use, by the name of the gathers' group. Without an
+            entry, reduce-scatters use the gathers' group.
         max_pending_reductions: how many reduce-scatters may be in flight; None: the schedule's default.
         unshard_in_backward: whether backward may gather.
     """
@@ -113,14 +114,14 @@ class PendingGather:
     """A gather in flight.
 
     Attributes:
-        params: the parameters of a unit that share a dtype.
-        dtype: the dtype that they compute in.
-        gathered: the flat buffer in flight; None if all of them are whole on every rank.
-        group: name of the group that it is gathered over.
+        params: the parameters that are gathered together: of one unit, mesh and, unless packed, dtype.
+        dtype: the dtype that the parameters compute in.
+        gathered: the flat buffer in flight; None if all parameters are whole on every rank.
+        group: name of the process group of the gather.
         run: the gather as a program that ranks compare (:mod:`fsdp_compile.runtime.course`).
-        sent_as: how the parameters were rounded for it; None: not at all.
-        pieces: of what travels packed, the tensors of each parameter.
-        encoded_over: of parameters that were resharded to a smaller group as they were rounded: the group before that.
+        sent_as: the policy that rounded the parameters for the gather; None: they are not rounded.
+        pieces: for a packed gather, the tensors that each parameter sends.
+        encoded_over: if the shards in a smaller group are rounded bytes, the name of the group whose gather rounded them.
     """
 
     params: list[ShardedParam]
@@ -134,11 +135,11 @@ class PendingGather:
 
 
 class Pieces(NamedTuple):
-    """What is sent of a parameter.
+    """The tensors that a parameter sends in a packed gather.
 
     Attributes:
-        tensors: this rank's.
-        metadata: what an extension needs besides to make the parameter.
+        tensors: this rank's tensors.
+        metadata: an extension's further input to decode the parameter.
     """
 
     tensors: list[Tensor]
@@ -146,7 +147,7 @@ class Pieces(NamedTuple):
 
 
 class MovedError(RuntimeError):
-    """A parameter that is kept on the host was moved to a device."""
+    """The error for a parameter that is kept on the host and was moved to a device."""
 
 
 class Unit:
@@ -154,26 +155,27 @@ class Unit:
 
     Attributes:
         modules: the modules that were passed (one, or a list).
-        mesh: what its parameters are sharded on, but for those that ``shard_placement_fn`` gives another.
-        meshes: what its parameters are sharded on.
+        mesh: the mesh of its parameters, unless ``shard_placement_fn`` gives a parameter another.
+        meshes: all meshes that its parameters are sharded on.
         mp_policy: mixed-precision policy.
-        gather_policy: how parameters are rounded when they are gathered; None: they are not.
+        gather_policy: rounds parameters for their gathers; None: they are not rounded.
         offload: keeps shards and gradients, and so the optimizer, on the host; None: they are where the unit computes.
-        copies: whether that is another memory, to and from which they are copied.
+        copies: whether ``offload`` needs copies, as the unit computes on a device with memory of its own.
         name: qualified name of the first module, from the outermost sharded one; empty for the root.
         is_root: no other unit encloses this one.
-        scope: the state that it shares with the units around and inside it.
+        scope: the state that it shares with all units of its tree.
         is_meta: whether parameters have no memory yet.
-        has_extensions: whether some have gathers of their own.
+        has_extensions: whether a parameter has an all-gather extension.
         params: its parameters, in registration order.
         storages: flat storage for each dtype.
-        places: where each lies: in itself, or in a buffer that storages of several units are parts of.
-        flags: how it synchronises.
+        places: for each storage, the buffer that it is a run of: itself, or a buffer for storages of several units.
+        flags: the settings of its synchronisation.
         forward_prefetch, backward_prefetch: the units whose gathers start when this unit's compute does; empty: the default.
         pending: gathers that ``unshard()`` started.
-        attach: called with a parameter whose shard is new, or has become trainable.
-        post_forward_size: how many ranks keep a parameter after forward, a shard each; 0: all that shard it, or none.
-        averagings: how its gradients are averaged, by the settings that determine it.
+        attach: called with a parameter whose shard is new, or whose ``requires_grad`` has changed.
+        post_forward_size: the number of ranks of the group that keeps shards after forward (``reshard_after_forward=<int>``);
+            0: no number was given.
+        averagings: cache of averaging and divide factors, by the settings that determine them.
         updates: whether an optimizer that steps in backward was ever given one of its parameters.
     """
 
@@ -216,28 +218,28 @@ class Unit:
             for each in self.meshes:
                 each.post_forward_group(reshard_after_forward)
             self.post_forward_size = reshard_after_forward
-            # Over one rank, a shard is the whole parameter: that is no resharding.
+            # In a group of one rank, a shard is the whole parameter: nothing is resharded.
             self._reshard_after_forward = reshard_after_forward != 1
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether backward gathers again. By default all units do but the root, whose parameters backward reads first."""
+        """True if backward gathers the unit again. The default is False for the root, which backward reads first; else True."""
         return not self.is_root if self._reshard_after_forward is None else self._reshard_after_forward is True
 
     @property
     def pins_memory(self) -> bool:
-        """Whether shards and gradients on the host are in memory that a device can copy from by itself."""
+        """True if shards and gradients on the host are in pinned memory, which a device can copy from by itself."""
         if self.offload is None or not self.offload.pin_memory:
             return False
         return self.mesh.device.type != "cpu" or torch.accelerator.is_available()
 
     @property
     def may_choose_reshard(self) -> bool:
-        """Whether nobody has said whether backward gathers again."""
+        """True if the user has left it to the library whether backward gathers the unit again."""
         return self._reshard_after_forward is None
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Set whether backward gathers again. Compiled graphs are traced again."""
+        """Set whether backward gathers the unit again. Compiled graphs are traced again."""
         self._reshard_after_forward = reshard
         self.post_forward_size = 0
         for sharded in self.params:
@@ -249,7 +251,7 @@ class Unit:
         return taken
 
     def abandon_gathers(self) -> None:
-        """Wait for gathers in flight, and drop what they gathered."""
+        """Wait for gathers in flight, and drop their results."""
         for pending in self.take_gathers():
             if pending.gathered is not None:
                 with pending.run:
@@ -258,7 +260,7 @@ class Unit:
                 param.state.drop_full()
 
     def drop_full(self) -> None:
-        """Free gathered parameters that were kept, and those in flight."""
+        """Free gathered parameters, and abandon gathers in flight."""
         self.abandon_gathers()
         for sharded in self.params:
             sharded.state.drop_full()
@@ -271,14 +273,14 @@ class Unit:
             device = torch.device("meta")
         sizes: dict[torch.dtype, int] = {}
         offsets: dict[ShardedParam, int] = {}
-        # Those that are gathered together are neighbours.
+        # Parameters that are gathered together are neighbours.
         for sharded in (param for mesh in self.meshes for param in self.params if param.mesh is mesh):
             if is_extension(sharded.local):
                 continue
             dtype, numel = sharded.local.dtype, sharded.padded_numel
             offsets[sharded] = sizes.get(dtype, 0)
             sizes[dtype] = offsets[sharded] + numel + padding_to(sharded.alignment, numel)
-        # Padding is gathered, too, and must be finite.
+        # Storage begins as zeros, as padding is gathered, too, and must be finite.
         self.is_meta = device.type == "meta"
         pinned = self.pins_memory and not self.is_meta
         self.storages = {
@@ -292,7 +294,7 @@ class Unit:
                 sharded.bind_extension()
 
     def move_storage(self, dtype: torch.dtype, place: FlatSlice) -> None:
-        """Copy the flat storage of a dtype into a part of a buffer, and make parameters and shards lie there."""
+        """Copy the flat storage of a dtype into ``place``, a run of a buffer, and make parameters and shards lie there."""
         self.places[dtype], self.storages[dtype] = place, place.tensor()
         for sharded in self.params:
             if sharded.extension is None and sharded.local.dtype == dtype:
@@ -302,7 +304,7 @@ class Unit:
         """Make storage and shards follow parameters that were replaced, cast, or moved.
 
         Raises:
-            MovedError: one is to stay on the host, and was moved to a device. Its values are on the host again.
+            MovedError: a parameter that has to stay on the host was moved to a device. Its values are on the host again.
         """
         for sharded in self.params:
             sharded.adopt_assigned_parameter()

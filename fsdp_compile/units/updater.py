@@ -1,4 +1,4 @@
-"""What a backward asks of an optimizer that steps in it."""
+"""The interface of an optimizer that steps in backward."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Planned(NamedTuple):
     """The next update of a parameter.
 
     Attributes:
-        update: what it computes.
-        key: equal for parameters that are updated with the same numbers.
+        update: the arithmetic of the update.
+        key: equal for parameters that are updated with the same numbers (learning rate, bias corrections, ...).
     """
 
     update: Update
@@ -26,19 +26,19 @@ class Planned(NamedTuple):
 
 
 class Updater(Protocol):
-    """Updates parameters by their gradients, and keeps what it needs for that in buffers over flat storage."""
+    """An optimizer that updates parameters by their gradients. Its state buffers have the order of flat storage."""
 
     def planned(self, param: ShardedParam) -> Planned:
-        """The next update of a parameter. What is kept for it is ready then."""
+        """Return the next update of a parameter, and make its state ready."""
 
     def numbers(self, param: ShardedParam) -> Tensor:
-        """The numbers of the next update."""
+        """Return the numbers of a parameter's next update, ``[update.num_numbers]``, on the device of its shard."""
 
     def state_run(self, param: ShardedParam, numel: int, name: str) -> Tensor:
-        """What is kept under a name for so many elements of flat storage, from the beginning of a parameter's shard on."""
+        """Return ``[numel]`` elements of the state buffer ``name``, from the beginning of the parameter's shard on."""
 
     def updated(self, params: Sequence[ShardedParam]) -> None:
-        """Note that parameters have been updated."""
+        """Record that parameters have been updated."""
 
     def update(self, param: ShardedParam) -> None:
-        """Update a parameter by its gradient, at once, and drop the gradient."""
+        """Update a parameter at once by ``param.grad``, and drop the gradient."""

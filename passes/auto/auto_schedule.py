@@ -2,14 +2,16 @@
 
 Before: gathers and reductions finish where they start, in the buckets of a :class:`~passes.auto.grouping.Grouping`.
 After:  - a gather starts at the last boundary that still hides it behind compute, with a margin, and no earlier than its link
-          is free; a boundary is where something else communicates, or the top;
-        - a reduction starts when its gradients exist and is waited for at the first boundary behind its end, with a margin;
-        - while more bytes live than the limit allows: at the last place where they do, the gather that is needed last starts
-          behind that place, else the oldest reduction in flight is waited for ahead of it.
+          is free. A boundary is where something else communicates, or the top;
+        - a reduction starts when its gradients exist, and is waited for at the first boundary after its end, with a margin;
+        - while more bytes live than the limit allows, at the last place over the limit, the gather in flight that is needed
+          last starts after that place. If there is none, the oldest reduction in flight is waited for before the places over
+          the limit.
 
-:func:`find_grouping` does this for each grouping. Of the fastest one, and those that are about as fast, it takes the one with
-the least memory; of equals, the fastest, then that with the fewest collectives. The choice depends only on the graph, the plan
-and the numbers of :class:`~passes.models.hardware.Hardware`: ranks with the same ones choose the same.
+:func:`find_grouping` does this for each grouping. Among the fastest grouping and those that are about as fast, it takes the one
+with the least memory. Among equals, it takes the fastest, then the one with the fewest collectives. The choice depends only on
+the graph, the plan, the limit and the numbers of :class:`~passes.models.hardware.Hardware`, so ranks with the same ones choose
+the same.
 
 :mod:`passes.auto.placement` defines where communication may stand.
 
@@ -32,7 +34,7 @@ from ..models.hardware import Hardware
 from .grouping import Grouping, groupings
 from .placement import Placement, Result
 
-# A schedule that takes longer by no more than this part of the time counts as equally fast, as the model is not exact.
+# Schedules that take at most 1/50 longer than the fastest count as equally fast, as the model is not exact.
 _AS_GOOD = 50
 
 logger = logging.getLogger(__name__)
@@ -55,13 +57,13 @@ class AutoSchedule:
 def find_grouping(
     graph: Graph, plan: Plan, default: Grouping, auto: AutoSchedule, insert: Callable[[Graph, Grouping], None]
 ) -> Grouping:
-    """The best grouping of a graph's collectives.
+    """Find the best grouping of a graph's collectives.
 
     Args:
         graph: a graph after the preparing passes; it is not changed.
-        plan: what the graph does.
+        plan: the plan of the graph.
         default: the grouping of the default schedule.
-        auto: what to schedule for.
+        auto: the machine and the limit to schedule for.
         insert: writes the collectives of a grouping into a graph.
 
     Raises:
@@ -96,7 +98,7 @@ def find_grouping(
 
 
 def schedule_automatically(graph: Graph, auto: AutoSchedule) -> Result:
-    """Place the collectives of a graph, whose grouping :func:`find_grouping` found. In place."""
+    """Move the collectives of a graph, in the grouping from :func:`find_grouping`, to their issue points. In place."""
     placement = Placement(graph, auto.hardware)
     result = placement.place(auto.memory_limit)
     placement.write()

@@ -1,14 +1,15 @@
-"""Grouping: which parameters could share a collective, other than those of one unit.
+"""Grouping: which parameters could share a collective, instead of those of one unit.
 
-Each collective costs a latency, and time for its size. Merging small buckets saves latencies; splitting large ones into pieces
-lets them start sooner, hide better and hold less memory. So each grouping has a target size for its buckets: a multiple of the
-size whose transfer takes as long as the latency.
+Each collective costs a latency, and time for its size. Merging small buckets saves latencies. The pieces of a split bucket
+start sooner, hide better and hold less memory. So each grouping has a target size for its buckets: a multiple of the size whose
+transfer takes as long as the latency.
 
-- Smaller buckets merge with their neighbours, in the order in which the graph needs them, until they have the target size.
-- Larger ones split at parameters, in the order of these in memory, into pieces that have it.
+- Smaller buckets merge with their neighbours, in the order in which the graph needs them, until they reach the target size.
+- Larger buckets split between parameters, in memory order, into pieces of at least the target size.
 
-Buckets merge only if the graph treats them alike: gathers over the same group in the same dtype, all of them kept or none;
-reductions of the same plan with equal divide factors. Communication hooks are called with the buckets of the units.
+Buckets merge only if the graph treats them alike. Gathers need the same group and dtype, and all or none are kept. Reductions
+need the same plan and equal divide factors. Buckets of units with a communication hook stay as they are, as the hook is called
+with them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ..models.cost_model import layout_of
 from ..models.hardware import Hardware
 from ..transforms.bucket import Group, gather_buckets, gather_key, reduction_buckets, regroup, sink_derived
 
-# Of the size at which latency is half of the time: it then is a hundredth, a twentieth, a fifth, a half.
+# Target sizes, as multiples of the size at which latency is half of the time. With them, latency is 1/65, 1/17, 1/5 and 1/2 of
+# the time.
 _MULTIPLES = (64, 16, 4, 1)
 
 
@@ -45,10 +47,10 @@ class Item:
 
     Attributes:
         members: the parameters.
-        key: equal for buckets that may merge; None: it stays as it is.
-        place: where the graph needs it first, or has all of it.
-        sizes: bytes of its parameters, unsharded.
-        spec: of its first one.
+        key: equal for items that may merge; None: the item stays as it is.
+        place: the position in the graph of the first reader of its parameters, or of the last of its gradients.
+        sizes: the unsharded bytes of each parameter.
+        spec: the operator of its first parameter.
     """
 
     members: Group
@@ -59,14 +61,14 @@ class Item:
 
 
 def groupings(graph: Graph, plan: Plan, default: Grouping, hardware: Hardware, *, smallest: bool) -> list[Grouping]:
-    """The groupings to choose from, each once.
+    """List the groupings to choose from, without duplicates.
 
     Args:
         graph: a graph after the preparing passes. Views of parameters sink to their readers in it.
-        plan: what the graph does.
-        default: the first of them, from whose groups others are made.
-        hardware: what it runs on.
-        smallest: also every parameter by itself, which needs the least memory.
+        plan: the plan of the graph.
+        default: the first grouping, from whose groups the others are made.
+        hardware: the machine that the graph runs on.
+        smallest: whether to add the grouping with every parameter by itself, which needs the least memory.
     """
     sink_derived(graph)
     gathers, reductions = gather_items(graph, default.gathers, plan), reduction_items(graph, default.reductions, plan)
@@ -78,7 +80,7 @@ def groupings(graph: Graph, plan: Plan, default: Grouping, hardware: Hardware, *
 
 
 def gather_items(graph: Graph, groups: Sequence[Group], plan: Plan) -> list[Item]:
-    """The gathers of a graph whose views of parameters have sunk to their readers."""
+    """Make an item for each gather of a graph. Views of parameters must have sunk to their readers."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     items = []
     for group, bucket in zip(groups, regroup(gather_buckets(graph), groups), strict=True):
@@ -90,7 +92,7 @@ def gather_items(graph: Graph, groups: Sequence[Group], plan: Plan) -> list[Item
 
 
 def reduction_items(graph: Graph, groups: Sequence[Group], plan: Plan) -> list[Item]:
-    """The reductions of a graph."""
+    """Make an item for each reduction of a graph."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     items = []
     for group, bucket in zip(groups, regroup(reduction_buckets(graph), groups), strict=True):
@@ -102,7 +104,7 @@ def reduction_items(graph: Graph, groups: Sequence[Group], plan: Plan) -> list[I
 
 
 def _size(spec: Unshard | ReduceGrad, like: Node) -> int:
-    """Bytes of an unsharded parameter or gradient: of its own, so that they are the same for any number of ranks."""
+    """Count the bytes of an unsharded parameter or gradient without padding, which are the same for any number of ranks."""
     return math.prod(spec.shape) * like.meta["val"].dtype.itemsize
 
 
@@ -115,8 +117,11 @@ def _reduction_key(spec: ReduceGrad, plan: Plan, index: int) -> Hashable:
 
 
 def _knee(spec: Unshard | ReduceGrad, hardware: Hardware) -> float:
-    """Bytes that travel in the time that a collective takes to start: of a reduction, its reduce-scatter or, if that is larger,
-    the all-reduce of what this leaves."""
+    """Return the unsharded bytes whose transfer takes as long as the start of a collective.
+
+    A reduction over replicas also all-reduces shards. Its result is the larger of the sizes for the reduce-scatter and for the
+    all-reduce.
+    """
     if isinstance(spec, Unshard):
         return hardware.knee_bytes("all_gather", layout_of(spec.group))
     knee = hardware.knee_bytes("reduce_scatter", layout_of(spec.group))
@@ -140,15 +145,15 @@ def _group_by_size(items: Sequence[Item], target_of: Callable[[Item], float]) ->
 
 
 def in_order(groups: Sequence[Group], items: Sequence[Item]) -> tuple[Group, ...]:
-    """Groups made of items, in the order in which the graph needs them."""
+    """Sort groups made of items into the order in which the graph needs them."""
     place = {member: item.place for item in items for member in item.members}
     return tuple(sorted(groups, key=lambda group: (place[group[0]], group)))
 
 
 def merge_neighbours(items: Sequence[Item], target_of: Callable[[Item], float]) -> list[Group]:
-    """Merge each item with those that follow it in the graph until they have the target size.
+    """Merge each item with the items of the same key that follow it, until together they have the target size.
 
-    Only neighbours among the items given do: a large bucket between small ones does not keep these from merging.
+    Buckets that are not among ``items`` do not count: small ones merge across a large one between them.
     """
     groups: list[Group] = []
     key: Hashable = None
@@ -164,7 +169,7 @@ def merge_neighbours(items: Sequence[Item], target_of: Callable[[Item], float]) 
 
 
 def _pieces(members: Group, sizes: Sequence[int], target: float) -> list[Group]:
-    """Runs of a bucket's parameters of at least the target size each."""
+    """Cut a bucket's parameters into runs of at least the target size each."""
     pieces: list[list[tuple[int, int]]] = [[]]
     filled = 0
     left = sum(sizes)

@@ -1,16 +1,18 @@
 """Large parameters over Gloo: each has collectives of its own, so that it need not be copied.
 
-What shares a bucket is copied: parameters out of the gathered buffer, gradients into the one that is reduced. On a GPU that
-takes a small part of the network's time. Gloo's network is served by the cores that compute, and a copy costs about as much as
-sending. A parameter that is cut along its first dimension and gathered alone needs no copy: the gathered buffer is the
-parameter, and its gradient is sent from where it was computed. Nor does it wait for the rest of its unit.
+Parameters that share a bucket are copied out of the gathered buffer, and their gradients into the buffer that is reduced. On a
+GPU, these copies take a small part of the network's time. Over Gloo, the cores that compute also serve the network, and a copy
+costs about as much as sending. A parameter that is sharded on its first dimension and gathered alone needs no copy. The
+gathered buffer is the parameter, and its gradient is sent from where it was computed. Such a parameter also does not wait for
+the rest of its unit.
 
-Nor is what is copied from the host: that is one copy for a unit.
+Some parameters keep sharing a collective:
 
-A gather that rounds (:mod:`passes.collectives.rounded_gather`) writes all that it sends and all that arrives, and stays whole.
-
-Below :data:`MIN_OWN_BUCKET_BYTES` a collective of its own costs more than the copy: the small parameters of a unit share one.
-So do all parameters of a unit with a communication hook, which is called with the unit's bucket.
+- parameters below :data:`MIN_OWN_BUCKET_BYTES`, for which a collective of their own costs more than the copy;
+- gathers of shards on the host, which are copied to the device by one copy for a unit;
+- gathers that round (:mod:`passes.collectives.rounded_gather`), which write all that they send and all that arrives;
+- gathers of all-gather extensions, whose tensors share a collective as bytes;
+- gradients of a unit with a communication hook, which is called with the unit's bucket.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ from ..ir.plan import Gather, Plan
 from ..transforms.bucket import Group, gather_buckets, reduction_buckets
 from .grouping import Grouping
 
-#: The bytes of an unsharded parameter, or of its gradient, from which on it has a bucket of its own.
+#: The least bytes of an unsharded parameter, or of its gradient, with a bucket of its own.
 MIN_OWN_BUCKET_BYTES = 1 << 20
 
 
 def separate_large_parameters(graph: Graph, plan: Plan) -> Grouping:
-    """The parameters that share each collective of a graph.
+    """Group the parameters of a graph by collective, with a collective for each large parameter.
 
     Args:
         graph: a graph after the preparing passes. It is not changed.
-        plan: what it does.
+        plan: the plan of the graph.
     """
     gathers: list[Group] = []
     reductions: list[Group] = []
@@ -52,7 +54,12 @@ def separate_large_parameters(graph: Graph, plan: Plan) -> Grouping:
 
 
 def _is_large(spec: Unshard | ReduceGrad, like: Tensor) -> bool:
-    """Whether a parameter or gradient, which travels in dtype and on the device of ``like``, is better off alone."""
+    """Return whether a parameter or gradient gets a collective of its own.
+
+    Args:
+        spec: its operator.
+        like: a tensor with the dtype in which it travels, on the device on which it does.
+    """
     if spec.dim != 0 or like.device.type != "cpu" or not exchanges(spec.group, like.device):
         return False
     return math.prod(spec.shape) * like.dtype.itemsize >= MIN_OWN_BUCKET_BYTES

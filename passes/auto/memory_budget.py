@@ -1,27 +1,27 @@
-"""Memory budget: choose what a step keeps, gathers again and computes again, so that all of it fits.
+"""Memory budget: choose what a step keeps gathered, saves and recomputes, so that it fits into a number of bytes.
 
-The policies of a joint graph are tried one by one: which units stay gathered between forward and backward, and how much of the
-activations is saved. What comes of each is partitioned, scheduled and asked for its time and its bytes, by the models that
-schedule graphs; the fastest whose bytes are within the budget is taken.
+Policies are tried one by one on a joint graph: which units stay gathered between forward and backward, and which activations
+are saved. For each policy, the graph is partitioned and scheduled, and the models for schedules estimate its time and its
+bytes. The fastest policy whose bytes are within the budget is chosen.
 
-**Units** that nobody has decided about stay gathered from the last that forward reads to the first: parameters of the last live
-shortest, and their gathers in backward have the least to hide behind. Where ranks are on several nodes, each node may keep a
-copy of the others, a shard on each of its ranks, so that backward gathers them without the network.
+The search begins with a grid of policies:
 
-**Activations** are saved as the partitioner does by default; or what is cheap to compute again is recomputed (its own next
-step); or, besides, the first stretches of forward are recomputed whole (:mod:`passes.transforms.recompute_stretches`): those
-whose activations would wait longest. The last one would be recomputed at once, and is not.
+- **Units** whose resharding is open stay gathered, from the last that forward reads to the first. Parameters of the last live
+  shortest, and their gathers in backward have the least compute to hide behind. If ranks are on several nodes, each node may
+  keep a copy of the other units, a shard on each of its ranks. Backward then gathers them without the network.
+- **Activations** are saved as the partitioner does by default. Or the partitioner recomputes cheap ones, its own next step.
+  Or the first stretches of forward are recomputed whole, too (:mod:`passes.transforms.recompute_stretches`), as their
+  activations would wait longest. The last stretch is not recomputed, as backward would do so at once.
+- **Host memory**, if granted, holds activations of the first stretches until backward
+  (:mod:`passes.transforms.offload_activations`): all that the partitioner saves, or those that recomputed stretches begin with.
+  Or it holds the largest activations of all stretches, up to a third or two thirds of a stretch's bytes.
 
-Where host memory is granted, what the partitioner saves of the first stretches may wait there for backward
-(:mod:`passes.transforms.offload_activations`): all of it, or what stretches that are recomputed begin with; or of all stretches
-the largest values, up to a third or two thirds of their bytes.
+If the graph is small enough for more trials, :func:`search` also tries neighbours of the best policies: one unit, stretch or
+activation is different, or two are exchanged. If a policy sends more to the host than the host holds, the search tries the
+largest values that fit.
 
-That is where :func:`search` begins. Then, as long as the graph is small enough for more trials, it looks around the best ones:
-one unit, stretch or activation different, or two that change places. Of a policy that sends more to the host than it holds, the
-largest values are tried that it does hold.
-
-Which policies are tried depends on the graph and hardware numbers alone, not on the budget: so more bytes never make a step
-slower, in the model. The choice depends on graph, budget and hardware numbers, which ranks have in common.
+The tried policies depend on the graph and the hardware numbers alone, not on the budget. So a larger budget never makes a step
+slower, in the model. The choice depends on graph, budget and hardware numbers, which are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ from ..models.memory_model import Breakdown, Category, MemoryModel
 from ..models.timeline import Costs, simulate
 from .step_policy import OpenChoices, StepPolicy, Trial
 
-#: What is near to the best is tried until the trials together have as many nodes as this; twice, where the host is open.
+#: Neighbours are tried until the graphs of all trials together have this many nodes. If activations may wait on the host, the
+#: search explores twice, without and with the host, up to this limit each.
 _MOST_NODES = 30_000
 
 
 class BudgetTooLow(ValueError):
-    """Nothing that was tried fits into a memory budget."""
+    """No tried policy fits into a memory budget."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was tried for a budget, and what was chosen.
+    """The trials for a budget, and the chosen one.
 
     Attributes:
         limit: the budget in bytes.
-        trials: all that was tried.
-        chosen: the fastest of those that fit; of equals that with the fewest bytes, then the first.
+        trials: all trials.
+        chosen: the fastest trial that fits. Among equally fast ones, it has the fewest bytes, then it is the first.
     """
 
     limit: int
@@ -61,10 +62,14 @@ class Choice:
 
     @staticmethod
     def of(trials: Sequence[Trial], limit: int) -> Choice:
-        """Choose.
+        """Choose the fastest trial within a budget.
+
+        Args:
+            trials: the trials to choose from.
+            limit: the budget in bytes.
 
         Raises:
-            BudgetTooLow: none fits.
+            BudgetTooLow: no trial fits.
         """
         fitting = [trial for trial in trials if trial.peak_bytes <= limit]
         if not fitting:
@@ -72,23 +77,25 @@ class Choice:
         return Choice(limit, tuple(trials), min(fitting, key=lambda trial: (trial.time_ns, trial.peak_bytes)))
 
     def holds_at(self, limit: int) -> bool:
-        """Whether the choice would be the same within another budget."""
+        """Return whether the choice would be the same with another budget."""
         return self.chosen.peak_bytes <= limit and Choice.of(self.trials, limit).chosen == self.chosen
 
     def frontier(self) -> list[Trial]:
-        """The trials that a budget can come to choose, from the least bytes to the fastest."""
+        """Return the trials that some budget would choose, from the fewest bytes to the fastest."""
         return _frontier(self.trials)
 
 
 def search(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial]) -> list[Trial]:
-    """Try the grid, and then what is near to the best; at first without the host, which so never makes a step slower.
+    """Try a grid of policies, and then neighbours of the best ones.
+
+    The first exploration does not use the host, so granted host memory never makes a step slower.
 
     Args:
-        choices: what is open.
+        choices: the open choices.
         attempt: evaluates a policy.
 
     Returns:
-        What was tried, but for what takes more of the host than there is.
+        The trials, without those that send more to the host than it holds.
     """
     tried: dict[StepPolicy, Trial] = {}
     if choices.offloads:
@@ -113,7 +120,7 @@ def _explore(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial], tried
     around: dict[StepPolicy, Iterator[StepPolicy]] = {}
     while True:
         before = len(tried)
-        # One for each of the best in turn: of a large graph, not all that is near is tried.
+        # Try one neighbour of each of the best in turn, as the limit leaves out most neighbours of a large graph.
         for center in _frontier(filter(choices.allow, tried.values())):
             policies = around.setdefault(center.policy, choices.near(center))
             policy = next((policy for policy in policies if policy not in tried), None)
@@ -124,7 +131,7 @@ def _explore(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial], tried
 
 
 def _frontier(trials: Iterable[Trial]) -> list[Trial]:
-    """Those that are faster than all with as many bytes or fewer, from the least bytes to the fastest."""
+    """Find the trials that are faster than all with as many bytes or fewer, from the fewest bytes to the fastest."""
     found: list[Trial] = []
     for trial in sorted(trials, key=lambda trial: (trial.peak_bytes, trial.time_ns)):
         if not found or trial.time_ns < found[-1].time_ns:
@@ -133,7 +140,7 @@ def _frontier(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def graph_memory(graph: Graph, *, fuses: bool) -> Breakdown:
-    """The live bytes of a scheduled graph.
+    """Count the live bytes of a scheduled graph by category and bucket.
 
     Args:
         graph: the graph.
@@ -146,17 +153,17 @@ def graph_memory(graph: Graph, *, fuses: bool) -> Breakdown:
 
 
 def graph_peak(memory: Breakdown) -> int:
-    """The most that lives at once inside of a graph."""
+    """Return the most bytes that live at once inside of a graph."""
     return int(max(map(sum, zip(*memory.timeline.values(), strict=True)), default=0))
 
 
 def graph_time(graph: Graph, hardware: Hardware) -> int:
-    """How long a scheduled graph takes, in nanoseconds."""
+    """Return how long a scheduled graph takes, in nanoseconds."""
     return simulate(list(graph.nodes), Costs.of(graph, hardware)).total
 
 
 def held_in_backward(forward: Breakdown, backward: Breakdown) -> int:
-    """The bytes of activations that forward gave out and backward does not free: others hold them while it runs."""
+    """Return the bytes of activations that forward gives out and backward does not free, as others hold them while it runs."""
     return int(max(0, forward.given_out[Category.ACTIVATIONS] - backward.taken[Category.ACTIVATIONS]))
 
 

@@ -1,8 +1,9 @@
 """Placement: an order for the nodes of a graph in which communication hides behind compute and memory stays within a limit.
 
-Communication moves; compute keeps its order. A collective is put ahead of other communication, so that it cuts no segment
+Communication moves; compute keeps its order. A collective is put before other communication, so that it cuts no segment
 (:mod:`passes.lowering.segments`): each further segment costs a call, and compile time. Only to keep a memory limit, a
-collective may also stand ahead of a matrix product, where a kernel ends in any case. Collectives of one group keep their order.
+collective may also stand before a node that is not fusible, such as a matrix product. A kernel ends there in any case.
+Collectives of one group keep their order.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _wait = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of a schedule, by the models.
+    """The figures of a schedule, estimated by the models.
 
     Attributes:
-        total_ns: when the graph is done.
-        exposed_ns: how much of it compute waits for communication.
-        collectives: how many there are.
-        peak_bytes: the most that live at once.
+        total_ns: the nanoseconds until the graph is done.
+        exposed_ns: the nanoseconds within ``total_ns`` in which compute waits for communication.
+        collectives: the number of collectives.
+        peak_bytes: the most bytes that live at once.
     """
 
     total_ns: int
@@ -46,9 +47,9 @@ class _Block:
     """Nodes that stay together.
 
     Attributes:
-        nodes: in their order.
-        work: what they do for a bucket; None: they compute.
-        may_follow: whether communication may stand right ahead of it without cutting a kernel.
+        nodes: the nodes in their order.
+        work: the work of the nodes for a bucket; None: they compute.
+        may_follow: whether communication may stand directly before the block without cutting a kernel.
     """
 
     nodes: list[Node]
@@ -62,14 +63,14 @@ class _Block:
 
 @dataclass(eq=False)
 class _InFlight:
-    """Communication between a block that starts it and one that waits for it."""
+    """A transfer, between the block that starts it and the block that waits for it."""
 
     start: _Block
     wait: _Block
 
 
 class Placement:
-    """Finds an order for the blocks of a graph."""
+    """The blocks of a graph, and the order found for them so far."""
 
     def __init__(self, graph: Graph, hardware: Hardware):
         self._graph = graph
@@ -92,7 +93,14 @@ class Placement:
                 self._reductions += [_InFlight(start, wait) for start, wait in itertools.pairwise(stages) if _waits(wait)]
 
     def place(self, limit: int | None) -> Result:
-        """Find an order. With a limit, the graph must fit into it as it is."""
+        """Find an order.
+
+        Args:
+            limit: the most bytes that may live at once; None: no limit. The order before the call must keep it.
+
+        Returns:
+            The figures of the order.
+        """
         self._start_gathers_in_time()
         self._start_gathers_when_links_are_free()
         self._wait_for_reductions_when_they_are_over()
@@ -102,18 +110,18 @@ class Placement:
         return Result(timeline.total, timeline.exposed, self._costs.collectives, self.live_bytes().peak)
 
     def write(self) -> None:
-        """Give the graph the order that was found."""
+        """Put the nodes of the graph into the order that was found."""
         output = self._graph.output_node()
         for block in self._order[:-1]:
             for node in block.nodes:
                 output.prepend(node)
 
     def live_bytes(self) -> LiveBytes:
-        """The live bytes in the order that was found last."""
+        """Count the live bytes in the order that was found last."""
         return self._memory.live_bytes(self._nodes())
 
     def largest_at_peak(self) -> BucketName | None:
-        """The bucket that holds most where most lives; None if none holds anything."""
+        """Return the bucket that holds the most bytes at the peak; None if no bucket holds any."""
         totals = [total for total, _ in self.live_bytes().timeline]
         return self._memory.largest_bucket(self._nodes(), totals.index(max(totals)))
 
@@ -127,7 +135,7 @@ class Placement:
         return {block: index for index, block in enumerate(self._order)}
 
     def _move(self, anchors: Mapping[_Block, _Block]) -> None:
-        """Put blocks right ahead of others, which do not move."""
+        """Put blocks directly before their anchors, which do not move."""
         ahead: dict[_Block, list[_Block]] = {}
         for block, anchor in anchors.items():
             ahead.setdefault(anchor, []).append(block)
@@ -152,7 +160,7 @@ class Placement:
             latest = min(clock[gather.wait], needed.get(link, clock[gather.wait])) - _with_margin(duration)
             for reduction in reductions:
                 other = self._collective(reduction)
-                # The link would be busy: go first, as compute waits for the gather.
+                # The reduction would keep the link busy. The gather goes first, as compute waits for it.
                 if (
                     self._costs.link[other] == link
                     and clock[reduction] < latest < clock[reduction] + self._costs.transfer[other]
@@ -164,7 +172,7 @@ class Placement:
         self._move(dict(reversed(anchors.items())))
 
     def _compute_clock(self, blocks: Sequence[_Block]) -> dict[_Block, int]:
-        """When each block runs if nothing is waited for."""
+        """Return for each block when it runs, if compute never waits."""
         clock, now = {}, 0
         for block in blocks:
             clock[block] = now
@@ -172,7 +180,7 @@ class Placement:
         return clock
 
     def _start_gathers_when_links_are_free(self) -> None:
-        """Start gathers no earlier than their link could take them: a buffer in a queue only takes memory."""
+        """Start gathers no earlier than their links are free, as a buffer in a queue only takes memory."""
         timeline = self._simulate()
         position = self._positions()
         starts = {gather.start for gather in self._gathers}
@@ -194,7 +202,10 @@ class Placement:
         self._move(anchors)
 
     def _wait_for_reductions_when_they_are_over(self) -> None:
-        """Place the waits of reductions: first those that start an all-reduce, as its end depends on them."""
+        """Wait for reductions when they should have ended.
+
+        Waits that start an all-reduce are placed first, as the end of the all-reduce depends on them.
+        """
         for stage in (Role.ALL_REDUCE, Role.FINISH_REDUCE):
             timeline = self._simulate()
             position = self._positions()
@@ -217,7 +228,8 @@ class Placement:
     def _fit(self, limit: int) -> None:
         """Delay gathers and hasten waits until the live bytes stay within the limit.
 
-        From the end to the front: a gather that moves behind the last place over the limit was live there already.
+        Positions over the limit are relieved from the end to the front. A gather that moves after the last of them was already
+        live at all later positions until its wait, so none of these gets over the limit.
         """
         while True:
             over = self._blocks_over(limit)
@@ -227,7 +239,7 @@ class Placement:
                 raise AssertionError(f"more than {limit} bytes live at {self._order[over[-1]].nodes}, and nothing is in flight")
 
     def _blocks_over(self, limit: int) -> list[int]:
-        """The places of the blocks in which more bytes live than the limit."""
+        """Find the positions of the blocks during which more bytes live than the limit."""
         totals = [total for total, _ in self.live_bytes().timeline]
         over, index = [], len(self._inputs)
         for place, block in enumerate(self._order):
@@ -237,6 +249,7 @@ class Placement:
         return over
 
     def _delay_a_gather(self, place: int) -> bool:
+        """Start one gather in flight at position ``place`` after it: the one that is needed last. Return False if none can."""
         position = self._positions()
         in_flight = [gather for gather in self._gathers if position[gather.start] <= place < position[gather.wait]]
         for gather in sorted(in_flight, key=lambda gather: position[gather.wait], reverse=True):
@@ -248,7 +261,10 @@ class Placement:
         return False
 
     def _hasten_a_wait(self, over: Sequence[int]) -> bool:
-        """Wait for the oldest reduction in flight at the last of these places, ahead of the first that holds it."""
+        """Wait earlier for the oldest reduction in flight at the last of the positions ``over`` the limit.
+
+        The wait moves before the first of these positions that is after the start. Return False if no reduction is in flight.
+        """
         position = self._positions()
         for reduction in sorted(self._reductions, key=lambda reduction: position[reduction.start]):
             if position[reduction.start] < over[-1] < position[reduction.wait]:
@@ -259,7 +275,7 @@ class Placement:
 
 
 def _cut_into_blocks(graph: Graph) -> list[_Block]:
-    """The blocks of a graph, without its inputs; the last is its output."""
+    """Cut a graph into blocks, without its inputs. The last block is its output."""
     starts = {
         source: Work(Role.START_GATHER, name)
         for name, nodes in nodes_of(graph, Role.START_GATHER).items()
@@ -288,12 +304,12 @@ def _waits(block: _Block) -> bool:
 
 
 def _with_margin(duration: int) -> int:
-    """The duration of a transfer with a margin, as the model is not exact."""
+    """Add a quarter to the duration of a transfer, as the model is not exact."""
     return duration + duration // 4
 
 
 def _last_by(latest: int, blocks: Sequence[_Block], clock: Mapping[_Block, int], until: _Block) -> _Block:
-    """The last communication, up to a block, that is reached in time; else the first block of all."""
+    """Return the last communication up to ``until`` that compute reaches by the time ``latest``, else the first block."""
     found = blocks[0]
     for block in blocks:
         if block.role and clock[block] <= latest:

@@ -1,15 +1,18 @@
-"""Small units: those that take longer to start a collective than to send it share one.
+"""Small units: units whose collectives take longer to start than to send share collectives.
 
 A collective costs a latency on the wire, and host time to issue it and to wait for it, however little it sends. So a unit whose
-parameters (gradients) have fewer bytes than :data:`MERGE_BELOW_BYTES` merges with the small ones that follow it in the graph,
-until they have as many together. At the bandwidth of a node's links so many take about as long as a collective takes to start;
-what is gathered too early, and held at once, is less than twice that.
+parameters (gradients) have fewer bytes than :data:`MERGE_BELOW_BYTES` merges with the small units after it in the graph, until
+they have that many together. At the bandwidth of a node's links, so many bytes take about as long as a collective takes to
+start. Fewer than twice as many bytes are gathered too early and held at once.
 
-The rule looks at the sizes of whole parameters alone, which are the same on all ranks and for any number of them.
+The rule depends only on the sizes of whole parameters, which are the same on all ranks and for any number of ranks.
 
-What was said of a unit by itself keeps it to itself: a communication hook; being in a list of prefetches, or having one; and a
-limit on the reductions in flight, which counts units. Units merge only with such as are treated alike: gathered over the same
-group in the same dtype, lent to later graphs or not, reduced by the same plan.
+Units merge only with units that are treated alike: gathered over the same group in the same dtype, kept for later graphs or
+not, reduced by the same plan. These do not merge:
+
+- gathers of a unit that has a prefetch list or is in one;
+- gradients of a unit with a communication hook;
+- all gradients if the reductions in flight are limited, as that limit counts units.
 """
 
 from __future__ import annotations
@@ -22,18 +25,18 @@ from ..ir.plan import Plan
 from ..transforms.bucket import Group, sink_derived
 from .grouping import Grouping, Item, gather_items, in_order, merge_neighbours, reduction_items
 
-#: Bytes of unsharded parameters, or of their gradients.
+#: The bytes of unsharded parameters, or of their gradients, below which a unit is small.
 MERGE_BELOW_BYTES = 4 << 20
 
 
 def merge_small_units(graph: Graph, plan: Plan, default: Grouping, below: int) -> Grouping:
-    """The parameters that share each collective of a graph.
+    """Group the parameters of a graph by collective, with small units merged.
 
     Args:
         graph: a graph after the preparing passes. Views of parameters sink to their readers in it.
-        plan: what it does.
-        default: what shares a collective otherwise.
-        below: bytes from which on a unit is not small; 0: no unit is.
+        plan: the plan of the graph.
+        default: the grouping without merging.
+        below: the bytes below which a unit is small; 0: no unit is, and the default is returned.
     """
     if not below:
         return default

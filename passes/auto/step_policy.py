@@ -1,7 +1,7 @@
-"""Step policies: what a step may do about parameters and activations between forward and backward, and what is near to that.
+"""Step policies: the ways in which a step can treat parameters and activations between forward and backward.
 
-A :class:`StepPolicy` is one way, :class:`OpenChoices` are all of them: where a search begins, and the neighbours of a policy.
-:mod:`passes.auto.memory_budget` searches among them.
+A :class:`StepPolicy` is one way. :class:`OpenChoices` has all ways: the policies with which a search begins, and the neighbours
+of a policy. :mod:`passes.auto.memory_budget` searches among them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from ..collectives.layout import REPLICATED
 from ..ir.ops import Unshard, unshards, update_args
 from ..transforms.recompute_stretches import forward_stretches, is_open, units_of_parameters
 
-#: How many numbers of units that stay gathered, and of stretches that are recomputed, are tried; of the units also one, as that
-#: is usually the root, which stays gathered by default.
+#: How many counts of units that stay gathered, and of stretches that are recomputed, the grid has. It also has one unit that
+#: stays gathered: usually the root, which does by default.
 _LEVELS = 4
-#: For the partitioner: everything is saved that is faster to save; and what is cheap is recomputed. Less is what stretches are
-#: for: among what is costly it would choose by size alone, and hold at once in backward what it has saved before.
+#: Activation budgets of the partitioner: it saves everything that is faster to save, or recomputes what is cheap. Below that,
+#: stretches are recomputed instead. Among costly operators the partitioner would choose by size alone, and backward would hold
+#: all that it recomputes at once.
 SAVE, RECOMPUTE_CHEAP = 1.0, 0.999
 
 
 class Activation(NamedTuple):
-    """Something that forward saves for backward.
+    """A value that forward saves for backward.
 
     Attributes:
-        stretch: the stretch that computes it, by number.
-        place: which operator of the stretch does. In equal layers it is the same.
-        name: that of the node.
-        nbytes: its size.
+        stretch: the number of the stretch that computes it.
+        place: the number of its operator in the stretch, which is the same in equal layers.
+        name: the name of its node.
+        nbytes: its size in bytes.
     """
 
     stretch: int
@@ -43,18 +44,18 @@ class Activation(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """What a step does about parameters and activations between forward and backward.
+    """One way to treat parameters and activations between forward and backward.
 
     Attributes:
-        kept: units that stay gathered, of those that are open, from the one that forward reads last.
-        resharded: the other open ones.
-        recomputed: which stretches of forward are computed again, by number.
-        stretches: how many there are.
-        activation_budget: the partitioner's, from 0 to 1.
-        offloaded: the stretches of which what is saved waits on the host, by number; of those that are computed again too, that
-            is what the next one begins with.
-        in_nodes: of the resharded units, those of which each node keeps a copy.
-        on_device: what does not wait on the host, of the stretches of which the rest does.
+        kept: the open units that stay gathered, from the one that forward reads last.
+        resharded: the other open units.
+        recomputed: the numbers of the stretches of forward that are recomputed.
+        stretches: the number of all stretches.
+        activation_budget: the partitioner's budget, from 0 to 1.
+        offloaded: the numbers of the stretches whose saved values wait on the host. The saved values of a recomputed stretch
+            are those that the next stretch begins with.
+        in_nodes: the resharded units of which each node keeps a copy.
+        on_device: the saved values of offloaded stretches that stay on the device.
     """
 
     kept: tuple[str, ...]
@@ -67,16 +68,16 @@ class StepPolicy:
     on_device: tuple[Activation, ...] = ()
 
     def without_host(self) -> StepPolicy:
-        """The policy by which nothing waits on the host, and which is the same otherwise."""
+        """Return the same policy, but with nothing that waits on the host."""
         return replace(self, offloaded=(), on_device=())
 
     def waits(self, stretch: int, place: int) -> bool:
-        """Whether what an operator of a stretch computes waits on the host, if it is saved."""
+        """Return whether the result of an operator, ``place`` in ``stretch``, waits on the host if it is saved."""
         stays = ((activation.stretch, activation.place) for activation in self.on_device)
         return stretch in self.offloaded and (stretch, place) not in stays
 
     def reshard(self, graph: Graph, node_groups: Mapping[str, str]) -> None:
-        """Write into a joint graph which units reshard. In place.
+        """Set in a joint graph which open units reshard after forward, and to which group. In place.
 
         Args:
             graph: the graph.
@@ -91,14 +92,14 @@ class StepPolicy:
 
 @dataclass(frozen=True)
 class Trial:
-    """A policy, and what the models say of its step.
+    """A policy, and the estimates of the models for its step.
 
     Attributes:
-        policy: what was tried.
-        peak_bytes: the most that lives at once, all the time that a step takes.
-        time_ns: of forward and backward.
-        host_bytes: of activations that wait on the host between the two.
-        saved: those that can wait there, in the order of forward's outputs.
+        policy: the tried policy.
+        peak_bytes: the most bytes that live at once during the whole step.
+        time_ns: the nanoseconds of forward and backward.
+        host_bytes: the bytes of activations that wait on the host between forward and backward.
+        saved: the activations that can wait there, in the order of forward's outputs.
     """
 
     policy: StepPolicy
@@ -109,23 +110,23 @@ class Trial:
 
     @property
     def waiting(self) -> list[Activation]:
-        """What waits on the host because of the policy."""
+        """The activations that wait on the host because of the policy."""
         return [activation for activation in self.saved if self.policy.waits(activation.stretch, activation.place)]
 
 
 @dataclass(frozen=True)
 class OpenChoices:
-    """What a step may do one way or another.
+    """All open choices of a step.
 
     Attributes:
-        units: those whose resharding is to be chosen, from the one that forward reads last.
-        stretches: those that can be computed again as a whole, by number.
-        num_stretches: how many there are.
-        activation_budgets: the partitioner's.
-        num_nodes: of the joint graph.
-        offloads: stretches of which what is saved can wait on the host, by number.
-        in_nodes: units of which nodes can keep a copy.
-        host_bytes: how many may wait there.
+        units: the units whose resharding is open, from the one that forward reads last.
+        stretches: the numbers of the stretches that can be recomputed whole.
+        num_stretches: the number of all stretches.
+        activation_budgets: the partitioner's budgets to try.
+        num_nodes: the number of nodes of the joint graph.
+        offloads: the numbers of the stretches whose saved values can wait on the host.
+        in_nodes: the units of which each node can keep a copy.
+        host_bytes: the bytes of activations that may wait on the host.
     """
 
     units: tuple[str, ...]
@@ -147,15 +148,16 @@ class OpenChoices:
         host_bytes: int = 0,
         node_groups: Mapping[str, str] | None = None,
     ) -> OpenChoices:
-        """What is open about the step of a joint graph, ahead of the passes that speak to the partitioner.
+        """Find the open choices of a joint graph, before the passes that tag nodes for the partitioner.
 
         Args:
             graph: the graph.
-            num_forward_outputs: how many of its outputs are forward's.
-            open_units: those whose resharding is to be chosen.
-            activation_budget: the partitioner's, as the user has set it; if that is something else than to save, it stays.
-            host_bytes: how many of activations may wait on the host.
-            node_groups: of groups that shard and are on several nodes, by name: that of the ranks of this rank's node.
+            num_forward_outputs: how many of its first outputs are forward's.
+            open_units: the units whose resharding is open.
+            activation_budget: the partitioner's budget that the user has set. Any other than ``SAVE`` stays.
+            host_bytes: the bytes of activations that may wait on the host.
+            node_groups: for each sharding group on several nodes, by name, the name of the group of its ranks on this rank's
+                node.
         """
         stretches = forward_stretches(graph, num_forward_outputs)
         open_stretches = tuple(number for number, stretch in enumerate(stretches) if is_open(stretch))
@@ -181,8 +183,16 @@ class OpenChoices:
         in_nodes: Collection[str] = (),
         on_device: Collection[Activation] = (),
     ) -> StepPolicy:
-        """The policy that keeps some units, and of others a copy in each node, computes some stretches again, and has what is
-        saved of some wait on the host, but for what stays on the device."""
+        """Make a policy.
+
+        Args:
+            kept: the units that stay gathered; the other open units reshard.
+            recomputed: the numbers of the stretches to recompute.
+            activation_budget: the partitioner's budget.
+            offloaded: the numbers of the stretches whose saved values wait on the host.
+            in_nodes: the units of which each node keeps a copy, unless they stay gathered.
+            on_device: the saved values of ``offloaded`` stretches that stay on the device. Others are left out.
+        """
         return StepPolicy(
             tuple(unit for unit in self.units if unit in kept),
             tuple(unit for unit in self.units if unit not in kept),
@@ -195,12 +205,18 @@ class OpenChoices:
         )
 
     def allow(self, trial: Trial) -> bool:
-        """Whether the host holds what waits there. What the user sends there is not a policy's."""
+        """Return whether the host holds the activations of a trial that wait there.
+
+        A trial whose policy sends none there is allowed, however much the user's own policies send.
+        """
         return not trial.policy.offloaded or trial.host_bytes <= self.host_bytes
 
     def grid(self) -> list[StepPolicy]:
-        """Policies all over what is open: the last units stay gathered, and of the others, nodes have a copy or not; the first
-        stretches are computed again, or wait on the host, or both."""
+        """List policies that are spread over all open choices.
+
+        The last units stay gathered, and nodes keep copies of the others or not. The first stretches are recomputed, or wait on
+        the host, or both.
+        """
         levels, waiting = (
             [numbers[:count] for count in _levels(len(numbers))]
             for numbers in map(self._earlier, (self.stretches, self.offloads))
@@ -212,7 +228,7 @@ class OpenChoices:
             for budget, recomputed in [(saving, ()), *((cheap, level) for level in levels)]
             for count in sorted({*_levels(len(self.units)), min(1, len(self.units))})
         ]
-        # Beside these, units stay gathered as by default, or all.
+        # With stretches on the host, only the default unit or all units stay gathered.
         policies += [
             self.policy(self.units[:count], recomputed, budget, offloaded)
             for offloaded in waiting[1:]
@@ -222,8 +238,11 @@ class OpenChoices:
         return list(dict.fromkeys(policies))
 
     def in_part(self, trial: Trial) -> Iterator[StepPolicy]:
-        """Where all stretches wait on the host: policies by which of each only the largest values do, together a part of its
-        bytes. So copies are spread over all that is computed."""
+        """Yield policies by which only the largest values of each stretch wait on the host, up to a part of its bytes.
+
+        So copies are spread over all of compute. There are such policies only for a trial that recomputes nothing and whose
+        stretches, all but the last, wait on the host.
+        """
         policy = trial.policy
         if policy.recomputed or not policy.offloaded or policy.offloaded != self._earlier(self.offloads):
             return
@@ -235,16 +254,19 @@ class OpenChoices:
             yield self.with_waiting(trial, wait)
 
     def cut_to_host(self, trial: Trial) -> StepPolicy:
-        """The policy by which less waits, where that is more than the host holds: the largest values."""
+        """Return a trial's policy with fewer values on the host: the largest ones that the host holds."""
         others = trial.host_bytes - sum(activation.nbytes for activation in trial.waiting)
         return self.with_waiting(trial, _largest(trial.waiting, self.host_bytes - others))
 
     def near(self, trial: Trial) -> Iterator[StepPolicy]:
-        """Policies that differ in one unit, stretch or activation, or in two that change places, or in what the partitioner
-        does; or in any two units of which nodes can keep copies; or in equal activations of all stretches."""
+        """Yield the neighbours of a trial's policy.
+
+        They differ in one unit, stretch or activation, or in two that are exchanged. Or they differ in the partitioner's
+        budget, in any two units of which nodes can keep copies, or in equal activations of all stretches.
+        """
         policy = trial.policy
         for budget in self.activation_budgets:
-            # Others are saved then.
+            # With another budget, other values are saved.
             yield policy if budget == policy.activation_budget else replace(policy, activation_budget=budget, on_device=())
         for unit in self.units:
             yield self._changed(policy, kept={unit})
@@ -264,7 +286,7 @@ class OpenChoices:
                 yield self._changed(policy, **{name: {first, second}})
 
     def _with_other_activations(self, trial: Trial) -> Iterator[StepPolicy]:
-        """Policies by which something stays on the device that waits on the host, or the other way round, or both."""
+        """Yield policies by which activations change between host and device: equal ones, a single one, or two exchanged."""
         waiting = set(trial.waiting)
         saved = [activation for activation in trial.saved if activation.stretch in self.offloads]
         for place in dict.fromkeys(activation.place for activation in saved):
@@ -278,7 +300,7 @@ class OpenChoices:
                 yield self.with_waiting(trial, waiting ^ {one, other})
 
     def with_waiting(self, trial: Trial, waiting: Collection[Activation]) -> StepPolicy:
-        """The policy of a trial, but that of what it saves, these wait on the host."""
+        """Return a trial's policy, changed so that of its saved values exactly ``waiting`` wait on the host."""
         policy = trial.policy
         return self.policy(
             policy.kept,
@@ -290,11 +312,11 @@ class OpenChoices:
         )
 
     def _earlier(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """Stretches but for the last one."""
+        """Leave out the last stretch."""
         return tuple(number for number in numbers if number < self.num_stretches - 1)
 
     def _in_other_places(self, policy: StepPolicy, units: Sequence[str]) -> Iterator[StepPolicy]:
-        """Policies with these units gathered as a whole, or within a node, or not at all."""
+        """Yield all policies in which each of these units stays gathered whole, within a node, or not at all."""
         kept, in_nodes = (set(chosen).difference(units) for chosen in (policy.kept, policy.in_nodes))
         for ways in itertools.product(("whole", "in a node", "not at all"), repeat=len(units)):
             placed = list(zip(units, ways, strict=True))
@@ -314,8 +336,8 @@ class OpenChoices:
         recomputed: Set[int] = frozenset(),
         offloaded: Set[int] = frozenset(),
     ) -> StepPolicy:
-        """A policy that does otherwise with these."""
-        # Of a stretch that changes, others are saved, or all of it begins to wait.
+        """Return a policy that treats these units and stretches the opposite way."""
+        # A stretch that changes saves other values, or all of its values begin to wait.
         on_device = [activation for activation in policy.on_device if activation.stretch not in recomputed | offloaded]
         return self.policy(
             kept ^ set(policy.kept),
@@ -328,7 +350,7 @@ class OpenChoices:
 
 
 def _largest(activations: Sequence[Activation], nbytes: int) -> list[Activation]:
-    """The largest activations that together have no more bytes than that."""
+    """Choose the largest activations that together have at most ``nbytes`` bytes."""
     left = nbytes
     found = []
     for activation in sorted(activations, key=lambda activation: (-activation.nbytes, activation)):
@@ -339,12 +361,12 @@ def _largest(activations: Sequence[Activation], nbytes: int) -> list[Activation]
 
 
 def _levels(count: int) -> list[int]:
-    """Numbers from none to all, evenly spread."""
+    """Return counts from none to all, evenly spread."""
     return sorted({round(count * level / (_LEVELS - 1)) for level in range(_LEVELS)}) if count > 0 else [0]
 
 
 def _by_last_reader(graph: Graph, stretches: Sequence[Sequence[Node]]) -> list[str]:
-    """The units of a graph, from the one that forward reads last to the one that it is done with first."""
+    """Sort the units of a graph by their last reader in forward, the latest first."""
     unit_of = units_of_parameters(graph)
     last = dict.fromkeys(unit_of.values(), -1)
     for place, node in enumerate(node for stretch in stretches for node in stretch):
@@ -353,8 +375,10 @@ def _by_last_reader(graph: Graph, stretches: Sequence[Sequence[Node]]) -> list[s
 
 
 def _units_in_nodes(graph: Graph, node_groups: Mapping[str, str]) -> set[str]:
-    """The units of which nodes can keep a copy: those with parameters that are cut over several nodes. What an extension sends
-    is not kept so."""
+    """Find the units of which each node can keep a copy: units with parameters that are sharded over several nodes.
+
+    Units with all-gather extensions are left out, as tensors that an extension sends cannot be kept in this way.
+    """
     specs = [Unshard.of(node) for node in unshards(graph.nodes)]
     excluded = {spec.unit for spec in specs if spec.extension}
     return {spec.unit for spec in specs if spec.group in node_groups and spec.dim != REPLICATED} - excluded

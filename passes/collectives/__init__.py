@@ -1,1 +1,1 @@
-"""Collectives: how parameters are laid out over ranks, and what gathers and reduces them, as plain tensor functions."""
+"""Collectives: the layout of parameters over ranks, and gathers and reductions as plain tensor functions."""

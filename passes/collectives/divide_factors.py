@@ -1,7 +1,7 @@
-"""Divide factors: how a reduction averages, by the operator of its collectives and by divisions before and after them.
+"""Divide factors: a reduction averages by the operator of its collectives, and by divisions before and after them.
 
-:func:`gradient_divide_factors` is the arithmetic, equal to torch's; :class:`Averaging` is the part of it that is structure of a
-graph. The factors themselves are inputs of the graph: it is not lowered again for other values.
+:func:`gradient_divide_factors` is the arithmetic, equal to torch's. :class:`Averaging` is the structure of a graph that follows
+from it. The factors themselves are inputs of the graph, which is not lowered again for other values.
 
 Source: ``_get_gradient_divide_factors`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
 """
@@ -24,11 +24,11 @@ class DivideFactors(NamedTuple):
     """The division of one reduction.
 
     Attributes:
-        predivide: divides the gradient before the reduce-scatter; None: nothing does.
-        postdivide: divides the shard after the last collective; None: nothing does.
+        predivide: divides the gradient before the reduce-scatter; None: no division there.
+        postdivide: divides the shard after the last collective; None: no division there.
         reduce_scatter_op: "sum"; "avg"; or "premul_sum", which multiplies by ``1 / premul_divisor`` and sums (NCCL).
         all_reduce_op: "sum" or "avg".
-        premul_divisor: only for "premul_sum".
+        premul_divisor: the divisor of "premul_sum"; None: another operator.
     """
 
     predivide: float | None
@@ -45,18 +45,19 @@ def gradient_divide_factors(
     factor: float | None = None,
     force_sum: bool = False,
 ) -> DivideFactors:
-    """The division of a reduction over these groups.
+    """Compute the divide factors of a reduction over these groups.
 
     Args:
         reduce_scatter_group: the group that gradients are scattered over; None: they are only replicated.
         all_reduce_group: the group of replicas; None: there are none.
         reduce_dtype: dtype that the reduction runs in.
-        factor: what to divide by; None: the number of ranks of both groups.
+        factor: the divisor; None: the number of ranks of both groups.
         force_sum: reduce with sums only; also for a backend that has no other operator.
 
-    With N ranks in all: float32 and bfloat16 leave the division to the backend's operator where it has one, else divide the
-    shard afterwards, which is less data. Other dtypes (float16) have little range: the gradient is divided by about sqrt(N)
-    before and the shard by the rest after, which keeps sums from overflowing and quotients from underflowing.
+    In float32 and bfloat16, the backend's operator divides, if it has one. Else the shard is divided after the collectives, as
+    it is less data than the gradient. Other dtypes (float16) have little range. With N ranks in all, the gradient is divided by
+    about sqrt(N) before the collectives, and the shard by the rest after them. So sums do not overflow, and quotients do not
+    underflow.
     """
     has_range = reduce_dtype in (torch.float32, torch.bfloat16)
     num_shards = reduce_scatter_group.size() if reduce_scatter_group is not None else 1
@@ -78,19 +79,19 @@ def gradient_divide_factors(
 
 
 def factor_dtype(reduce_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a factor divides: one that represents it well, also for a reduction in a narrow dtype."""
+    """Return the dtype of divide factors for a reduction: float32, or float64 for float64. Narrow dtypes are too coarse."""
     return torch.float64 if reduce_dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
 class Averaging:
-    """The division as structure of a graph.
+    """The operators and divisions of a reduction, as structure of a graph.
 
     Attributes:
         reduce_scatter_op, all_reduce_op: "sum" or "avg".
         divides_gradient: a factor divides the gradient before the reduce-scatter.
-        divides_scattered: a factor divides the shard right after the reduce-scatter, ahead of any accumulation. It stands for
-            "premul_sum", which functional collectives do not have.
+        divides_scattered: a factor divides the shard right after the reduce-scatter, before any accumulation. This division
+            replaces "premul_sum", which functional collectives do not have.
         divides_result: a factor divides the shard after the last collective.
     """
 
@@ -102,11 +103,14 @@ class Averaging:
 
     @staticmethod
     def of(factors: DivideFactors, factor: float | None) -> tuple[Averaging, tuple[float, ...]]:
-        """Structure and factors of a division, the factors in the order of the attributes.
+        """Separate the structure of a division from its factors.
 
         Args:
             factors: the division.
-            factor: the user's factor. Given one, the structure does not depend on its value.
+            factor: the user's factor; None: none. The structure does not depend on its value.
+
+        Returns:
+            The structure, and the values of its factors in the order of its attributes.
         """
         if factors.reduce_scatter_op == "premul_sum" or factors.all_reduce_op != factors.reduce_scatter_op:
             # The operators differ where a user's factor equals the number of shards.

@@ -1,8 +1,8 @@
-"""A gather and a gradient reduction as plain tensor functions over functional collectives.
+"""Gathers and gradient reductions as plain tensor functions over functional collectives.
 
-Eager code calls them, and passes trace them into the graph: :mod:`passes.transforms.bucket` those of a gather, and what
-:func:`passes.ir.reduction.stages` puts in order those of a reduction. Each is split at the point where communication is in
-flight, so that a schedule can put work between the two halves.
+Eager code calls these functions, and passes trace them into graphs. :mod:`passes.transforms.bucket` traces gathers;
+:mod:`passes.transforms.gradient_sync` traces reductions, in the order of :func:`passes.ir.reduction.stages`. Each gather or
+reduction is split where communication is in flight, so that a schedule can put work between start and finish.
 """
 
 import functools
@@ -28,14 +28,14 @@ _c10d = torch.ops._c10d_functional
 
 
 def resolve_group(group: str) -> dist.ProcessGroup:
-    """The process group of that name."""
+    """Return the process group of this name."""
     return resolve_process_group(group)  # type: ignore[arg-type]
 
 
 def group_size(group: str) -> int:
-    """Number of ranks of the process group of that name; 1 for the empty name (no group).
+    """Return the number of ranks of the process group of this name; 1 for the empty name (no group).
 
-    Inside of :func:`passes.fx.symbolic_ranks.symbolic_ranks` it may be a symbol.
+    Inside :func:`passes.fx.symbolic_ranks.symbolic_ranks` the number may be a symbol.
     """
     supposed = supposed_size(group)
     if supposed is not None:
@@ -44,31 +44,31 @@ def group_size(group: str) -> int:
 
 
 def group_ranks(group: str) -> Sequence[int]:
-    """The ranks of the process group of that name, or those that :func:`passes.fx.symbolic_ranks.ranks_at` says."""
+    """Return the global ranks in a process group; inside :func:`passes.fx.symbolic_ranks.ranks_at` the ranks set there."""
     return supposed_ranks(group) or dist.get_process_group_ranks(resolve_group(group))
 
 
 def dimension_of(group: str) -> str:
-    """The name of the dimension of a mesh that the process group of that name is of; empty if it has none."""
+    """Return the name of the mesh dimension that a process group belongs to; empty if the group has none."""
     description = resolve_group(group).group_desc
     is_named = description.startswith("mesh_") and not description.startswith("mesh_dim_")
     return description.removeprefix("mesh_") if is_named else ""
 
 
 def supports_averaging(group: str, device: torch.device) -> bool:
-    """Whether the backend that serves ``device`` reduces with an average. NCCL does, Gloo does not.
+    """Return whether the backend that serves ``device`` can average in a reduction. NCCL can, Gloo cannot.
 
-    The fake backend has no arithmetic; on a CUDA device it stands for NCCL.
+    The fake backend computes nothing; on a CUDA device it stands for NCCL.
     """
     backend = gloo.backend_of(group, device)
     return backend == "nccl" or ("fake" in backend and device.type == "cuda")
 
 
 def exchanges(group: str, device: torch.device) -> bool:
-    """Whether a reduce-scatter over ``group`` is an exchange of pieces, which each rank sums for itself.
+    """Return whether a reduce-scatter over ``group`` is an exchange (``all_to_all_single``) and a sum on each rank.
 
-    Gloo has no reduce-scatter: it all-reduces a copy of the whole gradient and drops what belongs to others. An exchange sends
-    half as much, and the sum fuses with the division and the accumulation behind it.
+    Gloo's own reduce-scatter all-reduces a copy of the whole gradient and drops the pieces of other ranks. An exchange sends
+    half as much, and the sum fuses with the division and the accumulation after it.
     """
     return group_size(group) > 1 and gloo.backend_of(group, device) == "gloo"
 
@@ -81,7 +81,19 @@ def resolve_averaging(
     factor: float | None = None,
     force_sum: bool = False,
 ) -> tuple[Averaging, tuple[float, ...]]:
-    """The averaging over a shard group and a replicate group (empty: none), as the backend of ``group`` can do it."""
+    """Return how gradients are averaged over a shard group and its replicas, with operators that the backend supports.
+
+    Args:
+        group: name of the shard group.
+        replicate_group: name of the group of replicas; empty: none.
+        dtype: dtype that the reduction runs in.
+        device: device of the gradients, which decides the backend of ``group``.
+        factor: what to divide by; None: the number of ranks of both groups.
+        force_sum: reduce with sums only.
+
+    Returns:
+        The structure, and the values of its divide factors in the order of its attributes.
+    """
     factors = gradient_divide_factors(
         resolve_group(group),
         resolve_group(replicate_group) if replicate_group else None,
@@ -101,18 +113,19 @@ def start_gather(
     sent_as: GatherPolicy | None = None,
     dtypes: Sequence[torch.dtype] = (),
 ) -> Tensor:
-    """Begin gathering padded shards of one dtype, or, with ``dtypes``, of several.
+    """Begin to gather padded shards of one dtype or, with ``dtypes``, of several.
 
     Args:
         shards: the shards.
         group: name of the shard group.
-        gaps: how many unused elements are gathered along behind each; none: as few as ``sent_as`` needs.
-        dtype: of the gathered parameters; None: that of the shards.
-        sent_as: round them for the gather; None: send them in ``dtype``.
-        dtypes: of each shard, which is sent as it is; several travel as bytes, without gaps.
+        gaps: the number of unused elements to gather after each shard; empty: the least that ``sent_as`` needs.
+        dtype: dtype of the gathered parameters; None: that of the shards.
+        sent_as: the rounding of the shards; None: send them in ``dtype``.
+        dtypes: the dtype of each shard, if shards are sent without a cast. Several dtypes, or one-byte dtypes, are sent as
+            bytes, without gaps.
 
     Returns:
-        The flat buffer in flight, ``[world_size * sum of numels and gaps]``; with ``sent_as`` bytes.
+        The flat buffer in flight, ``[world_size * sum of numels and gaps]``; bytes if shards are rounded or sent as bytes.
     """
     if _travel_as_bytes(dtypes):
         flat = torch.cat([shard.reshape(-1).view(torch.uint8) for shard in shards])
@@ -141,8 +154,8 @@ def start_copy_to_device(shards: Sequence[Tensor], gaps: Sequence[int] = (), *, 
 
     Args:
         shards: the shards.
-        gaps: as for :func:`start_gather`.
-        device: the type of the device; this process's current one.
+        gaps: the number of unused elements after each shard; empty: none.
+        device: the device's type; the copy goes to the current device of this type.
 
     Returns:
         The flat shard in flight, ``[sum of numels and gaps]``.
@@ -151,25 +164,27 @@ def start_copy_to_device(shards: Sequence[Tensor], gaps: Sequence[int] = (), *, 
 
 
 def start_gather_of_copy(copied: Tensor, group: str, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Begin to gather what :func:`start_copy_to_device` began to copy. Casts are computed on the device."""
+    """Begin to gather the flat shard in flight of :func:`start_copy_to_device`. The device casts it to ``dtype``."""
     return start_gather([host_copies.wait_copy(copied)], group, dtype=dtype)
 
 
 def shard_on_device(shard: Tensor, device: str) -> Tensor:
-    """A shard on the host, copied to the device at once. A new tensor of the same shape."""
+    """Copy a shard from the host to the device, and wait for the copy. Returns a new tensor of the same shape."""
     copied: Tensor = host_copies.wait_copy(start_copy_to_device([shard], device=device))
     return copied.view(shard.shape)
 
 
 def start_copy_to_host(flat: Tensor, *, pinned: bool) -> Tensor:
-    """Begin to copy a flat shard of averaged gradients to the host, where it is in flight until
-    :func:`passes.collectives.host_copies.wait_on_host`."""
+    """Begin to copy a flat shard of averaged gradients to the host.
+
+    The result is in flight until :func:`passes.collectives.host_copies.wait_on_host`.
+    """
     copied: Tensor = host_copies.copy_to_host(flat, pinned)
     return copied
 
 
 def _travel_as_bytes(dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether tensors of such dtypes are sent as bytes: of several dtypes, or of one that not every backend knows."""
+    """Return whether tensors are sent as bytes: if dtypes differ, or are of one byte, which not every backend supports."""
     return len(set(dtypes)) > 1 or any(dtype.itemsize == 1 for dtype in dtypes)
 
 
@@ -194,12 +209,18 @@ def finish_gather(
     """Wait for a gather that :func:`start_gather` began and cut the full parameters out of its buffer.
 
     Args:
-        runs: cut so many of them out as one first, and them out of that.
-        encoded_over: of what :func:`reshard_rounded` left in a smaller group: the group that was gathered over before.
-        resharded: the places of parameters of which :func:`reshard_rounded` is to get the bytes.
+        gathered: the buffer in flight.
+        shapes: shapes of the full parameters.
+        dims: the dimension that each parameter is cut along.
+        group: name of the group that the gather ran over.
+        gaps, dtype, sent_as, dtypes: as for :func:`start_gather`; with ``sent_as``, ``dtype`` is needed.
+        runs: numbers of neighbouring parameters. Each run is cut out of the buffer as one piece, and its parameters out of the
+            piece. Empty: cut out each parameter by itself.
+        encoded_over: for shards of :func:`reshard_rounded`: name of the larger group that was gathered over before; else empty.
+        resharded: indices of the parameters whose bytes are returned, too, for :func:`reshard_rounded`.
 
     Returns:
-        The parameters, and behind them for each in ``resharded`` two tensors ``[ranks, bytes]``.
+        The parameters; after them, for each index in ``resharded``, two tensors ``[ranks, bytes]``: elements and scales.
     """
     world_size = group_size(group)
     sent_as = rounding(sent_as, shapes)
@@ -230,13 +251,16 @@ def finish_gather(
 
 
 def reshard_rounded(parts: Sequence[Tensor], group: str) -> Tensor:
-    """This rank's rows, in a smaller group, of what a gather that rounds has brought of one parameter.
+    """Cut this rank's rows in a smaller group out of the bytes of one rounded parameter.
 
-    A smaller group's gather of these gives all ranks the bytes that the first one gave them, so it decodes to the same values.
+    A gather of these rows over the smaller group restores all bytes, so they decode to the same values as before.
 
     Args:
-        parts: ``[ranks of the first gather, bytes]`` each, side by side.
+        parts: elements and scales of the parameter, as :func:`finish_gather` returns them, each ``[ranks, bytes]``.
         group: name of the smaller group.
+
+    Returns:
+        ``[ranks / ranks of the smaller group, bytes of both parts]``.
     """
     process_group = resolve_group(group)
     rows = parts[0].size(0) // process_group.size()
@@ -251,7 +275,16 @@ def _cut_resharded(
     sent_as: GatherPolicy,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Full parameters from the bytes that a smaller group has gathered: encoded in so many rows, or in ``dtype``."""
+    """Cut full parameters out of the bytes that a smaller group has gathered.
+
+    Args:
+        rows: ``[ranks of the smaller group, bytes]``.
+        shapes: shapes of the full parameters.
+        dims: the dimension that each parameter is cut along.
+        num_encoded: ranks of the larger group, each of which encoded a row of the rounded parameters.
+        sent_as: the rounding.
+        dtype: dtype of the result, and of the parameters that were not rounded.
+    """
     ranks = rows.size(0)
     shard_shapes = [padded_shard_shape(shape, dim, num_encoded) for shape, dim in zip(shapes, dims, strict=True)]
     sizes = [
@@ -273,7 +306,7 @@ def _cut_resharded(
 
 
 def _cut(rows: Tensor, numels: Sequence[int], gaps: Sequence[int], runs: Sequence[int] = ()) -> list[Tensor]:
-    """Pieces of so many columns, with gaps behind them; of runs of so many pieces, if given."""
+    """Cut pieces of ``numels`` columns, each with a gap after it. With ``runs``, cut runs of so many pieces first."""
     if runs:
         ends = list(itertools.accumulate(runs))
         slices = [slice(end - run, end) for end, run in zip(ends, runs, strict=True)]
@@ -290,9 +323,9 @@ def _cut(rows: Tensor, numels: Sequence[int], gaps: Sequence[int], runs: Sequenc
 
 
 def _divide(value: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """``value`` over each factor (0-d), rounded to its dtype once for each."""
+    """Divide ``value`` by each factor (0-d). Each quotient is rounded to the dtype of ``value``."""
     for factor in factors:
-        # A 0-d factor would be rounded to a low-precision dtype before it divides. A complex value keeps its imaginary part.
+        # By default, torch rounds a 0-d factor to a low-precision dtype before it divides. Complex values stay complex.
         value = (value.to(torch.promote_types(value.dtype, factor.dtype)) / factor).to(value.dtype)
     return value
 
@@ -308,28 +341,28 @@ def start_reduce_scatter(
     hook: Callable[..., None] | None = None,
     in_place: bool = False,
 ) -> Tensor:
-    """Begin reducing full gradients of one dtype.
+    """Begin to reduce full gradients of one dtype.
 
     Args:
         grads: full gradients.
-        accumulated: gradients of earlier microbatches to add, one for each; or none.
+        accumulated: full gradients of earlier microbatches to add, one for each gradient; or empty.
         factors: divide the gradients.
-        dims: the dimension that each is cut along.
+        dims: the dimension that each gradient is cut along.
         group: name of the shard group.
-        op: "sum" or "avg"; empty: none, as the group has one rank.
-        hook: a communication hook that reduces in the place of the reduce-scatter.
-        in_place: it takes the gradient alone and leaves the result there, which is the shard of the only rank.
+        op: "sum" or "avg"; empty: no communication, as the group has one rank.
+        hook: a communication hook that replaces the reduce-scatter.
+        in_place: the hook takes only the gradient and writes the result there. The group has one rank.
 
     Returns:
-        The flat shard in flight, ``[sum of padded shard numels]``, or all ranks' addends to it; with a hook it is there
-        already.
+        The flat shard in flight, ``[sum of padded shard numels]``. If the reduction is an exchange (:func:`exchanges`), the
+        addends of all ranks in flight, ``[world_size * sum]``. With a hook, or an empty ``op``, the result is not in flight.
     """
     world_size = group_size(group)
     flat = _flat_gradient(grads, accumulated, factors, dims, world_size)
     if hook is not None:
         return apply_in_place_hook(hook, flat) if in_place else apply_reduce_hook(hook, flat, world_size)
     if not op:
-        # The gradient may be used elsewhere, too.
+        # Without the copy, the result could share memory with the gradient, which may have other readers.
         return flat.clone()
     if exchanges(group, flat.device):
         assert op == "sum"
@@ -351,10 +384,10 @@ def reduce_by_stateful_hook(
     """Reduce full gradients of one dtype with a hook that has tensors; see :func:`start_reduce_scatter`.
 
     Args:
-        tensors: those of :func:`tensors_of_hook`.
+        tensors: the tensors of the hook, as :func:`tensors_of_hook` lists them.
 
     Returns:
-        The flat shard, and what the hook leaves in its tensors.
+        The flat shard, and the new values of the hook's tensors.
     """
     flat = _flat_gradient(grads, accumulated, factors, dims, group_size(group))
     parameters = hook_parameters(grads, dims, group)
@@ -363,7 +396,7 @@ def reduce_by_stateful_hook(
 
 
 def hook_parameters(grads: Sequence[Tensor], dims: Sequence[int], group: str) -> list[HookParameter]:
-    """What a hook knows of the parameters whose full gradients it reduces."""
+    """Describe to a hook the parameters whose full gradients it reduces."""
     ranks = group_size(group)
     return [
         HookParameter(tuple(grad.shape), dim, ranks, grad.dtype, grad.device) for grad, dim in zip(grads, dims, strict=True)
@@ -380,7 +413,7 @@ def _flat_gradient(
     if accumulated:
         grads = [kept + grad for kept, grad in zip(accumulated, grads, strict=True)]
     rows = [disassemble(grad, dim, world_size) for grad, dim in zip(grads, dims, strict=True)]
-    # A lone gradient may be expanded, and a collective takes memory.
+    # A single gradient may be expanded, and a collective reads memory, not strides.
     return _divide((rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), factors)
 
 
@@ -392,7 +425,18 @@ def finish_reduce_scatter(
     group: str,
     in_flight: bool = True,
 ) -> Tensor:
-    """Wait for what :func:`start_reduce_scatter` began; divide the flat shard, and add the shards of earlier microbatches."""
+    """Wait for the flat shard of :func:`start_reduce_scatter`, divide it, and add partial results of earlier microbatches.
+
+    Args:
+        scattered: the result of :func:`start_reduce_scatter`.
+        factors: divide the shard.
+        partial: flat shards of earlier microbatches to add.
+        group: name of the shard group.
+        in_flight: whether there is something to wait for; False after a hook, or without communication.
+
+    Returns:
+        The flat shard, reduced over the shard group, ``[sum of padded shard numels]``.
+    """
     flat = scattered
     if in_flight:
         flat = _c10d.wait_tensor(scattered)
@@ -415,8 +459,17 @@ def start_all_reduce(
     op: str,
     hook: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Finish the reduce-scatter and begin to all-reduce its flat shard over the replicas; or do so, with a hook that reduces
-    in place."""
+    """Finish the reduce-scatter, and begin to all-reduce its flat shard over the replicas.
+
+    Args:
+        scattered, factors, partial, group, in_flight: as for :func:`finish_reduce_scatter`.
+        replicate_group: name of the group of replicas.
+        op: "sum" or "avg".
+        hook: averages the shard over the replicas in place, instead of the all-reduce.
+
+    Returns:
+        The flat shard in flight, ``[sum of padded shard numels]``. With a hook the result is not in flight.
+    """
     flat = finish_reduce_scatter(scattered, factors, partial, group=group, in_flight=in_flight)
     if hook is not None:
         return apply_in_place_hook(hook, flat)
@@ -437,11 +490,13 @@ def all_reduce_by_stateful_hook(
     """Finish the reduce-scatter, and average its flat shard over the replicas with a hook that has tensors.
 
     Args:
-        tensors: those of :func:`tensors_of_hook`.
-        numels: the elements of each parameter's shard.
+        scattered, factors, partial, group, in_flight: as for :func:`finish_reduce_scatter`.
+        tensors: the tensors of the hook, as :func:`tensors_of_hook` lists them.
+        numels: the number of elements of each parameter's shard.
+        hook: the hook.
 
     Returns:
-        The flat shard, and what the hook leaves in its tensors.
+        The flat shard, and the new values of the hook's tensors.
     """
     flat = finish_reduce_scatter(scattered, factors, partial, group=group, in_flight=in_flight)
     parameters = replica_parameters(numels, flat)
@@ -450,12 +505,12 @@ def all_reduce_by_stateful_hook(
 
 
 def replica_parameters(numels: Sequence[int], like: Tensor) -> list[HookParameter]:
-    """What a hook over replicas knows of parameters: their flat shards."""
+    """Describe parameters to a hook over replicas: each is a flat shard of one rank."""
     return [HookParameter((numel,), 0, 1, like.dtype, like.device) for numel in numels]
 
 
 def finish_all_reduce(reduced: Tensor, *, in_flight: bool = True) -> Tensor:
-    """Wait for a flat shard that is being all-reduced."""
+    """Wait for the flat shard of :func:`start_all_reduce`, if it is in flight."""
     return _c10d.wait_tensor(reduced) if in_flight else reduced
 
 
@@ -466,13 +521,13 @@ def finish_reduction(
     grad_dtype: torch.dtype,
     hook: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """The flat shard of averaged gradients, from that of reduced ones.
+    """Make the flat shard of averaged gradients from the reduced one: call the hook, divide and cast.
 
     Args:
-        flat: the reduced shard.
-        factors: divide it.
+        flat: the reduced flat shard.
+        factors: divide the shard.
         grad_dtype: dtype of the result.
-        hook: a user's all-reduce hook, which changes the shard in place ahead of the division.
+        hook: a user's all-reduce hook, which changes the shard in place before the division.
     """
     if hook is not None:
         flat = apply_in_place_hook(hook, flat)
@@ -481,10 +536,10 @@ def finish_reduction(
 
 @functools.lru_cache(maxsize=4096)
 def factor_tensor(factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A divide factor as the 0-d tensor that a reduction in ``dtype`` takes, made once."""
+    """Return a divide factor as the 0-d tensor that a reduction in ``dtype`` takes. The tensor is made once."""
     return torch.tensor(factor, dtype=factor_dtype(dtype), device=device)
 
 
 def forget_factors() -> None:
-    """Have :func:`factor_tensor` make all of them anew: in a fake mode, what it makes and keeps is fake."""
+    """Clear the cache of :func:`factor_tensor`: tensors that it makes in a fake mode are fake, and must not be used later."""
     factor_tensor.cache_clear()

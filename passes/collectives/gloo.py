@@ -1,22 +1,25 @@
-"""Gloo: kernels for two functional collectives, ``all_gather_into_tensor`` and ``all_to_all_single``, which is how it scatters.
+"""Gloo: kernels for two functional collectives, ``all_gather_into_tensor`` and ``all_to_all_single``.
 
-Graphs keep torch's operators, ``_c10d_functional::...``. :func:`install` replaces the kernels behind them when a model is
-sharded over Gloo, for the model's kind of device; gathers of NCCL should not go through Python. There are three reasons.
+Over Gloo, a reduce-scatter is an exchange (``all_to_all_single``) and a sum. Graphs keep torch's operators,
+``_c10d_functional::...``. :func:`install` replaces their kernels when a model is sharded over Gloo. It does so only for the
+model's kind of device, as gathers of NCCL should not go through Python. There are three reasons to replace them.
 
-**Both directions.** A connection between two ranks can carry data both ways at once, but in Gloo's own collectives the two
-directions take turns as soon as one rank is a little late, and the exchange takes twice the time: a rank says where it wants to
-receive behind all that it sends. To receive first does not help: while a thread sends, it holds the connection's lock, and the
-I/O thread, which wants to read, spins for it; on one core, until the scheduler takes the core away. So an exchange uses two
-groups of the same ranks. Messages to higher ranks go over the group itself, messages to lower ranks over its opposite
-(:func:`open_opposite`), and each connection carries data one way. Every message is sent from where the data lies.
+**Both directions.** A connection between two ranks can carry data both ways at once. In Gloo's own collectives the two
+directions take turns as soon as one rank is a little late, and the exchange takes twice the time. The cause is that a rank
+announces a receive only after all data that it sends. To receive first does not help. A thread that sends holds the
+connection's lock, and the I/O thread, which wants to read, spins for the lock. On one core, it spins until the scheduler takes
+the core away.
+
+So an exchange uses two groups of the same ranks. Messages to higher ranks go over the group itself, messages to lower ranks
+over its opposite (:func:`open_opposite`). Each connection then carries data one way. Messages are sent without a copy.
 
 **A name that is too long.** torch's all-gather, ``ALLGATHER_COALESCED``, can abort the process. The worker threads of a Gloo
-process group write the name of each collective that they finish to one string, without a lock (torch 2.11 to 2.13,
-``ProcessGroupGloo::runLoop``). A name of more than 15 characters lies on the heap, and two threads that replace it at the same
-time both free it ("malloc(): unaligned tcache chunk detected"). So a group without an opposite gathers with ``ALLTOALL_BASE``.
-Reduce-scatters and all-reduces run as ``ALLREDUCE``; both names are short enough.
+process group write the name of each finished collective to one string, without a lock (torch 2.11 to 2.13,
+``ProcessGroupGloo::runLoop``). A name of more than 15 characters is on the heap. Two threads that replace such a name at the
+same time both free it ("malloc(): unaligned tcache chunk detected"). So a group without an opposite gathers with
+``ALLTOALL_BASE``. Reduce-scatters and all-reduces run as ``ALLREDUCE``; both names are short enough.
 
-**GPUs.** torch's all-gather gives Gloo, which reads with the CPU, the address of GPU memory. ``ALLTOALL_BASE`` goes by way of
+**GPUs.** Gloo reads with the CPU, but torch's all-gather passes it the address of GPU memory. ``ALLTOALL_BASE`` copies through
 the host.
 """
 
@@ -38,15 +41,15 @@ from ..fx.torch_internals.patches import all_gather, all_to_all, install_kernel
 from .local_groups import new_local_group
 
 _c10d = torch.ops._c10d_functional
-# Of messages; arbitrary, to be no number that a user would take.
+# The default tag of messages: an arbitrary number that users are unlikely to choose.
 _TAG = 0x46534450
 _TAG_OF_NO_MESSAGE = 0x7FFFFFFF
 
-#: The tags of messages, by the name of their group. Messages with unequal tags never meet. A tag that stands for what a rank
-#: runs makes ranks that run something else wait, instead of reading each other's data.
+#: The tag of messages of a group, by the group's name. A receive matches only a send with the same tag. The runtime sets a tag
+#: that identifies the program a rank runs. So ranks that run different programs wait, instead of reading each other's data.
 message_tags: dict[str, int] = {}
 
-# By the group that they are opposite to: they go with it.
+# The opposite of each group. An entry is dropped with its group.
 _opposites: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -55,7 +58,10 @@ _pretending = [False]
 
 @contextlib.contextmanager
 def pretending_gloo() -> Iterator[None]:
-    """Let groups of torch's ``fake`` backend pass for groups of Gloo on the CPU, so that graphs are those that it would get."""
+    """Treat groups of torch's ``fake`` backend on the CPU as Gloo groups for the duration of the block.
+
+    So graphs are the same as over Gloo.
+    """
     _pretending[0] = True
     try:
         yield
@@ -64,7 +70,10 @@ def pretending_gloo() -> Iterator[None]:
 
 
 def backend_of(group_name: str, device: torch.device) -> str:
-    """The name of the backend that serves a device in a process group."""
+    """Return the name of the backend that serves a device in a process group.
+
+    A group with a supposed size (:mod:`passes.fx.symbolic_ranks`) has the backend "fake".
+    """
     if _pretending[0] and device.type == "cpu":
         return "gloo"
     if supposed_size(group_name) is not None:
@@ -77,31 +86,32 @@ def backend_of(group_name: str, device: torch.device) -> str:
 
 
 def copies_what_it_gathers(group_name: str, device: torch.device) -> bool:
-    """Whether a gather holds a copy of each rank's shard, once for each rank, until it is waited for."""
+    """Return whether a gather copies this rank's shard once for each rank, and holds the copies until its wait."""
     if backend_of(group_name, device) != "gloo":
         return False
     return device.type != "cpu" or not (_pretending[0] or _resolve(group_name) in _opposites)
 
 
 def open_opposite(group_name: str) -> None:
-    """Give a Gloo group another one over the same ranks, for messages to lower ranks.
+    """Make the opposite of a Gloo group: a second group of the same ranks, for messages to lower ranks.
 
-    A collective call of its ranks, the first time.
+    The first call for a group is collective: all of its ranks have to make it. Later calls do nothing.
     """
     group = _resolve(group_name)
     if group.size() > 1 and group not in _opposites and not _pretending[0]:
-        # An earlier group may have had the name.
+        # A destroyed group may have had the same name.
         message_tags.pop(group_name, None)
         ranks = dist.get_process_group_ranks(group)
         timeout = group._get_backend(torch.device("cpu")).options._timeout
-        # Several groups may have the same ranks.
+        # Several groups may have the same ranks, so the purpose contains the group's name.
         _opposites[group] = new_local_group(ranks, f"fsdp_opposite of {group_name}", timeout=timeout, backend="gloo")
 
 
 def break_connections(group_name: str) -> None:
-    """Have every rank fail that waits for a message of a Gloo group on the CPU, or will. The group is of no more use.
+    """Make all ranks fail that wait, now or later, for a message of a Gloo group on the CPU. The group is unusable afterwards.
 
-    A receive that times out closes all connections of its group; ``ProcessGroup.abort`` leaves those who wait alone.
+    A receive that times out closes all connections of its group. ``ProcessGroup.abort`` does not wake ranks that wait. Groups
+    of one rank or of other backends are left alone.
     """
     cpu = torch.device("cpu")
     group = _resolve(group_name)
@@ -119,20 +129,20 @@ def _resolve(group_name: str) -> ProcessGroup:
 
 
 def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup, whole: Tensor, tag: int = _TAG) -> None:
-    """Begin to send each other rank a tensor and to receive one from it.
+    """Begin to exchange tensors: send one to each other rank, and receive one from each.
 
     Args:
-        received: by the rank that sends it.
-        sent: by the rank that receives it.
+        received: the tensor to receive into, for each rank that sends.
+        sent: the tensor to send, for each rank that receives.
         group: a group that has an opposite.
-        whole: waiting for this tensor waits for all of them.
+        whole: the tensor whose wait waits for all messages.
         tag: equal for messages that belong together.
     """
     rank, ranks = group.rank(), group.size()
     cpu = torch.device("cpu")
     up: Any = group._get_backend(cpu)
     down: Any = _opposites[group]._get_backend(cpu)
-    # Every rank begins with another neighbour. A message that is empty here is empty there.
+    # Each rank begins with a different neighbour. A message that is empty on one side is empty on the other: both skip it.
     others = [(rank + distance) % ranks for distance in range(1, ranks)]
     for source in reversed(others):
         if received[source].numel():
@@ -151,7 +161,7 @@ def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> 
     if not has_opposite and backend_of(group_name, shard.device) != "gloo":
         return _c10d.all_gather_into_tensor_out(shard, group_size, group_name, out=gathered)
     rows, flat = gathered.view(group_size, -1), shard.reshape(-1)
-    # The collective that the messages stand for, in profiles.
+    # Profiles show messages; the range names their collective.
     with RecordFunctionFast("fsdp_compile::all_gather"):
         if has_opposite:
             _exchange(rows.unbind(), [flat] * group_size, group, gathered, message_tags.get(group_name, _TAG))
@@ -177,9 +187,9 @@ def _all_to_all_single(source: Tensor, output_split_sizes: list[int], input_spli
 
 
 def install(device_type: str) -> None:
-    """Have functional collectives on a kind of device run as this page says, until ``patches.uninstall()``.
+    """Replace the kernels of functional collectives on a type of device, until ``patches.uninstall()``.
 
-    All-gathers of groups with another backend run as before.
+    The module's docstring has the reasons. All-gathers of groups with another backend run as before.
     """
     if _pretending[0]:
         return

@@ -1,20 +1,21 @@
-"""Copies between the host's memory and the device's, beside what the device computes.
+"""Copies between the memory of the host and the memory of a device, concurrent with compute on the device.
 
-``copy_to_device``  begins to copy flat tensors of the host, one behind the other, into one buffer on the device.
+``copy_to_device``  begins to copy flat tensors of the host, one after the other, into one buffer on the device.
 ``copy_to_host``    begins to copy a tensor to the host.
-``wait_copy``       its argument, once the device's later work may read it. The host does not wait.
+``wait_copy``       makes later work on the device wait for the copy, and returns the copy. The host does not wait.
 
-Activations that wait on the host for backward are copied with the strides that they have:
+Offloaded activations wait on the host for backward. They are copied with their strides:
 
-``offload``         begins to copy a tensor to pinned memory. Its memory is the caller's to keep until the wait.
-``wait_offload``    the copy, once the device's later work may write to the memory that was copied. The host does not wait.
-``fetch``           begins to copy the copy back. ``wait_copy`` waits for it.
+``offload``         begins to copy a tensor to pinned memory. The caller keeps the tensor's memory until ``wait_offload``.
+``wait_offload``    makes later work on the device, which may reuse that memory, wait for the copy, and returns the copy. The
+                    host does not wait.
+``fetch``           begins to copy an offloaded tensor back. ``wait_copy`` waits for it.
 
-:func:`wait_on_host` is for the host: until it returns, what ``copy_to_host`` or ``offload`` gave may hold anything.
+:func:`wait_on_host` is for the host: before it returns, the result of ``copy_to_host`` or ``offload`` may hold anything.
 
-An :class:`Engine` does the copying. That of an accelerator has a stream for each direction, so the copies of one direction run
-one after the other. A device ``cpu`` has the host's memory and no engine, so nothing is copied there; tests give it one whose
-copies take time.
+An :class:`Engine` does the copying. The engine of an accelerator has a stream for each direction, so copies of one direction
+run one after the other. A device ``cpu`` shares the host's memory, so it has no engine and nothing is copied. Tests give it an
+engine whose copies take time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 from ..fx.torch_internals.core import disable_dynamo
 
 _library = torch.library.Library("fsdp_host", "DEF")
-# Between two replays of recorded kernels, the host has to wait.
+# CUDA graphs must not contain these operators: between two replays, the host has to wait for copies.
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _library.define("copy_to_device(Tensor[] pieces, str device) -> Tensor", tags=_tags)
 _library.define("copy_to_host(Tensor value, bool pinned) -> Tensor", tags=_tags)
@@ -50,28 +51,37 @@ class Copy(Protocol):
     """A copy that an engine has begun."""
 
     def wait_on_device(self) -> None:
-        """Have what the device is given from now on run after the copy."""
+        """Make later work on the device wait for the copy."""
 
     def wait_on_host(self) -> None:
-        """Return when the copy is done."""
+        """Block until the copy is done."""
 
 
 class Engine(Protocol):
-    """What copies between the host and one kind of device. What it reads must stay as it is until the copy is done; memory that
-    is freed before is the engine's to keep from being used again."""
+    """The copier between the host and one device.
+
+    Callers do not write to a source before its copy is done. They may free a source earlier, unless a method says otherwise:
+    the engine keeps the memory from being reused.
+    """
 
     def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
-        """Begin to copy flat tensors of one dtype into a new one, in order."""
+        """Begin to copy flat tensors of one dtype, one after the other, into a new tensor on the device."""
 
     def to_host(self, value: Tensor, *, pinned: bool, is_kept: bool = False) -> tuple[Tensor, Copy]:
         """Begin to copy a flat tensor into a new one on the host, in pinned memory or not.
 
-        With ``is_kept``, its memory is not freed before the device has been told to wait for the copy.
+        With ``is_kept``, the caller does not free ``value`` before it has called ``wait_on_device`` of the copy.
         """
 
     def write_back(self, values: Sequence[Tensor], homes: Sequence[Tensor]) -> Copy:
-        """Begin to copy flat tensors of one device over as many of the host, of the same sizes and dtypes. The memory of
-        ``values`` is not freed before the device has been told to wait for the copy."""
+        """Begin to overwrite flat tensors on the host with flat tensors of one device.
+
+        The caller does not free ``values`` before it has called ``wait_on_device`` of the copy.
+
+        Args:
+            values: the sources.
+            homes: the destinations, of the same sizes and dtypes.
+        """
 
 
 class _Event:
@@ -89,10 +99,13 @@ class _Event:
 class StreamEngine:
     """The engine of a device with streams.
 
-    Results of copies to the device are made on the stream that computes, which waits for the copy ahead of any use: so its
-    allocator need not know of the other stream. What is copied to the host is freed while it is being read, unless it is kept;
-    the allocator is told: it hands such memory out again when the host finds the copy done, which is later than the stream that
-    computes could have it. A pageable tensor blocks the host while it is copied, as everywhere in torch.
+    Results of copies to the device are allocated on the compute stream, which waits for the copy before any use. So the
+    allocator need not know of the copy stream.
+
+    The source of a copy to the host may be freed during the copy, unless it is kept. ``record_stream`` tells the allocator,
+    which reuses such memory once the host finds the copy done. The compute stream could reuse it earlier.
+
+    A pageable tensor blocks the host while it is copied, as everywhere in torch.
     """
 
     def __init__(self, device: torch.device):
@@ -102,7 +115,7 @@ class StreamEngine:
     def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
         numels = [piece.numel() for piece in pieces]
         copy = torch.empty(sum(numels), dtype=pieces[0].dtype, device=device)
-        # What had this memory before may still be read.
+        # Earlier work on the compute stream may still read the memory that the new tensor reuses.
         self._in.wait_stream(torch.accelerator.current_stream(device))
         with self._in:
             for part, piece in zip(copy.split(numels), pieces, strict=True):
@@ -127,17 +140,17 @@ class StreamEngine:
 
 
 _engines: dict[torch.device, Engine] = {}
-# By the address of the storage that it writes.
+# Copies in flight, by the address of the destination's storage object.
 _begun: dict[int, Copy] = {}
 
 
 def copies_to(device: torch.device) -> bool:
-    """Whether a device has memory of its own, which the host's has to be copied to."""
+    """Return whether a device has memory of its own, so that tensors of the host are copied to it."""
     return device.type != "cpu" or device in _engines
 
 
 def engine(device: torch.device) -> Engine:
-    """What copies to and from a device that has memory of its own."""
+    """Return the engine of a device with memory of its own. The first call makes it."""
     if device not in _engines:
         _engines[device] = StreamEngine(device)
     return _engines[device]
@@ -145,8 +158,10 @@ def engine(device: torch.device) -> Engine:
 
 @contextlib.contextmanager
 def engine_of(device: torch.device, other: Engine) -> Iterator[None]:
-    """Have another engine copy to and from a device, while the ``with`` block runs. Models that are sharded meanwhile for the
-    device ``cpu`` offload to the host as those of an accelerator do."""
+    """Copy to and from a device with the engine ``other`` for the duration of the block.
+
+    With an engine for ``cpu``, models that are sharded there inside the block offload to the host as on an accelerator.
+    """
     before = dict(_engines)
     _engines[device] = other
     try:
@@ -181,7 +196,7 @@ def _wait_copy_kernel(copy: Tensor) -> Tensor:
 
 
 def _all_memory(value: Tensor) -> Tensor:
-    """What a tensor shows, from its first element to its last, flat, with what may lie between them."""
+    """View a tensor's memory as flat, from its first element to its last, including gaps between them."""
     numel = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.as_strided((numel if value.numel() else 0,), (1,))
 
@@ -194,7 +209,7 @@ def _offload_kernel(value: Tensor) -> Tensor:
 
 
 def _wait_offload_kernel(copy: Tensor, value: Tensor) -> Tensor:
-    # The host may still have to wait, too.
+    # The copy stays in the table, as the host may still have to wait, too.
     _begun[copy.untyped_storage()._cdata].wait_on_device()
     return copy
 
@@ -205,14 +220,14 @@ def _fetch_kernel(copy: Tensor, device: str) -> Tensor:
 
 
 def wait_on_host(copy: Tensor) -> None:
-    """Return when the result of ``copy_to_host`` or ``offload`` is there."""
+    """Block until the result of ``copy_to_host`` or ``offload`` is complete."""
     begun = _begun.pop(copy.untyped_storage()._cdata, None)
     if begun is not None:
         begun.wait_on_host()
 
 
 def leave_to_device(copy: Tensor) -> None:
-    """Say that the host will not read the result of ``offload``: only the device will, which has been told to wait for it."""
+    """Forget the copy of an ``offload`` that the host will not read. The device, its only reader, waits for it already."""
     _begun.pop(copy.untyped_storage()._cdata, None)
 
 

@@ -1,4 +1,4 @@
-"""How a parameter is cut into equal pieces, one a rank, and put together again.
+"""The layout of a parameter over ranks: cut into equal pieces, one for each rank, and put together again.
 
 Every rank's piece of a parameter has the same *padded* shape, so graphs do not depend on the rank. Dimension 0 is cut as
 ``torch.chunk`` cuts it (the DTensor ``Shard(0)`` layout): ``ceil(rows / ranks)`` rows each, the last ranks padded. Other
@@ -17,7 +17,7 @@ REPLICATED = -1
 
 
 def padded_shard_shape(shape: Sequence[int], dim: int, world_size: int) -> list[int]:
-    """Shape of each rank's padded piece of a parameter of ``shape`` cut along ``dim``."""
+    """Return the shape of each rank's padded piece of a parameter of ``shape`` that is cut along ``dim``."""
     piece = list(shape)
     if dim != REPLICATED:
         piece[dim] = -(-piece[dim] // world_size)
@@ -25,22 +25,25 @@ def padded_shard_shape(shape: Sequence[int], dim: int, world_size: int) -> list[
 
 
 def padded_shard_numel(shape: Sequence[int], dim: int, world_size: int) -> int:
-    """Number of elements of each rank's padded piece."""
+    """Return the number of elements of each rank's padded piece."""
     return math.prod(padded_shard_shape(shape, dim, world_size))
 
 
 def padding_to(alignment: int, numel: int) -> int:
-    """The elements that are missing to a multiple. (Written so that a symbolic sum with them is seen to be one.)"""
+    """Return the number of elements to add to ``numel`` to reach a multiple of ``alignment``.
+
+    The formula is such that a symbolic ``numel``, plus the result, simplifies to a multiple.
+    """
     return -(-numel // alignment) * alignment - numel
 
 
 def assemble(pieces: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    """Full parameter from all ranks' pieces.
+    """Assemble the full parameter from all ranks' pieces.
 
     Args:
         pieces: ``[world_size, padded_shard_numel]``; may be strided.
         shape: shape of the full parameter.
-        dim: the dimension it is cut along.
+        dim: the dimension that the parameter is cut along.
 
     Returns:
         The parameter, contiguous; a view of ``pieces`` where the layout allows it.
@@ -54,14 +57,18 @@ def assemble(pieces: Tensor, shape: Sequence[int], dim: int) -> Tensor:
 
 
 def _is_padded(padding: int | SymInt) -> bool:
-    """Whether there is padding; if that depends on a symbolic number of ranks: yes, perhaps of no rows."""
+    """Return whether there are rows of padding. True for a symbolic number of rows, which may turn out to be zero."""
     return isinstance(padding, SymInt) or padding > 0
 
 
 def disassemble(full: Tensor, dim: int, world_size: int) -> Tensor:
-    """All ranks' pieces of ``full``, padded with zeros: ``[world_size, padded_shard_numel]``. Inverse of :func:`assemble`."""
+    """Cut ``full`` into all ranks' pieces, padded with zeros. Inverse of :func:`assemble`.
+
+    Returns:
+        ``[world_size, padded_shard_numel]``; ``REPLICATED``: a copy of ``full`` for each rank.
+    """
     if dim == REPLICATED:
-        # Contiguous: a collective takes its flattened input as memory, and an expanded tensor has only one element of it.
+        # A collective reads the memory of its flattened input, and an expanded tensor has memory for only one row.
         return full.reshape(1, -1).expand(world_size, -1).contiguous()
     piece = padded_shard_shape(full.shape, dim, world_size)
     if dim == 0:

@@ -1,8 +1,9 @@
-"""Process groups that only their own ranks make: those of other groups make others at the same time, or take no part.
+"""Local process groups: groups that only their own ranks make. Other ranks may make other groups meanwhile, or none.
 
-``new_group(use_local_synchronization=True)`` names a group by its ranks and by how many groups this rank has already. Under
-that name its ranks meet. Stages of a pipeline, or experts, may have made unequal numbers of groups, and would wait for each
-other in vain. So the name here is of what all ranks of the group know.
+``new_group(use_local_synchronization=True)`` names a group by its ranks and by the number of groups that this rank has already.
+The ranks meet in the store under this name. Pipeline stages or experts may have made unequal numbers of groups, and would wait
+for each other in vain. So the name here contains only facts that all ranks of the group know: its purpose, its ranks, and the
+number of earlier groups with both.
 """
 
 import hashlib
@@ -17,21 +18,23 @@ from torch.distributed import ProcessGroup
 
 from ..fx.torch_internals.patches import hash_ranks_to_str
 
-# Groups made so far, by purpose and ranks, of each world: a name does not serve twice, not even after its group was destroyed,
-# since the store may still hold addresses of the first one.
+# The number of groups made so far in each world, by purpose and ranks. A name is never used twice, not even after its group was
+# destroyed, as the store may still hold addresses of the first group.
 _made: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
 
 def new_local_group(
     ranks: Sequence[int], purpose: str, *, timeout: timedelta | None = None, backend: str | None = None
 ) -> ProcessGroup:
-    """Make a group, a collective call of its ranks alone.
+    """Make a process group, in a collective call of its own ranks.
+
+    Calls with the same ranks and purpose need the same order on all of these ranks.
 
     Args:
-        ranks: in the world, of which this one is one.
-        purpose: what the group is for, equal on its ranks, and so is the order of calls that share ranks and purpose.
-        timeout: of its collectives; None for torch's default.
-        backend: None for that of the world.
+        ranks: global ranks of the group, this rank among them.
+        purpose: description of the group, equal on its ranks.
+        timeout: timeout of its collectives; None: torch's default.
+        backend: name of the backend; None: that of the world.
     """
     made = _made.setdefault(dist.group.WORLD, Counter())
     key = purpose, tuple(ranks)

@@ -1,11 +1,11 @@
-"""Random numbers of a communication hook: a function of a key, a count and an element's place, written with integer operators.
+"""Random numbers of a communication hook: a function of a key, a count and an element's index, in integer operators.
 
-They are no state of a generator: graphs of any lowering and uncompiled code draw the same ones, the model's own draws (dropout)
-are what they are without the hook, and a checkpoint that has the key and the count goes on where it stopped. The key differs
-between ranks and between parameters; each reduction counts one up.
+The numbers do not come from a generator's state. So graphs of any lowering and uncompiled code draw the same numbers. The
+model's own draws (dropout) are the same as without the hook. A checkpoint with key and count continues where it stopped.
+The key differs between ranks and between parameters; each reduction increments the count.
 
-Source: the constants of :func:`_mixed` are of the family "lowbias32" (Wellons's hash-prospector), products of which fit into
-64 bits.
+Source: the constants of :func:`_mixed` are of the family "lowbias32" (Wellons's hash-prospector), whose products fit into 64
+bits.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from ..fx.torch_internals.core import TorchDispatchMode
 
 _aten = torch.ops.aten
 _MASK = 0xFFFFFFFF
-#: What a hook may call.
+#: The random functions that a hook may call, as text for messages.
 KNOWN = "torch.rand, rand_like, randn, randn_like, randint, bernoulli, and the methods uniform_, normal_ and bernoulli_"
 
 
 def new_key(seed: int, rank: int, name: str, device: torch.device) -> Tensor:
-    """The random numbers of a parameter on a rank, ahead of the first: a key in two parts, and a count, ``[3]`` of int64."""
+    """Make the key and count of a parameter's random numbers on a rank, before the first reduction.
+
+    Returns:
+        ``[3]`` of int64: two parts of the key, each of 32 bits, and the count, 0.
+    """
     digest = hashlib.sha256(f"{seed}/{rank}/{name}".encode()).digest()
     parts = [int.from_bytes(digest[place : place + 4], "little") for place in (0, 4)]
     return torch.tensor([*parts, 0], dtype=torch.int64, device=device)
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """A permutation of the numbers of 32 bits, in int64."""
+    """Permute the 32-bit numbers. Bits are in int64, so that products do not overflow."""
     bits = bits & _MASK
     bits = (bits ^ (bits >> 16)) * 0x21F0AAAD & _MASK
     bits = (bits ^ (bits >> 15)) * 0x735A2D97 & _MASK
@@ -45,10 +49,10 @@ class Draws:
     """The random numbers of one call of a hook.
 
     Args:
-        key: key and count.
+        key: key and count, as of :func:`new_key`.
 
     Attributes:
-        number: how many tensors were drawn.
+        number: the number of tensors drawn so far.
     """
 
     def __init__(self, key: Tensor):
@@ -56,11 +60,11 @@ class Draws:
         self.number = 0
 
     def counted(self) -> Tensor:
-        """The key and count of the next call."""
+        """Return the key and count of the hook's next call."""
         return torch.cat([self._key[:2], self._key[2:] + 1])
 
     def bits(self, shape: Sequence[int], device: torch.device | None) -> Tensor:
-        """Numbers of 32 bits, in int64."""
+        """Draw 32-bit numbers, in int64, from 0 to 2**32 - 1."""
         low, high, count = self._key.to(device or self._key.device).unbind()
         place = torch.arange(math.prod(shape), device=low.device)
         first = _mixed(low ^ _mixed(count))
@@ -69,16 +73,20 @@ class Draws:
         return _mixed(_mixed(place ^ first) ^ second).view(list(shape))
 
     def uniform(self, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
-        """From 0 up to, but without, 1, in float32."""
+        """Draw from the uniform distribution over [0, 1), in float32."""
         return (self.bits(shape, device) >> 8).to(torch.float32) * 2.0**-24
 
     def normal(self, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
-        """Of mean 0 and variance 1, in float32."""
+        """Draw from the normal distribution of mean 0 and variance 1, in float32."""
         radius = (-2 * (1 - self.uniform(shape, device)).log()).sqrt()
         return radius * (2 * math.pi * self.uniform(shape, device)).cos()
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What a random operator gives; ``NotImplemented`` for one that is not among :data:`KNOWN`, or with a generator."""
+        """Compute the result of a random operator.
+
+        Returns:
+            The result; ``NotImplemented`` if the operator has a generator, or is not one of :data:`KNOWN`.
+        """
         answers = _ANSWERS.get(func)
         if answers is None or kwargs.get("generator") is not None:
             return NotImplemented
@@ -86,7 +94,12 @@ class Draws:
 
 
 class AnsweringRandomOperators(TorchDispatchMode):
-    """Lets code that runs at once draw from given numbers."""
+    """A mode in which eager code draws its random numbers from ``draws``.
+
+    Args:
+        draws: the random numbers.
+        refusal: makes the error for an operator that ``draws`` cannot answer.
+    """
 
     def __init__(self, draws: Draws, refusal: Callable[[Any], Exception]):
         super().__init__()

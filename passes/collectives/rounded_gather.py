@@ -1,15 +1,16 @@
-"""Gathers that send a byte for each element, and scales.
+"""Rounded gathers: gathers that send a byte for each element, and scales.
 
-A policy rounds a rank's shards in groups of elements, each with a scale of its own (float32): the largest magnitude of a group
-becomes the largest number of the dtype. A group never holds elements of two parameters, so what becomes of a parameter does not
-depend on what is gathered with it: forward, backward and uncompiled code see the same values. Rows of bytes travel, in which
-follow each other
+A policy rounds a rank's shards in groups of elements. Each group has a scale (float32), which maps the largest magnitude of the
+group to the largest number of the dtype. A group never holds elements of two parameters. So the rounded values of a parameter
+do not depend on the bucket: forward, backward and uncompiled code see the same values.
 
-    the elements, one byte each; the scales, four bytes each; what is sent as it is.
+Each rank sends a row of bytes, in this order:
 
-What has fewer than two dimensions (biases, the weights of norms) is sent as it is: it is little, and a byte is too coarse for
-it. An infinity or NaN makes the scale of its group one, and all of the group NaN at the other end: nothing that overflows is
-hidden. A group of zeros stays one.
+    rounded elements, one byte each; scales, four bytes each; parameters that are not rounded.
+
+Parameters with fewer than two dimensions (biases, norm weights) are not rounded: they are small, and a byte is too coarse for
+them. An infinity or NaN makes the scale of its group infinite or NaN. The receiver then decodes the whole group to NaN, so
+overflow stays visible. A group of zeros stays zero.
 
 Sources: block-wise scales as in ZeRO++ (Wang et al. 2023, "qwZ") and in the OCP Microscaling formats.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from .layout import padding_to
 
-#: The largest numbers that a byte holds; of int8 as many on either side of zero.
+#: The largest number of each one-byte dtype. int8 is used symmetrically, from -127 to 127.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 #: The dtype of scales.
@@ -34,15 +35,15 @@ SCALE = torch.float32
 
 @dataclass(frozen=True)
 class GatherPolicy:
-    """How a unit's parameters are rounded when they are gathered. Shards, gradients and optimizer states keep their dtype.
+    """The rounding of a unit's parameters in their gather. Shards, gradients and optimizer states keep their dtype.
 
     Attributes:
         dtype: ``torch.int8``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        scale: what shares one: so many elements that lie side by side in a rank's shard of a parameter; ``"row"``, a row of it;
-            or ``"tensor"``, all of it.
+        scale: the elements of a rank's shard that share a scale: a number of neighbouring elements; ``"row"``, each row of the
+            shard; or ``"tensor"``, the whole shard.
 
     Raises:
-        ValueError: a dtype or scale that there is not.
+        ValueError: unknown dtype or scale.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -63,7 +64,7 @@ class GatherPolicy:
 
     @staticmethod
     def parse(text: str) -> GatherPolicy | None:
-        """The inverse of ``str``; None for an empty text, which stands for values as they are."""
+        """Parse the result of ``str``. Return None for an empty text, which means no rounding."""
         if not text:
             return None
         dtype, _, scale = text.partition(":")
@@ -71,39 +72,44 @@ class GatherPolicy:
 
     @property
     def alignment(self) -> int:
-        """The elements of which a shard has to be given a multiple, so that no group reaches into the next shard."""
+        """The number of elements that each shard is padded to a multiple of, so that no group spans two shards."""
         return self.scale if isinstance(self.scale, int) else 1
 
     def paddings(self, numels: Sequence[int]) -> list[int]:
-        """The elements that are missing behind shards of so many elements."""
+        """Return the padding after each shard, in elements, for shards of ``numels`` elements."""
         return [padding_to(self.alignment, numel) for numel in numels]
 
     def encode(self, shards: Sequence[Tensor], flat: Tensor, dtype: torch.dtype) -> Tensor:
-        """A rank's row of bytes.
+        """Encode a rank's shards as a row of bytes.
 
         Args:
             shards: shards of parameters, of one dtype.
-            flat: all of them one behind the other, each padded to the alignment, perhaps with other values between them.
-            dtype: what the others become that are not rounded.
+            flat: the shards one after the other, each padded to the alignment, perhaps with other values between them.
+            dtype: the shards that are not rounded are cast to it.
+
+        Returns:
+            ``[bytes]`` of uint8: rounded elements, scales, shards that are not rounded.
         """
         rounded, scales = zip(*(round_groups(group, self.dtype) for group in self._groups(shards, flat)), strict=True)
         whole = [shard.reshape(-1).to(dtype) for shard in shards if not is_rounded(shard.shape)]
         return torch.cat([values.view(-1).view(torch.uint8) for values in (*rounded, *scales, *whole)])
 
     def encoded_numel(self, shape: Sequence[int]) -> int:
-        """The bytes that :meth:`encode` makes of one shard that is rounded."""
+        """Return the number of bytes of one rounded shard of this shape, encoded alone."""
         return sum(count * (elements + SCALE.itemsize) for count, elements in self._groups_of_one(shape))
 
     def encoded(
         self, rows: Tensor, shapes: Sequence[Sequence[int]], places: Sequence[int], numel: int, dtype: torch.dtype
     ) -> list[list[Tensor]]:
-        """The bytes of each shard that is rounded, its elements and its scales: side by side, what it alone is encoded as.
+        """Return the bytes of each rounded shard: its elements and its scales.
+
+        The two, concatenated along dimension 1, are the encoding of the shard alone.
 
         Args:
-            rows, shapes, places, numel, dtype: as :meth:`decode` has them.
+            rows, shapes, places, numel, dtype: as for :meth:`decode`.
 
         Returns:
-            Of each shard views ``[ranks, bytes]``; of one that is sent as it is, none.
+            For each rounded shard two views, ``[ranks, bytes]``; for each other shard an empty list.
         """
         *parts, scales = self._parts(rows, shapes, numel, dtype)[: len(self._group_shapes(shapes, numel)) + 1]
         found: list[list[Tensor]] = []
@@ -124,14 +130,17 @@ class GatherPolicy:
     def decode(
         self, rows: Tensor, shapes: Sequence[Sequence[int]], places: Sequence[int], numel: int, dtype: torch.dtype
     ) -> list[Tensor]:
-        """The shards of all ranks, each ``[ranks, numel of the shard]``.
+        """Decode the shards of all ranks.
 
         Args:
             rows: the bytes of all ranks, ``[ranks, bytes]``.
-            shapes: of the shards.
-            places: where each begins in the flat tensor that was encoded.
-            numel: the elements of that.
-            dtype: of the result.
+            shapes: shapes of the shards.
+            places: the offset of each shard in the tensor ``flat`` that :meth:`encode` took, in elements.
+            numel: the number of elements of ``flat``.
+            dtype: dtype of the result.
+
+        Returns:
+            For each shard ``[ranks, numel of the shard]``.
         """
         groups = self._group_shapes(shapes, numel)
         parts = self._parts(rows, shapes, numel, dtype)
@@ -144,7 +153,10 @@ class GatherPolicy:
         return self._cut(rounded, whole, shapes, places)
 
     def _parts(self, rows: Tensor, shapes: Sequence[Sequence[int]], numel: int, dtype: torch.dtype) -> Sequence[Tensor]:
-        """The elements of each run of groups, all scales, and what is sent as it is, if any; each ``[ranks, bytes]``."""
+        """Split rows into the elements of each run of groups, all scales, and unrounded shards, if any.
+
+        Each part is ``[ranks, bytes]``.
+        """
         groups = self._group_shapes(shapes, numel)
         num_whole = sum(math.prod(shape) for shape in shapes if not is_rounded(shape))
         num_scales = sum(count for count, _ in groups)
@@ -154,7 +166,7 @@ class GatherPolicy:
     def _cut(
         self, rounded: Sequence[Tensor], whole: Tensor | None, shapes: Sequence[Sequence[int]], places: Sequence[int]
     ) -> list[Tensor]:
-        """The shards, from the groups that were rounded and from what was not, one behind the other."""
+        """Cut the shards out of the decoded groups, or out of ``whole``, the unrounded shards one after the other."""
         shards, of_shards, end = [], iter(rounded), 0
         for shape, place in zip(shapes, places, strict=True):
             numel = math.prod(shape)
@@ -167,7 +179,7 @@ class GatherPolicy:
         return shards
 
     def _groups(self, shards: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-        """The values that are rounded, ``[groups, elements]``."""
+        """Return the values to round, each ``[groups, elements]``: all of ``flat``, or each rounded shard apart."""
         rounded = [flat] if isinstance(self.scale, int) else [shard for shard in shards if is_rounded(shard.shape)]
         shapes = self._group_shapes([shard.shape for shard in shards], flat.numel())
         return [values.reshape(shape) for values, shape in zip(rounded, shapes, strict=True)]
@@ -186,17 +198,17 @@ class GatherPolicy:
 
 
 def rounding(policy: GatherPolicy | None, shapes: Sequence[Sequence[int]]) -> GatherPolicy | None:
-    """The policy, if it rounds any parameter of these shapes."""
+    """Return the policy if it rounds any parameter of these shapes, else None."""
     return policy if any(map(is_rounded, shapes)) else None
 
 
 def is_rounded(shape: Sequence[int]) -> bool:
-    """Whether a parameter of a shape is sent in bytes."""
+    """Return whether a parameter of this shape is rounded to bytes."""
     return len(shape) > 1 and 0 not in shape
 
 
 def round_groups(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round numbers that share a scale: the largest magnitude of a group becomes the largest number of ``dtype``.
+    """Round numbers that share a scale, to the nearest. The largest magnitude of a group becomes the largest of ``dtype``.
 
     Args:
         groups: ``[..., elements]``.
@@ -206,17 +218,17 @@ def round_groups(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         The rounded numbers, ``[..., elements]`` in ``dtype``, and the scales, ``[...]`` in :data:`SCALE`.
     """
     values = groups.to(SCALE)
-    # Nothing divides by zero: what is added is lost in all but the smallest of scales.
+    # Avoid division by zero. Adding tiny changes only the smallest of scales.
     scale = values.abs().amax(-1) / LARGEST[dtype] + torch.finfo(SCALE).tiny
     rounded = values / scale.unsqueeze(-1)
     return (rounded.round() if dtype == torch.int8 else rounded).to(dtype), scale
 
 
 def restore_groups(rounded: Tensor, scale: Tensor) -> Tensor:
-    """What :func:`round_groups` rounded, in :data:`SCALE`."""
+    """Decode the results of :func:`round_groups`, to ``[..., elements]`` in :data:`SCALE`."""
     return rounded.to(SCALE) * scale.unsqueeze(-1)
 
 
 def numbers_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the bytes in each row stand for. They may begin anywhere in memory, and numbers may not: so they are copied."""
+    """Reinterpret the bytes in each row as numbers of ``dtype``. Slices are copied first, as numbers have to be aligned."""
     return rows.contiguous().view(dtype)

@@ -1,4 +1,4 @@
-"""Rounding up or down by chance, so that the mean of many roundings is the value."""
+"""Stochastic rounding: up or down at random, so that the mean of many roundings is the value."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from torch import Tensor
 
 from .rounded_gather import LARGEST, SCALE
 
-# The bits of a float32 that are its exponent.
+# Mask of the exponent bits of a float32.
 _EXPONENT = 0x7F800000
 
 
 def round_groups_by_chance(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As :func:`~passes.collectives.rounded_gather.round_groups`, up with the chance that is the distance from below in steps.
+    """Round numbers that share a scale as :func:`~passes.collectives.rounded_gather.round_groups`, but up or down at random.
+
+    The chance to round up is the distance from the lower neighbour in ``dtype``, divided by the step between the neighbours.
 
     Args:
         groups: ``[..., elements]``.
@@ -22,7 +24,7 @@ def round_groups_by_chance(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
         The rounded numbers, ``[..., elements]`` in ``dtype``, and the scales, ``[...]`` in float32.
     """
     numbers = groups.to(SCALE)
-    # Nothing divides by zero: what is added is lost in all but the smallest of scales.
+    # Avoid division by zero. Adding tiny changes only the smallest of scales.
     scale = numbers.abs().amax(-1) / LARGEST[dtype] + torch.finfo(SCALE).tiny
     steps = numbers / scale.unsqueeze(-1)
     step = _step(steps, dtype)
@@ -32,10 +34,10 @@ def round_groups_by_chance(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def _step(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance between the neighbours of each value in ``dtype``."""
+    """Return the distance between the two neighbours of each value in ``dtype``."""
     if dtype == torch.int8:
         return torch.ones_like(values)
     info = torch.finfo(dtype)
-    # The power of two below a value: the value without its mantissa.
+    # The largest power of two that is not above the value's magnitude: the value without sign and mantissa.
     power = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
     return power.clamp(min=info.smallest_normal) * info.eps

@@ -1,10 +1,11 @@
-"""A gradient communication hook, which writes in place and calls ``torch.distributed``, as functional tensor code.
+"""Traced hooks: gradient communication hooks as functional tensor code.
 
-In the backward graph a hook has to be operators that Inductor can fuse and a schedule can move: no in-place operator, and
-functional collectives instead of ``c10d`` ones. Hooks call ``torch.distributed`` under whatever name they imported it, so that
-replacing its functions would miss some; every one of them ends in a ``c10d`` operator, which a dispatch mode sees. The same
-mode answers random operators (:mod:`.random_numbers`). Tensors of the hook's own (:mod:`.stateful_hook`) go in, and come out
-again.
+Users' hooks write in place and call ``torch.distributed``. In the backward graph, a hook has to be operators that Inductor can
+fuse and a schedule can move: no in-place operators, and functional collectives instead of ``c10d`` operators.
+
+Hooks import functions of ``torch.distributed`` under any name, so replacing these functions would miss some. All of them end in
+a ``c10d`` operator, which a dispatch mode sees. The same mode answers random operators (:mod:`.random_numbers`). Tensors that
+the hook owns (:mod:`.stateful_hook`) are inputs of the traced code, and their new values are outputs.
 """
 
 import contextlib
@@ -46,26 +47,29 @@ _WRITE_VALUES = "Write values into the tensor, with copy_(); its memory, dtype a
 
 
 class HookNotTraceable(RuntimeError):
-    """A communication hook does something that a graph cannot contain; the message says what, and what to write instead."""
+    """The error for a communication hook that does something that a graph cannot contain.
+
+    The message names the operation, and says what to write instead.
+    """
 
 
 def hook_name(hook: Callable[..., Any]) -> str:
-    """The name of a hook in messages: that of the function, or of the class whose instances are called."""
+    """Return the name of a hook for messages: the name of the function, or of a callable object's class."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return getattr(hook, "__name__", type(hook).__name__)
 
 
 def apply_reduce_hook(hook: Callable[[Tensor, Tensor], None], flat: Tensor, world_size: int) -> Tensor:
-    """The gradient shard that ``hook(flat, output)`` writes into its output.
+    """Call ``hook(flat, output)``, and return the output, a gradient shard.
 
-    With a fake ``flat``, or while ``make_fx`` traces, the hook runs on fake tensors, and what it does is done to ``flat`` with
-    functional operators. Otherwise it just runs.
+    With a fake ``flat``, or while ``make_fx`` traces, the hook is traced with fake tensors. Its functional operators then run
+    on ``flat``. Otherwise the hook just runs.
 
     Args:
-        hook: may overwrite both of its arguments; fills the second, of ``flat.numel() // world_size`` elements. The objects
-            that it holds (of a ``functools.partial``, method or callable object) must not change while it is traced.
-        flat: flat gradient; left as it is.
+        hook: fills its second argument, of ``flat.numel() // world_size`` elements, and may overwrite both arguments. The
+            objects that it holds (of a ``functools.partial``, method or callable object) must not change during tracing.
+        flat: flat gradient; not changed, as the hook gets a copy.
         world_size: number of shards of the gradient.
 
     Raises:
@@ -76,7 +80,7 @@ def apply_reduce_hook(hook: Callable[[Tensor, Tensor], None], flat: Tensor, worl
 
 
 def apply_in_place_hook(hook: Callable[[Tensor], None], flat: Tensor) -> Tensor:
-    """The gradient that ``hook(flat)`` leaves in its argument; see :func:`apply_reduce_hook`."""
+    """Call ``hook`` on a copy of ``flat``, and return the copy, which the hook has changed; see :func:`apply_reduce_hook`."""
 
     def run(grad: Tensor) -> list[Tensor]:
         _check_returned(hook, hook(grad), grad)  # type: ignore[func-returns-value]
@@ -93,14 +97,17 @@ def apply_stateful_hook(
     tensors: Sequence[Tensor],
     names: Sequence[tuple[int, str]],
 ) -> tuple[Tensor, list[Tensor]]:
-    """The gradient shard that a hook gives, and what it leaves in its tensors; see :func:`apply_reduce_hook`.
+    """Call a hook with copies of its tensors, and return the gradient shard; see :func:`apply_reduce_hook`.
 
     Args:
         hook: the hook.
-        flat: flat gradient; left as it is.
-        parameters: whose gradient it is.
-        tensors: if the hook draws, the key and count of its random numbers; then its tensors. Left as they are.
-        names: for each of its tensors, the place of its parameter, and its name.
+        flat: flat gradient; not changed.
+        parameters: the parameters whose gradients ``flat`` holds.
+        tensors: if the hook draws, the key and count of its random numbers; then its tensors. Not changed.
+        names: for each of the hook's tensors, the index of its parameter, and its name; without the random numbers.
+
+    Returns:
+        The gradient shard, and the new values of ``tensors``.
 
     Raises:
         HookNotTraceable: the hook cannot be written as operators.
@@ -111,7 +118,11 @@ def apply_stateful_hook(
 
 
 def draws_random_numbers(hook: Callable[..., None] | StatefulHook, bucket: Sequence[HookParameter]) -> bool:
-    """Whether a hook that fills an output draws random numbers, from a trace of it for a bucket.
+    """Trace a hook for a bucket, and return whether it draws random numbers.
+
+    Args:
+        hook: a stateful hook, or a function ``hook(grad, output)``.
+        bucket: the parameters of the bucket.
 
     Raises:
         HookNotTraceable: the hook cannot be written as operators.
@@ -168,7 +179,14 @@ def _with_tensors(
 def _apply(
     hook: Callable[..., Any], run: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, is_drawing: bool = False
 ) -> list[Tensor]:
-    """What ``run`` returns for copies of the inputs; with ``is_drawing`` the first after the gradient is a key, and goes on."""
+    """Return the results of ``run`` for copies of the inputs.
+
+    Args:
+        hook: the hook that ``run`` calls, for messages.
+        run: returns the reduced gradient, then the new values of the hook's tensors.
+        inputs: the flat gradient, then the hook's tensors.
+        is_drawing: the second input is the key and count of the random numbers, and the second result those of the next call.
+    """
     flat = inputs[0]
     with torch.no_grad():
         if get_proxy_mode() is None and not isinstance(flat, FakeTensor):
@@ -176,9 +194,9 @@ def _apply(
             draws = Draws(copies.pop(1)) if is_drawing else None
             with contextlib.nullcontext() if draws is None else AnsweringRandomOperators(draws, _cannot_draw(hook)):
                 return _with_count(run(*copies), draws)
-        # A graph of its own, which can be cleaned up (of the output that was allocated, for one) before it is traced again.
+        # Trace into a separate graph first, which drops dead code, such as the output's allocation, before the second trace.
         traced = Interpreter(_trace(hook, run, inputs, is_drawing=is_drawing))
-        # Tensors that the hook creates are to be as fake as those that they meet.
+        # Tensors that the hook creates have to be fake in the same mode as the inputs.
         with flat.fake_mode if isinstance(flat, FakeTensor) else contextlib.nullcontext():
             return list(traced.run(*inputs))
 
@@ -204,7 +222,7 @@ def _trace(
         return results
 
     before = _state(hook)
-    # The graph that it goes into has been decomposed already, and Inductor relies on that.
+    # The backward graph has been decomposed before, and Inductor relies on decomposed operators.
     trace = make_fx(dispatch_functionalize(observed, FunctionalTensorMode()), decomposition_table=select_decomp_table())
     try:
         traced = trace(*fakes)
@@ -239,7 +257,7 @@ def _refusal(hook: Callable[..., Any], reason: str, advice: str) -> HookNotTrace
 
 
 def _check_returned(hook: Callable[..., Any], returned: Any, *arguments: Tensor) -> None:
-    """Refuse a value that would be lost. An in-place operator returns its argument, which says no more than None."""
+    """Refuse a returned value, which would be lost. An argument is allowed: a hook may return an in-place operator's result."""
     if returned is not None and not any(returned is argument for argument in arguments):
         advice = "What a hook returns is ignored: write the result in place, and wait for work that is in flight."
         kind = "tensor" if isinstance(returned, Tensor) else type(returned).__name__
@@ -247,7 +265,7 @@ def _check_returned(hook: Callable[..., Any], returned: Any, *arguments: Tensor)
 
 
 def _state(hook: Callable[..., Any]) -> dict[tuple[int, str], Any]:
-    """Attributes and items of the objects that a hook holds, and items of the attributes, by owner and name."""
+    """Collect attributes and items of the objects that a hook holds, and items of these attributes, by owner's id and name."""
     found: dict[tuple[int, str], Any] = {}
     for owner in _held(hook):
         name = type(owner).__name__
@@ -282,7 +300,7 @@ def _contents(owner: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 class _NoDataAssignment(TorchFunctionMode):
-    """Refuses what no operator stands for and tracing would therefore miss."""
+    """A mode that refuses an assignment to ``.data``, which is no operator, so that tracing would miss it."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         super().__init__()
@@ -295,7 +313,10 @@ class _NoDataAssignment(TorchFunctionMode):
 
 
 class _FunctionalCollectives(TorchDispatchMode):
-    """Sits on top of functionalization and hands it functional collectives in the place of ``c10d`` operators."""
+    """A mode on top of functionalization that replaces ``c10d`` operators by functional collectives.
+
+    It also answers random operators, and refuses operators that a graph cannot contain.
+    """
 
     def __init__(self, hook: Callable[..., Any], draws: Draws | None) -> None:
         super().__init__()
@@ -304,7 +325,7 @@ class _FunctionalCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten.lift_fresh.default and args[0].dim() == 0:
-            # A Python number that became a tensor, as in grad[mask] = 0; other constants would have to live beside the graph.
+            # A Python number as a tensor, as in grad[mask] = 0. Larger constants would have to be attributes of the graph.
             with _disable_current_modes():
                 number = args[0].item()
             return torch.full((), number, dtype=args[0].dtype, device=args[0].device)
@@ -322,13 +343,13 @@ class _FunctionalCollectives(TorchDispatchMode):
         if func.overloadpacket in (_aten.set_, _aten.resize_):
             raise _refusal(self.hook, f"it calls {func.overloadpacket}", _WRITE_VALUES)
         if func is _aten.copy_.default and args[0].is_contiguous():
-            # Functionalization would leave a copy() that reads the overwritten tensor only for its shape.
+            # Functionalization would write a copy(), which keeps the overwritten tensor as an operand only for its shape.
             _assign(args[0], args[1])
             return args[0]
         return func(*args, **(kwargs or {}))
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Inductor replaces random operators in the joint graph, and fails on those that come later.
+        # Inductor replaces random operators in the joint graph, and fails on random operators that are traced in later.
         if self.draws is None:
             advice = (
                 "Use deterministic operators, or a hook of register_comm_hook that takes an output, and draws for every bucket."
@@ -340,9 +361,9 @@ class _FunctionalCollectives(TorchDispatchMode):
         return answer
 
     def _collective(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Write the functional collective's result into the output, and return what the ``c10d`` operator returns.
+        """Write the functional collective's result into the output, and return what the ``c10d`` operator would return.
 
-        The result is waited for at once: the place of the wait is up to the schedule, and a hook's own ``wait()`` does nothing.
+        The traced wait follows at once, as the schedule moves it later. A hook's own ``wait()`` does nothing.
         """
         match func.overloadpacket.__name__, *args:
             case "allreduce_", [tensor], group, op, None, *_:
@@ -354,7 +375,7 @@ class _FunctionalCollectives(TorchDispatchMode):
             case "_allgather_base_", output, shard, group, *_:
                 return output, _finish(output, _c10d.all_gather_into_tensor(_flat(shard), _size(group), _name(group)))
             case "alltoall_base_", output, source, group, output_splits, input_splits, *_:
-                # No sizes stand for an equal split of the first dimension.
+                # Empty splits mean an equal split of the first dimension.
                 size = _size(group)
                 output_splits = output_splits or [output.size(0) // size] * size
                 input_splits = input_splits or [source.size(0) // size] * size
@@ -377,7 +398,7 @@ def _is_written(tensor: FunctionalTensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    # The c10d operators see memory and not shapes; the functional ones cut the first dimension.
+    # The c10d operators ignore shapes and cut memory; functional collectives cut the first dimension.
     return tensor.contiguous() if tensor.dim() == 1 else tensor.reshape(-1)
 
 
@@ -402,7 +423,7 @@ def _finish(target: Tensor, started: Tensor) -> Any:
 
 
 def _assign(target: Any, value: Tensor) -> None:
-    """Let a functional tensor stand for another value from here on, in all of its views."""
+    """Replace the value of a functional tensor, also in all of its views."""
     value = value.to(target.device).to(target.dtype)
     if value.shape != target.shape:
         value = value.expand(target.shape)

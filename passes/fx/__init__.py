@@ -1,1 +1,1 @@
-"""Help with FX graphs: what a node is, writing nodes, values and sizes. ``torch_internals`` is the wall around torch."""
+"""Helpers for FX graphs: nodes, fake values and sizes. ``torch_internals`` is the only place that imports torch's internals."""

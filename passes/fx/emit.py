@@ -15,10 +15,10 @@ from .fake_values import FakeCopies, shared_memory
 from .symbolic_ranks import MEANT, symbolic_numbers
 from .torch_internals.core import get_decompositions, pytree
 
-#: The key in ``node.meta`` of what a node is there for (:mod:`passes.ir.work`).
+#: The key in ``node.meta`` of a node's work (:mod:`passes.ir.work`).
 WORK = "fsdp"
 
-# Inductor counts on joint graphs being decomposed, and takes no cast in this form.
+# Inductor expects joint graphs to be decomposed, and does not accept this form of a cast.
 _DECOMPOSITIONS: dict[Any, Any] = get_decompositions([torch.ops.aten._to_copy.default])
 
 
@@ -33,11 +33,13 @@ _traces: ContextVar[_Traces | None] = ContextVar("_traces", default=None)
 
 @contextlib.contextmanager
 def replaying_traces(*, fresh: bool = True) -> Iterator[None]:
-    """Trace equal code for equal tensors once, inside of the ``with`` block and of those around it: as equal layers ask for.
+    """Trace equal code for equal tensors only once inside of the ``with`` block.
+
+    Equal layers emit equal code many times. Nested blocks share the traces of the outermost one.
 
     Args:
-        fresh: give every node a fake value of its own. False is faster, and only for graphs that are asked about and thrown
-            away: nodes that share a fake value look as if they shared memory.
+        fresh: give every node a fake value of its own. False is faster, and only for graphs that are analysed and thrown away:
+            nodes with one fake value look as if they shared memory.
     """
     around = _traces.get()
     token = _traces.set(_Traces({} if around is None else around.graphs, fresh))
@@ -50,17 +52,17 @@ def replaying_traces(*, fresh: bool = True) -> Iterator[None]:
 def emit(graph: Graph, function: Callable[..., Any], *args: Any, work: Hashable = None, **constants: Any) -> Any:
     """Trace ``function`` and put its operations at the graph's insertion point.
 
-    Passes can so say what they insert as ordinary PyTorch code, and every node gets its fake value in ``meta["val"]``.
+    So passes write new nodes as ordinary PyTorch code, and every node gets its fake value in ``meta["val"]``.
 
     Args:
         graph: graph to write into; nodes go to its insertion point.
         function: functional tensor code (no in-place operation).
         args: nodes and containers of nodes.
-        work: what the new nodes are there for, stored as ``meta[WORK]``; None: nothing that later passes have to know.
-        constants: keyword arguments handed to ``function`` as they are.
+        work: the work of the new nodes, stored as ``meta[WORK]``; None: later passes do not need to find them.
+        constants: keyword arguments passed to ``function`` as they are.
 
     Returns:
-        What ``function`` returns, with nodes in the place of tensors.
+        The result of ``function``, with nodes in the place of tensors.
     """
     flat_args, spec = pytree.tree_flatten(args)
     values = [node.meta["val"] for node in flat_args]
@@ -84,10 +86,10 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, work: Hashable 
             if isinstance(environment[node], Node):
                 values_of_copies.bind(node.meta["val"], environment[node].meta["val"])
         elif is_symbolic and isinstance(node.meta.get("val"), SymInt):
-            # Arithmetic with the number of ranks: graphs that run have its result.
+            # Arithmetic with the number of ranks. Its result is the argument, as it is in graphs that run.
             environment[node] = node.meta["val"]
         elif node.target == torch.ops.aten.detach.default:
-            # Of no meaning where nothing is differentiated; reinterpreting a dtype leaves one.
+            # Nothing is differentiated here. Tracing a reinterpreted dtype leaves such a node.
             environment[node] = environment[node.args[0]]
         elif node.op == "output":
             output = torch.fx.map_arg(node.args[0], environment.__getitem__)
@@ -109,13 +111,13 @@ def _trace(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], 
         return function(*pytree.tree_unflatten(tensors[: len(values)], spec), **constants)
 
     with torch.no_grad():
-        # Two nodes may hold the same fake tensor, which tracing would take for one input.
+        # Two nodes may hold the same fake tensor, which tracing would treat as one input.
         inputs = [value.detach() for value in values]
         return make_fx(flat_function, decomposition_table=_DECOMPOSITIONS)(*inputs, *symbolic_numbers(constants)).graph
 
 
 def _key(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], constants: dict[str, Any]) -> Hashable:
-    """The key of a trace: everything that it depends on."""
+    """Make the key of a trace from everything that it depends on."""
     tensors = tuple((str(value.shape), str(value.stride()), value.dtype, value.device) for value in values)
     given = tuple((name, id(value) if callable(value) else repr(value)) for name, value in constants.items())
     return function, str(spec), tensors, tuple(shared_memory(values)), given

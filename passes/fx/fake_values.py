@@ -1,4 +1,4 @@
-"""Fake values for copies of nodes, faster than running the operators again."""
+"""Fake values for copied nodes, faster than running the operators again."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .torch_internals.core import FakeTensor, in_kernel_invocation_manager
 
 
 class FakeCopies:
-    """Copies of the fake values of a graph, which share memory with each other just as those do.
+    """Copies of the fake values of a graph, which share memory with each other as the originals do.
 
-    Nodes that held one fake tensor would look as if they were views of each other. What stands for the inputs of the graph has
-    to share memory as the inputs do (:func:`shared_memory`).
+    Each copied node needs a fake tensor of its own: two nodes with one fake tensor would look like views of each other. Tensors
+    bound to the graph's inputs have to share memory as the inputs do (:func:`shared_memory`).
     """
 
     def __init__(self) -> None:
-        # By the storages of the graph: the copies', and where in it begins what is at the front there.
+        # For each storage of the graph, the copy's storage, and how much to add to storage offsets in it.
         self._storages: dict[int, tuple[torch.UntypedStorage, Any]] = {}
 
     def bind(self, value: Tensor, copy: Tensor) -> None:
-        """Say that ``copy`` stands for ``value``, an input of the graph."""
+        """Use ``copy`` as the copy of ``value``, an input of the graph."""
         offset = copy.storage_offset() - value.storage_offset()
         self._storages[_identity(value)] = copy.untyped_storage(), offset
 
     def copy(self, value: Any) -> Any:
-        """A copy of a fake value, or of a tuple or list of such."""
+        """Copy a fake value, or a tuple or list of fake values."""
         if isinstance(value, FakeTensor):
             return self._copy(value)
         return type(value)(map(self.copy, value)) if isinstance(value, (list, tuple)) else value
@@ -50,7 +50,11 @@ def _identity(value: Tensor) -> int:
 
 
 def shared_memory(values: Sequence[Tensor]) -> list[tuple[int, str]]:
-    """For each value, the first one with the same storage, by its index, and how far behind that it lies, in elements."""
+    """Find, for each value, the first value with the same storage.
+
+    Returns:
+        For each value, the index of the first one, and the difference of their storage offsets in elements, as text.
+    """
     first: dict[int, int] = {}
     indices = [first.setdefault(_identity(value), index) for index, value in enumerate(values)]
     return [

@@ -1,4 +1,4 @@
-"""Small questions about FX graphs that several passes ask."""
+"""Small functions about FX graphs that several passes share."""
 
 import operator
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from .torch_internals.core import OpOverload
 _aten = torch.ops.aten
 _prims = torch.ops.prims
 
-#: Operations whose result is their input's memory, seen otherwise.
+#: Operators whose result is a view of their input.
 VIEWS = {
     _aten.alias.default,
     _aten.detach.default,
@@ -35,7 +35,7 @@ _SPLITS = {_aten.split.Tensor, _aten.split_with_sizes.default}
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 
-# Operations that move or cast a parameter without mixing it with other data: cheap to do again, wasteful to save.
+# Operators that move or cast a parameter without mixing it with other data: cheap to recompute, wasteful to save.
 _MOVES_AND_CASTS = VIEWS | {
     _aten.clone.default,
     _aten.reshape.default,
@@ -45,14 +45,15 @@ _MOVES_AND_CASTS = VIEWS | {
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node's result is its input's memory, or an element of what its input gives."""
+    """Return whether a node's result is a view of its input, or an element of a tuple that its input returns."""
     return node.target is operator.getitem or node.target in VIEWS or node.target in _SPLITS or presence(node) == 0
 
 
 def presence(node: Node) -> Any:
-    """1 if a node does anything, and 0 if it pads by a number of rows that depends on how many ranks there are, and is none.
+    """Return 1 if a node does anything, and 0 if it pads by no rows.
 
-    Inside of :func:`passes.fx.sizes.symbolic_sizes` the expression that says which.
+    Padding by no rows occurs where the number of rows depends on the number of ranks (:mod:`passes.fx.symbolic_ranks`). Inside
+    of :func:`passes.fx.sizes.symbolic_sizes`, the result for such a node is an expression that is 0 or 1.
     """
     if node.target != _aten.constant_pad_nd.default or not isinstance(node.args[1], SymInt):
         return 1
@@ -60,18 +61,21 @@ def presence(node: Node) -> Any:
 
 
 def viewed(node: Node) -> Node | None:
-    """The node that a node is a view of; None if it is no view."""
+    """Return the node that a node is a view of; None if it is no view."""
     return node.all_input_nodes[0] if is_view(node) else None
 
 
 def memory_of(node: Node) -> Node:
-    """The node in whose memory a value lies: itself, unless it is a view."""
+    """Return the node that makes the memory of a value: ``node`` itself, unless it is a view."""
     source = viewed(node)
     return node if source is None else memory_of(source)
 
 
 def derived(graph: Graph, roots: list[Node]) -> dict[Node, None]:
-    """``roots`` and the nodes made of them alone by moves and casts, or by decoding (:func:`mark_coding`), in graph order."""
+    """Find ``roots`` and all nodes computed from them by moves and casts, or by decoding (:func:`mark_coding`), in graph order.
+
+    A move or cast that also reads other nodes is left out.
+    """
     found = dict.fromkeys(roots)
     for node in graph.nodes:
         sources = [source in found for source in node.all_input_nodes]
@@ -80,74 +84,74 @@ def derived(graph: Graph, roots: list[Node]) -> dict[Node, None]:
     return dict.fromkeys(sorted(found))
 
 
-#: What tracing copies from a node to those that it traces of it is this key's entries in ``meta["custom"]``.
+#: An entry of ``meta["custom"]``, as tracing copies this dict from a node to the nodes that it traces from it.
 _CODING = "fsdp_coding"
 
 
 def mark_coding(node: Node) -> None:
-    """Mark a node of Dynamo's graph as one that encodes and decodes a parameter. What is traced of it has the mark, too."""
+    """Mark a node of Dynamo's graph that encodes and decodes a parameter. Nodes that are traced from it get the mark, too."""
     node.meta["custom"] = {**node.meta.get("custom", {}), _CODING: True}
 
 
 def replace_other_uses(node: Node, replacement: Node) -> None:
-    """Let every user of ``node`` read ``replacement``, which is made of it, instead."""
+    """Replace ``node`` by ``replacement`` in all its users but ``replacement`` itself, which is computed from it."""
     node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user is not replacement)
 
 
 class _Name(str):
-    """Prints without quotes."""
+    """A string that prints without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def argument_text(value: Any, name_of: Callable[[Node], str]) -> str:
-    """An argument of a node as Python prints it, with names in the place of nodes."""
+    """Print an argument of a node as Python does, with names in the place of nodes."""
     return repr(map_arg(value, lambda node: _Name(name_of(node))))
 
 
 def copy_of(graph: Graph) -> Graph:
-    """A copy of a graph that later changes to it do not reach."""
+    """Copy a graph, so that later changes to it do not change the copy."""
     copy = Graph()
     copy.output(copy.graph_copy(graph, {}))
     return copy
 
 
 def placeholder_index(graph: Graph) -> dict[Node, int]:
-    """The inputs of a graph, each with its place among them."""
+    """Return the index of each input of a graph among all inputs."""
     return {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
 
 
 def shard_input(shard: Node) -> Node | None:
-    """The placeholder that a shard, perhaps cast already, comes from; None if something in the graph computes it."""
+    """Return the placeholder of a shard, which may be cast already; None if the graph computes the shard otherwise."""
     while shard.target == _prims.convert_element_type.default:
         shard = shard.args[0]  # type: ignore[assignment]
     return shard if shard.op == "placeholder" else None
 
 
 def is_collective(node: Node) -> bool:
-    """Whether a node communicates, or waits for communication."""
+    """Return whether a node communicates, or waits for communication."""
     return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
 
 
 def is_host_copy(node: Node) -> bool:
-    """Whether a node begins a copy between host and device, or waits for one (:mod:`passes.collectives.host_copies`)."""
+    """Return whether a node starts a copy between host and device or waits for one (:mod:`passes.collectives.host_copies`)."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "fsdp_host"
 
 
 def is_fused_product(node: Node) -> bool:
-    """Whether a node is a product that communicates (:mod:`passes.transforms.fuse_products`): nothing waits for it."""
+    """Return whether a node is a product that also communicates, without a wait (:mod:`passes.transforms.fuse_products`)."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "symm_mem"
 
 
 def starts_collective(node: Node) -> bool:
-    """Whether a node is a functional collective: of the model's own, too, but no wait for one, and no product."""
+    """Return whether a node starts a functional collective, also one of the model's own. Waits and fused products do not."""
     is_wait = node.target == torch.ops._c10d_functional.wait_tensor.default
     return is_collective(node) and not is_wait and not is_fused_product(node)
 
 
 def readers(node: Node) -> list[Node]:
-    """Who reads a value, or an element of it where there are several."""
+    """Find the nodes that read a value; of a tuple, the nodes that read its elements."""
     found: list[Node] = []
     for user in node.users:
         found += readers(user) if user.target is operator.getitem else [user]
@@ -155,12 +159,12 @@ def readers(node: Node) -> list[Node]:
 
 
 def group_of(collective: Node) -> str:
-    """The name of the process group of a functional collective."""
+    """Return the name of the process group of a functional collective."""
     return next(argument for argument in reversed(collective.args) if isinstance(argument, str))
 
 
 def with_sources(nodes: list[Node]) -> list[Node]:
-    """``nodes`` and all they are computed from, in graph order, without placeholders."""
+    """Find ``nodes`` and all nodes that they are computed from, in graph order, without placeholders."""
     found: set[Node] = set()
     stack = list(nodes)
     while stack:

@@ -1,7 +1,7 @@
-"""The ShapeEnv of a compilation after Dynamo has built the frame's guards: taking guards again, for a lowering that comes late.
+"""The ShapeEnv of a compilation, reopened for a lowering after Dynamo has built the guards of the frame.
 
-A ``ShapeEnv`` collects what tracing and lowering decide about symbolic sizes. Dynamo turns that into guards of the frame when
-the backend returns, and freezes the ShapeEnv: whatever is decided later is used, and checked by nobody.
+A ``ShapeEnv`` collects the decisions of tracing and lowering about symbolic sizes. When the backend returns, Dynamo makes
+guards of the frame from them and freezes the ShapeEnv. Code uses later decisions, but no guard checks them.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 
 from .torch_internals.core import PythonPrinter
 
-# Values of symbols in the call that was traced; ``var_to_val`` in older torches.
+# The attribute with the values of symbols in the traced call; older versions of torch call it ``var_to_val``.
 _VALUES = ("backed_var_to_val", "var_to_val")
 
 
 def facts(shape_env: ShapeEnv) -> list[Any]:
-    """The conditions on sizes that compiled code relies on: guards, then those on sizes that depend on data."""
+    """List the conditions on sizes that compiled code relies on: guards, then deferred ones on sizes that depend on data."""
     deferred = [condition.expr for found in shape_env.deferred_runtime_asserts.values() for condition in found]
     return [*(guard.expr for guard in shape_env.guards), *deferred]
 
 
 def suppose(shape_env: ShapeEnv, fact: Any) -> None:
-    """Add a condition that holds."""
+    """Add a condition that holds: as a guard, or deferred to run time if it depends on data."""
     shape_env.guard_or_defer_runtime_assert(fact, "a condition of code that is reused")
 
 
 def values_of(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
-    """The values that symbols count as where a decision is made."""
+    """Return the values of symbols by which decisions are made. Changes to the dict change the ShapeEnv."""
     found: dict[sympy.Symbol, sympy.Integer] = next(getattr(shape_env, name) for name in _VALUES if hasattr(shape_env, name))
     return found
 
 
 @contextlib.contextmanager
 def reopened(shape_env: ShapeEnv) -> Iterator[None]:
-    """Take guards inside of the ``with`` block as before the frame's were built, and forget them afterwards."""
+    """Take guards inside of the ``with`` block as before the frame's guards were built. Forget them afterwards."""
     before = dict(vars(shape_env))
     for name, value in before.items():
         if isinstance(value, (dict, list, set)) or name == "unbacked_inputs":
@@ -54,19 +54,19 @@ def reopened(shape_env: ShapeEnv) -> Iterator[None]:
     finally:
         versions = {name: getattr(shape_env, name) for name in before if name.endswith("version_counter")}
         vars(shape_env).update(before)
-        # Expressions remember what they were simplified to, by these numbers.
+        # Sizes cache their simplified expressions by these numbers, so a new number invalidates the cache.
         vars(shape_env).update({name: number + 1 for name, number in versions.items()})
         _forget_answers()
 
 
 @contextlib.contextmanager
 def deciding_at(shape_env: ShapeEnv, values: Mapping[sympy.Symbol, int], sizes: Iterable[SymInt]) -> Iterator[None]:
-    """Decide by other values of symbols than those of the call that was traced. Inside of :func:`reopened`.
+    """Decide by ``values`` of symbols instead of those in the traced call. To be used inside of :func:`reopened`.
 
     Args:
         shape_env: the ShapeEnv.
-        values: the values.
-        sizes: the sizes in the graph that is compiled; each knows its value.
+        values: the values by symbol; other symbols keep theirs.
+        sizes: the sizes in the graph that is compiled, whose hints are changed, too.
     """
     known = values_of(shape_env)
     changed = {symbol: sympy.Integer(value) for symbol, value in values.items() if known.get(symbol, value) != value}
@@ -86,18 +86,18 @@ def deciding_at(shape_env: ShapeEnv, values: Mapping[sympy.Symbol, int], sizes: 
 
 
 def as_python(fact: Any) -> str:
-    """Print a condition as a Python expression in the names of its symbols."""
+    """Print a condition as a Python expression with the names of its symbols."""
     return str(PythonPrinter().doprint(fact))
 
 
 def as_function(symbols: Iterable[sympy.Symbol], text: str) -> Callable[..., Any]:
-    """Make a function of symbols, in this order, of a Python expression."""
+    """Make a function from a Python expression. Its parameters are ``symbols``, in this order."""
     function: Callable[..., Any] = eval(f"lambda {', '.join(map(str, symbols))}: {text}", dict(SYMPY_INTERP))
     return function
 
 
 def _forget_answers() -> None:
-    """Clear caches of what ShapeEnvs have answered: an answer from the cache adds no guard."""
+    """Clear the caches of ShapeEnv's answers, as an answer from a cache adds no guard."""
     for function in vars(ShapeEnv).values():
         clear = getattr(function, "cache_clear", None)
         if clear is not None:

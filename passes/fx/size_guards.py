@@ -1,8 +1,8 @@
-"""Size guards: what a lowered graph relies on of sizes that change from call to call, as a check of each call.
+"""Size guards: the conditions on dynamic sizes that a lowered graph relies on, checked at each call.
 
-Lowering decides by the sizes at hand: that a size is 5, or that indices fit into 32 bits. Dynamo checks what is decided until
-the backend returns. A graph that is lowered later, backward or for another plan, needs a check of its own, and is lowered again
-for a call that fails it.
+Lowering decides by the sizes at hand: that a size is 5, or that indices fit into 32 bits. Until the backend returns, Dynamo
+makes guards of such decisions. A graph that is lowered later, such as backward or a variant for another plan, needs a check of
+its own. For a call that fails the check, the graph is lowered again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .sizes import symbolic_sizes_of
 
 
 class InputSizes:
-    """Where the inputs of a graph tell the values of its symbols.
+    """The inputs from which the values of a graph's symbols are read.
 
     Args:
-        graph: its inputs hold each symbol as a number of its own, or as a size of a tensor.
+        graph: the graph. An input tells a symbol if it is the number itself, or a tensor with the symbol as a size.
     """
 
     def __init__(self, graph: Graph):
-        # By symbol: the place of an input, and a dimension of it; None: the input is the number.
+        # For each symbol, the index of an input and the dimension of that tensor; None if the input is the number itself.
         self._places: dict[sympy.Symbol, tuple[int, int | None]] = {}
         values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
         for index, value in enumerate(values):
@@ -43,11 +43,11 @@ class InputSizes:
         return symbol in self._places
 
     def of(self, args: Sequence[Any], symbols: Sequence[sympy.Symbol] | None = None) -> dict[sympy.Symbol, int]:
-        """The values of symbols in a call.
+        """Read the values of symbols from the inputs of a call.
 
         Args:
-            args: the inputs.
-            symbols: of which; None: all.
+            args: the inputs of the call.
+            symbols: the symbols to read; None: all.
         """
         return {symbol: self._read(args, *self._places[symbol]) for symbol in (self._places if symbols is None else symbols)}
 
@@ -60,11 +60,11 @@ class SizeGuard:
     """A check of the sizes of a call.
 
     Args:
-        conditions: what has to hold.
-        sizes: tells the values of the symbols.
+        conditions: the sympy conditions that have to hold.
+        sizes: reads the values of their symbols from the inputs.
 
     Raises:
-        RuntimeError: of a symbol the inputs do not tell the value.
+        RuntimeError: a condition has a symbol whose value no input tells.
     """
 
     def __init__(self, conditions: Sequence[Any], sizes: InputSizes):
@@ -81,7 +81,7 @@ class SizeGuard:
         self._holds = as_function(self._symbols, self._text)
 
     def __call__(self, args: Sequence[Any]) -> bool:
-        """Whether the conditions hold for the inputs of a call."""
+        """Return whether the conditions hold for the inputs of a call."""
         return bool(self._holds(*self._sizes.of(args, self._symbols).values()))
 
     def __str__(self) -> str:
@@ -89,11 +89,11 @@ class SizeGuard:
 
 
 class Assumptions:
-    """What is decided about sizes while a graph is lowered.
+    """The conditions on sizes that are decided while a graph is lowered.
 
     Args:
-        shape_env: the ShapeEnv that it is decided in; None: the graph has none.
-        is_late: whether Dynamo has built the guards of the frame, so that nothing else checks it.
+        shape_env: the ShapeEnv that records the decisions; None: the graph has none.
+        is_late: whether Dynamo has already built the guards of the frame, so that no guard of the frame checks the decisions.
 
     Attributes:
         is_late: as given.
@@ -105,23 +105,30 @@ class Assumptions:
         self._before = frozenset(() if shape_env is None else facts(shape_env))
 
     def added(self) -> list[Any]:
-        """The conditions that were decided on since the lowering began."""
+        """Return the conditions that were added since this object was made, at the start of the lowering."""
         return [] if self._shape_env is None else [fact for fact in facts(self._shape_env) if fact not in self._before]
 
     def on_data(self) -> list[Any]:
-        """Of these, the ones on sizes that depend on data."""
+        """Return the added conditions on sizes that depend on data."""
         return [fact for fact in self.added() if self._depends_on_data(fact)]
 
     def unchecked(self, sizes: InputSizes) -> list[Any]:
-        """Of these, the ones that no guard of the frame checks.
+        """Return the added conditions that no guard of the frame checks.
 
-        Without those on sizes that come into being in the graph: the code that Inductor generates asserts them there.
+        Conditions on sizes that depend on data and come into being in the graph are left out. The code that Inductor generates
+        asserts them.
+
+        Args:
+            sizes: the inputs that tell the values of symbols.
         """
         inside = [fact for fact in self.on_data() if not all(symbol in sizes for symbol in fact.free_symbols)]
         return [fact for fact in (self.added() if self.is_late else self.on_data()) if fact not in inside]
 
     def admit(self, conditions: Sequence[Any]) -> bool:
-        """Rely on conditions, if they hold for the sizes that are decided by. False: they do not."""
+        """Add conditions, if all that can be checked hold for the current values of symbols. Return False if one does not.
+
+        Conditions on sizes that depend on data have no values yet, and are deferred to run time.
+        """
         if self._shape_env is None or not conditions:
             return True
         values = values_of(self._shape_env)
@@ -132,7 +139,7 @@ class Assumptions:
         return True
 
     def fix(self, sizes: Iterable[SymInt]) -> bool:
-        """Rely on sizes being what they count as where it is decided by them. False: none of them can be another one."""
+        """Fix the symbols of ``sizes`` to their current values. Return False if no symbol has one, so that nothing is fixed."""
         if self._shape_env is None:
             return False
         known = values_of(self._shape_env)
@@ -147,14 +154,14 @@ class Assumptions:
 
 @contextlib.contextmanager
 def taking_guards(shape_env: ShapeEnv | None) -> Iterator[None]:
-    """Note what is decided inside of the ``with`` block as guards, although the frame's have been built."""
+    """Record decisions inside of the ``with`` block as guards, although Dynamo has already built those of the frame."""
     with contextlib.nullcontext() if shape_env is None else reopened(shape_env):
         yield
 
 
 @contextlib.contextmanager
 def deciding_by(values: Mapping[sympy.Symbol, int], gm: GraphModule, shape_env: ShapeEnv | None) -> Iterator[None]:
-    """Decide inside of the ``with`` block by these values of symbols, in a graph and in those inside of it."""
+    """Decide by these ``values`` of symbols inside of the ``with`` block, in the graphs of ``gm`` and its submodules."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
     sizes = symbolic_sizes_of(node.meta.get("val") for graph in graphs for node in graph.nodes)
     with contextlib.nullcontext() if shape_env is None else deciding_at(shape_env, values, sizes):

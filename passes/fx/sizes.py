@@ -1,9 +1,10 @@
-"""Sizes of fake values as numbers or expressions, also where shapes are dynamic.
+"""Sizes of fake values as numbers or expressions, also with dynamic shapes.
 
-A size that is a symbol counts with the value that it had when the graph was traced, or what is supposed of sizes that depend on
-data (:func:`supposing`). Asking for it adds no guard. Inside of
-:func:`symbolic_sizes` it counts as the expression that it is, so that what is computed of sizes is a formula, and inside of
-:func:`sizes_at` with other values of its symbols.
+A symbolic size counts as its hint, the value that it had when the graph was traced. A size that depends on data has no hint,
+and counts as an assumed number (:func:`supposing`). Reading a size adds no guard.
+
+Inside of :func:`symbolic_sizes` a symbolic size counts as its expression, so that results are formulae. Inside of
+:func:`sizes_at` it counts as its value for other values of its symbols.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sympy
 import torch
 from torch import SymInt, Tensor
 
-#: What each size that depends on data counts as, unless something else is supposed: as for Inductor.
+#: The default number that a size that depends on data counts as. Inductor assumes the same.
 UNKNOWN_SIZE = 8192
 
 _unknown_size: ContextVar[int] = ContextVar("_unknown_size", default=UNKNOWN_SIZE)
@@ -35,10 +36,10 @@ def _evaluating(evaluate: Callable[[SymInt], Any]) -> Iterator[None]:
 
 
 def symbolic_sizes(names: Mapping[sympy.Symbol, sympy.Symbol]) -> contextlib.AbstractContextManager[None]:
-    """Have sizes be expressions of sympy, where they are no numbers, inside of the ``with`` block.
+    """Count symbolic sizes as sympy expressions inside of the ``with`` block.
 
     Args:
-        names: what to call the symbols of the graph.
+        names: for each symbol of the graph, the symbol to write in expressions.
     """
     replaced = functools.cache(lambda expression: expression.xreplace(names))
 
@@ -50,9 +51,10 @@ def symbolic_sizes(names: Mapping[sympy.Symbol, sympy.Symbol]) -> contextlib.Abs
 
 
 def sizes_at(values: Mapping[sympy.Symbol, int]) -> contextlib.AbstractContextManager[None]:
-    """Have sizes be what they are for other values of their symbols, inside of the ``with`` block.
+    """Count sizes with other values of their symbols inside of the ``with`` block.
 
-    Symbols without a value count as everywhere: the partitioner makes some, of the states of random number generators.
+    Symbols without a value count as outside of the block. The partitioner makes such symbols for the states of random number
+    generators.
     """
     numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
     replaced = functools.cache(lambda expression: expression.xreplace(numbers))
@@ -66,7 +68,7 @@ def sizes_at(values: Mapping[sympy.Symbol, int]) -> contextlib.AbstractContextMa
 
 @contextlib.contextmanager
 def supposing(size: int) -> Iterator[None]:
-    """Have each size that depends on data count as a number, inside of the ``with`` block."""
+    """Count each size that depends on data as ``size`` inside of the ``with`` block."""
     token = _unknown_size.set(size)
     try:
         yield
@@ -75,23 +77,23 @@ def supposing(size: int) -> Iterator[None]:
 
 
 def unknown_size() -> int:
-    """What a size that depends on data counts as."""
+    """Return the number that a size that depends on data counts as."""
     return _unknown_size.get()
 
 
 def size_hint(size: int | SymInt) -> int:
-    """A size as a number."""
+    """Return a size as a number: its hint, or an assumed number if it depends on data."""
     if not isinstance(size, SymInt):
         return int(size)
     if size.node.hint is not None:
         return int(size.node.hint)
-    # A sum of several is several times as much.
+    # A sum of several such sizes counts several times as much as one.
     value = size.node.expr.xreplace(dict.fromkeys(size.node.expr.free_symbols, sympy.Integer(unknown_size())))
     return int(value) if value.is_number else unknown_size()
 
 
 def known_of_unbacked(values: Iterable[Any]) -> str:
-    """What a trace knows of sizes that depend on data: ranges, and conditions that it leaves to run time.
+    """Describe sizes that depend on data: their ranges, and the conditions that the trace deferred to run time.
 
     Args:
         values: fake values, in any order.
@@ -111,7 +113,7 @@ def known_of_unbacked(values: Iterable[Any]) -> str:
 
 
 def symbolic_sizes_of(values: Iterable[Any]) -> Iterator[SymInt]:
-    """The sizes of fake values, in shapes, strides and offsets, that are no numbers."""
+    """Yield each symbolic size in the shapes, strides and storage offsets of fake values."""
     return (size for value in values for size in _sizes(value) if isinstance(size, SymInt))
 
 
@@ -126,18 +128,18 @@ def _sizes(value: Any) -> Iterator[int | SymInt]:
 
 
 def size_value(size: int | SymInt) -> Any:
-    """A size as a number, or inside of :func:`symbolic_sizes` as an expression."""
+    """Return a size as a number, or inside of :func:`symbolic_sizes` as an expression."""
     evaluate = _evaluate.get()
     return evaluate(size) if isinstance(size, SymInt) and evaluate is not None else size_hint(size)
 
 
 def shape_value(value: Tensor) -> tuple[Any, ...]:
-    """The shape of a fake tensor in numbers, or expressions."""
+    """Return the shape of a fake tensor in numbers, or inside of :func:`symbolic_sizes` in expressions."""
     return tuple(map(size_value, value.shape))
 
 
 def num_bytes(value: Any) -> Any:
-    """Bytes of a fake tensor, or of all in a tuple or list; of anything else none."""
+    """Count the bytes of a fake tensor, or of all tensors in a tuple or list; other values have 0."""
     if isinstance(value, Tensor):
         numel = 1
         for size in value.shape:
@@ -149,14 +151,14 @@ def num_bytes(value: Any) -> Any:
 
 
 def smaller(first: Any, second: Any) -> Any:
-    """The smaller of two numbers or expressions."""
+    """Return the smaller of two numbers or expressions."""
     if isinstance(first, sympy.Expr) or isinstance(second, sympy.Expr):
         return sympy.Min(first, second)
     return min(first, second)
 
 
 def larger(first: Any, second: Any) -> Any:
-    """The larger of two numbers or expressions."""
+    """Return the larger of two numbers or expressions."""
     if isinstance(first, sympy.Expr) or isinstance(second, sympy.Expr):
         return sympy.Max(first, second)
     return max(first, second)

@@ -1,12 +1,12 @@
-"""Symbolic ranks: run passes with the sizes of process groups as symbols, and ask about groups that are not there.
+"""Symbolic ranks: run passes with the sizes of process groups as symbols, and analyse groups that do not exist.
 
-What passes write depends on how many ranks there are through numbers alone: how long a shard is, how many of them a gather
-joins. Inside of :func:`symbolic_ranks` these are ``SymInt`` s. The sizes of what passes then write are expressions in the
-number of ranks, by the same arithmetic as for real: formulae are made of them (``fsdp_compile/explain``). Such graphs are
-there to be asked about; they do not run. :func:`ranks_at` says which ranks groups have meanwhile.
+Passes depend on the number of ranks only through sizes, such as the length of a shard. Inside of :func:`symbolic_ranks` these
+sizes are ``SymInt`` s, so sizes in graphs become expressions in the number of ranks. The arithmetic is the same as with
+numbers; ``fsdp_compile/explain`` makes formulae of the expressions. Such graphs are analysed and never run.
+:func:`ranks_at` and :func:`sizes_of_groups` set the ranks or sizes of groups during an analysis.
 
-The functional collectives take the number of ranks as a plain number, and padding is one. In here they are operators that take
-symbols; :func:`passes.fx.emit.emit` puts torch's own back into graphs.
+torch's functional collectives take the number of ranks as a plain number, and padding needs a plain number of rows. Inside of
+:func:`symbolic_ranks`, operators that take symbols replace both. :func:`passes.fx.emit.emit` writes torch's own into graphs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _library.define("exchange(Tensor full, str group) -> Tensor")
 _library.define("pad(Tensor full, SymInt rows) -> Tensor")
 _symbolic = torch.ops.fsdp_compile_symbolic
 
-#: torch's operators by those that stand for them in here.
+#: For each symbolic operator, torch's operator that it replaces.
 MEANT: Mapping[Any, Any] = {
     _symbolic.all_gather.default: _c10d.all_gather_into_tensor.default,
     _symbolic.reduce_scatter.default: _c10d.reduce_scatter_tensor.default,
@@ -68,7 +68,7 @@ def _(full: Tensor, rows: int) -> Tensor:
 
 
 class _SymbolicOperators(TorchFunctionMode):
-    """Calls the operators that take symbols."""
+    """A mode that calls a symbolic operator in the place of torch's if the number of ranks or rows is a symbol."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -86,12 +86,12 @@ class _SymbolicOperators(TorchFunctionMode):
 
 @contextlib.contextmanager
 def symbolic_ranks(shape_env: ShapeEnv, groups: Mapping[str, tuple[str, int]]) -> Iterator[dict[str, SymInt]]:
-    """Have the sizes of process groups be symbols inside of the ``with`` block.
+    """Replace the sizes of process groups by symbols inside of the ``with`` block.
 
     Args:
-        shape_env: of the graphs that passes are to run over.
-        groups: for each name of a group, what to call its symbol, and the number of ranks that it has: what is decided by
-            sizes is decided by these.
+        shape_env: the ShapeEnv of the graphs that passes will run over.
+        groups: for each name of a group, the name of its symbol and its number of ranks. The number is the symbol's hint, by
+            which decisions about sizes are made. Groups with the same name of a symbol share the symbol.
 
     Yields:
         The sizes, by the names of the symbols.
@@ -104,9 +104,9 @@ def symbolic_ranks(shape_env: ShapeEnv, groups: Mapping[str, tuple[str, int]]) -
         sizes[group] = symbols[name]
     token = _sizes.set(sizes)
     try:
-        # A guard that compares a size with a number would take the symbol for that number from then on.
+        # A guard that a size equals a number would replace the symbol by the number from then on.
         with shape_env.suppress_guards(), _SymbolicOperators(), warnings.catch_warnings():
-            # Graphs that run may not have symbols for arguments.
+            # torch warns of symbols among the arguments of nodes, which matter only in graphs that run.
             warnings.filterwarnings("ignore", "Raw SymInt value")
             yield symbols
     finally:
@@ -115,7 +115,7 @@ def symbolic_ranks(shape_env: ShapeEnv, groups: Mapping[str, tuple[str, int]]) -
 
 @contextlib.contextmanager
 def ranks_at(groups: Mapping[str, range]) -> Iterator[None]:
-    """Have process groups of these names, which need not exist, be of these ranks inside of the ``with`` block."""
+    """Give process groups, which need not exist, the ranks in ``groups`` inside of the ``with`` block."""
     token = _ranks.set(groups)
     try:
         yield
@@ -125,7 +125,7 @@ def ranks_at(groups: Mapping[str, range]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sizes_of_groups(groups: Mapping[str, Any]) -> Iterator[None]:
-    """Have the sizes of process groups, which need not exist, be expressions of sympy inside of the ``with`` block."""
+    """Give process groups, which need not exist, the sizes in ``groups``, sympy expressions, inside of the ``with`` block."""
     token = _sizes.set(groups)
     try:
         yield
@@ -134,7 +134,7 @@ def sizes_of_groups(groups: Mapping[str, Any]) -> Iterator[None]:
 
 
 def supposed_size(group: str) -> int | None:
-    """The size of a group by :func:`symbolic_ranks`, :func:`sizes_of_groups` or :func:`ranks_at`; None: none of them says."""
+    """Return the size of a group that :func:`symbolic_ranks`, :func:`sizes_of_groups` or :func:`ranks_at` sets, else None."""
     sizes = _sizes.get()
     if sizes and group in sizes:
         return sizes[group]  # type: ignore[return-value]
@@ -143,14 +143,14 @@ def supposed_size(group: str) -> int | None:
 
 
 def supposed_ranks(group: str) -> range | None:
-    """The ranks of a group by :func:`ranks_at`; None: it does not say."""
+    """Return the ranks of a group that :func:`ranks_at` sets, else None."""
     return _ranks.get().get(group)
 
 
 def symbolic_numbers(constants: Any = None) -> list[SymInt]:
-    """What a trace has to be given as inputs: the sizes of groups, and symbolic numbers among constants.
+    """Return the symbols that a trace needs as inputs: the sizes of groups, and each ``SymInt`` among ``constants``.
 
-    Nothing outside of :func:`symbolic_ranks`.
+    Outside of :func:`symbolic_ranks` there are none.
     """
     sizes = _sizes.get()
     if not sizes:
@@ -161,7 +161,7 @@ def symbolic_numbers(constants: Any = None) -> list[SymInt]:
 
 def _symbol(shape_env: ShapeEnv, name: str, size: int) -> SymInt:
     source = ConstantSource(f"ranks_{name}")
-    # Not DUCK, which takes equal numbers for the same symbol.
+    # Not DUCK, which gives equal hints the same symbol.
     symbol = shape_env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     created = shape_env.create_symintnode(symbol, hint=size, source=source)
     assert isinstance(created, SymInt)

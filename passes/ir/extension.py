@@ -1,8 +1,8 @@
-"""All-gather extensions: parameters that are encoded ahead of their gather, and decoded behind it, by code of the user's.
+"""All-gather extensions: user code that encodes a parameter before its gather, and decodes it after the gather.
 
-``unshard_extension`` (:mod:`passes.ir.ops`) names an extension by its key, as graphs hold no objects. Encoding turns the
-tensors that a shard is made of into those that are sent, of any shapes and dtypes; decoding makes the parameter of what all
-ranks sent, rank by rank along the first dimension. Both are traced with the graph, and must be traceable.
+``unshard_extension`` (:mod:`passes.ir.ops`) names an extension by its key, as graphs hold no objects. Encoding makes the
+tensors to send, of any shapes and dtypes, from the inner tensors of a shard. Decoding makes the parameter from the sent tensors
+of all ranks, which are concatenated along dimension 0. Encoding and decoding are traced with the graph, and must be traceable.
 """
 
 from __future__ import annotations
@@ -20,28 +20,42 @@ from ..fx.torch_internals.distributed import AsyncCollectiveTensor
 
 
 class Extension(Protocol):
-    """How a parameter is encoded and decoded. Both raise errors that name the parameter."""
+    """The encoding and decoding of a parameter. Errors of both name the parameter."""
 
     def encode(self, tensors: Mapping[str, Tensor], name: str) -> tuple[Sequence[Tensor], Any]:
-        """What to send of the shard that is made of these tensors, by name, and what decoding needs besides."""
+        """Encode a shard.
+
+        Args:
+            tensors: the inner tensors of the shard, by attribute name.
+            name: the parameter's name, for errors.
+
+        Returns:
+            The tensors to send, and metadata for :meth:`decode`.
+        """
 
     def decode(self, gathered: Sequence[Tensor], metadata: Any, name: str) -> Tensor:
-        """The parameter."""
+        """Decode the full parameter.
+
+        Args:
+            gathered: the sent tensors of all ranks, concatenated along dimension 0.
+            metadata: the metadata that :meth:`encode` returned.
+            name: the parameter's name, for errors.
+        """
 
 
 _extensions: weakref.WeakValueDictionary[str, Extension] = weakref.WeakValueDictionary()
 
 
 def register_extension(key: str, extension: Extension) -> None:
-    """Let graphs find an extension by this key, while something else holds it."""
+    """Register an extension under a key, by which graphs find it. The reference is weak: the caller keeps the extension."""
     _extensions[key] = extension
 
 
 def extension_of(key: str, name: str) -> Extension:
-    """The extension of that key.
+    """Return the extension of a key.
 
     Raises:
-        RuntimeError: it is gone, as the parameter of this name is.
+        RuntimeError: the extension is gone, as is its parameter ``name``.
     """
     found = _extensions.get(key)
     if found is None:
@@ -50,21 +64,23 @@ def extension_of(key: str, name: str) -> Extension:
 
 
 def with_rows(piece: Tensor) -> Tensor:
-    """A tensor that is sent, contiguous and with a dimension that ranks follow each other along."""
+    """Return a tensor to send, contiguous and at least 1-d. The tensors of ranks are concatenated along dimension 0."""
     return piece.reshape(1) if piece.dim() == 0 else piece.contiguous()
 
 
 def gathered_shape(piece: Tensor, ranks: int) -> list[int]:
-    """The shape of what so many ranks send of such tensors."""
+    """Return the shape of the tensors like ``piece`` from all ranks, concatenated along dimension 0."""
     return [ranks * piece.size(0), *piece.shape[1:]]
 
 
 def plain_gradient(grad: Tensor, name: str) -> Tensor:
-    """The gradient of a parameter as a plain tensor, also where it is a subclass as a parameter of the model is: what it copies
-    as. What other parallelisms make of gradients is left to them.
+    """Convert the gradient of a parameter to a plain tensor.
+
+    A gradient that is a tensor subclass, as the parameter may be, is copied into a plain tensor. The subclasses of other
+    parallelisms (DTensor, AsyncCollectiveTensor) are returned as they are.
 
     Raises:
-        TypeError: it does not copy into a plain tensor.
+        TypeError: the gradient does not copy into a plain tensor.
     """
     if not is_traceable_wrapper_subclass(grad) or isinstance(grad, (DTensor, AsyncCollectiveTensor)):
         return grad

@@ -1,8 +1,8 @@
-"""The interface of a lowered graph: what it takes and gives besides the inputs and outputs that autograd knows of.
+"""The interface of a lowered graph: the inputs and outputs that autograd does not know of.
 
-State that a graph reads or updates (flat storage, gathered parameters, gradient accumulators, divide factors) enters as extra
-placeholders behind the others; what a graph leaves for the next one goes out as extra outputs. Neither names a parameter:
-equal blocks may share a graph, so that the runtime finds parameters by the shards among the inputs.
+State that a graph reads or updates (flat storage, gathered parameters, gradient accumulators, divide factors) enters by extra
+placeholders after the others. Values for later graphs leave by extra outputs. No extra input or output names a parameter, as
+equal blocks may share a graph. The runtime finds parameters by the shards among the inputs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.fx import Graph, Node
 
 @dataclass(frozen=True)
 class StorageRun:
-    """An input: neighbouring shards of flat storage.
+    """An input: a run of neighbouring shards in flat storage.
 
     Attributes:
-        placeholder: index of an input that is a shard which lies in that storage.
-        offset, numel: where the run begins there, and how long it is, in elements.
+        placeholder: index of an input that is a shard in that storage.
+        offset, numel: start of the run in the storage, and its length, in elements.
     """
 
     placeholder: int
@@ -33,8 +33,8 @@ class FullParameter:
     """An input or output: a gathered parameter that lives between graphs.
 
     Attributes:
-        bucket: index among the graph's buckets of gathers.
-        position: which of the bucket's parameters.
+        bucket: index among the graph's gather buckets.
+        position: index of the parameter in the bucket.
     """
 
     bucket: int
@@ -43,11 +43,11 @@ class FullParameter:
 
 @dataclass(frozen=True)
 class UnshardedGradient:
-    """An input or output: a full gradient of earlier microbatches.
+    """An input or output: a full gradient that accumulates over microbatches.
 
     Attributes:
         reduction: index among the graph's ``reduction_groups``.
-        position: which of the group's parameters.
+        position: index of the parameter in the group.
     """
 
     reduction: int
@@ -56,21 +56,34 @@ class UnshardedGradient:
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """An input or output: the flat shard of a reduction over the shard group only, which waits for the replicas'."""
+    """An input or output: a partial result, the flat shard of gradients that the replicas have not all-reduced yet.
+
+    Attributes:
+        reduction: index among the graph's ``reduction_groups``.
+    """
 
     reduction: int
 
 
 @dataclass(frozen=True)
 class ReducedGradient:
-    """An input or output: the flat shard of averaged gradients, that of ``param.grad``."""
+    """An input or output: the flat shard of averaged gradients, whose pieces are the parameters' ``param.grad``.
+
+    Attributes:
+        reduction: index among the graph's ``reduction_groups``.
+    """
 
     reduction: int
 
 
 @dataclass(frozen=True)
 class DivideFactor:
-    """An input: a divide factor of a reduction, of that number."""
+    """An input: a divide factor of a reduction.
+
+    Attributes:
+        reduction: index among the graph's ``reduction_groups``.
+        number: index of the factor among those of the reduction.
+    """
 
     reduction: int
     number: int
@@ -82,8 +95,8 @@ class HookTensor:
 
     Attributes:
         reduction: index among the graph's ``reduction_groups``.
-        position: which of the group's parameters.
-        name: what the hook calls it.
+        position: index of the parameter in the group.
+        name: the tensor's name in the hook; for a hook over replicas with the prefix ``OVER_REPLICAS``.
     """
 
     reduction: int
@@ -93,12 +106,12 @@ class HookTensor:
 
 @dataclass(frozen=True)
 class UpdatedRun:
-    """An input: neighbouring shards of flat storage, which the graph updates in place.
+    """An input: a run of neighbouring shards in flat storage, which the graph updates in place.
 
     Attributes:
         reduction: index among the graph's ``reduction_groups``.
-        position: which of the group's parameters is the first.
-        numel: how long the run is, in elements.
+        position: index in the group of the run's first parameter.
+        numel: length of the run, in elements.
     """
 
     reduction: int
@@ -108,7 +121,12 @@ class UpdatedRun:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An input: what an optimizer keeps for an :class:`UpdatedRun`, under this name; updated in place."""
+    """An input: optimizer state for an :class:`UpdatedRun`, which the graph updates in place.
+
+    Attributes:
+        reduction, position, numel: as for the :class:`UpdatedRun`.
+        name: torch's name of the state, such as "exp_avg".
+    """
 
     reduction: int
     position: int
@@ -118,7 +136,11 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class UpdateNumbers:
-    """An input: the numbers of the update of an :class:`UpdatedRun`, by its first parameter."""
+    """An input: the numbers of an update (:meth:`passes.ir.update.Update.numbers`) for an :class:`UpdatedRun`.
+
+    Attributes:
+        reduction, position: as for the :class:`UpdatedRun`.
+    """
 
     reduction: int
     position: int
@@ -147,10 +169,10 @@ class Interface:
 
     Attributes:
         graph: the graph that they are added to.
-        num_outputs: outputs that the graph had without the extra ones.
-        inputs, outputs: what was added.
+        num_outputs: the number of outputs without the extra ones.
+        inputs, outputs: the slots of the added inputs and outputs.
         output_nodes: the nodes of ``outputs``.
-        reduction_groups: the gradients that each collective reduces, by the index of a bucket and the position there.
+        reduction_groups: for each reduction, its gradients, each by the index of its bucket and its position there.
     """
 
     graph: Graph
@@ -165,19 +187,19 @@ class Interface:
         self.num_outputs = len(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def add_input(self, name: str, value: Tensor, slot: InputSlot) -> Node:
-        """A new placeholder behind all others, with this fake value."""
+        """Add a placeholder after all others, with a fake value. Returns the placeholder."""
         if self._last is None:
             self._last = self.graph.find_nodes(op="placeholder")[-1]
         with self.graph.inserting_after(self._last):
             self._last = self.graph.placeholder(name)
-        # Two factors of a bucket ask for the same name; the node's is unique.
+        # Two factors of a bucket ask for the same name; FX makes the node's name unique.
         self._last.target = self._last.name
         self._last.meta["val"] = value
         self.inputs.append(slot)
         return self._last
 
     def add_output(self, node: Node, slot: OutputSlot) -> None:
-        """Give ``node`` out behind all other outputs, once :meth:`finish` is called."""
+        """Add ``node`` after all other outputs. :meth:`finish` writes it into the graph."""
         self.output_nodes.append(node)
         self.outputs.append(slot)
 

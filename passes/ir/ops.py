@@ -1,27 +1,29 @@
-"""The intermediate representation: operators that stand for sharding in a traced graph.
+"""The intermediate representation: operators that represent sharding in a traced graph.
 
-``unshard``      a rank's padded shard of a parameter to the full parameter in the compute dtype.
-``reduce_grad``  the full gradient on this rank to this rank's padded shard of the averaged gradient.
-``reshard``      the full parameter to this rank's shard in a smaller group, for ``reshard_after_forward=<int>``;
-                 ``reshard_rounded`` does so with the bytes that it was gathered in.
-``tie``          its first argument. While the partitioner works it makes forward depend on the second, too; never lowered.
+``unshard``          from a rank's padded shard of a parameter to the full parameter in the compute dtype.
+``reduce_grad``      from the full gradient on this rank to this rank's padded shard of the averaged gradient.
+``reshard``          from the full parameter to this rank's shard in a smaller group, for ``reshard_after_forward=<int>``.
+``reshard_rounded``  as ``reshard``, for a parameter that is rounded for its gather: from the gathered bytes to some of them.
+``tie``              returns its first argument. For the partitioner, it makes forward depend on the second argument, too. A
+                     pass removes ties, so they are never lowered.
 
-``unshard_extension``, a function that AOTAutograd traces through, is ``unshard`` between an encoding and a decoding that are
-the user's (:mod:`passes.ir.extension`).
+``unshard_extension`` is a function that AOTAutograd traces through. It is ``unshard`` between an encoding and a decoding by the
+user (:mod:`passes.ir.extension`).
 
-``unshard``'s autograd formula is ``reduce_grad``. All are self-describing: the printed node names the parameter and its full
-shape. Their eager kernels communicate at once, so the part of a model that is not compiled trains just as well.
+The autograd formula of ``unshard`` is ``reduce_grad``. Printed nodes of the two name the parameter and its full shape. The
+eager kernels communicate at once, so parts of a model that are not compiled train as well.
 
-``reduce_grad`` takes the shard too. It reads no value of it: the shard rides along into the backward graph so that the
-runtime can tell there which parameter a gradient belongs to, also when one compiled graph serves many identical blocks.
+``reduce_grad`` takes the shard, too, without reading its values. In the backward graph, the shard identifies the parameter that
+a gradient belongs to. That works even if equal blocks share one compiled graph.
 
-A shard may have functions as attributes, which eager kernels call. That holds for all callers of the kernels: eager autograd,
+A shard may have functions as attributes, which eager kernels call. This holds for all callers of the kernels: eager autograd,
 and graphs that another backend has compiled.
 
-``_fsdp_before_unshard()``         is called ahead of the gather.
-``_fsdp_receive_gradient(grad)``   takes the full gradient in the place of the reduction; ``reduce_grad`` then gives zeros.
+``_fsdp_before_unshard()``        is called before the gather.
+``_fsdp_receive_gradient(grad)``  takes the full gradient instead of the reduction; ``reduce_grad`` then returns zeros.
 
-A tensor that a checkpoint gives backward in the place of a shard has no such attributes; :func:`set_find_shard` helps.
+A checkpoint may pass backward another tensor in the place of a shard, without these attributes. :func:`set_find_shard` sets a
+function that finds the shard for such a tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +45,7 @@ from .reduction import average
 
 _library = torch.library.Library("fsdp_compile", "DEF")
 
-# A replay of recorded kernels would leave out what an owner does in Python.
+# CUDA graphs must not contain these operators: a replay would skip the Python functions that kernels call on a shard.
 _communicates = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 _library.define(
@@ -80,19 +82,19 @@ tie = torch.ops.fsdp_compile.tie.default
 def unshard_extension(
     shard: Tensor, name: str, shape: Sequence[int], group: str, *, tensors: Sequence[Tensor], **options: Any
 ) -> Tensor:
-    """:data:`unshard` of a parameter that is encoded ahead of its gather and decoded behind it (:mod:`passes.ir.extension`).
+    """Unshard a parameter that is encoded before its gather and decoded after it (:mod:`passes.ir.extension`).
 
-    Dynamo's graphs hold it as one node. AOTAutograd traces what it does: encoding, an ``unshard`` for each tensor that is
-    sent, decoding.
+    Dynamo's graphs hold this function as one node. AOTAutograd traces through it: the encoding, an ``unshard`` for each tensor
+    that is sent, and the decoding.
 
     Args:
-        shard: stands for the parameter's shard; no value of it is read.
-        name, shape, group: as of ``unshard``.
-        tensors: what the shard is made of.
+        shard: the tensor that identifies the parameter; its values are not read.
+        name, shape, group: as for ``unshard``.
+        tensors: the inner tensors of the shard.
         options: the key of the ``extension``, the ``names`` of the tensors, and keyword arguments of ``unshard``.
 
     Returns:
-        What the extension decodes, ``shape``; perhaps a tensor subclass.
+        The parameter as the extension decodes it, of ``shape``; perhaps a tensor subclass.
     """
     result: Tensor = _UnshardExtension.apply(shard, name, shape, group, options, *tensors)  # type: ignore[no-untyped-call]
     return result
@@ -100,28 +102,28 @@ def unshard_extension(
 
 @dataclass
 class Unshard:
-    """The arguments of an ``unshard`` node.
+    """The arguments of an ``unshard`` or ``unshard_extension`` node.
 
     Attributes:
         shard: the padded shard.
         name: qualified name of the parameter.
-        shape: its full shape.
-        group: name of the process group that it is sharded over.
-        token: of what an extension sends of a parameter (:mod:`passes.ir.extension`): the tensor that stands for the shard.
-        unit: qualified name of its ``fully_shard`` unit, which decides the bucket.
-        dim: the dimension it is cut along, or ``REPLICATED``.
-        offset: where the shard starts in the unit's flat storage, in elements; -1 if it is not there.
-        param_dtype: dtype to cast the shard to before the gather; None: as it is.
-        reduce_dtype: dtype that the gradient is reduced in; None: as it comes.
+        shape: full shape of the parameter.
+        group: name of the process group that the parameter is sharded over.
+        token: the tensor that identifies the parameter, if ``shard`` is a tensor that an extension sends; else None.
+        unit: qualified name of the parameter's ``fully_shard`` unit, which decides the bucket.
+        dim: the dimension that the parameter is cut along, or ``REPLICATED``.
+        offset: where the shard starts in the unit's flat storage, in elements; -1: the shard is not in flat storage.
+        param_dtype: dtype to cast the shard to before the gather; None: no cast.
+        reduce_dtype: dtype that the gradient is reduced in; None: the gradient's own.
         replicate_group: name of the group of replicas (HSDP); empty: none.
-        reshard_after_forward: gather anew for backward rather than keep the parameter.
-        post_forward_group: the smaller group that the parameter is resharded to after forward; empty: none.
-        sent_as: the :class:`~passes.collectives.rounded_gather.GatherPolicy` that it is gathered in, as text; empty: as it is.
-        packed: it may share a collective with tensors of other dtypes, as bytes.
-        encoded_over: of a shard in a smaller group: the group that a gather which rounds went over before; empty: none did.
-        device: of a shard on the host: the type of the device that it is copied to ahead of its gather; empty: it is there.
-        extension: of an ``unshard_extension``: its key.
-        tensors, names: of that: what the shard is made of.
+        reshard_after_forward: gather the parameter again for backward, rather than keep it.
+        post_forward_group: name of the smaller group that the parameter is resharded to after forward; empty: none.
+        sent_as: the :class:`~passes.collectives.rounded_gather.GatherPolicy` of the gather, as text; empty: no rounding.
+        packed: the shard may share a collective with tensors of other dtypes, as bytes.
+        encoded_over: for rounded bytes in a smaller group: name of the larger group that was gathered over before; else empty.
+        device: for a shard on the host: the type of the device that it is copied to before its gather; else empty.
+        extension: the key of the extension; empty for an ``unshard``.
+        tensors, names: the inner tensors of an ``unshard_extension``'s shard, and their attribute names.
     """
 
     shard: Node
@@ -147,7 +149,7 @@ class Unshard:
 
     @property
     def source(self) -> Node:
-        """What tells whose the shard is."""
+        """The graph input that identifies the parameter."""
         return self.shard if self.token is None else self.token
 
     @staticmethod
@@ -157,11 +159,12 @@ class Unshard:
 
 @dataclass
 class ReduceGrad:
-    """The arguments of a ``reduce_grad`` node: as :class:`Unshard`'s, and
+    """The arguments of a ``reduce_grad`` node.
 
     Attributes:
         grad: the full gradient.
-        grad_dtype: dtype of the result; None: the reduction's.
+        grad_dtype: dtype of the result; None: dtype of the reduction.
+        shard, name, shape, group, unit, dim, reduce_dtype, replicate_group: as for :class:`Unshard`.
     """
 
     grad: Node
@@ -182,14 +185,14 @@ class ReduceGrad:
 
 _NUM_POSITIONAL = {unshard: 4, unshard_extension: 4, reduce_grad: 5}
 
-#: A context around an eager kernel that communicates, made from the operator's name, the shard, the parameter's name and full
-#: shape, and the names of the process groups.
+#: A function that makes a context for an eager kernel's communication. It takes the operator's name, the shard, the parameter's
+#: name and full shape, and the names of the process groups.
 Around = Callable[[str, Tensor, str, Sequence[int], tuple[str, ...]], AbstractContextManager[Any]]
 _around: Around = lambda *_: nullcontext()  # noqa: E731
 
 
 def set_around_eager_kernels(around: Around) -> None:
-    """Have eager kernels communicate within what ``around`` returns."""
+    """Set the function that makes a context for the communication of each eager kernel; by default an empty context."""
     global _around
     _around = around
 
@@ -198,13 +201,13 @@ _find_shard: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
 
 
 def set_find_shard(find: Callable[[Tensor], Tensor]) -> None:
-    """Set the function that finds the shard for a tensor in the place of one; by default, it is the tensor itself."""
+    """Set the function that finds the shard for a tensor that backward gets in its place; by default the tensor itself."""
     global _find_shard
     _find_shard = find
 
 
 def update_args(node: Node, **changes: Any) -> None:
-    """Set arguments of an ``unshard`` or ``reduce_grad`` node by name; a default value drops the keyword from the node."""
+    """Set arguments of an ``unshard`` or ``reduce_grad`` node by name. A keyword with its default value is dropped."""
     spec = ReduceGrad if node.target == reduce_grad else Unshard
     names = [field.name for field in fields(spec)]
     defaults = {field.name: field.default for field in fields(spec)}
@@ -349,7 +352,7 @@ def _(full: Tensor, kept: Tensor) -> Tensor:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
     shard, ctx.name, ctx.shape, ctx.group, *_ = inputs
     ctx.save_for_backward(shard)
-    # Asked here, of the leaf: a checkpoint gives backward another tensor. Traced shards are fake, and have no parameter.
+    # Read the attribute of the leaf now, as a checkpoint may pass backward another tensor. Traced, fake shards lack it.
     ctx.receive_gradient = getattr(shard, "_fsdp_receive_gradient", None)
     ctx.kwargs = {
         key: value
@@ -366,7 +369,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
     grad = plain_gradient(grad, ctx.name)
     if ctx.receive_gradient is not None:
         ctx.receive_gradient(grad)
-        # For autograd, which wants a gradient of the shard's shape; its owner has the real one.
+        # Autograd needs a gradient of the shard's shape. The real gradient has gone to ``receive_gradient``.
         return shard.new_zeros(()).expand(shard.shape), None, None, None, None
     return reduce_grad(grad, shard, ctx.name, ctx.shape, ctx.group, **ctx.kwargs), None, None, None, None
 
@@ -375,7 +378,7 @@ torch.library.register_autograd(unshard, _backward, setup_context=_setup_context
 
 
 class _UnshardExtension(torch.autograd.Function):
-    """``unshard_extension``, with the formula of ``unshard``."""
+    """The autograd function of :func:`unshard_extension`, with the backward of ``unshard``."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""The plan: what one call of a forward or backward graph does about communication.
+"""The plan: the communication of one call of a forward or backward graph.
 
-A plan is known when the graph is called, not when it is traced: it depends on flags that users set at any time and on what
-earlier microbatches left. Each distinct plan of a graph is lowered once, on first use. Plans are values: two that are equal
-stand for the same lowered graph; nothing in them (a divide factor, say) changes from step to step in ordinary training.
+A plan is known when the graph is called, not when it is traced. It depends on flags, which users set at any time, and on the
+state that earlier microbatches left. Each distinct plan of a graph is lowered once, on first use; equal plans share the lowered
+graph. So plans do not contain values that change from step to step in ordinary training, such as divide factors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Gather(Enum):
     """The plan of a graph for the parameters of a bucket.
 
     Attributes:
-        GATHER: gather them.
-        KEEP: gather them, and give them out for later graphs.
-        REUSE: take parameters that an earlier graph gathered; no collective.
+        GATHER: gather the parameters.
+        KEEP: gather the parameters, and return them for later graphs.
+        REUSE: take parameters that are gathered already; no collective.
     """
 
     GATHER = "gather"
@@ -33,15 +33,16 @@ class Plan:
     """The plan of a graph.
 
     Attributes:
-        gathers, reductions: bucket by bucket, in the order in which :mod:`passes.transforms.bucket` finds them.
-        prefetch: for units that have a list of their own: the unit, and the units whose gathers start when its compute does.
-            Units go by their names in the graph. All others prefetch the next gather.
-        max_pending_reductions: how many reduce-scatters may be in flight; None: :mod:`passes.transforms.schedule`'s own limits.
-        factor_classes: for each reduction, equal numbers where divide factors have equal values; asked for by
-            :mod:`passes.auto.grouping` alone.
-        updates: for each reduction that updates parameters, where the update of each of them writes; empty: none does.
-        orders: for each reduction, its gradients by their places in the bucket, as they are to lie in the flat shard; empty: in
-            the order in which backward computes them.
+        gathers, reductions: an entry for each bucket, in the order in which :mod:`passes.transforms.bucket` finds the buckets.
+        prefetch: for each unit with a prefetch list, its name in the graph, and the names of the units whose gathers start when
+            its compute starts. Other units prefetch the next gather.
+        max_pending_reductions: the most reduce-scatters in flight; None: the limits of :mod:`passes.transforms.schedule`.
+        factor_classes: a number for each reduction, equal where the divide factors have equal values. Only
+            :mod:`passes.auto.grouping` reads them; empty if buckets do not merge.
+        updates: for each reduction, where the update of each of its parameters writes; an empty entry: the reduction updates
+            nothing. Empty: no reduction updates parameters.
+        orders: for each reduction, the positions of its gradients in the bucket, in the order of the flat shard. Empty: the
+            order in which backward computes the gradients.
     """
 
     gathers: tuple[Gather, ...] = ()
@@ -54,5 +55,5 @@ class Plan:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether gradients pass through functions of the user's."""
+        """True if gradients pass through functions of the user."""
         return any(reduction.has_hooks for reduction in self.reductions)

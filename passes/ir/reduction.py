@@ -1,8 +1,8 @@
-"""A reduction: what is done about the gradients of a bucket, and the stages in which it is done.
+"""Reductions: the plan for the gradients of a bucket, and the stages that carry it out.
 
-:func:`stages` is the one definition of the arithmetic that docs/gradient-sync.md derives. Two interpret it: the pass
-:mod:`passes.transforms.gradient_sync` traces each stage into a graph, apart, so that a schedule can put work between them;
-:func:`reduce_at_once` runs one after the other, for gradients that no graph of ours reduces.
+:func:`stages` is the one definition of the arithmetic that docs/gradient-sync.md derives. It has two interpreters. The pass
+:mod:`passes.transforms.gradient_sync` traces stages into a graph one by one, so that a schedule can put work between them.
+:func:`reduce_at_once` runs the stages one after the other, for gradients outside of the library's graphs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .work import Role
 
 
 class Sync(Enum):
-    """How far a graph reduces the gradients of a bucket.
+    """The collectives that reduce the gradients of a bucket in one backward.
 
     Attributes:
         ALL: reduce-scatter, and with replicas (HSDP) all-reduce, into ``param.grad``.
@@ -53,19 +53,22 @@ class Reduction:
     """The plan of a graph for the gradients of a bucket.
 
     Attributes:
-        sync: how far it reduces.
-        averaging: where the reduction divides, and its operators.
-        has_unsharded: full gradients of earlier microbatches are to be added before the reduce-scatter.
-        has_partial: a partial result of earlier microbatches is to be added after the reduce-scatter.
-        has_grad: ``param.grad`` is there already, to be added to.
-        group: name of the group that the reduce-scatter runs on; empty: the one that the parameters are sharded over.
-        comm_hook: reduces in the place of the reduce-scatter: ``hook(gradient, output)``; or in place, ``hook(gradient)``; or
-            with tensors of its own.
-        replica_hook: averages over the replicas in place, instead of the all-reduce: ``hook(shard)``.
+        sync: the collectives that run.
+        averaging: the operators of the collectives, and where the reduction divides.
+        has_unsharded: full gradients of earlier microbatches are added before the reduce-scatter.
+        has_partial: a partial result of earlier microbatches is added after the reduce-scatter.
+        has_grad: ``param.grad`` exists, and the averaged gradient is added to it.
+        group: name of the group that the reduce-scatter runs on; empty: the group that the parameters are sharded over.
+        comm_hook: replaces the reduce-scatter: ``hook(gradient, output)``; or in place, ``hook(gradient)``; or a hook with
+            tensors of its own.
         all_reduce_hook: changes the reduced shard in place: ``hook(shard)``.
-        comm_hook_in_place: the latter, of a bucket that is sharded over one rank; then the hook is the all-reduce, too.
-        host: where the averaged gradient is copied to, "pinned" or "pageable" memory of the host; empty: it stays.
-        updates: the averaged gradient updates the parameters, by :class:`~passes.ir.update.Update`, and does not land.
+        comm_hook_in_place: ``comm_hook`` reduces in place. Its bucket is sharded over one rank, and it replaces the all-reduce,
+            too.
+        replica_hook: averages over the replicas in place, instead of the all-reduce: ``hook(shard)``; or a hook with tensors of
+            its own.
+        host: the averaged gradient is copied to "pinned" or "pageable" memory of the host; empty: it stays on the device.
+        updates: the averaged gradient updates the parameters, by :class:`~passes.ir.update.Update`, and does not land in
+            ``param.grad``.
     """
 
     sync: Sync = Sync.ALL
@@ -83,23 +86,23 @@ class Reduction:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether gradients pass through functions of the user's."""
+        """True if gradients pass through functions of the user."""
         return any(hook is not None for hook in (self.comm_hook, self.replica_hook, self.all_reduce_hook))
 
     @property
     def may_regroup(self) -> bool:
-        """Whether gradients may be reduced in other buckets than the units' own, which is what hooks see."""
+        """True if gradients may be reduced in other buckets than their unit's. Not with hooks, which see the bucket."""
         return self.sync is not Sync.NONE and not self.has_hooks
 
 
 class Kept(Enum):
-    """What earlier microbatches or steps have left, and a stage continues with.
+    """The kind of tensors that earlier microbatches or steps left, and that a stage takes.
 
     Attributes:
-        UNSHARDED: full gradients, one for each that is reduced.
+        UNSHARDED: full gradients, one for each gradient that is reduced.
         PARTIAL: one flat shard, reduced over the shard group only.
-        HOOK: the tensors of a communication hook; the stage gives what takes their place.
-        REPLICA_HOOK: likewise, of one over replicas.
+        HOOK: the tensors of a communication hook; the stage returns their new values.
+        REPLICA_HOOK: the tensors of a hook over replicas; the stage returns their new values.
     """
 
     UNSHARDED = "unsharded"
@@ -110,25 +113,29 @@ class Kept(Enum):
 
 @dataclass(frozen=True)
 class Factor:
-    """The divide factor of that number, 0-d."""
+    """A divide factor, a 0-d tensor.
+
+    Attributes:
+        number: its index among the factors of the reduction (:meth:`~passes.collectives.divide_factors.Averaging.of`).
+    """
 
     number: int
 
 
-#: The inputs of a stage besides the result of the one before it: a sequence of tensors, empty where it takes None.
+#: An input of a stage besides the result of the stage before it. It stands for a sequence of tensors.
 Operand = Kept | Factor
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a reduction that runs without a pause.
+    """A part of a reduction that runs without interruption. A schedule puts other work between stages.
 
     Attributes:
-        role: the work that it is.
-        function: one of :mod:`passes.collectives.functional`. It takes the result of the stage before, or the gradients, then
-            the operands, then the constants by name.
-        operands: its operands.
-        constants: the rest of its arguments.
+        role: the role of the stage's nodes in a graph.
+        function: a function of :mod:`passes.collectives.functional`. It takes the result of the stage before it (the first
+            stage: the gradients or a flat shard), then the operands, then the constants by name.
+        operands: the further inputs; for None the function takes an empty sequence.
+        constants: the keyword arguments.
     """
 
     role: Role
@@ -138,7 +145,7 @@ class Stage:
 
     @property
     def updated(self) -> Kept | None:
-        """The tensors of a hook that it updates: then it returns a pair, its result and what takes their place."""
+        """The kind of a hook's tensors that the stage updates; None: none. Then the function returns (result, new tensors)."""
         return next((kept for kept in (Kept.HOOK, Kept.REPLICA_HOOK) if kept in self.operands), None)
 
 
@@ -152,15 +159,15 @@ def stages(
     numels: Sequence[int] = (),
     is_scattered: bool = False,
 ) -> list[Stage]:
-    """The stages of a reduction that communicates, from full gradients of one dtype to a flat shard.
+    """List the stages of a reduction that communicates, from full gradients of one dtype to a flat shard.
 
     Args:
-        reduction: the reduction.
+        reduction: the reduction; its ``sync`` is not ``NONE``.
         dims: the dimension that each gradient is cut along.
         group: name of the shard group; empty: one rank, which sends nothing.
         replicate_group: name of the group of replicas; empty: none.
-        grad_dtype: dtype of the result, if the reduction goes to its end.
-        numels: the elements of each shard, for a hook over replicas that has tensors.
+        grad_dtype: dtype of the averaged gradient. A partial result keeps the dtype of the reduction.
+        numels: the number of elements of each shard, for a hook over replicas that has tensors.
         is_scattered: begin with a flat shard that was reduced over the shard group before.
     """
     averaging, hook = reduction.averaging, reduction.comm_hook
@@ -208,9 +215,9 @@ def reduce_at_once(
 
     Args:
         found: the stages.
-        value: the gradients, or the flat shard, that they begin with.
-        take: gives an operand.
-        update: is given what takes the place of a hook's tensors.
+        value: the gradients, or the flat shard, that the first stage takes.
+        take: returns the tensors of an operand.
+        update: takes the new values of a hook's tensors; needed if a stage updates any.
     """
     for stage in found:
         operands = [() if operand is None else take(operand) for operand in stage.operands]
@@ -223,7 +230,18 @@ def reduce_at_once(
 
 
 def average(grad: Tensor, shape: Sequence[int], dim: int, group: str, replicate_group: str) -> Tensor:
-    """The average of a full gradient over all ranks, at once: this rank's padded shard of it."""
+    """Average a full gradient over all ranks at once.
+
+    Args:
+        grad: the full gradient, on all ranks of both groups.
+        shape: shape of the full parameter.
+        dim: the dimension that the parameter is cut along, or ``REPLICATED``.
+        group: name of the shard group.
+        replicate_group: name of the group of replicas; empty: none.
+
+    Returns:
+        This rank's padded shard of the average, in the dtype of ``grad``.
+    """
     averaging, values = resolve_averaging(group, replicate_group, grad.dtype, grad.device)
 
     def take(operand: Operand) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Where shards lie in flat storage, and what a gather may take along between two of them."""
+"""Locations of shards in flat storage, and the gaps between shards that a gather includes."""
 
 from __future__ import annotations
 
@@ -14,50 +14,57 @@ from ..fx.graph import shard_input
 from ..fx.sizes import size_hint
 from .ops import Unshard
 
-# A gap costs its share of the wire, a copy one of the memory; an eighth is little even where the wire is ten times slower.
+# The least number of elements in a run for each element of its gaps. A gap costs network time, a copy without it memory time.
+# Gaps of an eighth are cheap, even if the network is ten times slower than memory.
 _MIN_READ_PER_GAP = 8
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a shard lies: in which unit's storage of which dtype, and at which element it starts."""
+    """The location of a shard in flat storage.
+
+    Attributes:
+        unit: name of the unit that the storage belongs to.
+        dtype: dtype of the storage.
+        offset: where the shard starts in the storage, in elements.
+    """
 
     unit: str
     dtype: torch.dtype
     offset: int
 
     def after(self, numel: int) -> Location:
-        """Where a neighbour behind ``numel`` elements starts."""
+        """Return the location ``numel`` elements after this one."""
         return Location(self.unit, self.dtype, self.offset + numel)
 
     def distance(self, other: Location | None) -> int:
-        """The elements from here to another place; negative if that is no place behind this one."""
+        """Return the number of elements from here to ``other``; negative if ``other`` is before, or not in this storage."""
         if other is None or (self.unit, self.dtype) != (other.unit, other.dtype):
             return -1
         distance = other.offset - self.offset
-        # That is a number also where both are symbols: neighbours are zero apart.
+        # The hint is a plain number even if the offsets are symbols, so that neighbours are 0 apart.
         return distance if size_hint(distance) > 0 else size_hint(distance)
 
 
 def locate(spec: Unshard) -> Location | None:
-    """Where the shard of an ``unshard`` lies; None: not in storage."""
+    """Return the location of an ``unshard``'s shard; None: the shard is not in flat storage."""
     shard = shard_input(spec.shard)
     if spec.offset < 0 or shard is None:
         return None
     return Location(spec.unit, shard.meta["val"].dtype, spec.offset)
 
 
-#: The key in ``node.meta`` of where an input lies in storage.
+#: The key in ``node.meta`` of an input's location in flat storage.
 _LOCATION = "fsdp_location"
 
 
 def mark_location(placeholder: Node, location: Location) -> None:
-    """Say that an input lies in storage."""
+    """Record an input's location in flat storage, for :func:`overlap`."""
     placeholder.meta[_LOCATION] = location
 
 
 def overlap(one: Node, other: Node) -> bool:
-    """Whether two inputs, both of which lie in storage as far as is marked, share elements of it."""
+    """Return whether two inputs share elements of flat storage. False if the location of either is not recorded."""
     first, second = one.meta.get(_LOCATION), other.meta.get(_LOCATION)
     if first is None or second is None:
         return False
@@ -68,14 +75,17 @@ def overlap(one: Node, other: Node) -> bool:
 
 
 def gaps_to_gather(specs: Sequence[Unshard], alignment: int = 1) -> list[int]:
-    """For each of the shards that one collective gathers, the elements behind it that are gathered along.
+    """Choose the gap after each shard of one collective: elements that are gathered although the graph does not read them.
 
-    They lie between it and the next, where nothing of the graph reads them (biases, in backward), and are few: that is cheaper
-    than the copy that would leave them out.
+    A gap, the storage between two shards, holds parameters that the graph does not read (biases, in backward). Small gaps are
+    gathered, as that is cheaper than a copy without them. Large gaps are not.
 
     Args:
-        specs: in the order of flat storage.
-        alignment: the least gaps are those that make shards multiples of so many elements; so they lie in storage.
+        specs: the ``unshard`` operators, in the order of flat storage.
+        alignment: the least gap after a shard pads the shard to a multiple of this many elements, as in storage.
+
+    Returns:
+        For each shard, the number of elements after it to gather.
     """
     gaps = [padding_to(alignment, math.prod(spec.shard.meta["val"].shape)) for spec in specs]
     end: Location | None = None

@@ -1,7 +1,7 @@
 """Symbolic shards: give the shards in a prepared graph sizes that are expressions in the number of ranks.
 
-Together with :func:`passes.fx.symbolic_ranks.symbolic_ranks`, inside of which this is called, all that passes then make of the
-graph has such sizes.
+:func:`make_shards_symbolic` is called inside :func:`passes.fx.symbolic_ranks.symbolic_ranks`. The values that later passes add
+to the graph then have symbolic sizes, too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter of a unit, as its flat storage has it.
+    """The layout of one parameter in its unit's flat storage.
 
     Attributes:
-        shape: of the full parameter.
-        dim: the dimension it is cut along.
-        dtype: of the shard.
-        offset: where the shard starts, in elements.
-        alignment: it takes a multiple of so many elements.
+        shape: shape of the full parameter.
+        dim: the dimension that the parameter is cut along.
+        dtype: dtype of the shard.
+        offset: where the shard starts in the storage, in elements.
+        alignment: the shard takes a multiple of this many elements of the storage.
     """
 
     shape: tuple[int, ...]
@@ -37,20 +37,20 @@ class Piece:
     alignment: int = 1
 
     def stored_numel(self, ranks: int) -> int:
-        """The elements of storage that a shard takes on each of so many ranks."""
+        """Return the number of elements of storage that the shard takes on each of ``ranks`` ranks."""
         numel = padded_shard_numel(self.shape, self.dim, ranks)
         return numel + padding_to(self.alignment, numel)
 
 
 def make_shards_symbolic(graph: Graph, layouts: Mapping[str, Sequence[Piece]]) -> None:
-    """Replace the fake values of shards, and where these lie. In place.
+    """Give shards fake values of symbolic sizes, and ``unshard`` nodes symbolic offsets in flat storage. In place.
 
     Args:
         graph: a graph after the preparing passes.
         layouts: for each unit, its parameters in the order of its storage.
 
     Raises:
-        ValueError: an extension gathers one.
+        ValueError: a parameter is gathered by an extension.
     """
     for node in unshards(graph.nodes):
         gathered = Unshard.of(node)
@@ -71,7 +71,7 @@ def make_shards_symbolic(graph: Graph, layouts: Mapping[str, Sequence[Piece]]) -
 
 
 def _set_shapes(spec: Unshard | ReduceGrad) -> torch.dtype:
-    """Set the shape of a shard, and of what it is a cast of, whose dtype this returns."""
+    """Set the shape of a shard and of its sources, up to the placeholder. Returns the placeholder's dtype."""
     shape = padded_shard_shape(spec.shape, spec.dim, group_size(spec.group))
     node: Node = spec.shard
     while True:

@@ -1,11 +1,11 @@
 """Updates: the step of an optimizer over a run of flat storage, as tensor code.
 
 :func:`updated` is the one definition of the arithmetic. :mod:`passes.transforms.gradient_sync` traces it into backward graphs,
-behind the reduction of a bucket; where no graph reduces, it runs at once.
+after the reduction of a bucket. For gradients outside of the library's graphs, it runs at once.
 
-Numbers that change from step to step (a learning rate, bias corrections) are elements of a tensor, so that no graph depends on
-them. The values are those of torch's optimizers, up to rounding; for parameters in less than single precision they are computed
-in single precision and rounded once.
+Numbers that change from step to step (learning rate, bias corrections) are elements of a tensor, so that no graph depends on
+them. The results equal those of torch's optimizers, up to rounding. For parameters in less than single precision, an update is
+computed in single precision and rounded once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from ..collectives.divide_factors import factor_dtype
 
 @dataclass(frozen=True)
 class Update:
-    """What an update computes, apart from numbers.
+    """The arithmetic of an update, without its numbers.
 
     Attributes:
         kind: "sgd" or "adam".
-        has_momentum, nesterov: of SGD: whether there is a momentum buffer, and what is done with it.
-        amsgrad, decoupled: of Adam: keep the largest second moment; weight decay is not part of the gradient (AdamW).
-        maximize: go up rather than down.
+        has_momentum: SGD has a momentum buffer.
+        nesterov: SGD uses Nesterov momentum.
+        amsgrad: Adam keeps the largest second moment.
+        decoupled: Adam's weight decay is not part of the gradient (AdamW).
+        maximize: go up the gradient rather than down.
     """
 
     kind: str
@@ -41,21 +43,21 @@ class Update:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What is kept for each element, by torch's names."""
+        """Torch's names of the optimizer state that is kept for each element."""
         if self.kind == "sgd":
             return ("momentum_buffer",) if self.has_momentum else ()
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
 
     def numbers(self, group: Mapping[str, Any], count: int) -> tuple[float, ...]:
-        """The numbers of the update of a step.
+        """Compute the numbers of the update of one step, in the order in which ``_sgd`` or ``_adam`` unpacks them.
 
         Args:
-            group: the settings, by torch's names.
-            count: how many steps there were before.
+            group: the optimizer's settings, by torch's names.
+            count: the number of earlier steps.
         """
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         if self.kind == "sgd":
-            # The first gradient is the first momentum, whole.
+            # The first momentum is the gradient, without dampening.
             taken = 1.0 if count == 0 else 1 - group["dampening"]
             return decay, float(group["momentum"]), taken, -lr
         beta1, beta2 = map(float, group["betas"])
@@ -77,12 +79,12 @@ class Update:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the update of a parameter writes.
+    """The part of flat storage that the update of a parameter writes, and the update.
 
     Attributes:
-        offset, numel: of its padded shard in the flat storage of its unit, in elements.
-        update: what the update computes.
-        alike: equal for parameters of a call that are updated with the same numbers.
+        offset, numel: start and length of the padded shard in the unit's flat storage, in elements.
+        update: the arithmetic.
+        alike: equal for parameters of a call whose updates have the same numbers.
     """
 
     offset: int
@@ -92,20 +94,20 @@ class Place:
 
 
 def updated(param: Tensor, grad: Tensor, numbers: Tensor, states: Sequence[Tensor], *, update: Update) -> list[Tensor]:
-    """What takes the place of parameters and of what is kept for them.
+    """Compute the new values of parameters and of their optimizer state.
 
     Args:
-        param: parameters.
-        grad: their gradients, like ``param``.
-        numbers: those of :meth:`Update.numbers`, ``[k]``.
-        states: those of :attr:`Update.states`, each like ``param``.
-        update: what to compute.
+        param: parameters, of any shape.
+        grad: gradients, in the shape of ``param``.
+        numbers: the result of :meth:`Update.numbers`, as a tensor ``[k]``.
+        states: the tensors named by :attr:`Update.states`, each in the shape of ``param``.
+        update: the arithmetic.
 
     Returns:
-        The parameters and the states, in the dtypes that they had.
+        New tensors for the parameters and the states, in their dtypes.
     """
     compute = _sgd if update.kind == "sgd" else _adam
-    # A number would be rounded to a narrow dtype before it multiplies.
+    # In a narrow dtype, torch would round a number before it multiplies.
     wide = torch.promote_types(param.dtype, numbers.dtype)
     direction = grad.to(wide)
     found = compute(
@@ -119,7 +121,7 @@ def updated(param: Tensor, grad: Tensor, numbers: Tensor, states: Sequence[Tenso
 
 
 def numbers_tensor(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers of an update as what :func:`updated` takes, for parameters of this dtype."""
+    """Make the tensor of an update's numbers that :func:`updated` takes, for parameters of ``dtype``."""
     return torch.tensor(numbers, dtype=factor_dtype(dtype), device=device)
 
 

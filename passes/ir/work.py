@@ -1,7 +1,7 @@
-"""The work of a node: what it does for which bucket. Passes leave it on the nodes that they insert, for each other.
+"""The work of a node: its role, and the bucket that it works for. Passes mark the nodes that they insert, for later passes.
 
-It says which nodes the schedule may move, which kernels may reach across, and what a collective is called in profiles and
-messages. It is text only where it is printed.
+The work of nodes decides which nodes the schedule may move, where kernels end, and the names of collectives in profiles and
+messages. Work is converted to text only when it is printed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Role(Enum):
     Attributes:
         COPY_TO_DEVICE: starts the copy of shards that are kept on the host.
         START_GATHER: copies shards in, and starts the all-gather.
-        FINISH_GATHER: waits for it, and cuts the parameters out.
-        UNPACK: cuts the parameters of one of several units out of what they have gathered together.
+        FINISH_GATHER: waits for the all-gather, and cuts the parameters out.
+        UNPACK: cuts the parameters of one unit out of the buffer of a gather that several units share.
         ACCUMULATE: adds gradients to those of earlier microbatches, without communication.
         START_REDUCE: copies gradients in, and starts the reduce-scatter.
         ALL_REDUCE: finishes the reduce-scatter, and starts the all-reduce over replicas.
-        FINISH_REDUCE: waits for the last collective, and makes its result what lands.
-        UPDATE: updates parameters and what an optimizer keeps, in place.
-        COPY_TO_HOST: starts the copy of that to the host, if it is to land there.
+        FINISH_REDUCE: waits for the last collective, and makes the gradient that lands.
+        UPDATE: updates parameters and optimizer state in place.
+        COPY_TO_HOST: starts the copy of the gradient to the host, if it lands there.
     """
 
     COPY_TO_DEVICE = "copy_to_device"
@@ -46,28 +46,29 @@ class Role(Enum):
         return self.value
 
 
-#: What makes parameters of a gathered buffer.
+#: The roles that cut parameters out of a gathered buffer.
 MAKES_PARAMETERS = (Role.FINISH_GATHER, Role.UNPACK)
 
 
 @dataclass(frozen=True)
 class BucketName:
-    """The name of parameters that share a collective.
+    """The name of a bucket, made of the names of units' buckets.
 
     Attributes:
-        parts: what they are of each unit's bucket: its name, and the number of the piece; None: all of it.
+        parts: for each unit's bucket of which this bucket has parameters, its name and the number of the piece; None: this
+            bucket has the whole unit's bucket.
     """
 
     parts: tuple[tuple[str, int | None], ...]
 
     @staticmethod
     def of_unit(name: str) -> BucketName:
-        """A unit's bucket, whole."""
+        """Make the name of a unit's whole bucket."""
         return BucketName(((name, None),))
 
     @property
     def unit_buckets(self) -> tuple[str, ...]:
-        """The names of the units' buckets that it has a part of."""
+        """The names of the units' buckets that this bucket has parameters of."""
         return tuple(name for name, _ in self.parts)
 
     def __str__(self) -> str:
@@ -76,7 +77,7 @@ class BucketName:
 
 @dataclass(frozen=True)
 class Work:
-    """The role of a node, and the bucket that it works for."""
+    """The work of a node: its role, and the bucket that it works for."""
 
     role: Role
     bucket: BucketName
@@ -86,29 +87,29 @@ class Work:
 
 
 def mark(node: Node, work: Work) -> None:
-    """Say what a node does."""
+    """Record a node's work in its ``meta``."""
     node.meta[WORK] = work
 
 
 def work(node: Node) -> Work | None:
-    """The work of a node; None for nodes of the model."""
+    """Return a node's work; None for nodes of the model."""
     return node.meta.get(WORK)
 
 
 def role(node: Node) -> Role | None:
-    """The role of a node that works for a bucket; else None."""
+    """Return the role of a node that works for a bucket; None for nodes of the model."""
     found = work(node)
     return None if found is None else found.role
 
 
 def bucket(node: Node) -> BucketName | None:
-    """The bucket that a node works for, if any."""
+    """Return the bucket that a node works for; None for nodes of the model."""
     found = work(node)
     return None if found is None else found.bucket
 
 
 def nodes_of(graph: Graph, wanted: Role) -> dict[BucketName, list[Node]]:
-    """The nodes of one role by bucket, in graph order."""
+    """Return the nodes of one role by bucket, in graph order."""
     found: dict[BucketName, list[Node]] = {}
     for node in graph.nodes:
         done = work(node)
@@ -118,15 +119,16 @@ def nodes_of(graph: Graph, wanted: Role) -> dict[BucketName, list[Node]]:
 
 
 def kernel_boundaries(graph: Graph) -> set[Node]:
-    """The nodes that no kernel reaches across: collectives, copies between host and device, the first node of each reduction's
-    copy-in, that of the copies of each unit out of what several have gathered, and that of an update that is not behind the
-    wait for its gradients.
+    """Return the nodes that no kernel spans: nodes before and after them are not fused.
 
-    A kernel that copied gradients in and read a parameter as well would hold a whole gathered buffer beside the gradients and
-    their copy. Between units, kernels end where they would if each had gathered by itself, so that equal units share them.
+    They are collectives, copies between host and device, and the first node of
 
-    A compiler of kernels does not know that an update writes to what gathers read: so nothing that was ahead of the update may
-    be in one kernel with it.
+    - each reduction's copy-in. A kernel that copied gradients in and also read a parameter would hold a gathered buffer, the
+      gradients and their copy at once.
+    - each unit's ``UNPACK``. So kernels end where they would if each unit had a gather of its own, and equal units share
+      kernels.
+    - each update that does not just follow the wait for its gradients. Inductor does not know that an update writes to memory
+      that gathers read. So no node before the update may be in one kernel with it.
     """
     first = {nodes[0] for role in (Role.START_REDUCE, Role.UNPACK) for nodes in nodes_of(graph, role).values()}
     first |= {nodes[0] for nodes in nodes_of(graph, Role.UPDATE).values() if not _is_behind_its_wait(nodes[0])}
@@ -134,7 +136,7 @@ def kernel_boundaries(graph: Graph) -> set[Node]:
 
 
 def _is_behind_its_wait(update: Node) -> bool:
-    """Whether only work of its own bucket stands between an update and a collective, or the wait for one."""
+    """Return whether only work of its own bucket stands between an update and the bucket's last collective or wait."""
     node = update.prev
     while node.op == "call_function" and bucket(node) == bucket(update) and not is_collective(node):
         node = node.prev

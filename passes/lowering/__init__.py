@@ -1,1 +1,1 @@
-"""From a transformed graph to what runs: pieces for a compiler, the program that calls them, what it communicates."""
+"""From a transformed graph to running code: segments for a compiler, the program that calls them, and its collectives."""

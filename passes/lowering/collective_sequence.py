@@ -1,13 +1,17 @@
-"""Collective sequence: what a graph communicates, in its order, as lines that ranks can compare.
+"""Collective sequence: the collectives of a graph in order, as lines that ranks can compare.
 
-Changes nothing. Two ranks that run a graph each work together if and only if they issue the same collectives over the groups
-that they share, in the same order: kind, operator of the reduction, number of elements and dtype. The bucket counts as well:
-two units of equal size in another order would not hang, but mix up parameters.
+No graph is changed. Two ranks can run their graphs together if and only if they issue the same collectives, in the same order,
+over the groups that they share. Collectives are the same if kind, reduction operator, number of elements and dtype are equal.
+The bucket counts as well: two units of equal size in another order would not hang, but mix up parameters.
 
-Left out, as ranks may rightly differ there: point-to-point messages; sizes of an all-to-all of the model's own; how a
-dynamic size is called; the names of process groups (a mesh has several groups of a role, each with its own); and what the
-names of all units of a graph begin with, since equal blocks may share a graph, which then goes by the name of any of them.
-Ranks that compare what they do over some groups compare no sizes over others, which only have to be equal among their ranks.
+Ranks may rightly differ in these, which are left out:
+
+- point-to-point messages;
+- sizes of the model's own all-to-all;
+- names of dynamic sizes;
+- names of process groups: a mesh has several groups of a role, each with its own name;
+- the common beginning of all unit names in a graph: blocks that share a graph may each give it their name;
+- sizes over groups outside of a comparison: only the ranks of such a group need equal sizes.
 """
 
 from __future__ import annotations
@@ -32,10 +36,10 @@ class Collective:
     """A collective of a graph.
 
     Attributes:
-        text: what it does, and over which group; without names that only one rank knows.
-        bucket: the bucket that it works for; None for one of the model's own.
+        text: its kind, inputs and group, without names that only one rank knows.
+        bucket: the bucket that it works for; None for the model's own collectives.
         group: name of the process group.
-        without_sizes: the text without numbers of elements.
+        without_sizes: ``text`` without numbers of elements.
     """
 
     text: str
@@ -48,11 +52,11 @@ class Collective:
 
 
 def collective_sequence(graph: Graph, group_names: Mapping[str, str]) -> list[Collective]:
-    """The collectives of a graph after all passes.
+    """List the collectives of a graph after all passes, in order.
 
     Args:
         graph: the graph.
-        group_names: names of process groups to their roles in the mesh; others are numbered as they come.
+        group_names: the roles in the mesh, by the names of process groups. Other groups are numbered in the order of use.
     """
     roles = dict(group_names)
     sequence = []
@@ -67,8 +71,11 @@ def collective_sequence(graph: Graph, group_names: Mapping[str, str]) -> list[Co
 
 
 def by_unit(sequence: Sequence[Collective]) -> list[Collective]:
-    """A sequence without what depends on how parameters are bucketed: which units communicate how, and then the collectives of
-    the model's own in their order."""
+    """Make a sequence that does not depend on buckets.
+
+    Returns:
+        The distinct collectives of each unit, without sizes, sorted; then the model's own collectives in order.
+    """
     units = {
         (collective.without_sizes, unit)
         for collective in sequence
@@ -80,11 +87,11 @@ def by_unit(sequence: Sequence[Collective]) -> list[Collective]:
 
 
 def identities(sequence: Sequence[Collective], groups: Collection[str]) -> list[str]:
-    """The part of each collective that has to be equal on all ranks of some groups.
+    """Return, for each collective, the text that must be equal on all ranks of some groups.
 
     Args:
         sequence: the collectives.
-        groups: names of the groups over which sizes have to be equal.
+        groups: names of the groups over which sizes must be equal.
     """
     buckets = [_modules(collective.bucket) for collective in sequence]
     named = [path for paths in buckets for path in paths]
@@ -95,18 +102,18 @@ def identities(sequence: Sequence[Collective], groups: Collection[str]) -> list[
 
 
 def _modules(bucket: BucketName | None) -> list[list[str]]:
-    """The path to each unit that a bucket has a part of, module by module, with the number of the piece."""
+    """Return the path to each unit that a bucket has a part of: its modules, then the number of the piece, if any."""
     parts = () if bucket is None else bucket.parts
     return [[*name.split("."), *([] if piece is None else [str(piece)])] for name, piece in parts]
 
 
 def digest(lines: Sequence[str]) -> str:
-    """A short text that differs where the lines do."""
+    """Hash ``lines`` to a short text (SHA-256, in hexadecimal)."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _argument(node: Node, name: str) -> Any:
-    """An argument of an operator by its name in the schema; None if it has none."""
+    """Return an argument of an operator by its name in the schema; None if the schema has no such name."""
     for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name == name:
             return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
@@ -114,20 +121,20 @@ def _argument(node: Node, name: str) -> Any:
 
 
 def _group(node: Node) -> str:
-    """Name of the process group that a node is a collective over, or the empty string."""
+    """Return the name of the process group of a collective; the empty string for point-to-point messages and other nodes."""
     if not isinstance(node.target, OpOverload) or node.target._opname in _POINT_TO_POINT:
         return ""
     group = _argument(node, "group_name")
-    # torch 2.13 also has graphs with the group itself in them.
+    # In graphs of torch 2.13, the argument may be the group itself.
     return group if isinstance(group, str) else getattr(group, "group_name", "")
 
 
 def _operation(node: Node, sizes: bool) -> str:
-    """Kind, what modifies it, and the tensors that this rank hands in, with or without their sizes."""
+    """Describe a collective: its kind, modifiers, and the tensors of this rank, with or without their sizes."""
     name = node.target._opname  # type: ignore[union-attr]
     modifiers = [str(value) for key in ("reduce_op", "src") if (value := _argument(node, key)) is not None]
     tensors = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-    # That of a bucket is a reduction (passes.collectives.functional.exchanges).
+    # An all-to-all of a bucket is a reduction (passes.collectives.functional.exchanges), whose sizes must be equal.
     is_all_to_all = "alltoall" in name.replace("_", "") and bucket(node) is None
     inputs = [_tensor(tensor, with_size=sizes and not is_all_to_all) for tensor in tensors]
     return " ".join([name + (f"({', '.join(modifiers)})" if modifiers else ""), " + ".join(inputs)])

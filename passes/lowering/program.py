@@ -1,10 +1,10 @@
-"""Program: the outer graph of :mod:`passes.lowering.segments` as a Python function that frees what it has no more use for.
+"""Program: the outer graph of :mod:`passes.lowering.segments` as a Python function that frees values after their last use.
 
-The function takes its arguments as a list, which it empties; values are freed after their last use, those that a segment
-is the last to read while that segment runs. What a collective reads is kept until its wait: memory that goes back earlier could
-be reused, and written to, while it is being sent.
+The function takes its arguments as a list, which it empties. A value that a segment is the last to read is freed while the
+segment runs. The input of a collective is kept until the wait: memory that is freed earlier could be reused, and written to,
+while it is being sent.
 
-Each collective of a bucket, and the wait for it, is a range in a profile that has the bucket's name, as FSDP2 has them:
+As with FSDP2, each collective of a bucket, and its wait, is a range in profiles, with the bucket's name:
 ``FSDP::all_gather_into_tensor (blocks.0)``.
 """
 
@@ -28,7 +28,7 @@ _all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 
 
 def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
-    """For each node the values of which it is the last reader."""
+    """Map each node to the values that it is the last to read. A collective reads its input until its wait."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     last: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -45,13 +45,13 @@ def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def _owns_what_it_reduces(node: Node) -> bool:
-    """Whether an all-reduce is the only reader of what another collective has made, and needs no copy of it."""
+    """Return whether an all-reduce is the only reader of another collective's result, and so can reduce it in place."""
     source = node.args[0] if node.target == _all_reduce else None
     return isinstance(source, Node) and source.target == _wait and len(source.users) == 1
 
 
 def _range_of(node: Node) -> str:
-    """The name in profiles of a collective or copy of a bucket, or of the wait for it; the empty string for any other node."""
+    """Return the name in profiles of a bucket's collective, host copy or wait; the empty string for other nodes."""
     if not (is_collective(node) or is_host_copy(node)) or bucket(node) is None:
         return ""
     is_wait = node.target in (_wait, wait_copy, wait_offload)
@@ -60,7 +60,7 @@ def _range_of(node: Node) -> str:
 
 
 class _Writer:
-    """Writes the source of a graph's function, and collects what it refers to."""
+    """The writer of a program's source. It also collects the objects that the source refers to, by name."""
 
     def __init__(self, graph: Graph, segments: Mapping[str, Callable[..., Any]], owner: GraphModule):
         self.graph = graph
@@ -101,7 +101,7 @@ class _Writer:
 
     def _call_operator(self, node: Node, assignment: str) -> None:
         name = _range_of(node)
-        # Half a microsecond without a profiler.
+        # The range costs half a microsecond without a profiler.
         self.lines += [f"with named_range({name!r}):", f"    {assignment}"] if name else [assignment]
 
     def _free(self, nodes: list[Node]) -> None:
@@ -119,7 +119,7 @@ class _Writer:
     def _name_of(self, target: Any) -> str:
         if isinstance(target, OpOverload):
             return f"torch.ops.{target}"
-        # Not by its bare name, which a node may have.
+        # Not the function's bare name, which a node may have.
         name = f"_{target.__module__}_{target.__name__}".replace(".", "_")
         self.names[name] = target
         return name
@@ -128,15 +128,15 @@ class _Writer:
 def write_program(
     graph: Graph, segments: Mapping[str, Callable[..., Any]], owner: GraphModule
 ) -> tuple[str, Callable[[list[Any]], list[Any]]]:
-    """The function of an outer graph.
+    """Write the program of an outer graph.
 
     Args:
         graph: the outer graph.
-        segments: what to call for each of its modules; takes a list, which it may empty.
-        owner: holds the tensors that the graph reads as attributes.
+        segments: the function to call for each module of the graph, by name. It takes a list, which it may empty.
+        owner: the module with the tensors that the graph reads as attributes.
 
     Returns:
-        Its source, and the function itself.
+        The source, and the function itself.
     """
     writer = _Writer(graph, segments, owner)
     source = writer.write()

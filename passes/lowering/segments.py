@@ -1,19 +1,18 @@
-"""Segments: cut a scheduled graph at its collectives, so that the compiler of kernels sees compute only.
+"""Segments: cut a scheduled graph at its collectives, so that the compiler of kernels sees only compute.
 
 Before: one graph of compute and collectives, in the order that the schedule gave it.
 After:  a graph of collectives and calls of *segments*, the stretches of compute between them, each a module of its own.
 
-Nothing that optimises a segment can move a collective: the order is kept by construction. And stretches that are equal but for
-the tensors they work on share one module: the layers of a deep model are compiled once, not once each.
+No optimisation of a segment can move a collective: the order is kept by construction. Stretches that differ only in their
+tensors share one module: the layers of a deep model are compiled once, not once each.
 
-What a reduction does ahead of its collective, its copy-in, is a stretch of its own
-(:func:`~passes.ir.work.kernel_boundaries`). A collective of the model's own is cut at like any other, and so is a copy between
-host and device. Views between two collectives stay in the outer graph, as they are no work; so do lookups of random seeds,
-whose index would tell equal layers apart. Constants are made where they are read.
+The copy-in of a reduction is a stretch of its own (:func:`~passes.ir.work.kernel_boundaries`). The graph is also cut at the
+model's own collectives, and at copies between host and device. Views between two collectives stay in the outer graph, as they
+are no work. Lookups of random seeds stay there, too: their index would make equal layers differ. Each segment makes the
+constants that it reads.
 
-Of an output that is a view Inductor keeps the order of the strides and not the strides, and may have laid out otherwise what it
-is of; who reads it was traced with the strides. So a segment gives out no view with gaps, but what it is of, and the outer
-graph makes the view.
+If an output is a view, Inductor keeps only the order of its strides, and may lay out its base differently. Readers of the view
+were traced with the exact strides. So a segment returns the base of a view with gaps, and the outer graph makes the view.
 """
 
 from __future__ import annotations
@@ -44,23 +43,23 @@ _CONSTANTS = {
 }
 
 
-# What reads other memory than that of the elements of its input.
+# Operators that read memory outside of the elements of their input.
 _READ_STORAGE = {
     _aten.as_strided.default,
     _aten.as_strided_.default,
     _aten.as_strided_copy.default,
     _aten.as_strided_scatter.default,
 }
-# Of what Inductor takes for aligned, in bytes.
+# The alignment of memory that Inductor's code relies on, in bytes.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of compute.
+    """The module of a stretch of compute.
 
     Attributes:
-        graph_module: takes what the stretch reads and returns what is read of it, a tuple.
+        graph_module: takes the values that the stretch reads, and returns a tuple of those that are read outside of it.
         key: equal for stretches that do the same with tensors of the same shapes, strides and dtypes.
     """
 
@@ -73,7 +72,7 @@ def _stays_outside(node: Node, stretch: dict[Node, None]) -> bool:
 
 
 def _is_communicated(node: Node) -> bool:
-    """Whether a node is an element of what a collective gives: no input of a segment is a tuple."""
+    """Return whether a node is an element of a collective's result. It stays outside, as no segment takes a tuple."""
     if node.target is not operator.getitem:
         return False
     source: Any = node.args[0]
@@ -85,7 +84,7 @@ def _is_constant(node: Node) -> bool:
 
 
 def _is_alias(node: Node) -> bool:
-    """Whether a node's result is memory of its input's, as operators declare it."""
+    """Return whether a node's result has its input's memory, by the schema of the operator."""
     if node.target is operator.getitem:
         return _is_alias(node.args[0])  # type: ignore[arg-type]
     if node.target == _aten._unsafe_view.default:
@@ -95,7 +94,7 @@ def _is_alias(node: Node) -> bool:
 
 
 def _is_told_by_order(node: Node) -> bool:
-    """Whether the order of a tensor's strides says what they are: it has no gaps, and no dimension that may have any stride."""
+    """Return whether the order of a tensor's strides determines them: no gaps, and no dimension that may have any stride."""
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
         return False
@@ -110,7 +109,7 @@ def _is_told_by_order(node: Node) -> bool:
 
 
 def _stretches(graph: Graph) -> list[dict[Node, None]]:
-    """The nodes between boundaries, stretch by stretch, without what stays in the outer graph."""
+    """Return the nodes between boundaries, stretch by stretch, without those that stay in the outer graph."""
     stretches: list[dict[Node, None]] = [{}]
     boundaries = kernel_boundaries(graph)
     for node in graph.nodes:
@@ -122,14 +121,14 @@ def _stretches(graph: Graph) -> list[dict[Node, None]]:
             stretches[-1][node] = None
     for stretch in stretches:
         for node in [node for node in stretch if is_view(node)]:
-            # A view between two collectives does not belong to the stretch that it stands in.
+            # A view that nothing in the stretch makes or reads belongs to the outer graph.
             if not any(other in stretch for other in (*node.all_input_nodes, *node.users)):
                 del stretch[node]
     return [stretch for stretch in stretches if not all(map(is_view, stretch))]
 
 
 def _symbols(value: Any) -> set[Any]:
-    """The symbols in the sizes of a fake value."""
+    """Return the symbols in the sizes, strides and storage offset of a fake value."""
     if isinstance(value, SymInt):
         return set(value.node.expr.free_symbols)
     if isinstance(value, Tensor):
@@ -141,17 +140,17 @@ def _symbols(value: Any) -> set[Any]:
 
 @dataclass(frozen=True)
 class _SizeOf:
-    """A symbol that only sizes of tensors spell out: where the outer graph reads it."""
+    """The source of a symbol that is no input by itself: the dimension of a tensor from which the outer graph reads it."""
 
     tensor: Node
     dim: int
 
 
 class _Sources:
-    """Where the outer graph has the symbols of a graph's sizes.
+    """The nodes and dimensions from which the outer graph gets the symbols of sizes.
 
-    Inductor looks a symbol up among the inputs of what it compiles, where it has to stand by itself: ``[2 * s]`` does not tell
-    ``s``. So a segment is given each symbol of whatever it holds or reads as an input of its own.
+    Inductor looks for each symbol ``s`` among the inputs of a segment, and does not derive it from a shape such as ``[2 * s]``.
+    So a segment takes each symbol of the values that it holds or reads as an input of its own.
     """
 
     def __init__(self, graph: Graph):
@@ -167,18 +166,18 @@ class _Sources:
                     self._of.setdefault(size.node.expr, _SizeOf(node, dim))
 
     def of(self, nodes: Iterable[Node]) -> dict[Node | _SizeOf, None]:
-        """The sources of all symbols in the values of nodes."""
+        """Return the sources of all symbols in the values of ``nodes``."""
         wanted = set().union(*(_symbols(node.meta.get("val")) for node in nodes))
         return dict.fromkeys(self._of[symbol] for symbol in sorted(wanted, key=str) if symbol in self._of)
 
 
 class _Builder:
-    """Builds the module of one stretch.
+    """The builder of one stretch's segment.
 
     Attributes:
-        inputs: what it is given.
-        outputs: what it gives out.
-        views: what the outer graph makes of what it gives out, and of what there is already, in order.
+        inputs: the nodes and sizes that the segment takes.
+        outputs: the nodes that the segment returns.
+        views: the nodes that the outer graph makes as views, of ``outputs`` and of values outside, in order.
     """
 
     def __init__(self, owner: GraphModule, stretch: dict[Node, None], sources: _Sources, read_elsewhere: set[Node]):
@@ -207,13 +206,13 @@ class _Builder:
         for node in (*self.constants, *self.body):
             copies[node] = graph.node_copy(node, copies.__getitem__)
         output = graph.output(tuple(copies[node] for node in self.outputs))
-        # Exactly the layout that was traced: the readers of an output were traced with it.
+        # Keep the exact layouts of outputs, as their readers were traced with these.
         output.meta["user_visible_output_idxs"] = list(range(len(self.outputs)))
         with _use_lazy_graph_module(True):
             graph_module = _make_graph_module(self.owner, graph)
         known = known_of_unbacked(node.meta.get("val") for node in graph.nodes)
         if known:
-            # Inductor generates checks of it. To find a module in its cache, it looks at attributes, not at symbols.
+            # Inductor generates checks of these facts. Its cache compares attributes of modules, not what symbols stand for.
             graph_module.__dict__["known_of_sizes"] = known
         return Segment(graph_module, key)
 
@@ -227,7 +226,12 @@ class _Builder:
 
 
 def _split_off_views(wanted: list[Node], stretch: dict[Node, None]) -> tuple[list[Node], list[Node]]:
-    """The views among what is read of a stretch elsewhere, with those that they are of; and what is left to give out."""
+    """Divide ``wanted``, the nodes of a stretch that are read elsewhere, between the outer graph and the segment.
+
+    Returns:
+        The views that the outer graph is to make, with views that they are made of; and the nodes that the segment returns,
+        which are the bases of these views and the rest of ``wanted``.
+    """
     views: set[Node] = set()
     others: set[Node] = set()
     stack = list(wanted)
@@ -244,7 +248,7 @@ def _split_off_views(wanted: list[Node], stretch: dict[Node, None]) -> tuple[lis
 
 
 def _read_inside(stretch: dict[Node, None], views: list[Node]) -> dict[Node, None]:
-    """The stretch without those views that nothing in it reads."""
+    """Return the stretch without those of ``views`` that nothing in the stretch reads."""
     body = dict.fromkeys(stretch)
     for node in reversed(views):
         if not any(user in body for user in node.users):
@@ -265,12 +269,15 @@ def _value_of(source: Node | _SizeOf) -> Any:
 
 
 def _describe(value: Any, with_offset: bool) -> Hashable:
-    """What code depends on of an input. Of where it begins in its memory, that is what it may suppose of addresses."""
+    """Return the properties of an input that generated code specialises on.
+
+    These include the alignment of the storage offset, or with ``with_offset`` the offset itself.
+    """
     if not isinstance(value, Tensor):
         return str(value)
     offset = value.storage_offset()
     if isinstance(offset, int) and not with_offset:
-        # C++ kernels suppose nothing.
+        # C++ kernels do not rely on alignment.
         offset = 0 if value.device.type == "cpu" else offset * value.itemsize % _ALIGNMENT
     return str(tuple(value.shape)), str(value.stride()), str(offset), value.dtype, value.device
 
@@ -282,7 +289,7 @@ def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:
         gm: a forward or backward graph after all passes. It is not changed.
 
     Returns:
-        The outer graph, and the segments that it calls, by name, each distinct one once.
+        The outer graph, and the distinct segments that it calls, by name.
     """
     stretches = _stretches(gm.graph)
     stretch_of = {node: stretch for stretch in stretches for node in stretch}
@@ -316,10 +323,10 @@ def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:
 
 
 def _builders(gm: GraphModule, stretches: list[dict[Node, None]], sources: _Sources) -> dict[Node, _Builder]:
-    """The builder of each stretch, by the stretch's last node."""
+    """Make a builder for each stretch, by the stretch's last node."""
     read_elsewhere: set[Node] = set()
     builders = {}
-    # From the last on: what a stretch reads of the sizes in an earlier one, that one gives out.
+    # From the last on: if a stretch reads a size of a tensor in an earlier one, the earlier one has to return the tensor.
     for stretch in reversed(stretches):
         builder = builders[next(reversed(stretch))] = _Builder(gm, stretch, sources, read_elsewhere)
         read_elsewhere.update(map(_node_of, builder.inputs))

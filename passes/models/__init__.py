@@ -1,1 +1,1 @@
-"""Models of the cost of a graph: time, memory, and the hardware."""
+"""Models of what a graph costs: time, memory, and the hardware."""

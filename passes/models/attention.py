@@ -1,8 +1,8 @@
-"""Attention: which nodes are fused attention, and how much of it they compute.
+"""Attention: which nodes are fused attention, and how much of the attention they compute.
 
-Fused kernels have a rate of their own (:attr:`passes.models.hardware.Hardware.attention_flops_per_s`). Causal ones skip what
-the mask hides: half of the scores, as FlashAttention's authors count it (arXiv:2307.08691, section 4.1). Formulas of flops, and
-so the utilisation that is made of them, count all.
+Fused kernels have a rate of their own (:attr:`passes.models.hardware.Hardware.attention_flops_per_s`). Causal kernels skip
+masked scores, which count as half of all, as FlashAttention's authors count them (arXiv:2307.08691, section 4.1). Formulas of
+flops count all scores, and so does the utilisation computed from them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _FUSED = {
 
 
 def is_attention(node: Node) -> bool:
-    """Whether a node is a fused attention, forward or backward."""
+    """Return whether a node is fused attention, forward or backward."""
     return isinstance(node.target, OpOverload) and node.target.overloadpacket in _FUSED
 
 
 def computed_part(node: Node) -> float:
-    """The part of the flops by the formula that a node's kernel computes."""
+    """Return the part of the formula's flops that a node's kernel computes: half for causal attention, else all."""
     return 0.5 if is_attention(node) and _is_causal(node) else 1.0
 
 
 def scores(node: Node) -> Any:
-    """The scores of attention, one for each pair of a query and a key, of each head, those that are masked included; else 0."""
+    """Count the scores of attention, one for each query and key of each head, including masked ones. Other nodes have 0."""
     if not is_attention(node):
         return 0
-    # Backward takes the gradient of the result first.
+    # The first argument of backward is the gradient of the result.
     is_backward = str(node.target).endswith("_backward.default")
     query, key = node.args[1:3] if is_backward else node.args[:2]
     queries, keys = (shape_value(value.meta["val"]) for value in (query, key))  # type: ignore[union-attr]

@@ -1,17 +1,17 @@
-"""Cost model: how long each node of a graph takes, from what it computes and moves.
+"""Cost model: how long each node of a graph takes, from its flops and the bytes that it moves.
 
-- *Products* (matrix products, convolutions, attention) take the longer of flops over the rate of their dtype and bytes over
-  that of memory. Attention has another rate, takes some time for each score, and if causal half of both (``attention.py``).
-- *Fusible* nodes (pointwise, reductions over elements, and what Inductor generates with them) between two others are one
-  kernel: what they read from outside is read once, what others read of them is written once, and nothing else moves. Where
-  the machine says what operations take, they take that if it is longer.
-- *Anything else* is a kernel that reads its inputs and writes its outputs.
+- *Products* (matrix products, convolutions, attention) take the longer of flops / rate of their dtype and bytes / memory rate.
+  Attention has another rate and takes some time for each score. Causal attention takes half of both (``attention.py``).
+- *Fusible* nodes between two others are one kernel: pointwise operators, reductions over elements, and operators that Inductor
+  generates with them. The kernel reads each outside value once, and writes each value with outside readers once. If the
+  hardware has a time for pointwise operations, and that time is longer, it counts instead.
+- *Other operators* are one kernel each, which reads its inputs and writes its outputs.
 - Views, waits and inputs take no time.
-- *Transfers* go on beside compute, for the duration of :func:`transfer_ns`. A collective costs compute its launch, and the time
-  by which it slows compute down meanwhile; a copy between host and device its launch alone.
-- Where the host's time is not hidden, each segment and each call of a graph that communicates costs some of it.
+- *Transfers* run beside compute, for the duration of :func:`transfer_ns`. A collective costs compute its launch and the time by
+  which it slows compute down. A copy between host and device costs its launch alone.
+- The host's time counts where nothing hides it, for each segment and each call of a graph that communicates.
 
-Times are whole nanoseconds, whose sums do not depend on the order, so that equal schedules have equal times.
+Times are whole nanoseconds. Their sums do not depend on the order, so equal schedules have equal times.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _wait = _c10d.wait_tensor.default
 
-# Not in torch's registry of flop formulas, and counted like the operators for other devices.
+# Operators that torch's registry of flop formulas lacks, and the operators for other devices whose formulas they use.
 _LIKE = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
-#: What begins a copy between host and device, and which way it goes.
+#: The operators that start a copy between host and device, with its direction.
 COPIES = {
     copy_to_device: "to_device",
     fetch: "to_device",
     copy_to_host: "to_host",
     offload: "to_host",
 }
-# Inductor generates code for these inside of its kernels, though they are not tagged as pointwise.
+# Operators that Inductor fuses into its kernels, although they are not tagged as pointwise.
 _FUSIBLE = {
     _aten._softmax,
     _aten._log_softmax,
@@ -78,19 +78,19 @@ _MOVES_NOTHING = {
 
 @dataclass(frozen=True)
 class Demand:
-    """What a node asks of the computing side.
+    """The work of a node on the computing side.
 
     Attributes:
-        launches: kernels and collectives that it starts.
-        moved_bytes: what it reads and writes.
-        flops: of a product; else 0.
-        dtype: that the product computes in; empty: it is none.
+        launches: the number of kernels and collectives that it starts.
+        moved_bytes: the bytes that it reads and writes.
+        flops: the flops of a product; else 0.
+        dtype: the dtype that a product computes in; else empty.
         is_attention: whether it is fused attention, which has a rate of its own.
-        computed_part: the part of the flops that it computes: half, if attention is causal.
-        scores: of attention, masked ones included; else 0.
-        operations: pointwise ones on elements.
-        segments: that begin with it, which the host calls.
-        graphs: that end with it, and communicate.
+        computed_part: the part of the flops and scores that is computed: half for causal attention.
+        scores: the scores of attention, including masked ones; else 0.
+        operations: the number of pointwise operations on elements.
+        segments: the number of segments that begin with it, which the host calls.
+        graphs: the number of graphs that end with it, if they communicate.
     """
 
     launches: Any = 0
@@ -105,30 +105,33 @@ class Demand:
     graphs: int = 0
 
     def computing_s(self, hardware: Hardware) -> float:
-        """How long it computes."""
+        """Return the seconds of its arithmetic, without those for moving bytes."""
         if not self.dtype:
             return float(self.operations * hardware.operation_s)
         products = self.flops / hardware.rate(self.dtype, attention=self.is_attention)
         return float((products + self.scores * hardware.score_s.get(self.dtype, 0.0)) * self.computed_part)
 
     def is_bound_by_flops(self, hardware: Hardware) -> bool:
-        """Whether a product takes longer than reading and writing."""
+        """Return whether this is a product whose arithmetic takes at least as long as moving its bytes."""
         return bool(self.dtype) and self.computing_s(hardware) >= self.moved_bytes / hardware.bytes_per_s
 
     def ns(self, hardware: Hardware) -> int:
-        """How long that takes."""
+        """Return the nanoseconds that the node takes on the computing side."""
         moving = self.moved_bytes / hardware.bytes_per_s
         host = self.segments * _ns(hardware.segment_s) + self.graphs * _ns(hardware.graph_s)
         return host + self.launches * _ns(hardware.kernel_s) + _ns(max(self.computing_s(hardware), moving))
 
 
 _NOTHING = Demand()
-#: The fields of a demand that may be expressions.
+#: The fields of :class:`Demand` that may be sympy expressions.
 DEMANDED = ("launches", "moved_bytes", "flops", "scores", "operations")
 
 
 def demands(graph: Graph) -> dict[Node, Demand]:
-    """What each node of a graph asks of the computing side: of nodes that fuse, what the kernel moves where it first does."""
+    """Compute the demand of each node of a graph.
+
+    In a kernel of several nodes, the bytes of a value count at the node that first reads or writes them.
+    """
     found: dict[Node, Demand] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or is_free(node):
@@ -148,7 +151,7 @@ def demands(graph: Graph) -> dict[Node, Demand]:
 
 
 def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
-    """The time of each node of a graph on the computing side."""
+    """Compute the nanoseconds of each node of a graph on the computing side."""
     costs = {node: demand.ns(hardware) for node, demand in demands(graph).items()}
     for node in graph.nodes:
         if starts_collective(node):
@@ -160,7 +163,7 @@ def node_ns(graph: Graph, hardware: Hardware) -> dict[Node, int]:
 
 
 def _segment_begins(graph: Graph) -> list[Node]:
-    """The first work of each stretch of compute that no kernel reaches across."""
+    """Find the first working node of each segment, a run of compute between boundaries that no kernel crosses."""
     found: list[Node] = []
     begins = True
     boundaries = kernel_boundaries(graph)
@@ -173,12 +176,12 @@ def _segment_begins(graph: Graph) -> list[Node]:
 
 
 def _is_started(node: Node) -> bool:
-    """Whether a node is no kernel, but begins what goes on beside them."""
+    """Return whether a node starts communication or a copy beside the kernels, and is no kernel itself."""
     return starts_collective(node) or is_host_copy(node)
 
 
 def kernels(graph: Graph) -> list[list[Node]]:
-    """The kernels of a graph, each by its nodes: a stretch of those that fuse, or one that is a kernel of its own."""
+    """Group the nodes of a graph into kernels: a run of fusible nodes, or one node that is a kernel of its own."""
     found: list[list[Node]] = []
     stretch: list[Node] = []
     boundaries = kernel_boundaries(graph)
@@ -198,7 +201,7 @@ def kernels(graph: Graph) -> list[list[Node]]:
 
 
 def unwritten(graph: Graph) -> set[Node]:
-    """The nodes whose values no kernel writes: those that fuse, and that only nodes of the same kernel read."""
+    """Find the nodes whose values no kernel writes: fusible nodes that only nodes of the same kernel read."""
     found: set[Node] = set()
     for kernel in kernels(graph):
         members = set(kernel)
@@ -207,39 +210,39 @@ def unwritten(graph: Graph) -> set[Node]:
 
 
 def is_transfer(node: Node) -> bool:
-    """Whether a node starts what goes on beside compute: a collective, or a copy between host and device."""
+    """Return whether a node starts a transfer beside compute: a collective, or a copy between host and device."""
     return starts_collective(node) or node.target in COPIES
 
 
 def transfer_ns(node: Node, hardware: Hardware) -> int:
-    """How long a transfer is in flight when its link is free."""
+    """Return the nanoseconds that a transfer is in flight when it has its wire for itself."""
     if node.target in COPIES:
         return _ns(hardware.host.copy_s(transfer_kind(node), traffic_bytes(node)))
     return _ns(hardware.transfer_s(collective_kind(node), traffic_bytes(node), layout_of(group_of(node))))
 
 
 def _taken_ns(node: Node, hardware: Hardware) -> int:
-    """The time that a collective takes from the computing side while it is in flight."""
+    """Return the nanoseconds by which a collective in flight slows down compute."""
     return _ns(hardware.taken_s(collective_kind(node), traffic_bytes(node), layout_of(group_of(node))))
 
 
 def collective_kind(node: Node) -> str:
-    """What a collective costs like: "all_gather", "reduce_scatter" or "all_reduce"."""
+    """Return the kind of collective whose costs a node has: "all_gather", "reduce_scatter" or "all_reduce"."""
     packet = node.target.overloadpacket  # type: ignore[union-attr]
     if packet == _c10d.all_gather_into_tensor:
         return "all_gather"
-    # An exchange sends as much, and is what Gloo's reduce-scatter is. Other collectives of the model's own have no measure of
-    # their own.
+    # An exchange sends as much as a reduce-scatter, which it is over Gloo. Other collectives of the model are not measured, and
+    # count as all-reduces.
     return "reduce_scatter" if packet in (_c10d.reduce_scatter_tensor, _c10d.all_to_all_single) else "all_reduce"
 
 
 def transfer_kind(node: Node) -> str:
-    """What a transfer costs like: "to_device" or "to_host", or what :func:`collective_kind` says."""
+    """Return the kind whose costs a transfer has: "to_device" or "to_host" for a copy, else its :func:`collective_kind`."""
     return COPIES.get(node.target) or collective_kind(node)  # type: ignore[arg-type, call-overload]
 
 
 def traffic_bytes(node: Node) -> float:
-    """The bytes that each rank sends for a collective, or copies."""
+    """Return the bytes that each rank sends for a collective, or that a copy moves."""
     if node.target in COPIES:
         return num_bytes(node.meta["val"])
     kind = collective_kind(node)
@@ -248,17 +251,17 @@ def traffic_bytes(node: Node) -> float:
 
 
 def layout_of(group: str) -> GroupLayout:
-    """How the ranks of a group lie on nodes, by the group's name."""
+    """Return how the ranks of the group of this name lie on nodes."""
     return GroupLayout.of(group_ranks(group))
 
 
 def is_free(node: Node) -> bool:
-    """Whether a node is no work: a view, a wait, arithmetic with sizes."""
+    """Return whether a node takes no time: a view, a wait, or arithmetic with sizes."""
     return is_view(node) or node.target in _MOVES_NOTHING or isinstance(node.meta.get("val"), (int, float, SymInt, SymFloat))
 
 
 def is_fusible(node: Node) -> bool:
-    """Whether Inductor generates a kernel for a node, together with its neighbours."""
+    """Return whether Inductor generates one kernel for a node and its fusible neighbours."""
     target = node.target
     if not isinstance(target, OpOverload):
         return False
@@ -270,14 +273,14 @@ def _ns(seconds: float) -> int:
 
 
 def _kernel_demand(node: Node) -> Demand:
-    """A kernel of its own."""
+    """Compute the demand of a node that is a kernel of its own."""
     moved = num_bytes(node.meta.get("val")) + sum(num_bytes(source.meta.get("val")) for source in node.all_input_nodes)
     dtype, flops = node_flops(node) or ("", 0)
     return Demand(1, moved, flops, dtype, is_attention(node), computed_part(node), scores(node))
 
 
 def _fused_flops(node: Node) -> Any:
-    """Those of a product of what is gathered meanwhile, or of which the result is scattered meanwhile."""
+    """Count the flops of a product that is fused with the gather of its input, or with the reduce-scatter of its result."""
     rows, others = node.args[0].meta["val"], node.args[1]  # type: ignore[union-attr]
     if not isinstance(others, (list, tuple)):
         return 2 * _numel(rows) * shape_value(others.meta["val"])[-1]  # type: ignore[union-attr]
@@ -286,7 +289,7 @@ def _fused_flops(node: Node) -> Any:
 
 
 def _fused_traffic(node: Node) -> tuple[str, float]:
-    """What its collective is like, and the bytes that each rank sends for it."""
+    """Return the kind of the collective in a fused product, and the bytes that each rank sends for it."""
     gathers = isinstance(node.args[1], (list, tuple))
     kind, shard = ("all_gather", node.args[0]) if gathers else ("reduce_scatter", node)
     ranks = group_size(group_of(node))
@@ -294,7 +297,7 @@ def _fused_traffic(node: Node) -> tuple[str, float]:
 
 
 def node_flops(node: Node) -> tuple[str, Any] | None:
-    """The dtype that a product computes in, as :class:`Hardware` spells it, and its flops; None: it is no product."""
+    """Return the dtype of a product, as :class:`Hardware` spells it, and its flops; None if the node is no product."""
     formula = _flop_formula(node)
     if formula is None and not is_fused_product(node):
         return None
@@ -310,7 +313,7 @@ def _with_all_heads(node: Node, shapes: Sequence[Any]) -> Sequence[Any]:
     target: Any = node.target
     if not target._schema.name.startswith("aten::_scaled_dot_product"):
         return shapes
-    # The formula of torch 2.11 refuses grouped heads; of later ones, each head of the query counts as well.
+    # torch 2.11's formula refuses grouped heads. Those of later versions count every head of the query, too.
     named = {argument.name: shape for argument, shape in zip(target._schema.arguments, shapes, strict=False)}
     for name in ("key", "value"):
         batch, _, *rest = named[name]
@@ -321,7 +324,7 @@ def _with_all_heads(node: Node, shapes: Sequence[Any]) -> Sequence[Any]:
 def _flop_formula(node: Node) -> Callable[..., int] | None:
     packet: Any = getattr(node.target, "overloadpacket", None)
     formula = flop_registry.get(_LIKE.get(packet, packet))
-    # Those that are not wrapped take tensors, of which some would have to have values.
+    # Formulas that are not wrapped take tensors instead of shapes, and need the values of some.
     return formula if hasattr(formula, "__wrapped__") else None
 
 
@@ -332,14 +335,14 @@ def _shapes(value: Any) -> Any:
 
 
 def _memory(node: Node) -> Node:
-    """The node whose memory a view shows."""
+    """Return the node whose memory a view shows."""
     while is_free(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _reads(node: Node) -> list[Node]:
-    """The values whose memory a node reads."""
+    """Find the nodes whose memory a node reads."""
     # A copy overwrites its first argument without reading it.
     sources = node.args[1:2] if node.target == _aten.copy_.default else node.all_input_nodes
     return [_memory(source) for source in sources if isinstance(source, Node)]
@@ -350,10 +353,10 @@ def _is_read_outside(node: Node, members: set[Node]) -> bool:
 
 
 def _stretch_demands(stretch: list[Node]) -> Iterator[tuple[Node, Demand]]:
-    """What nodes that fuse move to and from outside, each where it first happens."""
+    """Yield the demand of each node of a kernel. A value that the kernel reads counts at its first reader."""
     members = set(stretch)
     seen: set[Node] = set()
-    # A kernel that does nothing but pad is there if anything has to be padded.
+    # A kernel that only pads exists only if there are rows to pad.
     is_there = sympy.Max(*map(presence, stretch)) if all(presence(node) != 1 for node in stretch) else 1
     for index, node in enumerate(stretch):
         is_written = _is_read_outside(node, members) or not node.users
@@ -362,15 +365,15 @@ def _stretch_demands(stretch: list[Node]) -> Iterator[tuple[Node, Demand]]:
             if source not in members and source not in seen:
                 seen.add(source)
                 read = smaller(num_bytes(source.meta.get("val")), _read_bytes(node, source))
-                # Who reads a padded value in the same kernel, reads it unpadded if there is no padding.
+                # If there are no rows to pad, readers in the same kernel read the unpadded value.
                 moved += read * presence(node) if is_written else read
         yield node, Demand(0 if index else is_there, moved, operations=_operations(node) * presence(node))
 
 
 def _operations(node: Node) -> Any:
-    """The elements that a pointwise operation or a reduction works on."""
+    """Count the elements that a pointwise operator or a reduction works on."""
     sizes = [_numel(value.meta.get("val")) for value in (node, *node.all_input_nodes)]
-    # Sizes may be expressions, of which none is the largest; a reduction reads more than it writes.
+    # Sizes may be expressions, of which no maximum can be taken. A reduction reads more than it writes.
     tags = node.target.tags  # type: ignore[union-attr]
     return sizes[1] if torch.Tag.reduction in tags and len(sizes) > 1 else sizes[0]
 
@@ -380,7 +383,7 @@ def _numel(value: Any) -> Any:
 
 
 def _read_bytes(node: Node, source: Node) -> Any:
-    """How much of a value a node reads: the elements that its views of it show, an output's worth for a lookup."""
+    """Count the bytes of ``source`` that a node reads: those that its views show; for a lookup, at most its output's size."""
     views = [argument for argument in node.all_input_nodes if _memory(argument) is source]
     shown = sum(num_bytes(view.meta.get("val")) for view in views)
     packet = node.target.overloadpacket  # type: ignore[union-attr]

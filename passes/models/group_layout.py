@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Ranks at equal distances, as the groups of a mesh dimension have them.
+    """A process group with ranks at equal distances, like the groups of a mesh dimension.
 
     Attributes:
         size: the number of ranks.
-        stride: the distance of each to the next.
+        stride: the distance between neighbouring ranks.
     """
 
     size: int
@@ -20,15 +20,18 @@ class GroupLayout:
 
     @classmethod
     def of(cls, ranks: Sequence[int]) -> GroupLayout:
-        """The layout of a group. Ranks at unequal distances count with the mean of these, rounded up."""
+        """Return the layout of a group. For unequal distances, the stride is their mean, rounded up."""
         return cls(len(ranks), -((min(ranks) - max(ranks)) // max(1, len(ranks) - 1)) or 1)
 
     def per_node(self, ranks_per_node: int) -> int:
-        """How many of its ranks share a node. The span decides, which is the same for all groups of a mesh dimension."""
+        """Count the ranks of the group that share a node.
+
+        The count depends on size and stride alone, which are the same for all groups of a mesh dimension.
+        """
         if (self.size - 1) * self.stride < ranks_per_node:
             return self.size
         return max(1, ranks_per_node // self.stride)
 
     def nodes(self, ranks_per_node: int) -> int:
-        """How many nodes its ranks are on."""
+        """Count the nodes that the ranks are on."""
         return -(-self.size // self.per_node(ranks_per_node))

@@ -1,7 +1,7 @@
 """Hardware: the rates and latencies of a machine that the cost model needs.
 
-:func:`known_hardware` is a table of common machines; ``python -m fsdp_compile.calibrate`` measures others and writes a file
-that :meth:`Hardware.load` reads. Rates are sustained ones, not those of a data sheet.
+:func:`known_hardware` has a table of common machines. ``python -m fsdp_compile.calibrate`` measures others and writes a file
+that :meth:`Hardware.load` reads. Rates are sustained rates, not those of a data sheet.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from .nccl import Way
 class Link:
     """The cost of one kind of collective.
 
-    It is in flight for ``latency_s + hop_s * (ranks - 2) + traffic / bytes_per_s``, with NCCL also for what its algorithms take
-    to start (:attr:`Hardware.library`). Where it hides behind compute, compute still takes ``taken_s + traffic *
-    taken_s_per_byte`` longer, and by ``taken_part`` of the time in flight: Gloo's threads run on the cores that compute, NCCL's
-    kernels on some of a GPU's multiprocessors.
+    A collective is in flight for ``latency_s + hop_s * (ranks - 2) + traffic / bytes_per_s``. With NCCL, the startup of its
+    algorithms adds to that (:attr:`Hardware.library`). A collective also slows down the compute that hides it, by ``taken_s +
+    traffic * taken_s_per_byte`` and by ``taken_part`` of the time in flight. Gloo's threads run on the cores that compute, and
+    NCCL's kernels on some of a GPU's multiprocessors.
 
-    The traffic is what every rank sends: of n ranks, (n - 1) / n of the unsharded buffer for an all-gather or a reduce-scatter,
-    twice that for an all-reduce. So the rate (nccl-tests call it bus bandwidth) does not depend on the number of ranks.
+    The traffic is the bytes that each rank sends. With n ranks that is (n - 1) / n of the unsharded buffer for an all-gather or
+    a reduce-scatter, and twice as much for an all-reduce. So the rate does not depend on the number of ranks; nccl-tests call
+    it bus bandwidth.
     """
 
     latency_s: float
@@ -53,12 +54,12 @@ class Links:
 
 @dataclass(frozen=True)
 class HostLink:
-    """What connects a device with the memory of its host, pinned there. Each direction is a wire of its own.
+    """The link between a device and pinned memory of its host. Each direction is a wire of its own.
 
     Attributes:
-        startup_s: what each copy takes besides.
-        to_device_bytes_per_s, to_host_bytes_per_s: of a copy.
-        memory_bytes_per_s: of the host's memory, for what the host computes for one rank while it does so for others.
+        startup_s: seconds to start a copy.
+        to_device_bytes_per_s, to_host_bytes_per_s: the rate of a copy in each direction.
+        memory_bytes_per_s: the rate of the host's memory for one rank, while the host computes for the node's other ranks, too.
     """
 
     startup_s: float
@@ -67,22 +68,22 @@ class HostLink:
     memory_bytes_per_s: float
 
     def copy_s(self, kind: str, num_bytes: float) -> float:
-        """How long a copy takes when its direction is free.
+        """Return the seconds that a copy takes when no other goes in its direction.
 
         Args:
             kind: "to_device" or "to_host".
-            num_bytes: what it copies.
+            num_bytes: the bytes to copy.
         """
         rate = self.to_device_bytes_per_s if kind == "to_device" else self.to_host_bytes_per_s
         return self.startup_s + num_bytes / rate
 
 
-# A copy engine takes some microseconds to begin: assumed. Of 32 GB/s by the standard, copies from and to pinned memory reach 25
-# over PCIe 4.0 (https://github.com/NVIDIA/nvbandwidth/issues/53), and of 64 over PCIe 5.0 55
+# A copy engine takes some microseconds to start: assumed. Copies from and to pinned memory reach 25 of the standard's 32 GB/s
+# over PCIe 4.0 (https://github.com/NVIDIA/nvbandwidth/issues/53), and 55 of 64 GB/s over PCIe 5.0
 # (https://developer.nvidia.com/blog/?p=115566).
 #
-# Memory: of two sockets with eight channels each, DDR4-3200 or DDR5-4800, a rank of eight has an eighth, of which four fifths
-# are taken to be reached.
+# Memory: two sockets with eight channels each, of DDR4-3200 with PCIe 4.0 and DDR5-4800 with PCIe 5.0. Each of eight ranks has
+# an eighth, and is assumed to reach four fifths of it.
 _PCIE_4 = HostLink(5e-6, 25e9, 25e9, 0.8 * 2 * 8 * 25.6e9 / 8)
 _PCIE_5 = HostLink(5e-6, 55e9, 55e9, 0.8 * 2 * 8 * 38.4e9 / 8)
 
@@ -92,22 +93,22 @@ class Hardware:
     """A machine, seen from one rank.
 
     Attributes:
-        name: what to call it.
-        flops_per_s: of matrix products, by the name of the dtype; other dtypes count as float32.
-        bytes_per_s: of memory.
-        kernel_s: what each kernel and each start of a collective costs besides.
-        ranks_per_node: ranks that share a node.
-        within_node: collectives of a group inside a node.
-        between_nodes: those of a group with all ranks of several nodes. A group with fewer of each node reaches that part of
-            the rate, as other groups use the network of the node at the same time.
-        peak_flops_per_s: of matrix products without sparsity, by data sheet, as :attr:`flops_per_s`; empty: not known.
-        attention_flops_per_s: of fused attention, as :attr:`flops_per_s`; other dtypes, and all if empty: as products.
-        score_s: what attention takes for each score besides its products, by dtype; of others nothing.
-        operation_s: what a pointwise operation takes for an element that is in a cache. It counts where it is more than memory.
-        segment_s: what the host takes for each segment of a graph, where nothing hides that.
-        graph_s: what it takes for each call of a graph that communicates.
-        library: "nccl" if its algorithms' time to start adds to the links', which grows with the group; else empty.
-        host: copies between the device and its host; if nothing else is known, over 16 lanes of PCIe 4.0.
+        name: the name of the machine.
+        flops_per_s: flops per second of matrix products, by the name of the dtype. Other dtypes count as float32.
+        bytes_per_s: bytes per second of the device's memory.
+        kernel_s: seconds to launch a kernel or to start a collective.
+        ranks_per_node: the number of ranks that share a node.
+        within_node: the collectives of a group inside one node.
+        between_nodes: the collectives of a group with all ranks of several nodes. A group with a part of each node's ranks
+            reaches that part of the rate, as other groups use the node's network at the same time.
+        peak_flops_per_s: like :attr:`flops_per_s`, the peaks of the data sheet without sparsity; empty: not known.
+        attention_flops_per_s: like :attr:`flops_per_s`, of fused attention. Dtypes that it lacks have the rate of products.
+        score_s: seconds that attention takes for each score besides its products, by dtype. Other dtypes have 0.
+        operation_s: seconds of a pointwise operation for an element in a cache. They count if memory takes less time.
+        segment_s: seconds of the host for each segment of a graph, if nothing hides them; else 0.
+        graph_s: seconds of the host for each call of a graph that communicates, if nothing hides them; else 0.
+        library: "nccl" if the startup of its algorithms, which grows with the group, adds to the links' latency; else empty.
+        host: copies between the device and its host. The default is 16 lanes of PCIe 4.0.
     """
 
     name: str
@@ -127,28 +128,28 @@ class Hardware:
     host: HostLink = _PCIE_4
 
     def rate(self, dtype: str, *, attention: bool = False) -> float:
-        """The flops a second of matrix products, or of fused attention."""
+        """Return the flops per second of matrix products, or of fused attention."""
         products = self.flops_per_s.get(dtype, self.flops_per_s["float32"])
         return self.attention_flops_per_s.get(dtype, products) if attention else products
 
     def peak(self, dtype: str) -> float:
-        """The flops a second of matrix products at best; where the data sheet is not known, those that it sustains."""
+        """Return the peak flops per second of matrix products; without a data sheet, the sustained ones."""
         return self.peak_flops_per_s.get(dtype, self.flops_per_s[dtype])
 
     def transfer_s(self, kind: str, traffic: float, layout: GroupLayout) -> float:
-        """How long a collective is in flight when it has its wires for itself.
+        """Return the seconds that a collective is in flight when it has its wire for itself.
 
         Args:
             kind: "all_gather", "reduce_scatter" or "all_reduce".
             traffic: the bytes that each rank sends, as :func:`sent_bytes` counts them.
-            layout: of its group. Without other ranks, nothing takes time.
+            layout: the layout of its group. A group of one rank takes no time.
         """
         if layout.size == 1:
             return 0.0
         return min(way.startup_s + traffic / way.bytes_per_s for way in self.ways(kind, layout))
 
     def taken_s(self, kind: str, traffic: float, layout: GroupLayout) -> float:
-        """The time that a collective takes from the compute that hides it."""
+        """Return the seconds by which a collective slows down the compute that hides it (see :meth:`transfer_s`)."""
         if layout.size == 1:
             return 0.0
         link = self.link(kind, layout)
@@ -156,7 +157,7 @@ class Hardware:
         return link.taken_s + traffic * link.taken_s_per_byte + in_flight * link.taken_part
 
     def ways(self, kind: str, layout: GroupLayout) -> list[Way]:
-        """What a collective of two or more ranks takes in the ways that there are, of which the fastest runs."""
+        """List the ways to run a collective of two or more ranks, of which the fastest counts."""
         link, nodes = self.link(kind, layout), layout.nodes(self.ranks_per_node)
         part = layout.per_node(self.ranks_per_node) / self.ranks_per_node if nodes > 1 else 1.0
         own = Way(link.latency_s + link.hop_s * (layout.size - 2), link.bytes_per_s * part)
@@ -166,18 +167,21 @@ class Hardware:
         return [Way(own.startup_s + way.startup_s, way.bytes_per_s, way.name) for way in found]
 
     def knee_bytes(self, kind: str, layout: GroupLayout) -> float:
-        """The traffic that takes as long as the start of a collective, in the way for large messages."""
+        """Return the bytes of traffic that take as long as the startup of a collective, in the way with the highest rate."""
         if layout.size == 1:
             return 0.0
         way = max(self.ways(kind, layout), key=lambda way: way.bytes_per_s)
         return way.startup_s * way.bytes_per_s
 
     def wire(self, layout: GroupLayout) -> str:
-        """What the collectives of a group share with those of other groups: all that is between nodes, or inside of one."""
+        """Return the name of the wire that a group's collectives share with other groups'.
+
+        Groups on several nodes share the network of their nodes, and groups inside of a node its links.
+        """
         return "network" if layout.nodes(self.ranks_per_node) > 1 else "node"
 
     def link(self, kind: str, layout: GroupLayout) -> Link:
-        """The link of a group."""
+        """Return the cost of a kind of collective for a group of this layout."""
         links = self.between_nodes if layout.nodes(self.ranks_per_node) > 1 else self.within_node
         return getattr(links, kind)
 
@@ -191,7 +195,7 @@ class Hardware:
         """Read a file that :meth:`save` wrote.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the file does not hold the numbers of a machine.
         """
         try:
             return _from_dict(json.loads(Path(path).read_text()))
@@ -206,54 +210,54 @@ def _from_dict(values: dict[str, Any]) -> Hardware:
     links = {
         key: Links(**{kind: Link(**link) for kind, link in values[key].items()}) for key in ("within_node", "between_nodes")
     }
-    # Of files that were written before copies were measured, the default.
+    # Files from before copies were measured have no rates of them, and get the default.
     host = {"host": HostLink(**values["host"])} if "host" in values else {}
     return Hardware(**{**values, **links, **host})
 
 
 def sent_bytes(kind: str, unsharded_bytes: Any, size: Any) -> Any:
-    """The bytes that each rank sends for a collective, in a ring.
+    """Return the bytes that each rank sends for a collective in a ring.
 
     Args:
         kind: "all_gather", "reduce_scatter" or "all_reduce".
-        unsharded_bytes: of the larger of what it takes and what it gives; a number, an array or an expression, as the result.
-        size: of the group, likewise.
+        unsharded_bytes: the bytes of the larger of its input and output: a number, an array or an expression, like the result.
+        size: the number of ranks of the group, likewise.
     """
     traffic = unsharded_bytes * (size - 1) / size
     return 2 * traffic if kind == "all_reduce" else traffic
 
 
-# Of what a data sheet says of memory, kernels that stream reach nine tenths: 2.18 of the 2.4 TB/s of an H100 with HBM2e
+# Kernels that stream reach nine tenths of the memory rate in a data sheet: 2.18 of the 2.4 TB/s of an H100 with HBM2e
 # (https://github.com/meta-pytorch/torchrec/pull/4637).
 _MEMORY_PART = 0.9
-# What a kernel takes besides, in a stream that always has the next one: assumed, and next to nothing in a large model.
+# Overhead of a kernel in a stream that always has the next one: assumed, and negligible in a large model.
 _KERNEL_S = 4e-6
-# The largest rate of any shape (https://github.com/stas00/ml-engineering, compute/accelerator: "maximum achievable matmul
-# flops", means after a warm-up) is not that of the shapes of a model: cuBLAS reaches 257 of the A100's 271 TFLOP/s for large
-# squares of normally distributed numbers (https://www.thonking.ai/p/strangely-matrix-multiplications).
+# Shapes of a model do not reach the largest rate of any shape (https://github.com/stas00/ml-engineering, compute/accelerator:
+# "maximum achievable matmul flops", means after a warm-up). cuBLAS reaches 257 of the A100's 271 TFLOP/s for large squares of
+# normally distributed numbers (https://www.thonking.ai/p/strangely-matrix-multiplications).
 _PRODUCT_PART = 257 / 271
-# Thread blocks of NCCL that run while a collective is in flight, one for each channel, taken to keep a multiprocessor each: 16
-# on nodes of H100 (https://github.com/NVIDIA/nccl/issues/1218). DeepSeek-V3 communicates with 20 (arXiv:2412.19437).
+# NCCL runs a thread block for each channel while a collective is in flight, assumed to occupy a multiprocessor each: 16 on
+# nodes of H100 (https://github.com/NVIDIA/nccl/issues/1218). DeepSeek-V3 communicates with 20 (arXiv:2412.19437).
 _CHANNELS = 16
-# Of a port of 400 Gbit/s NCCL reaches 46 to 48 GB/s (https://github.com/NVIDIA/nccl-tests/issues/290); of a slower port the
-# same part.
+# NCCL reaches 46 to 48 GB/s over a port of 400 Gbit/s (https://github.com/NVIDIA/nccl-tests/issues/290). A slower port is
+# assumed to reach the same part.
 _PORT_PART = 47 / 50
 _PORTS = 8
 
 
 @dataclass(frozen=True)
 class _Sheet:
-    """Numbers of a GPU, in TFLOP/s and GB/s.
+    """The numbers of a GPU, in TFLOP/s and GB/s.
 
     Attributes:
         half, single, double: peaks of products without sparsity, by data sheet; in half precision by tensor cores.
-        best_half, best_single: the best measured.
-        attention: of fused attention in half precision.
-        memory: by data sheet.
-        ring: bus bandwidth of a ring of NCCL over NVLink.
-        port: of a network adapter, by data sheet.
-        multiprocessors: how many it has.
-        host: copies between it and its host.
+        best_half, best_single: the highest measured rates of products.
+        attention: the rate of fused attention in half precision.
+        memory: the rate of its memory, by data sheet.
+        ring: the bus bandwidth of a ring of NCCL over NVLink.
+        port: the rate of a network adapter, by data sheet.
+        multiprocessors: the number of its multiprocessors.
+        host: copies between the GPU and its host.
     """
 
     half: float
@@ -300,40 +304,41 @@ def _gpu(name: str, sheet: _Sheet) -> Hardware:
 #
 # Peaks, memory, multiprocessors: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200.
 # Best products in half precision: ml-engineering, as above; H200 is listed as H100.
-# In single precision: 51.9 of H100's 67 TFLOP/s (https://github.com/zzc0721/torch-performance-test-data/issues/79); of the
-# others, whose kernels we found no measurement of, the same part of the peak.
-# Attention: forward together with backward, which has 2.5 times the flops and is slower. FlashAttention-2, which torch has: on
-# A100 73 and 63 % of the peak at best (arXiv:2307.08691); on H100 333 and 318 TFLOP/s with heads of 128 and 8k tokens, forward
-# causal, backward not (arXiv:2407.08608, figures 5 and 6). On B200 torch's attention reaches 719 forward
-# (https://github.com/facebookexperimental/triton/pull/854); backward is taken to be slower as on H100.
-# Rings: 16 GiB, measured with nccl-tests and the like: A100 235 GB/s, H200 361 (H100 has the same NVLink), B200 682
-# (ml-engineering, network). Four nodes of H200 reach 365 there, four of B200 382, as the model says.
+# Best products in single precision: 51.9 of H100's 67 TFLOP/s
+# (https://github.com/zzc0721/torch-performance-test-data/issues/79). We found no measurement for the kernels of other GPUs,
+# which get the same part of their peak. Attention: the rate of forward and backward together. Backward has 2.5 times the flops
+# of forward, and a lower rate. torch has FlashAttention-2. On A100, its forward and backward reach 73 and 63 % of the peak at
+# best (arXiv:2307.08691). On H100, they reach 333 and 318 TFLOP/s with heads of 128 and 8k tokens, forward causal, backward not
+# (arXiv:2407.08608, figures 5 and 6). On B200, torch's attention reaches 719 TFLOP/s forward
+# (https://github.com/facebookexperimental/triton/pull/854); backward is assumed to be slower as on H100. Rings: 16 GiB,
+# measured with nccl-tests and the like: A100 235 GB/s, H200 361 (H100 has the same NVLink), B200 682 (ml-engineering, network).
+# Four nodes of H200 reach 365 GB/s there, four of B200 382, as the model predicts.
 _GPUS = {
     "A100": _gpu("A100", _Sheet(312, 19.5, 9.7, 271.2, 15.1, 205, 2039, 235, 25, 108, _PCIE_4)),
     "H100": _gpu("H100", _Sheet(989, 67, 34, 794.5, 51.9, 322, 3350, 361, 50, 132, _PCIE_5)),
     "H200": _gpu("H200", _Sheet(989, 67, 34, 794.5, 51.9, 322, 4800, 361, 50, 132, _PCIE_5)),
     "B200": _gpu("B200", _Sheet(2250, 75, 37, 1745, 58.1, 695, 8000, 682, 50, 148, _PCIE_5)),
 }
-# No particular machine: a core or two for each rank, loopback between them. Assumed; what matters is measured by a calibration.
+# No particular machine: a core or two for each rank, and loopback between ranks. All assumed; a calibration measures real ones.
 _GLOO_LINK = Link(300e-6, 0.7e9, taken_s=300e-6, taken_s_per_byte=1.2e-9)
 _GLOO = Links(_GLOO_LINK, _GLOO_LINK, _GLOO_LINK)
 _CPU = Hardware("cpu", {"float32": 50e9, "float64": 25e9}, 10e9, 5e-6, 8, _GLOO, _GLOO)
 
 
 def known_hardware(device_type: str, device_name: str) -> Hardware:
-    """The table's entry for a device.
+    """Look a device up in the table of known machines.
 
     Args:
         device_type: "cpu" (any, with Gloo) or "cuda".
-        device_name: what ``torch.cuda.get_device_name()`` says.
+        device_name: the result of ``torch.cuda.get_device_name()``.
 
     Raises:
-        ValueError: the table does not have it.
+        ValueError: the table does not have the device.
     """
     if device_type == "cpu":
         return _CPU
     for name, hardware in _GPUS.items():
-        # GH200 is another machine than H200, and a card in a PCIe slot has no NVLink.
+        # GH200 is another machine than H200, so names match as whole words. A card in a PCIe slot has no NVLink.
         if re.search(rf"\b{name}\b", device_name) and "PCI" not in device_name.upper():
             return hardware
     raise ValueError(
@@ -343,5 +348,5 @@ def known_hardware(device_type: str, device_name: str) -> Hardware:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as :class:`Hardware` spells it."""
+    """Return the name of a dtype as :class:`Hardware` spells it, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

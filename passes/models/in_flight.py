@@ -1,9 +1,8 @@
-"""Transfers in flight, mostly collectives: each group carries one after the other, and groups share wires.
+"""Transfers in flight, mostly collectives: each group carries one at a time, and groups share wires.
 
-All that use a wire at the same time, one of each group, have equal parts of its rate. What a collective takes alone
-is that much work for its wire: with another one beside it, both take twice as long for as long as both are there. That is how
-processes share a link that is fair to them, and no more is known: how NCCL's kernels share NVLink or an adapter is not
-documented.
+Collectives that use a wire at the same time, one of each group, share its rate equally. A collective's time alone is its work
+for the wire. While another one is beside it, both take twice as long. Processes share a fair link in this way. Nothing more
+exact is known: how NCCL's kernels share NVLink or an adapter is not documented.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ T = TypeVar("T", bound=Hashable)
 
 
 class InFlight(Generic[T]):
-    """What is under way, in whole nanoseconds. Time goes forward with each call.
+    """Collectives in flight, with times in whole nanoseconds. Calls move a clock forward.
 
     Attributes:
-        begins, ends: of collectives, as far as they are known: those that ended, and those that began.
+        begins, ends: the times at which collectives begin and end. Those after the clock are missing.
     """
 
     def __init__(self) -> None:
@@ -31,11 +30,19 @@ class InFlight(Generic[T]):
         self._wire: dict[T, str] = {}
 
     def __contains__(self, collective: T) -> bool:
-        """Whether it has been started."""
+        """Return whether a collective has been started."""
         return collective in self._left
 
     def start(self, collective: T, at: int, duration: int, group: str, wire: str) -> None:
-        """Add a collective that takes a duration alone."""
+        """Start a collective.
+
+        Args:
+            collective: its name.
+            at: the time of its start.
+            duration: how long it takes when it has its wire for itself.
+            group: the group, which carries one collective at a time.
+            wire: the wire, which collectives of several groups share.
+        """
         self._advance(at)
         self._left[collective], self._wire[collective] = duration, wire
         queue = self._queues.setdefault(group, deque())
@@ -44,16 +51,16 @@ class InFlight(Generic[T]):
             self.begins[collective] = at
 
     def end(self, collective: T) -> int:
-        """When a collective that has been started is over, if none starts before that."""
+        """Return when a started collective ends, if no other starts before that."""
         self._advance(None, collective)
         return self.ends[collective]
 
     def finish(self) -> None:
-        """Let all come to their end."""
+        """Run all collectives to their end."""
         self._advance(None)
 
     def _advance(self, until: int | None, collective: T | None = None) -> None:
-        """Go on to a time, or to the end of a collective, or of all of them."""
+        """Move the clock to ``until``, or to the end of ``collective``, or without either to the end of all collectives."""
         while collective is None or collective not in self.ends:
             heads = {group: queue[0] for group, queue in self._queues.items() if queue}
             sharing = Counter(self._wire[head] for head in heads.values())
@@ -66,7 +73,7 @@ class InFlight(Generic[T]):
             self._pass(until - self._clock, heads, Counter(self._wire[head] for head in heads.values()))
 
     def _pass(self, elapsed: int, heads: dict[str, T], sharing: Counter[str]) -> None:
-        """Let time pass in which no collective starts, and none ends but at its end."""
+        """Move the clock by ``elapsed``. Within that time no collective starts, and none ends before its last moment."""
         self._clock += elapsed
         for group, head in heads.items():
             self._left[head] -= elapsed // sharing[self._wire[head]]

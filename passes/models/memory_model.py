@@ -1,23 +1,23 @@
 """Memory model: how many bytes live at each node of a scheduled graph.
 
-Storages are counted: a value and all views of it are one. A storage lives from the node that makes it to the last node that
-reads it or a view of it. The input and output of a collective live at least until its wait, an output of the graph to the end.
-Writing in place (``copy_``) makes no storage.
+Storages are counted: a value and all its views are one storage. A storage lives from the node that makes it to the last node
+that reads it or a view of it. The input and output of a collective live at least until its wait, and an output of the graph
+lives to the end. Writing in place (``copy_``) makes no storage.
 
-What is on the host is not counted. What is copied there lives at least until the wait for the copy; where only the host waits,
-as for gradients, until the next such copy begins, since one follows the other. What is copied to the device lives from the
-copy's begin on.
+Memory of the host is not counted. A value that is copied to the host lives at least until the wait for the copy. If only the
+host waits, as for gradients, the value lives until the next such copy starts, as one copy follows the other. A value that is
+copied to the device lives from the start of the copy.
 
-Inputs are the caller's and not counted, but for those that a backward graph is handed to free (activations that forward saved,
-and gradients of its outputs: ``meta["freed"]``; gathered parameters that a call leaves to it), which live until their last
-reader.
+Inputs belong to the caller and are not counted, except those that a backward graph is given to free. They live until their
+last reader: activations that forward saved and gradients of its outputs (``meta["freed"]``), and gathered parameters that the
+call leaves to the graph (``released``). Inputs that are views of one value are one storage, as in the joint graph.
 
-Inputs that are views of one value are one storage, as the joint graph had them.
+By default, every node counts as a kernel of its own, except that the casts in a reduction's copy-in are part of the copy-in.
+Other values that Inductor fuses away are counted, so activations are an upper bound. Gathered parameters, which no fusion
+removes, are counted apart.
 
-Unless kernels are given, every node counts as a kernel of its own, except that the casts in a reduction's copy-in are part of
-it. Other values that Inductor fuses away are counted all the same, so activations are an upper bound. Gathered parameters,
-which no fusion removes, are counted apart. A kernel of several nodes holds all that it reads and writes while it runs, but
-writes over a value of the same layout that it is the last to read, if its segment made that.
+If kernels are given, a kernel of several nodes holds all that it reads and writes while it runs. It writes over a value that it
+is the last to read, if the layout is the same and another kernel of its segment made the value.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ _GIVES_BACK = {
 }
 
 
-#: In ``node.meta`` of a joint graph, and of what the partitioner makes of it: the value is a gathered parameter, or made of one
-#: by views and casts.
+#: A key in ``node.meta`` of a joint graph, and of its forward and backward graphs: the value is a gathered parameter, or
+#: computed from one by views and casts.
 IS_PARAMETER = "fsdp_is_parameter"
-#: There, too: if forward saves the value, it waits for backward on the host (:mod:`passes.transforms.offload_activations`).
+#: A key like ``IS_PARAMETER``: if forward saves the value, it waits for backward on the host
+#: (:mod:`passes.transforms.offload_activations`).
 IS_OFFLOADED = "fsdp_is_offloaded"
-# There, too: the name and the fake value of the node in whose memory a view lies.
+# A key like ``IS_PARAMETER``: the name and the fake value of the node in whose memory a view lies.
 _MEMORY = "fsdp_memory"
-# Of inputs that are freed: a gradient that waited for this graph.
+# A key of inputs that are freed: the input is a gradient that earlier microbatches left to this graph.
 _IS_GRADIENT = "fsdp_is_gradient"
 
 
@@ -70,8 +71,8 @@ class LiveBytes:
     """The live bytes of a graph.
 
     Attributes:
-        timeline: for each node: all live bytes while it runs, and those of gathered parameters among them.
-        nodes: names of the nodes.
+        timeline: for each node, all live bytes while it runs, and the part of gathered parameters.
+        nodes: the names of the nodes, in the same order.
     """
 
     timeline: tuple[tuple[int, int], ...]
@@ -84,18 +85,18 @@ class LiveBytes:
 
     @property
     def peak_parameters(self) -> int:
-        """The most bytes of gathered parameters that live at once: gathered buffers, and what is cut out of them."""
+        """The most bytes that live at once of gathered buffers and of parameters that are copied out of them."""
         return max((parameters for _, parameters in self.timeline), default=0)
 
 
 class Category(Enum):
-    """What memory is there for.
+    """The purpose of memory.
 
     Attributes:
-        PARAMETERS: gathered buffers, and what is cut out of them; also those that forward saved for backward.
-        ACTIVATIONS: what a graph of the model gives out, or was given to free: activations and gradients of them.
-        GRADIENTS: full gradients until a reduction has copied them, and what reductions leave.
-        COMMUNICATION: what collectives read, and what is on its way.
+        PARAMETERS: gathered buffers and parameters that are copied out of them; also those that forward saved for backward.
+        ACTIVATIONS: outputs of a graph, and inputs that it frees: activations and their gradients.
+        GRADIENTS: full gradients until a reduction has copied them, and results of reductions.
+        COMMUNICATION: inputs of collectives, and buffers in flight.
         WORKING: values that come and go within a graph.
     """
 
@@ -108,14 +109,15 @@ class Category(Enum):
 
 @dataclass(frozen=True)
 class Lifetime:
-    """How long a storage of a graph lives.
+    """A storage of a graph, and when it lives in an order of the nodes.
 
     Attributes:
-        num_bytes: what it holds.
-        category: what for.
-        bucket: that it works for; None: none.
-        first, last: the positions of the nodes, in an order, while which it lives.
-        is_given_out, is_taken: whether the graph gives it out, or was given it to free, other than as gradients of its outputs.
+        num_bytes: its size.
+        category: its purpose.
+        bucket: the bucket that it works for; None: none.
+        first, last: the positions of the first and of the last node during which it lives.
+        is_given_out: whether it holds an output of the graph that is no input.
+        is_taken: whether it holds an input that the graph frees, other than the gradient of an output.
     """
 
     num_bytes: Any
@@ -133,10 +135,10 @@ class Breakdown:
 
     Attributes:
         timeline: for each category, its live bytes while each node runs.
-        buckets: by bucket, as far as memory belongs to one.
-        given_out: by category, what the graph's outputs hold.
-        taken: by category, what others leave to the graph to free, but for gradients of its outputs.
-        offloaded: what waits on the host for another graph.
+        buckets: for each bucket, the live bytes that belong to it while each node runs.
+        given_out: for each category, the bytes of the graph's outputs.
+        taken: for each category, the bytes of inputs that the graph frees, except gradients of its outputs.
+        offloaded: the bytes that wait on the host for another graph.
     """
 
     timeline: Mapping[Category, Sequence[int]]
@@ -152,18 +154,18 @@ class _Storage:
     is_parameter: bool
     bucket: BucketName | None
     maker: Node | None = None
-    # Of another one, after the kernel that may have taken its place.
+    # Whether it is an older storage that lives on because a padding node does nothing (:func:`passes.fx.graph.presence`).
     is_rest: bool = False
 
 
 class MemoryModel:
-    """The storages of a graph. They do not depend on the order of its nodes, so that many orders can be asked about.
+    """The storages of a graph. They do not depend on the order of its nodes, so one model answers for many orders.
 
     Args:
         graph: the graph.
-        unwritten: nodes whose values never live (see :func:`passes.models.cost_model.unwritten`).
-        kernels: the nodes of each kernel (see :func:`passes.models.cost_model.kernels`); by default each is one.
-        released: inputs, by name, that are gathered parameters which nobody else holds.
+        unwritten: nodes whose values take no memory (see :func:`passes.models.cost_model.unwritten`).
+        kernels: the nodes of each kernel (see :func:`passes.models.cost_model.kernels`). By default, each node is a kernel.
+        released: the names of inputs that are gathered parameters which only this graph holds.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class MemoryModel:
         else:
             value: Any = node.meta.get("val")
             values = value if isinstance(value, (list, tuple)) else [value]
-            # What is on the host takes no memory of the device.
+            # A copy on the host takes no memory of the device.
             lives = node not in self._unwritten and node.target not in (copy_to_host, offload)
             made += [
                 _Storage(num_bytes(one) * presence(node) if lives else 0, _is_parameter(node), bucket(node), node)
@@ -221,7 +223,7 @@ class MemoryModel:
             ]
             self._held[node] = tuple(made)
             if presence(node) != 1:
-                # Where it does nothing, its result is its input, which lives on.
+                # Padding by no rows does nothing: its result is its input, which lives on.
                 for storage in self._held[node.args[0]]:  # type: ignore[index]
                     rest = storage.num_bytes * (1 - presence(node))
                     made.append(_Storage(rest, storage.is_parameter, storage.bucket, storage.maker, is_rest=True))
@@ -231,7 +233,7 @@ class MemoryModel:
         self._touched[node] = {storage for source in node.all_input_nodes for storage in self._held[source]} | set(made)
 
     def _input(self, node: Node) -> _Storage:
-        """The storage of an input that is freed; that of an earlier one, if both are views of it."""
+        """Return the storage of an input that is freed. Inputs that are views of one value share a storage."""
         name, value = node.meta.get(_MEMORY, (node.name, node.meta["val"]))
         if name not in self._inputs:
             self._inputs[name] = _Storage(num_bytes(value), node.name in self._released, None, node)
@@ -258,7 +260,7 @@ class MemoryModel:
     def _write_in_place(
         self, kernel: Sequence[Node], begin: int, end: int, first: Mapping[_Storage, int], last: dict[_Storage, int]
     ) -> None:
-        """End the lives of values that a kernel writes others over."""
+        """End the lives of values that a kernel overwrites with its results."""
         members = set(kernel)
         free = [
             storage
@@ -273,14 +275,14 @@ class MemoryModel:
                     last[old] = begin - 1
 
     def _may_be_overwritten(self, storage: _Storage, kernel: Collection[Node]) -> bool:
-        """Whether a kernel may write over what it reads: its segment has made it, in another kernel."""
+        """Return whether a kernel may write over a storage that it reads: one that another kernel of its segment has made."""
         maker, segment = storage.maker, self._segments.get(next(iter(kernel)))
         if maker is None or maker in kernel or self._segments.get(maker) != segment:
             return False
         return maker.op == "call_function" and not is_collective(maker)
 
     def live_bytes(self, order: Sequence[Node]) -> LiveBytes:
-        """The live bytes when the nodes run in this order, which holds all of them."""
+        """Count the live bytes when nodes run in this order, which holds all nodes of the graph."""
         first, last = self._lifetimes(order)
         totals, parameters = [0] * (len(order) + 1), [0] * (len(order) + 1)
         for storage, start in first.items():
@@ -296,7 +298,7 @@ class MemoryModel:
         return LiveBytes(tuple(timeline), tuple(node.name for node in order))
 
     def lifetimes(self, order: Sequence[Node]) -> list[Lifetime]:
-        """The storages when the nodes run in this order, which holds all of them."""
+        """List the storages and their lifetimes when nodes run in this order, which holds all nodes of the graph."""
         first, last = self._lifetimes(order)
         categories = self._categories()
         kept, freed = self._kept, set(self._freed)
@@ -314,7 +316,7 @@ class MemoryModel:
         ]
 
     def breakdown(self, order: Sequence[Node]) -> Breakdown:
-        """What :meth:`live_bytes` counts, by category and bucket."""
+        """Count the same bytes as :meth:`live_bytes`, by category and bucket."""
         timeline = {category: [0] * len(order) for category in Category}
         buckets: dict[BucketName, list[int]] = {}
         given_out, taken = dict.fromkeys(Category, 0), dict.fromkeys(Category, 0)
@@ -334,7 +336,7 @@ class MemoryModel:
         return Breakdown(timeline, buckets, given_out, taken, offloaded)
 
     def _categories(self) -> dict[_Storage, Category]:
-        # An activation is one on its way to the host and back, too.
+        # Activations stay activations on their way to the host and back.
         kept = self._kept | {storage for node, held in self._held.items() for storage in (held if node.target == fetch else ())}
         kept |= {storage for node, touched in self._touched.items() if node.target == offload for storage in touched}
         reduced = {
@@ -350,7 +352,7 @@ class MemoryModel:
         }
 
     def largest_bucket(self, order: Sequence[Node], index: int) -> BucketName | None:
-        """The bucket that holds most at a position of an order; None if none holds anything."""
+        """Return the bucket that holds the most bytes at position ``index`` of an order; None if no bucket holds any."""
         first, last = self._lifetimes(order)
         held: dict[BucketName, int] = {}
         for storage, start in first.items():
@@ -375,13 +377,15 @@ def _category(storage: _Storage, *, is_kept: bool, is_reduced: bool) -> Category
 
 
 def live_bytes(graph: Graph) -> LiveBytes:
-    """The live bytes of a graph in the order that it has."""
+    """Count the live bytes of a graph in its present order."""
     return MemoryModel(graph).live_bytes(list(graph.nodes))
 
 
 def mark_memory(graph: Graph) -> None:
-    """Mark in a joint graph what backward graphs do not tell of what forward saved: what is a gathered parameter, and whose
-    memory a view shows."""
+    """Mark the gathered parameters in a joint graph, and for each view the node in whose memory it lies.
+
+    A backward graph shows neither for the values that forward saved.
+    """
     for node in derived(graph, unshards(graph.nodes)):
         node.meta[IS_PARAMETER] = True
     for node in graph.nodes:
@@ -391,18 +395,18 @@ def mark_memory(graph: Graph) -> None:
 
 
 def memory_roots(graph: Graph) -> dict[Node, Node]:
-    """For each tensor of a graph, the node in whose memory it lies: itself, unless it is a view of another."""
+    """Find, for each tensor of a graph, the node in whose memory it lies: itself, unless it is a view of another."""
     root_of: dict[Node, Node] = {}
     for node in graph.nodes:
         source: Any = node.args[0] if node.args else None
-        # Of what an operator gives, each is memory of its own, unless the operator gives views.
+        # Each element of an operator's result has memory of its own, unless the operator returns views.
         is_element = node.target is operator.getitem and root_of.get(source) is source
         root_of[node] = root_of[source] if isinstance(source, Node) and _gives_back(node) and not is_element else node
     return {node: root for node, root in root_of.items() if isinstance(node.meta.get("val"), Tensor)}
 
 
 def mark_taken_gradient(node: Node) -> None:
-    """Mark an input of a graph as a gradient that waited for it, and that it frees."""
+    """Mark an input of a graph as a gradient of earlier microbatches, which the graph frees."""
     node.meta |= {"freed": True, _IS_GRADIENT: True}
 
 
@@ -410,11 +414,12 @@ def mark_freed_inputs(graph: Graph, kept: Sequence[Node]) -> None:
     """Mark the inputs of a backward graph whose memory is free after their last reader.
 
     Args:
-        graph: the graph, as the partitioner made it.
-        kept: inputs that live on: the shards.
+        graph: the backward graph, as the partitioner made it.
+        kept: the inputs that live on, which are the shards.
     """
     for node in graph.find_nodes(op="placeholder"):
-        # Inputs of the forward graph keep the names that they had there. What waited on the host takes no memory of the device.
+        # A value that waited on the host takes no memory of the device. Inputs of the forward graph keep their names,
+        # "primals_*", and belong to the caller.
         if IS_OFFLOADED in node.meta:
             continue
         if node not in kept and not node.name.startswith("primals") and isinstance(node.meta.get("val"), Tensor):
@@ -422,7 +427,7 @@ def mark_freed_inputs(graph: Graph, kept: Sequence[Node]) -> None:
 
 
 def _gives_back(node: Node) -> bool:
-    """Whether a node's result is its first argument's memory."""
+    """Return whether a node's result lies in the memory of its first argument."""
     if node.target in _GIVES_BACK or is_view(node):
         return True
     if not isinstance(node.target, OpOverload):
@@ -431,12 +436,12 @@ def _gives_back(node: Node) -> bool:
 
 
 def _is_cast_on_the_way(node: Node) -> bool:
-    """Whether a node casts for the kernel that copies gradients in, so that its result never lives."""
+    """Return whether a node is a cast inside of a reduction's copy-in kernel, so that its result takes no memory."""
     return node.target == _cast and role(node) is Role.START_REDUCE and not _is_communicated(node)
 
 
 def _is_communicated(node: Node) -> bool:
-    """Whether a collective reads a value, or a view of it."""
+    """Return whether a collective reads a value, or a view of it."""
     return any(is_collective(user) or (is_view(user) and _is_communicated(user)) for user in node.users)
 
 
@@ -445,13 +450,13 @@ def _is_parameter(node: Node) -> bool:
 
 
 def _segments(graph: Graph) -> dict[Node, int]:
-    """For each node the number of its stretch between boundaries that no kernel reaches across."""
+    """Number the segments between boundaries that no kernel crosses. Return the number of each node's segment."""
     boundaries = kernel_boundaries(graph)
     return dict(zip(graph.nodes, itertools.accumulate(node in boundaries for node in graph.nodes), strict=True))
 
 
 def _is_like(one: Node | None, other: Node) -> bool:
-    """Whether two values have the same layout and dtype."""
+    """Return whether two values have the same layout and dtype."""
     values = [None if node is None else node.meta.get("val") for node in (one, other)]
     if not all(isinstance(value, Tensor) for value in values):
         return False

@@ -1,17 +1,18 @@
-"""NCCL: how long its algorithms and protocols take to start, and how much of a link's rate they reach.
+"""NCCL: the startup time of its algorithms and protocols, and the part of a link's rate that they reach.
 
-NCCL has several algorithms for a collective, and three protocols for each: LL and LL128 synchronise less, which is worth it for
-small messages, and reach less of the rate than Simple. It takes the combination that its own model of time says is the fastest,
-and so does :func:`ways`. Algorithm and protocol: the model, and all numbers here, are those of NCCL 2.30 (src/graph/tuning.cc,
-`ncclTopoTuneModel` and the defaults of its tuner); its measured corrections for trees of medium size are left out.
+NCCL has several algorithms for a collective, and three protocols for each. LL and LL128 synchronise less than Simple, which
+pays for small messages, but they reach less of the rate. NCCL takes the combination that is the fastest by its own model of
+time. :func:`ways` yields all combinations, of which the fastest counts. The model and all numbers are those of NCCL 2.30
+(src/graph/tuning.cc, `ncclTopoTuneModel` and the defaults of its tuner). NCCL's measured corrections for trees of medium size
+are left out.
 
-- A *ring* sends to the next rank in n - 1 steps, and twice that to reduce and gather again. In a ring that visits all ranks
-  of a node before it leaves it, all but one for each node are steps over NVLink.
+- A *ring* of n ranks sends to the next rank in n - 1 steps; an all-reduce takes twice as many. A ring visits all ranks of a
+  node before it leaves the node, so all steps but one for each node are over NVLink.
 - A *double binary tree*, for all-reduces alone: a chain in each node, and a tree of the nodes, up and down.
 - *PAT*, for all-gathers and reduce-scatters of groups with one rank on each node.
 
-Reductions by switches (NVLink SHARP, InfiniBand SHARP) are not modelled: of all-gathers and reduce-scatters, NCCL leaves them
-to rings unless buffers are registered; an all-reduce inside of a node of Hopper is a quarter faster with them.
+Reductions by switches (NVLink SHARP, InfiniBand SHARP) are not modelled. Unless buffers are registered, NCCL uses rings for
+all-gathers and reduce-scatters. An all-reduce inside of a node of Hopper is a quarter faster with switches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a collective: it takes ``startup_s`` and the traffic over ``bytes_per_s``."""
+    """One way to run a collective, which takes ``startup_s + traffic / bytes_per_s`` seconds."""
 
     startup_s: float
     bytes_per_s: float
@@ -32,17 +33,17 @@ class Way:
 
 @dataclass(frozen=True)
 class _Protocol:
-    """Seconds of an algorithm with a protocol.
+    """The times and rates of an algorithm with one protocol.
 
     Attributes:
-        name: of the protocol.
-        base_s: for each collective.
-        near_s: for each step over NVLink.
-        far_s: for each step over the network.
-        lone_s: the same in a ring with one rank on each node.
-        overhead_s: the least for a step over NVLink if the ring also crosses the network, as its proxy has to post each.
-        near_part, far_part: of the link's rate, inside of a node and beyond.
-        far_bytes_per_s: the most beyond a node.
+        name: the name of the protocol.
+        base_s: seconds for each collective.
+        near_s: seconds for each step over NVLink.
+        far_s: seconds for each step over the network.
+        lone_s: seconds for each step over the network in a ring with one rank on each node.
+        overhead_s: the least seconds for a step over NVLink if the ring also crosses the network, whose proxy posts each step.
+        near_part, far_part: the part of the link's rate that it reaches, inside of a node and between nodes.
+        far_bytes_per_s: the highest rate between nodes.
     """
 
     name: str
@@ -56,8 +57,9 @@ class _Protocol:
     far_bytes_per_s: float = math.inf
 
 
-# LL flags every four bytes with four more. Inside of a node NCCL limits it to 87.7, 141 and 282 GB/s on Ampere, Hopper and
-# Blackwell, which is 0.37 to 0.41 of a ring's rate there; beyond, to 20.4 GB/s with Intel's CPUs. LL128 flags 120 bytes with 8.
+# LL flags every four bytes with four more. Inside of a node, NCCL limits LL to 87.7, 141 and 282 GB/s on Ampere, Hopper and
+# Blackwell, which is 0.37 to 0.41 of a ring's rate there. Between nodes, it limits LL to 20.4 GB/s with Intel's CPUs. LL128
+# flags every 120 bytes with 8.
 _LL_NEAR, _LL_FAR, _LL_MOST = 0.39, 0.5, 20.4e9
 _RINGS = (
     _Protocol("LL", 6.6e-6, 0.6e-6, 2.7e-6, 5.0e-6, 1e-6, _LL_NEAR, _LL_FAR, _LL_MOST),
@@ -73,13 +75,13 @@ _PAT_BASE_S, _PAT_LEVEL_S, _PAT_RANK_S, _PAT_PART = 8e-6, 14e-6 / 3.5, 2.8e-6, 0
 
 
 def ways(kind: str, size: int, nodes: int, bytes_per_s: float) -> Iterator[Way]:
-    """The ways of a collective.
+    """Yield the ways to run a collective: the combinations of algorithm and protocol.
 
     Args:
         kind: "all_gather", "reduce_scatter" or "all_reduce".
-        size: ranks of its group, more than one.
-        nodes: that these are on, equally many on each.
-        bytes_per_s: what a ring reaches with large messages, for the traffic that each rank sends in a ring.
+        size: the number of ranks of its group, at least two.
+        nodes: the number of nodes, which have equally many of the ranks.
+        bytes_per_s: the rate of a ring with large messages, in bytes that each rank sends in a ring.
     """
     passes = 2 if kind == "all_reduce" else 1
     for protocol in _RINGS:
@@ -90,7 +92,7 @@ def ways(kind: str, size: int, nodes: int, bytes_per_s: float) -> Iterator[Way]:
     if kind == "all_reduce":
         for protocol in _TREES:
             startup = protocol.base_s + 2 * ((size // nodes - 1) * protocol.near_s + int(math.log2(nodes)) * protocol.far_s)
-            # Its ranks send everything twice, those of a ring (n - 1) / n of that.
+            # Rates are for a ring's traffic. Ranks of a tree send everything twice, those of a ring (n - 1) / n of that.
             yield Way(startup, _rate(protocol, nodes, bytes_per_s) * (size - 1) / size, f"tree {protocol.name}")
     elif size == nodes:
         startup = _PAT_BASE_S + int(math.log2(nodes)) * _PAT_LEVEL_S + size * _PAT_RANK_S

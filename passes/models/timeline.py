@@ -1,9 +1,9 @@
-"""Timeline: when the nodes of a schedule run, and what is waited for.
+"""Timeline: when the nodes of a schedule run, and how long they wait.
 
-Compute runs nodes in their order. Beside it, each process group is a link, which carries one collective after the other; groups
-that use the same wires slow each other down (``in_flight.py``). So is each direction between device and host, which share
-nothing. A wait stops compute until its transfer is over; that time is *exposed*. At the end of a graph compute waits for what
-the graph copied to the host and nobody has waited for: gradients, which the host waits for there.
+Compute runs nodes in their order. Beside it, each process group is a link, which carries one collective at a time. Groups that
+use the same wires slow each other down (``in_flight.py``). Copies to the device and copies to the host have a link each, and
+share nothing. A wait stops compute until its transfer is over; that time is *exposed*. At the end of a graph, compute waits for
+copies to the host without a wait in the graph. These are gradients, for which the host waits there.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Costs:
     """The costs of the nodes of a graph, in nanoseconds.
 
     Attributes:
-        compute: for each node, the time that it takes from compute.
-        transfer: for each collective, and each copy between host and device, on its link, with nothing else on its wire.
-        link: for each transfer, what carries it: the name of its process group, or "to_device" or "to_host".
-        wire: for each transfer, what it shares with those of other links.
+        compute: for each node, its time on the computing side.
+        transfer: for each collective and each copy between host and device, its time in flight if it has its wire for itself.
+        link: for each transfer, the name of its link: its process group, or "to_device" or "to_host".
+        wire: for each transfer, the name of its wire, which transfers of other links may share.
     """
 
     compute: Mapping[Node, int]
@@ -41,12 +41,12 @@ class Costs:
 
     @property
     def collectives(self) -> int:
-        """How many of the transfers are collectives."""
+        """The number of transfers that are collectives."""
         return sum(map(starts_collective, self.transfer))
 
     @staticmethod
     def of(graph: Graph, hardware: Hardware) -> Costs:
-        """The costs of a graph."""
+        """Compute the costs of the nodes of a graph."""
         transfers = {node: transfer_ns(node, hardware) for node in graph.nodes if is_transfer(node)}
         links = {node: transfer_kind(node) if node.target in COPIES else group_of(node) for node in transfers}
         wires = {node: link if node.target in COPIES else hardware.wire(layout_of(link)) for node, link in links.items()}
@@ -55,14 +55,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in time, in nanoseconds.
+    """The times of a schedule, in nanoseconds.
 
     Attributes:
-        arrives: when the computing side comes to each node.
-        begins, ends: when each transfer is on its link.
+        arrives: for each node, when the computing side reaches it.
+        begins, ends: for each transfer, when it begins and ends on its link.
         total: when the last node is done.
-        exposed: how much of it the computing side waits.
-        waits: for each wait, how long, and for which transfer; those that hold nothing up are left out.
+        exposed: the time within ``total`` in which the computing side waits.
+        waits: for each node that stops compute, how long it waits, and for which transfer.
     """
 
     arrives: Mapping[Node, int]
@@ -74,14 +74,21 @@ class Timeline:
 
 
 def awaited(node: Node) -> list[Node]:
-    """The transfers that a node waits for: of a wait one, of the end of a graph the copies to the host that it gives out."""
+    """Return the transfers that a node waits for.
+
+    A wait has one transfer. The output of a graph waits for the copies to the host among the graph's results. Other nodes wait
+    for none.
+    """
     if node.op == "output":
         return [source for source in map(memory_of, node.all_input_nodes) if source.target == copy_to_host]
     return [memory_of(node.all_input_nodes[0])] if node.target in _WAITS else []
 
 
 def simulate(order: Sequence[Node], costs: Costs) -> Timeline:
-    """Run nodes in an order. What is waited for ahead of its start, as while a schedule is made, holds nothing up."""
+    """Simulate nodes that run in an order.
+
+    A wait before the start of its transfer takes no time. Such orders occur while a schedule is made.
+    """
     clock = exposed = 0
     in_flight: InFlight[Node] = InFlight()
     arrives: dict[Node, int] = {}

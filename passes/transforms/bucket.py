@@ -1,20 +1,20 @@
 """Bucket: gather all parameters of a unit that share dtype and group with one collective.
 
 Before: an ``unshard`` for each parameter that the graph reads.
-After:  for each unit, dtype and group one ``all_gather_into_tensor`` just ahead of the unit's first reader. Nothing overlaps
-        yet. A bucket whose parameters the plan keeps goes out of the graph, too; one that it reuses comes in, without a gather.
+After:  for each unit, dtype and group one ``all_gather_into_tensor`` just before the unit's first reader. Nothing overlaps yet.
+        Parameters that the plan keeps are also outputs of the graph. Those that it reuses are inputs, without a gather.
 
-In a bucket, parameters stand in the order of flat storage, never of a hash. Scalars, which every rank holds whole, are read
+In a bucket, parameters are in the order of flat storage, never of a hash. Scalars, which every rank holds whole, are read
 without a gather.
 
-A parameter that is resharded to a smaller group as it was rounded (``reshard_rounded``) gets its bytes from the gather's
-buffer; backward's gather of such bytes decodes them as forward did.
+If a parameter is rounded for its gather and resharded to a smaller group (``reshard_rounded``), the group's shard is cut from
+the bytes in the gather's buffer. Backward gathers these bytes and decodes them as forward did.
 
-Shards that are kept on the host are copied to the device ahead of the gather, those of a bucket by one copy.
+Shards on the host are copied to the device before the gather, with one copy for each bucket.
 
-Units that share a gather are cut out of its buffer one by one, if asked for, so that the kernels of equal units are equal.
+With ``unit_by_unit``, units that share a gather are cut out of its buffer one by one, so that equal units have equal kernels.
 
-New nodes are marked with their work (:mod:`passes.ir.work`), which is what the schedule moves.
+New nodes are marked with their work (:mod:`passes.ir.work`), by which the schedule finds and moves them.
 :mod:`passes.transforms.gradient_sync` does the same for gradients.
 
 Leaves alone collectives of the model's own.
@@ -55,10 +55,10 @@ class Bucket:
     """Operators that share a collective.
 
     Attributes:
-        name: no other bucket's. That of a unit's bucket is the unit's name, numbered where dtypes or groups give it several.
-        unit: the unit's name in the graph.
-        nodes: the ``unshard`` nodes, in the order of flat storage, or the ``reduce_grad`` nodes, in that of the graph.
-        shards: their shards.
+        name: unique in the graph. A unit's bucket has the unit's name, numbered if dtypes or groups give the unit several.
+        unit: the unit's name in the graph; of several units, the first one's.
+        nodes: the ``unshard`` nodes, in the order of flat storage, or the ``reduce_grad`` nodes, in the order of the graph.
+        shards: the shard that each node reads.
     """
 
     name: BucketName
@@ -71,8 +71,8 @@ class Bucket:
 
 
 def _named(buckets: dict[tuple[Hashable, ...], list[Node]]) -> list[Bucket]:
-    """Buckets by their keys, of which the unit's name is the first."""
-    # A second bucket of "blocks" must not be called as the unit "blocks.1" inside of it.
+    """Make a bucket of each list of nodes. The first element of a key is the unit's name."""
+    # The second bucket of unit "blocks" must not take the name of a unit "blocks.1" inside of it.
     units = {str(unit) or "root" for unit, *_ in buckets}
     named: dict[str, Bucket] = {}
     for (key_unit, *_), nodes in buckets.items():
@@ -84,19 +84,19 @@ def _named(buckets: dict[tuple[Hashable, ...], list[Node]]) -> list[Bucket]:
     return list(named.values())
 
 
-#: Parameters that share a collective, each by the index of its unit's bucket and its position there.
+#: Parameters that share a collective. Each is the index of its unit's bucket, and its position in that bucket.
 Group = tuple[tuple[int, int], ...]
 
 
 def whole_buckets(buckets: Sequence[Bucket]) -> list[Group]:
-    """The default: a collective for each unit's bucket."""
+    """Return the default groups: one for each unit's bucket."""
     return [tuple((index, position) for position in range(len(bucket.nodes))) for index, bucket in enumerate(buckets)]
 
 
 def regroup(buckets: Sequence[Bucket], groups: Sequence[Group]) -> list[Bucket]:
-    """The buckets that other groups make of those of the units.
+    """Merge and split the buckets of units into one bucket for each of ``groups``.
 
-    Merged ones are called after all their units (``"a+b"``), pieces of one by number (``"a/0"``, ``"a/1"``).
+    A merged bucket is named after all its units (``"a+b"``), a piece of a split one by number (``"a/0"``, ``"a/1"``).
     """
     pieces: dict[int, int] = {}
     regrouped = []
@@ -115,7 +115,7 @@ def regroup(buckets: Sequence[Bucket], groups: Sequence[Group]) -> list[Bucket]:
 
 
 def gather_key(spec: Unshard) -> Hashable:
-    """What is equal for parameters that one collective can gather."""
+    """Return a key that is equal for parameters that one collective can gather."""
     if spec.packed:
         return spec.group
     if spec.encoded_over:
@@ -125,7 +125,7 @@ def gather_key(spec: Unshard) -> Hashable:
 
 
 def gather_buckets(graph: Graph) -> list[Bucket]:
-    """The buckets of a graph's gathers."""
+    """Bucket the unshards of a graph by unit and :func:`gather_key`, without scalars and those that nothing reads."""
     buckets: dict[tuple[Hashable, ...], list[Node]] = {}
     for node in unshards(graph.nodes):
         spec = Unshard.of(node)
@@ -137,7 +137,7 @@ def gather_buckets(graph: Graph) -> list[Bucket]:
 
 
 def reduction_buckets(graph: Graph) -> list[Bucket]:
-    """The buckets of a graph's gradient reductions."""
+    """Bucket the gradient reductions of a graph by unit, dtypes and groups."""
     buckets: dict[tuple[Hashable, ...], list[Node]] = {}
     for node in reduce_grads(graph.nodes):
         spec = ReduceGrad.of(node)
@@ -147,8 +147,7 @@ def reduction_buckets(graph: Graph) -> list[Bucket]:
 
 
 def sink_derived(graph: Graph) -> None:
-    """Move views and casts of unshards, and what reshards them, next to their first reader, so that they do not pull the gather
-    forward."""
+    """Move views, casts and reshards of unshards to just before their first reader, so that they need no earlier gather."""
     gathers = dict.fromkeys(unshards(graph.nodes))
     for node in reversed(derived(graph, list(gathers))):
         if node not in gathers and node.users:
@@ -162,7 +161,7 @@ def sink_derived(graph: Graph) -> None:
 
 
 def _drop_trivial(graph: Graph) -> None:
-    """Remove unshards that nothing reads, and those of scalars, which are whole already."""
+    """Remove unshards that nothing reads, and unshards of scalars, which every rank holds whole."""
     for node in unshards(graph.nodes):
         spec = Unshard.of(node)
         if spec.dim == REPLICATED and spec.device:
@@ -174,7 +173,7 @@ def _drop_trivial(graph: Graph) -> None:
 
 
 def _whole_on_device(graph: Graph, node: Node, spec: Unshard) -> Node:
-    """A parameter that every rank has whole, on the host, as its readers take it."""
+    """Copy a parameter that every rank holds whole from the host to the device, in the shape and dtype that readers take."""
     work = Work(Role.COPY_TO_DEVICE, BucketName.of_unit(spec.unit or "root"))
     dtype = spec.param_dtype or spec.shard.meta["val"].dtype
     with graph.inserting_before(node):
@@ -189,10 +188,11 @@ def _finish_whole(copied: Tensor, *, shape: Sequence[int], dtype: torch.dtype) -
 
 
 def _gather(graph: Graph, bucket: Bucket, runs: Sequence[int] = ()) -> tuple[list[Node], dict[int, list[Node]]]:
-    """Gather a bucket ahead of its first reader, and cut its buffer into runs of so many parameters first.
+    """Gather a bucket before its first reader. With ``runs``, cut its buffer into runs of so many parameters first.
 
     Returns:
-        The full parameters; and by place the bytes of those that are resharded as these.
+        The full parameters. And for each that ``reshard_rounded`` reads, by its position in the bucket, its bytes: rounded
+        elements and scales, ``[ranks, bytes]`` each.
     """
     specs = [Unshard.of(node) for node in bucket.nodes]
     shapes, dims, group = [spec.shape for spec in specs], [spec.dim for spec in specs], specs[0].group
@@ -229,12 +229,14 @@ def _rounded_reshards(full: Node) -> list[Node]:
 
 
 def _make_shards_ahead_of(anchor: Node, bucket: Bucket) -> None:
-    """Move what makes the shards of a bucket, casts and encodings, ahead of a node; encodings right ahead of it, where nothing
-    else reads them before."""
+    """Move the casts and encodings that make a bucket's shards before ``anchor``.
+
+    Encodings that nothing else reads earlier move to just before ``anchor``.
+    """
     sources = with_sources(bucket.shards)
     for node in sources:
         if node > anchor:
-            # It stands where its own unshard stood.
+            # It was made for its own unshard, which comes after the bucket's first reader.
             anchor.prepend(node)
     if not Unshard.of(bucket.nodes[0]).packed:
         return
@@ -256,11 +258,11 @@ def bucket_gathers(
 
     Args:
         graph: the graph.
-        plan: what to do about each bucket of :func:`gather_buckets`; None: gather all.
-        interface: takes the inputs and outputs that a plan adds.
-        groups: gather these together instead of each bucket; they have all parameters that the plan gathers.
-        unit_by_unit: cut the parameters of a unit that shares a gather out of its buffer ahead of their own first reader,
-            rather than ahead of the first reader of all.
+        plan: the action for each bucket of :func:`gather_buckets`; None: gather all.
+        interface: receives the inputs and outputs that the plan adds.
+        groups: gather these groups instead of the buckets. Together they have all parameters that the plan gathers.
+        unit_by_unit: cut each unit out of a shared buffer before that unit's first reader, not all units before the first
+            reader of any.
     """
     sink_derived(graph)
     buckets = gather_buckets(graph)
@@ -295,12 +297,12 @@ def _bucket_of(member: tuple[int, int]) -> int:
 
 
 def _unpack(graph: Graph, name: BucketName, made: Sequence[tuple[Node, BucketName]]) -> None:
-    """Let what only the parameters of one unit need of a shared buffer stand ahead of the first reader of these.
+    """Move the nodes that cut one unit out of a shared buffer to just before that unit's first reader.
 
     Args:
         graph: the graph.
-        name: of the bucket that the units share.
-        made: what is cut out of the buffer, and the own bucket of the unit that it is of.
+        name: the name of the bucket that the units share.
+        made: the values that are cut out of the buffer, each with the name of its unit's own bucket.
     """
     finish = nodes_of(graph, Role.FINISH_GATHER)[name]
     needed_by: dict[Node, set[BucketName]] = {node: {unit} for node, unit in made}
@@ -309,11 +311,11 @@ def _unpack(graph: Graph, name: BucketName, made: Sequence[tuple[Node, BucketNam
         wanted = needed_by.setdefault(node, set()).union(*(needed_by.get(user, ()) for user in node.users))
         needed_by[node] = wanted
         if not wanted:
-            graph.erase_node(node)  # a gap
+            graph.erase_node(node)  # cuts out a gap
         elif len(wanted) == 1:
             alone.setdefault(next(iter(wanted)), []).append(node)
     for unit, found in alone.items():
-        # An element of a tuple is taken where the tuple is made.
+        # A getitem moves only together with the node that makes its tuple.
         nodes = [node for node in found if node.target is not operator.getitem or node.args[0] in found]
         first_reader = min(user for node in nodes for user in node.users if user not in needed_by)
         for node in reversed(nodes):
@@ -322,7 +324,7 @@ def _unpack(graph: Graph, name: BucketName, made: Sequence[tuple[Node, BucketNam
 
 
 def _reuse(graph: Graph, bucket: Bucket, index: int, interface: Interface) -> None:
-    """Take the parameters of a bucket as inputs."""
+    """Take the parameters of a bucket as inputs of the graph, without a gather."""
     fulls = [
         interface.add_input(f"full_{node.args[1]}".replace(".", "_"), node.meta["val"], FullParameter(index, position))
         for position, node in enumerate(bucket.nodes)

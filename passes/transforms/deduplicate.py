@@ -2,12 +2,12 @@
 
 Before: an ``unshard`` wherever the model reads a parameter: twice for a parameter used twice or tied, also inside the bodies
         of activation checkpoints and inside ``no_grad`` or autocast regions.
-After:  one ``unshard`` for each shard, ahead of all compute. Its readers share the result, so autograd sums their gradients
+After:  one ``unshard`` for each shard, before all compute. Its readers share the result, so autograd sums their gradients
         before the one reduction. At the top the grad mode is the caller's, so a first read under ``no_grad`` does not cut
-        off a later one. (Where the gather really runs, bucketing and the schedule decide.)
+        off a later one. (Bucketing and the schedule decide where the gather runs.)
 
-Leaves alone all but unshards and the calls of checkpoints that hold some. An ``unshard`` in the body of any other higher-order
-operator is refused: its bucket would be unknown.
+Leaves alone everything but unshards, and calls of checkpoints whose bodies have unshards. An ``unshard`` in the body of any
+other higher-order operator raises ``NotImplementedError``: its bucket would be unknown.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from ..ir.ops import Unshard, unshard_extension, unshards
 
 
 def _lift_out_of_checkpoints(graph: Graph, owner: GraphModule) -> None:
-    """Move unshards from checkpoint bodies to the surrounding graph; the body takes each full parameter once instead."""
+    """Move unshards from checkpoint bodies to the surrounding graph. A body then takes each full parameter as one input."""
     for call in [node for node in graph.nodes if node.target is torch.ops.higher_order.tag_activation_checkpoint]:
         body_node = call.args[0]
         body = owner.get_submodule(body_node.target)

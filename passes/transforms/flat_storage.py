@@ -2,13 +2,12 @@
 
 The shards of a unit lie in one flat buffer for each dtype (see ``fsdp_compile.units.unit``).
 
-Before: ``cat([shard_a, shard_b, shard_c])`` (or of their casts) feeds a bucket's all-gather. Zeros stand between two shards
-        where more than they lies from the one to the other, and is gathered along (:mod:`passes.ir.storage`).
-After:  shards that are neighbours in storage, with what lies between them, enter as one extra placeholder, a run. A bucket that
-        is one run is gathered where it lies, or cast in one pass; one of several runs concatenates the runs. From the host, the
-        runs are copied.
+Before: ``cat([shard_a, shard_b, shard_c])`` (or of their casts) feeds a bucket's all-gather. Zeros between two shards stand for
+        other elements that lie between them in storage, and that the gather sends, too (:mod:`passes.ir.storage`).
+After:  neighbours in storage, with the elements between them, are one extra placeholder: a run. A bucket of one run is gathered
+        in place, or cast in one pass. A bucket of several runs concatenates them. Copies from the host read runs, too.
 
-Leaves alone shards without neighbours, and pieces that have no place in storage.
+Leaves alone shards without neighbours, and pieces that are not in flat storage.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _cast = torch.ops.prims.convert_element_type.default
 
 
 def locate_shards(graph: Graph) -> dict[Node, Location]:
-    """Where the shards that a graph unshards lie in storage. To be asked before bucketing consumes the unshards."""
+    """Return the location in flat storage of each shard placeholder. Call this before bucketing consumes the unshards."""
     located = {}
     for spec in map(Unshard.of, unshards(graph.nodes)):
         location, shard = locate(spec), shard_input(spec.shard)
@@ -43,7 +42,7 @@ def locate_shards(graph: Graph) -> dict[Node, Location]:
 
 
 def _strip(piece: Node) -> tuple[Node, torch.dtype | None]:
-    """The shard under a flattened, perhaps cast, shard; and the dtype of the cast."""
+    """Return the shard that ``piece`` flattens and perhaps casts, and the dtype of the cast (None: no cast)."""
     dtype = None
     while piece.op != "placeholder":
         if piece.target == _cast:
@@ -56,13 +55,13 @@ def _strip(piece: Node) -> tuple[Node, torch.dtype | None]:
 
 @dataclass
 class _Run:
-    """Pieces that lie in storage one behind the other.
+    """Pieces that follow each other in flat storage.
 
     Attributes:
-        pieces: flattened shards, and zeros for what lies between two of them.
-        numel: their elements.
+        pieces: flattened shards, and zeros for the elements between two of them.
+        numel: the number of elements of all pieces.
         shard: the first shard.
-        dtype: that which shards are cast to; None: they are not.
+        dtype: the dtype that the shards are cast to; None: no cast.
     """
 
     pieces: list[Node]
@@ -89,7 +88,7 @@ def _split_into_runs(pieces: list[Node], locations: dict[Node, Location]) -> lis
 
 
 def flat_storage(graph: Graph, locations: dict[Node, Location], interface: Interface) -> None:
-    """Feed all-gathers from runs of flat storage, which ``interface`` takes as inputs. In place."""
+    """Feed all-gathers from runs of flat storage, which are added to ``interface`` as inputs. In place."""
     index = placeholder_index(graph)
     num_runs = 0
     for shard, location in locations.items():

@@ -1,13 +1,13 @@
 """Foreach copies: join the many small copies of a bucket into one kernel, on a GPU.
 
-A copy of a bias takes a kernel launch like that of a matrix, and a unit has many. A foreach operator is one kernel for a list
-of tensors, whatever their shapes; what computes them elementwise is computed inside of it.
+A unit has many copies, and copying a bias takes a kernel launch, as copying a matrix does. A foreach operator is one kernel for
+a list of tensors of any shapes. The kernel includes elementwise operators that compute these tensors.
 
-Before: a ``clone`` for each parameter that is cut out of a gathered buffer; a ``cat`` of what a collective is to send, behind
-        which stand casts and divisions.
-After:  one foreach copy for all parameters of a bucket up to 1 MiB. Larger ones keep copies of their own: theirs are worth
-        a launch, and each is made as late as possible, so that a bucket is never there twice as a whole. One
-        foreach copy of what the ``cat`` joins, into the joint buffer, with the casts and divisions ahead of it.
+Before: a ``clone`` for each parameter that is cut out of a gathered buffer. A ``cat`` of the tensors that a collective sends,
+        followed by casts and divisions.
+After:  one foreach copy for all parameters of a bucket of up to 1 MiB each. Larger parameters keep copies of their own, which
+        are worth a launch. Each of these is made as late as possible, so that a bucket is never held twice as a whole.
+        One foreach copy of the inputs of the ``cat`` into its buffer, after the casts and divisions.
 
 Leaves alone graphs on the CPU: a launch costs nothing there.
 """
@@ -28,10 +28,10 @@ from ..fx.sizes import num_bytes
 from ..ir.work import MAKES_PARAMETERS, Role, nodes_of, role
 
 _aten = torch.ops.aten
-# Times one: a copy, to the bit. _foreach_copy keeps gaps between elements, and torch 2.11 has no _foreach_clone.
+# Multiplying by one copies to the bit. _foreach_copy keeps gaps between elements, and torch 2.11 has no _foreach_clone.
 _copy = _aten._foreach_mul.Scalar
 
-#: The bytes of the largest parameter that joins a foreach copy: for more, a copy is worth a kernel launch of its own.
+#: The bytes of the largest parameter that joins a foreach copy. Copying a larger one is worth a kernel launch of its own.
 MAX_FOREACH_BYTES = 1 << 20
 
 # Elementwise operators, which may run on the pieces before they are joined.
@@ -39,7 +39,7 @@ _ELEMENTWISE = {_aten.div.Tensor, _aten.mul.Tensor, torch.ops.prims.convert_elem
 
 
 def is_on_gpu(node: Node) -> bool:
-    """Whether a node's value is on a device that kernels are launched on."""
+    """Return whether a node's value is on a device with kernel launches: neither ``cpu`` nor ``meta``."""
     return node.meta["val"].device.type not in ("cpu", "meta")
 
 
@@ -48,7 +48,7 @@ def _is_small(node: Node) -> bool:
 
 
 def copy_all(graph: Graph, sources: list[Node], like: Node) -> list[Node]:
-    """Copies of ``sources``, contiguous, by one operator at the graph's insertion point."""
+    """Copy ``sources`` with one operator at the graph's insertion point. Copies are contiguous, with the work of ``like``."""
     copied = graph.call_function(_copy, (sources, 1))
     copies = [graph.call_function(operator.getitem, (copied, index)) for index in range(len(sources))]
     values = [source.meta["val"].new_empty(source.meta["val"].shape) for source in sources]
@@ -62,7 +62,7 @@ def copy_out_together(graph: Graph) -> None:
     for nodes in itertools.chain.from_iterable(nodes_of(graph, made).values() for made in MAKES_PARAMETERS):
         clones = [node for node in nodes if node.target == _aten.clone.default and _is_small(node)]
         sources: list[Node] = [clone.args[0] for clone in clones]  # type: ignore[misc]
-        # What parameters are made of (scales, of a gather that rounds) is copied ahead of them.
+        # A clone that others are computed from, such as the scales of a rounded gather, stays before them.
         ahead = {*with_sources(sources)}
         clones = [clone for clone in clones if clone not in ahead]
         if len(clones) < 2:
@@ -80,11 +80,11 @@ def copy_out_together(graph: Graph) -> None:
 
 
 def copy_in_together(graph: Graph, written: Container[Node] = ()) -> None:
-    """Write what a collective sends into one buffer with one operator. In place.
+    """Write the tensors that a collective sends into one buffer with one operator. In place.
 
     Args:
         graph: the graph.
-        written: ``cat`` nodes to leave alone: what they join is written by kernels that a foreach operator cannot be part of.
+        written: ``cat`` nodes to leave alone, as the kernels that write their inputs cannot include a foreach operator.
     """
     for cat in graph.find_nodes(op="call_function", target=_aten.cat.default):
         if cat in written or role(cat) not in (Role.START_GATHER, Role.START_REDUCE) or not is_on_gpu(cat):
@@ -99,7 +99,7 @@ def copy_in_together(graph: Graph, written: Container[Node] = ()) -> None:
 
 
 def _with_views(cat: Node) -> list[Node]:
-    """``cat``, and the chain of views of which each is the only reader of the one before."""
+    """Return ``cat`` and the views after it, each the only reader of the node before."""
     chain = [cat]
     while len(chain[-1].users) == 1:
         (user,) = chain[-1].users
@@ -110,7 +110,7 @@ def _with_views(cat: Node) -> list[Node]:
 
 
 def _take_elementwise(graph: Graph, cat: Node) -> list[Callable[[Node], Node]]:
-    """Remove what is done to each element of ``cat`` behind it; returns how to do it to something else."""
+    """Remove the elementwise operators after ``cat``. Return functions that apply them to another node, in order."""
     taken: list[Callable[[Node], Node]] = []
     while True:
         flat = _with_views(cat)[-1]

@@ -1,14 +1,14 @@
 """Fuse products: let Inductor's overlap of tensor parallelism see the model's own collectives, if it is on.
 
-Before: a product of what was gathered over ranks, or of which the result is scattered over ranks, beside its collective.
-After:  one operator of torch's, which works in pieces: it computes on one while another is on its way
+Before: a matrix product that reads an all-gather, or whose result is reduce-scattered.
+After:  one operator of torch's, which works in pieces: it computes one while another is communicated
         (``symm_mem.fused_all_gather_matmul``, ``symm_mem.fused_matmul_reduce_scatter``).
 
-The pass is Inductor's own (``torch._inductor.config._micro_pipeline_tp``). Among Inductor's passes it would find nothing, as
-segments hold no collectives. It runs ahead of the plans: the only collectives are the model's.
+This runs Inductor's own pass (``torch._inductor.config._micro_pipeline_tp``). Inside Inductor the pass would find nothing, as
+segments have no collectives. It runs before the passes for each plan, when the only collectives are the model's own.
 
-Leaves alone graphs, unless the setting is on; and whatever torch's pass does: products whose group has no symmetric memory, and
-all if torch was built without NCCL, of which it warns.
+Leaves alone every graph while the setting is off. With it on, products stay apart, with a warning, if their group has no
+symmetric memory or torch was built without NCCL.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _FUSIBLE = (_c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.de
 
 
 def fuse_products(graph: Graph) -> None:
-    """Fuse products with the collectives of tensor parallelism, if Inductor is told to. In place."""
+    """Fuse products with the collectives of tensor parallelism, if Inductor's setting asks for it. In place."""
     if not inductor_config._micro_pipeline_tp:
         return
     _warn_of_groups([group_of(node) for node in graph.nodes if is_collective(node) and node.target in _FUSIBLE])
     nodes, views = set(graph.nodes), graph.find_nodes(op="call_function", target=_aten.view.default)
     results = [_layout(node.meta.get("val")) for node in _outputs(graph)]
-    # What Inductor makes of views, and its pass looks for.
+    # Inductor turns views into reshapes, and its pass looks for these.
     for view in views:
         view.target = _aten.reshape.default
     micro_pipeline_tp_pass(graph)
@@ -52,7 +52,7 @@ def fuse_products(graph: Graph) -> None:
 
 
 def _warn_of_groups(groups: Sequence[str]) -> None:
-    """Warn where torch's pass would do nothing without a word."""
+    """Warn of groups for which torch's pass would silently do nothing."""
     asked = "torch._inductor.config._micro_pipeline_tp is on, but products are not fused with collectives over"
     for group in dict.fromkeys(groups):
         name = dimension_of(group) or f"group {group}"
@@ -75,7 +75,7 @@ def _layout(value: Any) -> tuple[Any, ...] | None:
 
 
 def _evaluate(graph: Graph, known: set[Node]) -> set[Node]:
-    """Give fake values to new nodes, and to those behind them whose layout is another one; returns all of these."""
+    """Compute fake values of new nodes, and of later nodes whose layout changes with them. Return all of these."""
     changed: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or (node in known and not changed & set(node.all_input_nodes)):
@@ -89,7 +89,7 @@ def _evaluate(graph: Graph, known: set[Node]) -> set[Node]:
 
 
 def _keep_layouts(graph: Graph, layouts: list[Any]) -> None:
-    """Give out results as they were laid out: backward was traced with that."""
+    """Restore the layouts of the graph's outputs, with which backward was traced."""
     for node, layout in zip(_outputs(graph), layouts, strict=True):
         if _layout(node.meta.get("val")) != layout:
             with graph.inserting_before(graph.output_node()):

@@ -1,21 +1,21 @@
 """Gradient sync: reduce, accumulate or return each gradient, as the plan of the microbatch says.
 
 Before: a ``reduce_grad`` for each gradient, whose result is an output.
-After:  for each bucket (unit, dtypes and groups) what its :class:`~passes.ir.plan.Reduction` says:
+After:  for each bucket (unit, dtypes and groups), as its :class:`~passes.ir.plan.Reduction` says:
 
-- ``Sync.NONE``: the full gradients are outputs, or are added to those of earlier microbatches in place. No communication.
+- ``Sync.NONE``: the full gradients are outputs, or are added in place to those of earlier microbatches. No communication.
 - ``Sync.SCATTER``: one ``reduce_scatter_tensor`` just after the bucket's last gradient, of the sum with earlier full
-  gradients. Its flat shard is an output, or is added to the earlier partial result in place.
-- ``Sync.ALL``: the same, then with replicas (HSDP) one ``all_reduce`` of the sum with the earlier partial result; the flat
-  shard of averaged gradients, in their dtype, is an output, or is added to ``param.grad`` in place. Or it updates the
-  parameters (:mod:`passes.ir.update`), with ``param.grad`` added to it if there is one: each run of neighbours in flat storage
-  by one kernel, in place, together with what an optimizer keeps for it. Then nothing lands.
+  gradients. Its flat shard is an output, or is added in place to the earlier partial result.
+- ``Sync.ALL``: the same; then with replicas (HSDP) one ``all_reduce`` of the sum with the earlier partial result. The flat
+  shard of averaged gradients, in ``grad_dtype``, is an output, or is added in place to ``param.grad``.
+  If the plan updates parameters (:mod:`passes.ir.update`), an existing ``param.grad`` is added to the flat shard instead. Then
+  one kernel for each run of neighbours in flat storage updates parameters and optimizer state in place. No gradient is stored.
 
-A reduction absorbs the casts of its gradients that have no other reader. Partial results are added before the all-reduce: after
-it, those of the other replicas would be missing. Divide factors are inputs of the graph, and so are the tensors of a
-communication hook, which are written over as soon as nothing reads their old values. The outputs that were gradients are
-None: the runtime lands gradients itself. In a flat shard, gradients lie in the order that the plan says: that of flat storage,
-so that an optimizer takes both as they are.
+A reduction absorbs the casts of its gradients that have no other reader. Partial results are added before the all-reduce: added
+after it, those of the other replicas would be missing. Divide factors and the tensors of a communication hook are inputs of the
+graph. The hook's tensors are overwritten as soon as nothing reads their old values. The outputs that were gradients are None:
+the runtime writes ``param.grad`` itself. In a flat shard, gradients are in the order that the plan gives. That is the order of
+flat storage, so that an optimizer can use both as they are.
 
 New nodes are marked with their work (:mod:`passes.ir.work`). Nothing overlaps yet.
 
@@ -71,16 +71,17 @@ def synchronize_gradients(
     updates: Sequence[Sequence[Place]] = (),
     orders: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Replace the ``reduce_grad`` nodes of a backward graph by what the plan says. In place.
+    """Replace the ``reduce_grad`` nodes of a backward graph as the plan says. In place.
 
     Args:
         graph: the graph.
-        plan: what to do about each bucket of :func:`~passes.transforms.bucket.reduction_buckets`.
-        interface: takes the inputs and outputs that the plan adds.
-        groups: reduce these together instead of each bucket. They have all gradients, and the plan does the same with all of
-            a group.
-        updates: for each bucket, where the updates of its parameters write, if the plan has updates.
-        orders: for each bucket, its gradients as they are to lie in a flat shard; none: as the graph computes them.
+        plan: the reduction of each bucket of :func:`~passes.transforms.bucket.reduction_buckets`.
+        interface: receives the inputs and outputs that the plan adds.
+        groups: reduce these groups instead of the buckets. Together they have all gradients, and the plan does the same with
+            all members of a group.
+        updates: for each bucket, where the update of each parameter writes; needed if the plan updates parameters.
+        orders: for each bucket, the positions of its gradients in the order of a flat shard; empty: the order in which the
+            graph computes them.
     """
     output = graph.output_node()
     outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -96,9 +97,9 @@ def synchronize_gradients(
     def position(member: tuple[int, int]) -> tuple[int, int]:
         bucket, place = member
         if plan[bucket].updates:
-            # As the shards that it updates.
+            # The order of the shards that the gradients update.
             return bucket, updates[bucket][place].offset
-        # What is not reduced becomes no flat shard.
+        # Gradients that are not reduced form no flat shard.
         return bucket, orders[bucket].index(place) if orders and plan[bucket].sync is not Sync.NONE else place
 
     interface.reduction_groups = [tuple(sorted(group, key=position)) for group in wanted]
@@ -113,7 +114,7 @@ def synchronize_gradients(
 
 
 class _ReductionWriter:
-    """Writes the reduction of one bucket into the graph."""
+    """The writer of one bucket's reduction into the graph."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class _ReductionWriter:
         self.like: torch.Tensor = self.grads[0].meta["val"]
 
     def write(self) -> None:
-        # Not among the placeholders, where a gradient that backward is handed stands.
+        # After the placeholders: an input of backward may itself be a gradient.
         behind = max([*self.grads, self.graph.find_nodes(op="placeholder")[-1]]).next
         if self.reduction.sync is not Sync.NONE:
             self._take_in_casts(behind)
@@ -149,7 +150,7 @@ class _ReductionWriter:
         return Work(role, self.bucket.name)
 
     def _take_in_casts(self, behind: Node) -> None:
-        """Make casts of gradients part of the copy-in: until then, what lives is the gradient as it was computed."""
+        """Make casts of gradients part of the copy-in. Until then, only the gradient in its computed dtype is alive."""
         for grad in self.grads:
             if grad.target == _cast and all(user in self.bucket.nodes for user in grad.users):
                 behind.prepend(grad)
@@ -206,7 +207,7 @@ class _ReductionWriter:
             self._leave(value, ReducedGradient(self.index), [], work)
 
     def _update_shards(self, flat: Node) -> None:
-        """Update parameters by the flat shard of their gradients, run by run."""
+        """Update parameters from the flat shard of their gradients, run by run."""
         work = self._work(Role.UPDATE)
         start = 0
         for first, numel in _runs(self.places):
@@ -229,7 +230,7 @@ class _ReductionWriter:
             start += numel
 
     def _hoist(self, stage: Stage) -> None:
-        """Let what a stage computes without the result of a collective stand ahead of all of them, beside the message."""
+        """Move operators of a stage that need none of its collectives before the first, beside those that make the message."""
         written = nodes_of(self.graph, stage.role)[self.bucket.name]
         first = next((node for node in written if is_collective(node)), None)
         behind: set[Node] = set()
@@ -240,14 +241,14 @@ class _ReductionWriter:
                 first.prepend(node)
 
     def _give_to(self, following: Stage, stage: Stage) -> None:
-        """Let what a stage's hook does after its last collective be work of the following stage."""
+        """Mark a hook's operators from its last wait on as work of the following stage."""
         written = nodes_of(self.graph, stage.role)[self.bucket.name]
         waits = [node for node in written if node.target == _wait]
         for node in written[written.index(waits[-1]) :] if waits else []:
             mark(node, self._work(following.role))
 
     def _take(self, operand: Operand) -> list[Node]:
-        """An operand of a stage, as inputs of the graph."""
+        """Take an operand of a stage as inputs of the graph."""
         if operand is Kept.UNSHARDED:
             unsharded = self._unsharded()
             for node in unsharded:
@@ -284,7 +285,11 @@ class _ReductionWriter:
         ]
 
     def _update(self, kept: list[Node], left: list[Node], value: Node) -> Node:
-        """Write what a hook leaves over its tensors. Returns the hook's result, which must not lie in the memory of one."""
+        """Overwrite a hook's tensors ``kept`` with their new values ``left``, after all reads of the old ones.
+
+        Returns:
+            The hook's result ``value``; a clone if it lies in the memory of such a tensor.
+        """
         changed = {tensor: new for tensor, new in zip(kept, left, strict=True) if new is not tensor}
         work = value.meta.get(WORK, self._work(Role.FINISH_REDUCE))
         for tensor, new in changed.items():
@@ -308,12 +313,12 @@ class _ReductionWriter:
         return self.interface.add_input(f"{kind}_{name or self.bucket.name}".replace(".", "_"), value, slot)
 
     def _leave(self, flat: Node, slot: OutputSlot, kept: Sequence[Node], work: Work) -> None:
-        """Leave a flat shard for later: written over the earlier one, or as a new output."""
+        """Store a flat shard: over the earlier one in ``kept``, or as a new output."""
         if kept:
             self._write_over(kept[0], flat, work)
             return
         if viewed(flat) is not None:
-            # A hook may give a view: of the gradient, or of all that it has reduced.
+            # A hook may return a view of the gradient, or of a larger result of its own.
             flat = emit(self.graph, torch.clone, flat, work=work)
         self.interface.add_output(flat, slot)
 
@@ -324,8 +329,11 @@ class _ReductionWriter:
 
 
 def _runs(places: Sequence[tuple[int, Place]]) -> Iterator[tuple[int, int]]:
-    """Parameters of one bucket that are neighbours in storage and are updated alike: the index of the first, and how many
-    elements they have."""
+    """Yield each run of parameters that are neighbours in storage and are updated alike.
+
+    Yields:
+        The index of the run's first parameter, and the run's number of elements.
+    """
     first, numel = 0, 0
     for index, (bucket, place) in enumerate(places):
         if index > first:
@@ -339,7 +347,7 @@ def _runs(places: Sequence[tuple[int, Place]]) -> Iterator[tuple[int, int]]:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """The nodes that read a value, by way of views, too."""
+    """Yield the nodes that read a value, directly or through views."""
     for user in node.users:
         yield user
         if _source(user) is not None:
@@ -347,7 +355,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _source(node: Node) -> Node | None:
-    """What a node is a view of; also of a kind that only a hook of a user's may have."""
+    """Return the node that ``node`` is a view of, or None. Views include those that only a user's hook may contain."""
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
     is_alias = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
     return node.all_input_nodes[0] if is_alias else viewed(node)
@@ -359,7 +367,7 @@ def _origin(node: Node) -> Node:
 
 
 def _may_share_memory(node: Node, given_out: Sequence[Node]) -> bool:
-    """Whether the memory of a value may be shared with another value, or between its own elements."""
+    """Return whether a value may share memory with an input or a node in ``given_out``, or between its own elements."""
     others = {memory_of(other) for other in given_out}
     while node.op != "placeholder" and node.target != _expand:
         source = viewed(node)

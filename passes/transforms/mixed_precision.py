@@ -2,12 +2,12 @@
 
 Before: ``unshard(shard, ..., param_dtype=p)`` and ``reduce_grad(grad, ..., reduce_dtype=r, grad_dtype=g)``.
 After:  the shard is cast to ``p`` before its gather, which then moves the smaller dtype; the gradient is cast to ``r`` before
-        its reduction. As nodes, the casts fuse with the copies around the collectives. (The cast of the reduced shard to ``g``
-        is :mod:`passes.transforms.gradient_sync`'s, which makes one of it for a bucket.)
+        its reduction. As nodes, the casts fuse with the copies around the collectives.
+        (:mod:`passes.transforms.gradient_sync` casts the reduced shard to ``g``, once for a bucket.)
 
-Leaves alone operators whose dtypes agree already, and gathers that send bytes: those round the shard as it is, and give
-``p`` at the other end (:mod:`passes.collectives.rounded_gather`). Shards on the host are cast on the device, behind their copy:
-a cast on the host would halve what is copied, but hold up the thread that launches everything else.
+Leaves alone operators whose dtypes agree already, and gathers that send bytes: they round the uncast shard and decode to ``p``
+(:mod:`passes.collectives.rounded_gather`). Shards on the host are cast on the device, after their copy. A cast on the host
+would halve the copied bytes, but block the thread that launches everything else.
 """
 
 import torch
@@ -41,7 +41,7 @@ def mixed_precision(graph: Graph) -> None:
         reduce = ReduceGrad.of(node)
         reduce_dtype = reduce.reduce_dtype or reduce.grad.meta["val"].dtype
         if reduce.grad.meta["val"].dtype != reduce_dtype:
-            # Reductions stand at the end, as autograd runs them; the gradient is to be reduced as soon as it exists.
+            # After the gradient, which is reduced as soon as it exists: autograd puts ``reduce_grad`` at the graph's end.
             with graph.inserting_after(max(reduce.grad, graph.find_nodes(op="placeholder")[-1])):
                 update_args(node, grad=_emit_cast(graph, reduce.grad, reduce_dtype))
         update_args(node, reduce_dtype=None)

@@ -1,10 +1,10 @@
 """Name shards: rename the inputs of a graph after the parameters that they are shards of.
 
 Before: ``primals_3``.
-After:  ``shard_layers_0_wq_weight``; or ``piece_...`` where it is a smaller group's shard that forward kept. What stands for
-        the shard of a tensor subclass is called as that would be.
+After:  ``shard_layers_0_wq_weight``; or ``piece_...`` for a smaller group's shard that forward saved. The tensor that stands
+        for the shard of a tensor subclass is named as a shard.
 
-Leaves alone all other inputs, and shards that something in the graph computes.
+Leaves alone all other inputs, and shards that the graph computes.
 """
 
 import re
@@ -20,7 +20,7 @@ def _rename(node: Node, name: str) -> None:
 
 
 def name_shards(graph: Graph) -> None:
-    """Rename the placeholders that are shards, and the operators that read them. In place."""
+    """Rename the placeholders that are shards after their parameters. In place."""
     for node in unshards(graph.nodes):
         spec = Unshard.of(node)
         if spec.token is not None:

@@ -1,27 +1,27 @@
 """Offload activations: copy saved tensors to the host until backward, where a policy says so.
 
-``offload_activations``, in the joint graph, speaks to the partitioner, and to the second half:
+``offload_activations``, in the joint graph, tells the partitioner and ``copy_activations`` what to do:
 
 Before: operators whose results go to the host are ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``.
-After:  they are ``MUST_SAVE``, and marked if that is possible; views of them are ``MUST_RECOMPUTE``, so that what is saved is
-        the memory, whole and once.
+After:  they are ``MUST_SAVE``, and marked if their memory can be offloaded. Views of marked memory are ``MUST_RECOMPUTE``, so
+        that the memory is saved whole and once.
 
-``offload_saved``, after the partitioner, in the forward and the backward graph, does the same for a memory budget: of what the
-partitioner has saved of stretches of forward, it marks what a policy says.
+``offload_saved``, after the partitioner, in the forward and the backward graph, serves a memory budget. Of the tensors that
+stretches of forward save, it marks those that the budget's policy sends to the host.
 
 ``copy_activations``, in the forward and the backward graph:
 
-Before: forward gives out marked values, which backward takes.
-After:  in forward, the copy of each to pinned memory begins behind the kernel that is the last to read it (``offload``), and is
-        given out in its place. It is waited for (``wait_offload``) ahead of the copies of the second group after it, or at the
-        end: until then the value lives. In backward, which takes the copies, those of a group begin to be copied back
-        (``fetch``) where the group before is waited for, the first ones at the top; each is waited for (``wait_copy``) ahead of
-        the kernel that is the first to read it. A group is what lies between the places where a graph turns from one unit's
-        parameters to another's: of layers that are units, a layer. So in each direction no more than two layers' copies are on
-        their way.
+Before: marked values are outputs of forward and inputs of backward.
+After:  in forward, the copy of each value to pinned memory (``offload``) starts after the last kernel that reads the value. The
+        copy is the output instead. Forward waits for it (``wait_offload``) before the copies of the second group after it, or
+        at the end; until then the value lives.
+        In backward, which takes the copies, a group's copies back (``fetch``) start where the group before is waited for, the
+        first group's at the top. Each is waited for (``wait_copy``) before the first kernel that reads it.
+        A group lies between two places where a graph turns from one unit's parameters to another's. If layers are units, it
+        is a layer. So at most two layers' copies are in flight in each direction.
 
-Leaves alone gathered parameters, whatever a policy says of them, and what is made of them by views and casts; memory of inputs
-and outputs of the model, which others hold; values whose device has the host's memory; and every value that nobody marked.
+Leaves alone gathered parameters, with their views and casts, whatever a policy says; memory of the model's inputs and outputs,
+which others hold; values on a device that uses the host's memory; and values without a mark.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from ..models.cost_model import is_free, kernels
 from ..models.memory_model import IS_OFFLOADED, IS_PARAMETER, memory_roots
 from .recompute_stretches import units_of_parameters
 
-#: The key in ``node.meta`` of the stretch that a node is of, by number, and of its place there.
+#: The key in ``node.meta`` of a node's place in forward: the number of its stretch, and its index in the stretch.
 _STRETCH = "fsdp_stretch"
-#: Of what nobody has named: less is not worth two copies.
+#: The bytes of the smallest tensor that a budget sends to the host. A smaller one is not worth two copies.
 _LEAST_BYTES = 1 << 16
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 
 
 def offload_activations(graph: Graph) -> None:
-    """Mark what goes to the host, and tag it for the partitioner, in a joint (or an inference) graph. In place."""
+    """Mark values that go to the host, and tag them for the partitioner, in a joint (or an inference) graph. In place."""
     tagged = [node for node in graph.nodes if node.meta.get("recompute") in _OFFLOADS]
     if not tagged:
         return
@@ -69,24 +69,24 @@ def offload_activations(graph: Graph) -> None:
         node.meta[IS_OFFLOADED] = True
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if node is root else CheckpointPolicy.MUST_RECOMPUTE
         if "ac_graph_id" in root.meta:
-            # Of one region: no boundary of two, at which the partitioner would save.
+            # The same region as its memory: at a boundary of two regions, the partitioner would save the view.
             node.meta["ac_graph_id"] = root.meta["ac_graph_id"]
 
 
 def mark_stretches(stretches: Sequence[Sequence[Node]]) -> None:
-    """Note on the nodes of a joint graph which stretch they are of, for :func:`offload_saved`. In place."""
+    """Record the stretch and place of each node of a joint graph, for :func:`offload_saved`. In place."""
     for number, stretch in enumerate(stretches):
         for place, node in enumerate(stretch):
             node.meta[_STRETCH] = (number, place)
 
 
 class SavedActivation(NamedTuple):
-    """Something that a forward graph saves, and that can wait on the host.
+    """A saved tensor that can wait on the host.
 
     Attributes:
-        node: in the forward graph.
-        stretch: that it is of, by number.
-        place: of the operator that computes it, in the stretch.
+        node: its node in the forward graph.
+        stretch: the number of the stretch that computes it.
+        place: the index in the stretch of the operator that computes it.
     """
 
     node: Node
@@ -97,19 +97,19 @@ class SavedActivation(NamedTuple):
 def offload_saved(
     forward: Graph, backward: Graph, num_forward_outputs: int, waits: Callable[[int, int], bool]
 ) -> list[SavedActivation]:
-    """Mark what goes to the host, in a partitioned forward and its backward graph. In place.
+    """Mark saved tensors that go to the host, in a partitioned forward graph and its backward graph. In place.
 
     Args:
         forward, backward: the graphs.
-        num_forward_outputs: how many of forward's outputs are the model's: the first ones.
-        waits: whether something that is saved waits on the host, by the number of its stretch and its place there.
+        num_forward_outputs: the number of the model's outputs, which are forward's first ones.
+        waits: returns whether a saved tensor waits on the host, from the number of its stretch and its place there.
 
     Returns:
-        What can wait, in the order of forward's outputs, whether it does or not.
+        The saved tensors that can wait, whether they do or not, in the order of forward's outputs.
     """
     outputs: Any = forward.output_node().args[0]
     root_of = memory_roots(forward)
-    # What is saved twice, or given to the caller as well, would not be freed.
+    # Memory that is saved twice, or is an output of the model as well, would not be freed.
     holds = Counter(root_of[node] for node in dict.fromkeys(outputs) if isinstance(node, Node) and node in root_of)
     found = [
         SavedActivation(node, *node.meta[_STRETCH])
@@ -132,14 +132,14 @@ def _can_wait(node: Node, root_of: Mapping[Node, Node]) -> bool:
 
 
 def will_offload(graph: Graph) -> bool:
-    """Whether :func:`offload_activations` will find something to mark in a joint graph."""
+    """Return whether :func:`offload_activations` will find something to mark in a joint graph."""
     tagged = [node for node in graph.nodes if node.meta.get("recompute") in _OFFLOADS]
     root_of = memory_roots(graph) if tagged else {}
     return bool(tagged) and not _offloadable(graph, root_of).isdisjoint(root_of.get(node) for node in tagged)
 
 
 def _offloadable(graph: Graph, root_of: Mapping[Node, Node]) -> set[Node]:
-    """The nodes that make what can wait on the host."""
+    """Return the nodes whose memory can wait on the host."""
     number_of = _numbers(graph)
     held = {number_of[root_of[node]] for node in graph.output_node().all_input_nodes if node in root_of}
     of_backward = _made_of_tangents(graph)
@@ -155,7 +155,7 @@ def _offloadable(graph: Graph, root_of: Mapping[Node, Node]) -> set[Node]:
 
 
 def _numbers(graph: Graph) -> dict[Node, int]:
-    """A number for each node, equal for those that compute the same: the partitioner makes one of them."""
+    """Number the nodes; those that compute the same have the same number, as the partitioner merges them."""
     number_of: dict[Node, int] = {}
     seen: dict[Hashable, int] = {}
     for node in graph.nodes:
@@ -175,7 +175,7 @@ def _made_of_tangents(graph: Graph) -> set[Node]:
 
 
 def copy_activations(graph: Graph, *, is_backward: bool) -> None:
-    """Copy what is marked, in a forward graph to the host, in a backward graph back. In place."""
+    """Copy marked values: in a forward graph to the host, in a backward graph back. In place."""
     if is_backward:
         _fetch(graph)
     else:
@@ -183,7 +183,7 @@ def copy_activations(graph: Graph, *, is_backward: bool) -> None:
 
 
 def offloaded_outputs(graph: Graph) -> list[int]:
-    """The outputs of a forward graph that are on the host, by index."""
+    """Return the indices of the outputs of a forward graph that are on the host."""
     outputs: Any = graph.output_node().args[0]
     return [index for index, node in enumerate(outputs) if isinstance(node, Node) and node.target == wait_offload]
 
@@ -198,7 +198,7 @@ def _offload(graph: Graph) -> None:
         if isinstance(node, Node) and node.op == "call_function" and IS_OFFLOADED in node.meta:
             last = max([node, *(last_of_kernel.get(reader, reader) for reader in readers[node])], key=place.__getitem__)
             last = max(last, last_of_kernel.get(last, last), key=place.__getitem__)
-            # A compiler of kernels takes no tuples apart that it has not made.
+            # After the getitems: Inductor cannot unpack a tuple that another segment made.
             while last.next.target is operator.getitem:
                 last = last.next
             behind.setdefault(last, []).append(node)
@@ -254,7 +254,7 @@ def _fetch(graph: Graph) -> None:
 
 
 def _readers(graph: Graph) -> dict[Node, list[Node]]:
-    """For each node that makes memory, the nodes that read it, but for views."""
+    """Map each node to the nodes that read its memory, without views."""
     found: dict[Node, list[Node]] = {}
     root_of = memory_roots(graph)
     for node, root in root_of.items():
@@ -263,7 +263,7 @@ def _readers(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def _groups(graph: Graph, place: Mapping[Node, int]) -> Callable[[int], int]:
-    """A function that gives the group of a place in a graph: how many turns from one unit to another are ahead of it."""
+    """Return a function from a place in the graph to its group: the number of turns from unit to unit up to that place."""
     unit_of = units_of_parameters(graph)
     uses = [(place[user], unit) for made, unit in unit_of.items() for user in made.users if user not in unit_of]
     uses += [(place[spec.grad], spec.unit) for spec in map(ReduceGrad.of, reduce_grads(graph.nodes))]

@@ -1,19 +1,19 @@
 """Packed words: round the shards of a bucket and write its message in one kernel, on a GPU.
 
-A message of bytes is made of rounded numbers, a byte each, and of scales and other numbers that take several. Inductor has a
-kernel write what it computes into its place in a ``cat``, but only in the dtype of the ``cat``, and it takes a view in a dtype
-of another size for memory that has to be there first. So it would read the numbers once for the scales, and again, with the
-scales, in a second kernel. In words of 32 bits all of them are of one size: a scale is a word, four rounded numbers are one.
+A message consists of rounded numbers of one byte, and of scales and other numbers of several bytes. A kernel of Inductor's can
+write its result straight into a ``cat``, but only in the dtype of the ``cat``. Before Inductor views a value in a dtype of
+another size, it writes the value to memory. So one kernel would read the numbers for the scales, and a second kernel would read
+them again, with the scales. In words of 32 bits everything has one size: a scale is one word, and four rounded numbers are one.
 
-Before: ``cat`` of bytes that a collective sends: of numbers that were rounded in groups with a scale each, of the scales, and
-        perhaps of numbers as they are.
-After:  ``cat`` of words, seen as bytes: the same. The largest magnitude of a group is that of four interleaved parts of it, so
-        that the kernel which finds it goes through words, too: it reads each number once, and writes words and scale.
-        What is sent as it is becomes words by one foreach copy (:mod:`passes.transforms.foreach_copies`).
+Before: a ``cat`` of bytes that a collective sends: numbers rounded in groups with a scale each, the scales, and perhaps numbers
+        that are not rounded.
+After:  a ``cat`` of words, viewed as the same bytes. The largest magnitude of a group is computed from four interleaved parts
+        of the group, so that its kernel loops over words, too. The kernel reads each number once, and writes words and scales.
+        Numbers that are not rounded become words by one foreach copy (:mod:`passes.transforms.foreach_copies`).
 
-Leaves alone graphs on the CPU; messages in which nothing has a scale, or that are no whole words (numbers of 16 bits in odd
-number, a group that is no multiple of four); groups of less than 32 or more than 256 numbers, for which Inductor writes more
-than one kernel, or words twice; and rounding by chance, of which it would write the result first and pack it in another kernel.
+Leaves alone graphs on the CPU; messages without scales; messages that are not whole words (an odd number of 16-bit numbers, a
+group that is not a multiple of four); groups of fewer than 32 or more than 256 numbers, for which Inductor writes several
+kernels, or words twice; and stochastic rounding, whose result Inductor would write first and pack in another kernel.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .foreach_copies import copy_all, is_on_gpu
 
 _aten = torch.ops.aten
 
-#: The sizes of groups of which Inductor has one kernel find the largest magnitudes and write the words. Smaller ones it
-#: unrolls; the words of larger ones it writes twice, or in a kernel of their own.
+#: The group sizes for which one kernel of Inductor's finds the largest magnitudes and writes the words. Inductor unrolls
+#: smaller groups, and writes the words of larger ones twice or in a kernel of their own.
 GROUPS = range(32, 257)
 
-#: The most operators between a magnitude and the numbers that are rounded with it. Inductor computes a number anew for each of
-#: its four places in a word, but one that takes many operators it writes to memory first.
+#: The most operators between a magnitude and the numbers that are rounded with it. Inductor recomputes a number for each of
+#: the four places in a word. A number that takes more operators is written to memory first.
 MAX_OPERATORS = 8
 
 _WORD = torch.int32
@@ -44,10 +44,10 @@ _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.alias.default, _
 
 
 def pack_words(graph: Graph) -> set[Node]:
-    """Round and copy in what a collective sends with one kernel. In place.
+    """Round the numbers that a collective sends, and write its message, with one kernel. In place.
 
     Returns:
-        The ``cat`` nodes of words: what they join, the kernels that compute it write.
+        The ``cat`` nodes of words. The kernels that compute their inputs also write them into the message.
     """
     joined = set()
     for cat in graph.find_nodes(op="call_function", target=_aten.cat.default):
@@ -72,9 +72,9 @@ def pack_words(graph: Graph) -> set[Node]:
 
 
 def _own_sources(nodes: list[Node], cat: Node) -> list[Node]:
-    """``nodes`` and what they are computed from, in graph order, as far as it is the work that ``cat`` is part of.
+    """Return ``nodes`` and the nodes that they are computed from, in graph order, limited to the work that ``cat`` is part of.
 
-    The rest of a graph may hold magnitudes of others: gradients come from parameters that were rounded, too.
+    Other work may have magnitudes, too: gradients may depend on parameters that were rounded.
     """
     found: set[Node] = set()
     stack = list(nodes)
@@ -87,7 +87,7 @@ def _own_sources(nodes: list[Node], cat: Node) -> list[Node]:
 
 
 def _operators_behind(magnitudes: set[Node], sources: list[Node]) -> int:
-    """How many of ``sources`` are computed with magnitudes, without views, magnitudes included."""
+    """Count the nodes of ``sources`` that are, or depend on, ``magnitudes``, without views."""
     found: set[Node] = set()
     for node in sources:
         if node in magnitudes or not found.isdisjoint(node.all_input_nodes):
@@ -96,14 +96,14 @@ def _operators_behind(magnitudes: set[Node], sources: list[Node]) -> int:
 
 
 def _numbers_of(part: Node) -> Node:
-    """What bytes are a view of: a view keeps the order of all bytes, whatever its shape and dtype."""
+    """Return the numbers that ``part`` is a view of. The views keep the order of all bytes, whatever their shape and dtype."""
     while part.target in _VIEWS:
         part = part.all_input_nodes[0]
     return part
 
 
 def _are_words(numbers: Node, part: Node) -> bool:
-    """Whether numbers can be packed in rows as they are, and make rows of whole words in the message."""
+    """Return whether rows of ``numbers``, and rows of ``part`` in the message, consist of whole words."""
     value = numbers.meta["val"]
     last = value.shape[-1] if value.dim() else 1
     return last * value.dtype.itemsize % _WORD.itemsize == 0 and part.meta["val"].shape[-1] % _WORD.itemsize == 0
@@ -137,17 +137,17 @@ def _join_words(graph: Graph, cat: Node, parts: list[Node], numbers: list[Node],
 
 
 def largest_of_quarters(values: Tensor) -> Tensor:
-    """``values.amax(-1)``, of a multiple of four: of the first, the second, the third and the fourth of each four."""
+    """Compute ``values.amax(-1)`` from four interleaved parts. The last dimension is a multiple of four."""
     first, second, third, fourth = _interleaved(values, 4)
     return torch.maximum(torch.maximum(first, second), torch.maximum(third, fourth)).amax(-1)
 
 
 def words_of(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The bytes of numbers as words of 32 bits, the lower byte first.
+    """Pack the bytes of numbers into words of 32 bits, the lowest byte first.
 
     Args:
-        numbers: of any dtype of at least a byte; where it is of less than four, words do not reach into another row.
-        shape: of the words.
+        numbers: of a dtype of 1, 2, or a multiple of 4 bytes. If it has fewer than 4, each row consists of whole words.
+        shape: the shape of the words.
     """
     size = numbers.dtype.itemsize
     if size >= _WORD.itemsize:
@@ -155,7 +155,7 @@ def words_of(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
     bits = {1: torch.uint8, 2: torch.int16}[size]
     words, *others = (part.view(bits).to(_WORD) for part in _interleaved(numbers, _WORD.itemsize // size))
     if size == 2:
-        # A wider number repeats the sign in front of it, where the other half belongs.
+        # The cast has repeated the sign in the bits where the other half belongs.
         words = torch.bitwise_and(words, 0xFFFF)
     for place, part in enumerate(others, start=1):
         words = torch.bitwise_or(words, torch.bitwise_left_shift(part, 8 * size * place))
@@ -163,9 +163,9 @@ def words_of(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _interleaved(values: Tensor, number: int) -> list[Tensor]:
-    """Each element of so many that lie side by side, ``[..., elements / number]``."""
+    """Split ``values`` into ``number`` interleaved parts, ``[..., elements / number]`` each."""
     side_by_side = values.unflatten(-1, (-1, number))
-    # Indexing would ask for the device, which may be a pretended one.
+    # Indexing would query the device, which may be a pretended one.
     return [side_by_side.select(-1, place) for place in range(number)]
 
 

@@ -2,11 +2,12 @@
 
 Before: the copies that cut parameters out of a gathered buffer are ``clone`` nodes.
 After:  each copy is pinned with ``prims.inductor_force_stride_order``, so that Inductor writes it once, in the parameter's own
-        layout. Otherwise it would fuse the copy with the transposition that a matrix product reads it through, and write a
-        transposed weight, element by element. It stands just ahead of its first reader, or of where kernels end: that is
-        where Inductor puts it, to hold less memory, and where the accounting is to find it.
-        On a GPU, small copies are one operator (:mod:`passes.transforms.foreach_copies`), and what is rounded and sent is
-        packed into words (:mod:`passes.transforms.packed_words`).
+        layout. Otherwise Inductor would fuse the copy with the transposition through which a matrix product reads it, and
+        write a transposed weight, element by element.
+        Each copy stands just before its first reader, or before an earlier kernel boundary. Inductor puts it there, to hold
+        less memory, and the memory model is to find it there.
+        On a GPU, small copies are one operator (:mod:`passes.transforms.foreach_copies`), and rounded messages are packed into
+        words (:mod:`passes.transforms.packed_words`).
 
 Leaves alone copies of the model's own. Runs for the Inductor lowering only.
 """
@@ -22,7 +23,7 @@ from .packed_words import pack_words
 
 
 def pin_layouts(graph: Graph) -> None:
-    """Pin the layout of the copies that finish a gather, and let each stand ahead of its first reader. In place."""
+    """Pin the layout of the copies that finish a gather, and move each to just before its first reader. In place."""
     copy_out_together(graph)
     words = pack_words(graph)
     copy_in_together(graph, words)

@@ -1,15 +1,14 @@
 """Recompute stretches: tell the partitioner that backward computes stretches of forward again.
 
-A stretch is what forward computes between the places where it turns from the parameters of one unit to those of another: of
-layers that are units, a layer. It ends where the fewest bytes cross to the next; of several such places, at the last.
+A stretch is the part of forward between two places where forward turns from one unit's parameters to another's. If layers are
+units, a stretch is a layer. It ends where the fewest bytes cross to the next stretch; of several such places, at the last.
 
-Before: a joint graph whose nodes say nothing.
-After:  of those that are named, each is ``MUST_RECOMPUTE``, and what later ones read of it is ``MUST_SAVE``, as of a
-        layer with a checkpoint: backward keeps what enters a stretch, and computes the rest when it needs it.
+Before: a joint graph without tags on its nodes.
+After:  the nodes of the chosen stretches are ``MUST_RECOMPUTE``; those whose memory later stretches read are ``MUST_SAVE``, as
+        for a layer with a checkpoint. Backward keeps the inputs of a stretch, and computes the rest when it needs it.
 
-Leaves alone stretches in which something has a tag already (activation checkpointing); and in any stretch random numbers,
-collectives of the model's own, higher-order operators and what writes in place: the partitioner does with those what it always
-does.
+Leaves alone stretches in which a node has a tag already (activation checkpointing). In any stretch, random numbers, the model's
+own collectives, higher-order operators and in-place operators get no tag: the partitioner decides about them as usual.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from ..fx.sizes import num_bytes
 from ..fx.torch_internals.core import OpOverload
 from ..ir.ops import Unshard, is_unshard, unshards
 
-# Below those of resharded parameters and above those of activation checkpointing: no boundary that torch would see.
+# Below the id of resharded parameters and above those of activation checkpointing: torch sees no checkpoint boundary.
 _GRAPH_ID = (1 << 40) - 1
 
 
 def units_of_parameters(graph: Graph) -> dict[Node, str]:
-    """The units of gathered parameters, and of what is made of them alone."""
+    """Map gathered parameters, and the nodes made of them alone, to their units."""
     unit_of: dict[Node, str] = {}
     for made in derived(graph, unshards(graph.nodes)):
         sources = (unit_of[source] for source in made.all_input_nodes if source in unit_of)
@@ -42,11 +41,11 @@ def units_of_parameters(graph: Graph) -> dict[Node, str]:
 
 
 def forward_stretches(graph: Graph, num_forward_outputs: int) -> list[list[Node]]:
-    """The stretches of a joint graph, by their nodes.
+    """Cut the forward of a joint graph into stretches, each a list of nodes.
 
     Args:
         graph: the graph.
-        num_forward_outputs: how many of its outputs are forward's: the first ones.
+        num_forward_outputs: the number of forward's outputs, which are the graph's first ones.
     """
     unit_of = units_of_parameters(graph)
     outputs: Any = graph.output_node().args[0]
@@ -66,16 +65,16 @@ def forward_stretches(graph: Graph, num_forward_outputs: int) -> list[list[Node]
 
 
 def is_open(stretch: Sequence[Node]) -> bool:
-    """Whether nobody has said anything of a stretch, so that it can be computed again as a whole."""
+    """Return whether no node of a stretch has a tag, so that the stretch can be recomputed as a whole."""
     return not any("recompute" in node.meta for node in stretch)
 
 
 def recompute_stretches(stretches: Sequence[Sequence[Node]], numbers: Collection[int]) -> None:
-    """Tag stretches of a joint graph for the partitioner, ahead of :mod:`~passes.transforms.reshard_after_forward`. In place.
+    """Tag stretches of a joint graph for the partitioner, before :mod:`~passes.transforms.reshard_after_forward`. In place.
 
     Args:
-        stretches: all of :func:`forward_stretches`.
-        numbers: which of them to compute again.
+        stretches: all stretches, from :func:`forward_stretches`.
+        numbers: the indices of the stretches to recompute.
     """
     stretch_of = {node: number for number, stretch in enumerate(stretches) for node in stretch}
     for number in sorted(numbers):
@@ -91,7 +90,7 @@ def recompute_stretches(stretches: Sequence[Sequence[Node]], numbers: Collection
 
 
 def _ancestors(nodes: Iterable[Any]) -> set[Node]:
-    """Nodes and all that they are computed of."""
+    """Return ``nodes`` and all nodes that they are computed from."""
     found: set[Node] = set()
     waiting = [node for node in nodes if isinstance(node, Node)]
     while waiting:
@@ -103,7 +102,7 @@ def _ancestors(nodes: Iterable[Any]) -> set[Node]:
 
 
 def _crossing_bytes(nodes: Sequence[Node]) -> list[int]:
-    """For each place between nodes, the bytes that those ahead of it have made for those behind it."""
+    """Count, for each place between nodes, the bytes that are made before it and read after it."""
     place_of = {node: place for place, node in enumerate(nodes)}
     last: dict[Node, int] = {}
     for place, node in enumerate(nodes):
@@ -120,14 +119,14 @@ def _crossing_bytes(nodes: Sequence[Node]) -> list[int]:
 
 
 def _memory(node: Node) -> Node:
-    """The node in whose memory a value lies; an element of what a node gives stands for itself."""
+    """Return the node in whose memory a value lies. An element of a tuple (``getitem``) has memory of its own."""
     while is_view(node) and node.target is not operator.getitem:
         node = node.all_input_nodes[0]
     return node
 
 
 def _may_run_again(node: Node) -> bool:
-    """Whether backward computes the same by a node as forward, and nothing else."""
+    """Return whether running a node again in backward gives the same result and has no other effect."""
     if node.target is operator.getitem:
         return _may_run_again(node.all_input_nodes[0])
     if not isinstance(node.target, OpOverload) or is_collective(node) or node.target._schema.is_mutable:

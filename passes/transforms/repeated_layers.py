@@ -2,27 +2,28 @@
 
 ``fold_layers``, before AOTAutograd:
 
-Before: a Dynamo graph with all operations of every layer, of the blocks of a transformer for instance.
+Before: a Dynamo graph with all operations of every layer, such as the blocks of a transformer.
 After:  the calls of equal modules are one node each. One of them is traced on its own, forward and backward, and runs through
         Inductor's passes over joint graphs.
 
 ``unfold_layers``, in the joint graph:
 
 Before: the node of each call, and the node of its backward.
-After:  a copy of that trace in the place of each, as if AOTAutograd had traced every layer. Only four things can differ: a copy
-        of a gradient that is laid out otherwise than the layer's output, zeros for the gradient of an output that has none,
-        a view that each layer makes of a common input, and the place of an addition. Gradients add up in the same order.
-        (Of an extension, :mod:`passes.ir.extension`, the encoding stands with its layer, instead of ahead of all.)
+After:  a copy of the trace in the place of each, as if AOTAutograd had traced every layer. Only four things can differ: a copy
+        of a gradient whose layout differs from that of the layer's output; zeros for the gradient of an output without one; a
+        view of a common input, which each layer makes; and the place of an addition. Gradients add up in the same order.
+        (The encoding of an extension, :mod:`passes.ir.extension`, stands with its layer instead of before all layers.)
 
-Tracing is most of what compiling a deep model costs once equal layers share their kernels; copying nodes costs a tenth of it.
+Once equal layers share their kernels, tracing takes most of the time to compile a deep model. Copying nodes takes a tenth of
+that.
 
 Leaves alone layers where copying could be wrong: calls of higher-order operators such as checkpoints, symbolic sizes, inputs
 that are written to, outputs that are views of inputs, random numbers (Inductor numbers their seeds through the whole graph),
 operations with an effect besides their result (switching a mode, entering a transform), and traces with anything but functional
 operators that have fake values.
 
-``torch.compiler.nested_compile_region`` (torch/_higher_order_ops/invoke_subgraph.py) has the same aim with regions that the
-user marks, and keeps them apart in the partitioner, too.
+``torch.compiler.nested_compile_region`` (torch/_higher_order_ops/invoke_subgraph.py) has the same aim for regions that the user
+marks, but keeps the regions apart in the partitioner, too.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ from ..ir.ops import ReduceGrad, Unshard, is_unshard, reduce_grad, unshards, upd
 
 logger = logging.getLogger(__name__)
 
-# Fewer are traced quickly, and keep the node numbers of Dynamo and AOTAutograd.
+# Fewer layers are traced quickly, and unfolded they keep the node names of Dynamo and AOTAutograd.
 MIN_LAYERS = 8
 
-# A module of one or two operations is not worth the calls that stand for it.
+# A module of fewer operations is not worth the nodes that stand for its call.
 _MIN_OPERATIONS = 4
 
-# Operations without a result, and without an effect that a graph has to repeat.
+# Operations that return nothing, and whose effect a graph need not repeat.
 _HARMLESS = {log_api_usage_once}
 
 _library = torch.library.Library("fsdp_compile", "FRAGMENT")
@@ -80,13 +81,13 @@ class _Trace:
     """The trace of a layer.
 
     Attributes:
-        params: the parameters that it unshards.
+        params: the parameters that the layer unshards.
         inputs, tangents: placeholders of the trace.
         outputs: the values that the layer returns.
         has_tangent: for each output, whether it takes part in backward.
         gradients: for each input, its gradient or None.
         forward, backward: operations, in order.
-        constants: tensors that it reads as attributes, such as a number that the model turns into a tensor.
+        constants: tensors that ``get_attr`` nodes read, such as a number that the model turns into a tensor.
     """
 
     params: list[_Param]
@@ -102,7 +103,7 @@ class _Trace:
 
 @dataclass(eq=False)
 class _Call:
-    """A folded layer: its trace, and its own parameters in the order of the trace's."""
+    """A folded layer: the trace, and the layer's own parameters in the order of ``trace.params``."""
 
     trace: _Trace
     params: list[_Param]
@@ -142,12 +143,12 @@ class _Layer:
 
     @property
     def inputs(self) -> list[Node]:
-        """Values from outside that its operations read."""
+        """Values from outside that its operations read, without device meshes."""
         return [source for source in self._outside if _mesh(source) is None]
 
     @property
     def meshes(self) -> list[Node]:
-        """Device meshes that its operations read, as those of tensor parallelism do."""
+        """Device meshes that its operations read, as in tensor parallelism."""
         return [source for source in self._outside if _mesh(source) is not None]
 
     @property
@@ -157,7 +158,7 @@ class _Layer:
 
     @property
     def outputs(self) -> list[Node]:
-        """Its values that operations outside read."""
+        """Values of the layer that operations outside read."""
         return [node for node in self.nodes if any(self.is_outside(user) for user in node.users)]
 
     @property
@@ -169,7 +170,7 @@ class _Layer:
         return node not in self._inside
 
     def is_foldable(self) -> bool:
-        """Whether it can be one node in the place of its last."""
+        """Return whether one node, in the place of the layer's last node, can stand for the layer."""
         last = self.nodes[-1]
         users = [user for node in self.outputs for user in node.users if self.is_outside(user)]
         return (
@@ -181,13 +182,13 @@ class _Layer:
         )
 
     def _is_in_one_piece(self) -> bool:
-        """Whether nothing of others is done between its operations, such as leaving a context that one of them has entered."""
+        """Return whether no other operation lies between the layer's, such as one that leaves a context of the layer's."""
         operations = [node for node in self.nodes if not is_unshard(node)]
         between = itertools.takewhile(lambda node: node is not operations[-1], _from(operations[0]))
         return all(node in self._inside or node.op in ("placeholder", "get_attr") or is_unshard(node) for node in between)
 
     def key(self) -> Hashable:
-        """Equal for layers that do the same with equal tensors."""
+        """Return a key that is equal for layers that do the same with equal tensors."""
         names = {node: f"input {index}" for index, node in enumerate(self.inputs)}
         names |= {node: f"node {index}" for index, node in enumerate(self.nodes)}
         names |= {node: _mesh_name(node) for node in self.meshes}
@@ -215,14 +216,14 @@ def _without(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _from(node: Node) -> Iterator[Node]:
-    """A node and all behind it in the graph."""
+    """Yield ``node`` and all nodes after it in the graph."""
     while node.op != "root":
         yield node
         node = node.next
 
 
 def _only_computes(node: Node) -> bool:
-    """Whether an operation is there for its result alone: no switch of a mode, and no entry into a transform of functions."""
+    """Return whether an operation has no effect but its result: it switches no mode and enters no function transform."""
     if node.target in _HARMLESS:
         return True
     results = node.meta.get("example_value")
@@ -231,7 +232,7 @@ def _only_computes(node: Node) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is an ordinary dense tensor of known size."""
+    """Return whether ``value`` is an ordinary dense tensor of known size."""
     return (
         isinstance(value, Tensor)
         and type(value) in (FakeTensor, torch.nn.Parameter)
@@ -241,15 +242,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def _mesh(node: Node) -> DeviceMesh | None:
-    """The device mesh that a value is; None: it is something else."""
+    """Return the device mesh that is the value of ``node``; None if the value is something else."""
     value = node.meta.get("example_value")
-    # Dynamo traces with a stand-in.
+    # Dynamo traces with a stand-in for the mesh.
     real = getattr(value, "real_obj", value)
     return real if isinstance(real, DeviceMesh) else None
 
 
 def _mesh_name(node: Node) -> str:
-    """Equal for slices of a mesh that are the same dimensions."""
+    """Return a name that is equal for slices of a mesh with the same dimensions."""
     mesh = _mesh(node)
     assert mesh is not None
     return f"mesh {mesh.mesh_dim_names} {[group.group_name for group in mesh.get_all_groups()]}"
@@ -260,10 +261,10 @@ def _description(value: Tensor) -> Hashable:
 
 
 def fold_layers(gm: GraphModule, min_layers: int = MIN_LAYERS) -> bool:
-    """Make each call of a module that is called in ``min_layers`` equal ways or more one node of the Dynamo graph. In place.
+    """Fold every set of at least ``min_layers`` equal calls of modules in a Dynamo graph: each call becomes a node. In place.
 
     Returns:
-        Whether there were any.
+        Whether any layer was folded.
     """
     folded = False
     for layers in _repeated(gm.graph, min_layers):
@@ -279,7 +280,7 @@ def fold_layers(gm: GraphModule, min_layers: int = MIN_LAYERS) -> bool:
 
 
 def _repeated(graph: Graph, min_layers: int) -> list[list[_Layer]]:
-    """The layers to fold, by their key: the outermost modules of which there are enough."""
+    """Return the layers to fold, in lists of equal ones. Of nested modules, take the outermost with enough equal calls."""
     taken: set[Node] = set()
     found = []
     stacks = {node: list(node.meta.get("nn_module_stack", {}).values()) for node in graph.nodes if node.op != "placeholder"}
@@ -305,14 +306,14 @@ def _repeated(graph: Graph, min_layers: int) -> list[list[_Layer]]:
 
 
 def _own_unshards(nodes: list[Node]) -> list[Node]:
-    """The unshards that only these nodes read: they stand at the top of the graph."""
+    """Return the unshards that only ``nodes`` read. These unshards stand at the top of the graph."""
     inside = set(nodes)
     sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
     return [source for source in unshards(sources) if inside.issuperset(source.users)]
 
 
 def _trace(layer: _Layer) -> _Trace | None:
-    """Trace a layer's forward and backward, as AOTAutograd would in the graph; None: that would not be the same."""
+    """Trace a layer's forward and backward as AOTAutograd would. Return None if that fails, or if copies could be wrong."""
     graph = Graph()
     copies = {node: graph.placeholder(node.name) for node in (*layer.inputs, *layer.meshes)}
     for node in layer.nodes:
@@ -327,7 +328,7 @@ def _trace(layer: _Layer) -> _Trace | None:
             return interpreter.run(*inputs, *meshes)
 
     examples = [node.meta["example_value"] for node in layer.inputs]
-    # Not the mode of the examples: Dynamo gives backends one of their own.
+    # Not the fake mode of the examples: Dynamo gives backends a fake mode of their own.
     fake_mode = TracingContext.get().fake_mode
     assert fake_mode is not None
     has_tangent = [node.meta["example_value"].requires_grad for node in layer.outputs]
@@ -344,16 +345,16 @@ def _trace(layer: _Layer) -> _Trace | None:
 
 
 class _Traced(BaseException):
-    """Ends AOTAutograd's work at the graph that it has traced."""
+    """Raised to stop AOTAutograd when it has traced a graph."""
 
     def __init__(self, gm: GraphModule):
         self.gm = gm
 
 
 def _trace_jointly(function: Callable[..., Any], inputs: list[Tensor]) -> GraphModule:
-    """The joint graph of a function, or its only one if no input wants a gradient, as AOTAutograd hands it on.
+    """Trace the joint graph of a function as AOTAutograd hands it on. If no input requires grad, trace the only graph.
 
-    ``aot_export_joint_simple`` traces as for an exported program, which decomposes more operators than a compiled one.
+    ``aot_export_joint_simple`` would decompose more operators, as it traces for an exported program.
     """
 
     def stop(gm: GraphModule, *_: Any, **__: Any) -> NoReturn:
@@ -367,9 +368,9 @@ def _trace_jointly(function: Callable[..., Any], inputs: list[Tensor]) -> GraphM
 
 
 def _is_copyable(node: Node) -> bool:
-    """Whether a copy of an operation with a fake value of its own does what the operation does."""
+    """Return whether a copy of an operation, with a fake value of its own, does the same as the operation."""
     is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem or node.op == "get_attr"
-    # A wait counts as impure, so that nothing removes it.
+    # torch counts a wait as impure, so that nothing removes it.
     is_pure = node.target == _wait or not node.is_impure(impure_random=False)
     return is_operator and "val" in node.meta and is_pure
 
@@ -387,11 +388,11 @@ def _split(gm: GraphModule, params: list[_Param], num_inputs: int, has_tangent: 
     results: Any = graph.output_node().args[0]
     outputs, gradients = results[: len(has_tangent)], results[len(has_tangent) :]
     if len(tangents) != sum(has_tangent) or len(gradients) not in (0, num_inputs):
-        # AOTAutograd wrote what an epilogue is to copy into an input, or to make views of.
+        # AOTAutograd added results for its epilogue, which copies them into inputs or makes views of them.
         return None
     if any(node not in operations for node in outputs) or _share_memory([*placeholders, *outputs]):
         return None
-    # Autograd runs forward whole before it starts backward, so the last of the outputs ends it.
+    # Autograd runs all of forward before it starts backward, so the last output ends forward.
     end = 1 + max(operations.index(node) for node in outputs)
     forward, backward = operations[:end], operations[end:]
     if any(user in forward for node in tangents for user in node.users):
@@ -432,7 +433,7 @@ def _fold(graph: Graph, layer: _Layer, trace: _Trace) -> None:
 
 
 def _calling(call: _Call, number: int) -> Callable[..., tuple[Tensor, ...]]:
-    """The function of a folded node. It holds the call, for as long as the graph lives."""
+    """Make the function of a folded node. The function keeps ``call`` alive as long as the graph lives."""
 
     def call_layer(*inputs: Tensor) -> tuple[Tensor, ...]:
         if not any(call.trace.has_tangent):
@@ -443,7 +444,7 @@ def _calling(call: _Call, number: int) -> Callable[..., tuple[Tensor, ...]]:
 
 
 class _LayerFunction(torch.autograd.Function):
-    """``layer``, with ``layer_backward`` as its derivative."""
+    """The operator ``layer``, with ``layer_backward`` as its backward."""
 
     @staticmethod
     def forward(trace: _Trace, number: int, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -496,7 +497,7 @@ def unfold_layers(graph: Graph) -> None:
 
 
 class _Copy:
-    """A layer's part of a joint graph, copied of its trace."""
+    """The copy of a trace in a joint graph, for one layer."""
 
     def __init__(self, call: _Call):
         self._trace = call.trace
@@ -506,12 +507,12 @@ class _Copy:
         self._values = FakeCopies()
 
     def write_forward(self, graph: Graph, call: Node, inputs: Sequence[Node]) -> None:
-        """Put the operations of forward in the place of a folded layer."""
+        """Replace the node of a folded layer by the operations of forward."""
         self._bind(self._trace.inputs, inputs)
         self._write(graph, call, self._trace.forward, self._trace.outputs)
 
     def write_backward(self, graph: Graph, call: Node, tangents: Sequence[Node]) -> None:
-        """Put the operations of backward in the place of a folded layer's backward."""
+        """Replace the node of a folded layer's backward by the operations of backward."""
         self._bind(self._trace.tangents, tangents)
         accumulations = [user for element in call.users for user in element.users if _accumulates(user, element)]
         self._write(graph, call, self._trace.backward, [node for node in self._trace.gradients if node is not None])
@@ -530,7 +531,7 @@ class _Copy:
                 if node.op == "get_attr":
                     copy.target = _add_constant(graph, self._trace.constants[node])
                 copy.meta["val"] = self._values.copy(node.meta["val"])
-                # Of the layer that was traced.
+                # These describe the layer that was traced.
                 for key in ("nn_module_stack", "fwd_nn_module_stack", "tensor_meta"):
                     copy.meta.pop(key, None)
                 self._name_param(copy)
@@ -549,7 +550,7 @@ class _Copy:
 
 
 def _add_constant(graph: Graph, constant: Tensor) -> str:
-    """Give a graph's module a tensor, and return the name that it has there: one for all layers, so that they share kernels."""
+    """Register a tensor in the graph's module, unless it is there, and return its name. So layers share kernels."""
     owner = graph.owning_module
     assert owner is not None
     for name, buffer in owner.named_buffers(recurse=False):
@@ -562,7 +563,7 @@ def _add_constant(graph: Graph, constant: Tensor) -> str:
 
 
 def _accumulates(node: Node, gradient: Node | None = None) -> bool:
-    """Whether autograd adds a gradient, perhaps a certain one, to those that the same value has got before."""
+    """Return whether ``node`` is autograd's addition of a gradient (of ``gradient``, if given) to earlier ones of a value."""
     is_sum = (
         node.target == torch.ops.aten.add.Tensor and node.meta.get("is_gradient_acc", False) and len(node.all_input_nodes) == 2
     )
@@ -570,7 +571,7 @@ def _accumulates(node: Node, gradient: Node | None = None) -> bool:
 
 
 def _accumulate_one_by_one(graph: Graph, accumulation: Node) -> None:
-    """Turn ``before + (first + second)`` into ``(before + first) + second``, as where autograd sees each of them. In place."""
+    """Turn ``before + (first + second)`` into ``(before + first) + second``, as autograd adds them one by one. In place."""
     before, total = accumulation.all_input_nodes
     sums = []
     node = total

@@ -1,21 +1,21 @@
 """Reshard after forward: keep, reshard or gather again each parameter that backward reads.
 
-``reshard_after_forward``, in the joint graph, speaks to the partitioner, which splits it into forward and backward:
+``reshard_after_forward``, in the joint graph, tags nodes for the partitioner, which splits it into forward and backward:
 
-Before: every ``unshard`` says what its unit's ``reshard_after_forward`` is.
+Before: every ``unshard`` has its unit's ``reshard_after_forward`` as an argument.
 After:  ``recompute`` tags tell the partitioner:
 
-- ``reshard_after_forward=True``: the ``unshard`` and everything made of it alone by views and casts is ``MUST_RECOMPUTE``:
-  never saved, backward gathers it again. A parameter that backward does not read gets no gather there.
+- ``reshard_after_forward=True``: the ``unshard``, and everything made of it alone by views and casts, is ``MUST_RECOMPUTE``.
+  They are never saved, and backward gathers the parameter again. Backward does not gather a parameter that it does not read.
 - ``False``: the ``unshard`` is ``MUST_SAVE``: backward reads the parameter that forward gathered.
-- a post-forward group (``reshard_after_forward=<int>``): this rank's shard in the smaller group (``reshard``) is ``MUST_SAVE``,
-  and readers get ``tie(unshard, reshard)``, which the partitioner may run again in backward. Of a parameter that is rounded for
-  its gather, the shard is a part of the bytes that arrived (``reshard_rounded``), which :mod:`~passes.transforms.bucket` finds.
+- a post-forward group (``reshard_after_forward=<int>``): this rank's shard in the smaller group (``reshard``) is ``MUST_SAVE``.
+  Readers get ``tie(unshard, reshard)``, which the partitioner may run again in backward. If the parameter is rounded for its
+  gather, the shard is a part of the gathered bytes (``reshard_rounded``), which :mod:`~passes.transforms.bucket` finds.
 
 ``resolve_ties``, in the forward and the backward graph:
 
 Before: ties.
-After:  in backward, where the shard was saved, an ``unshard`` of that; else the parameter itself.
+After:  in backward, if the smaller group's shard was saved, an ``unshard`` of that shard. Else the parameter itself.
 
 Leaves alone every other tag: activation checkpointing decides about activations.
 """
@@ -42,7 +42,7 @@ def _tag(node: Node, policy: CheckpointPolicy) -> None:
 
 
 def _tie_to_smaller_shard(graph: Graph, full: Node) -> Node:
-    """Let the readers of ``full`` read it tied to its shard in the post-forward group. Returns the tie."""
+    """Tie ``full`` to its shard in the post-forward group, for all readers of ``full``. Return the tie."""
     spec = Unshard.of(full)
     with graph.inserting_after(full):
         if _is_rounded(spec):
@@ -84,8 +84,10 @@ def reshard_after_forward(graph: Graph) -> None:
 
 
 def resolve_ties(graph: Graph) -> None:
-    """Replace the ties of a forward or backward graph: by a gather over the smaller group where its shard was saved, else by
-    the parameter. In place."""
+    """Replace the ties of a forward or backward graph. In place.
+
+    If the smaller group's shard was saved, a gather over this group replaces the tie; else the parameter does.
+    """
     for node in graph.find_nodes(op="call_function", target=tie):
         full, piece = node.args
         if piece.op == "placeholder":

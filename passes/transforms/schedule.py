@@ -1,23 +1,26 @@
 """Schedule: put communication in flight while the graph computes.
 
-Before: a gather starts and finishes just ahead of its unit's first reader; a reduction, at its unit's last gradient.
-After:  *gathers* start one unit ahead: the next unit's just before the graph waits for this unit's. A unit with a list of its
-        own (:class:`Prefetch`) starts those of its list instead, in the list's order; if it gathers nothing itself, where the
-        graph first computes with its parameters, or computes their gradients. A gather without a start starts where it is
-        waited for, and the graph's first gather at the top. Shards that are kept on the host begin to be copied to the device
-        where the copy before theirs is waited for, so that they are there when their gather starts; the first two at the top.
-        *Reductions* start where they did, as soon as the kernel that makes their last gradient has run; waits sink to the end,
-        where the results are needed, except that a reduction's input, the unit's whole gradient, is held until the wait: before
-        a unit's gradients are copied in, the reduce-scatter of ``max_pending_reductions`` units ago is finished, so that never
-        more than so many inputs are held. An all-reduce over replicas (HSDP), which holds a shard only, goes on until the end;
-        or, if its result is copied to the host or updates parameters, until one unit later. Copies to the host start where
-        reductions finish, and updates run there; but no update ahead of the end of a gather that reads what it writes.
+Before: a gather starts and finishes just before its unit's first reader; a reduction, at its unit's last gradient.
+After:  *gathers* start one unit early: the next unit's just before the graph waits for this unit's.
+        A unit with a prefetch list of its own (:class:`Prefetch`) starts the gathers of its list instead, in the list's order.
+        If such a unit gathers nothing itself, they start where the graph first computes with its parameters or their gradients.
+        A gather that nothing else starts begins where the graph waits for it; the graph's first gather, at the top.
+        The copy of shards on the host starts where the graph waits for the previous copy, so that the shards are there when
+        their gather starts. The first two copies start at the top.
+        *Reductions* start as soon as the kernel that makes their last gradient has run. Waits sink to the end, where the
+        results are needed. But a reduction holds its input, the unit's whole gradient, until the wait. So before a unit's
+        gradients are copied in, the reduce-scatter of ``max_pending_reductions`` units before is finished: never more than so
+        many inputs are held.
+        An all-reduce over replicas (HSDP), which holds a shard only, goes on until the end. If its result is copied to the host
+        or updates parameters, it goes on until one unit later.
+        Copies to the host start where reductions finish. Updates run there, too, but after the wait of any gather that reads
+        the storage which they write.
 
-Where a unit has several pieces (:mod:`passes.auto.large_parameters`), those that are read next to each other start together,
-and the limit counts units.
+If a unit has several pieces (:mod:`passes.auto.large_parameters`), those that are read next to each other start together. The
+limit counts units.
 
-Leaves alone the order of everything but the nodes that :mod:`passes.transforms.bucket` and
-:mod:`passes.transforms.gradient_sync` marked, and the casts that feed them.
+Leaves alone the order of all nodes but those that :mod:`passes.transforms.bucket` and :mod:`passes.transforms.gradient_sync`
+marked, and the casts that feed them.
 """
 
 from __future__ import annotations
@@ -44,12 +47,12 @@ def _move_before(anchor: Node, nodes: list[Node]) -> None:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """A unit's own list, in one graph.
+    """A unit's own prefetch list, in one graph.
 
     Attributes:
-        unit: the unit's buckets.
-        uses: nodes that read its parameters or make its gradients.
-        targets: the buckets to start.
+        unit: the names of the unit's buckets.
+        uses: the nodes that read the unit's parameters or make its gradients.
+        targets: the names of the buckets whose gathers start.
     """
 
     unit: tuple[str, ...]
@@ -58,7 +61,7 @@ class Prefetch:
 
 
 def find_prefetches(graph: Graph, lists: Sequence[tuple[str, Sequence[str]]]) -> list[Prefetch]:
-    """The lists of a plan, in nodes and buckets of a graph. To be asked before bucketing consumes the operators."""
+    """Express a plan's prefetch lists in nodes and buckets of a graph. Call this before bucketing consumes the operators."""
     if not lists:
         return []
     buckets: dict[str, list[str]] = {}
@@ -75,7 +78,7 @@ def find_prefetches(graph: Graph, lists: Sequence[tuple[str, Sequence[str]]]) ->
 
 
 def _uses(graph: Graph, unit: str) -> list[Node]:
-    """The nodes that compute with a unit's parameters, or compute their gradients."""
+    """Return the nodes that compute with a unit's parameters, or compute their gradients."""
     fulls = derived(graph, [node for node in unshards(graph.nodes) if Unshard.of(node).unit == unit])
     readers = [reader for full in fulls for reader in full.users if reader not in fulls]
     specs = map(ReduceGrad.of, reduce_grads(graph.nodes))
@@ -89,11 +92,11 @@ def _unit_buckets(name: BucketName) -> tuple[str, ...]:
 
 
 def schedule_gathers(graph: Graph, prefetches: Sequence[Prefetch] = ()) -> None:
-    """Start gathers ahead of their readers. In place.
+    """Start gathers early, so that they run while the graph computes. In place.
 
     Args:
         graph: the graph.
-        prefetches: the lists of units that have one, from :func:`find_prefetches`.
+        prefetches: the units with a prefetch list of their own, from :func:`find_prefetches`.
     """
     starts = nodes_of(graph, Role.START_GATHER)
     waits = {name: nodes[0] for name, nodes in nodes_of(graph, Role.FINISH_GATHER).items()}
@@ -124,8 +127,10 @@ def schedule_gathers(graph: Graph, prefetches: Sequence[Prefetch] = ()) -> None:
 
 
 def _schedule_copies(graph: Graph) -> None:
-    """Let shards that are kept on the host be copied to the device in the order of the gathers, each where the gather of the
-    copy before it starts: that has arrived, so the bus is free."""
+    """Start copies of shards from the host in the order of the gathers, each where the gather of the previous copy starts.
+
+    By then, the previous copy has arrived, so the bus is free.
+    """
     copies = nodes_of(graph, Role.COPY_TO_DEVICE)
     starts = nodes_of(graph, Role.START_GATHER)
     anchor = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
@@ -138,22 +143,22 @@ def _schedule_copies(graph: Graph) -> None:
 
 
 def default_max_pending_reductions(*, replicated: bool) -> int:
-    """How many reduce-scatters are in flight by default.
+    """Return how many reduce-scatters are in flight by default.
 
-    Two let one run beside the computation of the next gradient. With replicas, the all-reduce goes on in its place.
+    With two, one runs while the next gradient is computed. With replicas, the all-reduce runs then, so one is enough.
     """
     return 1 if replicated else 2
 
 
 def _move_behind_kernel(start: list[Node], gradients: set[Node]) -> None:
-    """Let a reduction start behind what one kernel computes together with the last of its gradients.
+    """Start a reduction after the fused kernel that produces its last gradient.
 
-    A unit's backward often ends with the sum that is the gradient of its input. Left behind the start, it would be a kernel of
-    its own.
+    A unit's backward often ends with the sum that is the gradient of its input. If the reduction started before this sum, the
+    sum would be a kernel of its own.
     """
 
     def is_behind(node: Node) -> bool:
-        """Whether the reduction starts behind ``node``, too; what finishes reductions is about to move on."""
+        """Return whether the reduction starts after ``node``: part of the kernel, or a node that moves later anyway."""
         is_small = is_view(node) or is_fusible(node)
         is_end = role(node) in (Role.FINISH_REDUCE, Role.ALL_REDUCE, Role.UPDATE, Role.COPY_TO_HOST)
         return is_end or (is_small and not role(node) and node not in gradients)
@@ -165,7 +170,7 @@ def _move_behind_kernel(start: list[Node], gradients: set[Node]) -> None:
 
 
 def _start_of_later_unit(starts: Mapping[BucketName, list[Node]], name: BucketName, distance: int) -> Node | None:
-    """Where so many units after that of a bucket begin to be reduced; None: that many do not follow."""
+    """Return where the reduction of the ``distance``-th unit after a bucket's unit starts; None if fewer units follow."""
     units: set[tuple[str, ...]] = set()
     for later in itertools.islice(starts, list(starts).index(name) + 1, None):
         if later.unit_buckets != name.unit_buckets:
@@ -176,16 +181,16 @@ def _start_of_later_unit(starts: Mapping[BucketName, list[Node]], name: BucketNa
 
 
 def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None) -> None:
-    """Let reductions run while the graph computes, and finish them late. In place.
+    """Finish reductions late, so that they run while the graph computes. In place.
 
     Args:
         graph: the graph.
-        max_pending_reductions: how many reduce-scatters may be in flight; None: the default.
+        max_pending_reductions: the most reduce-scatters in flight; None: :func:`default_max_pending_reductions`.
     """
     starts = nodes_of(graph, Role.START_REDUCE)
     all_reduces = nodes_of(graph, Role.ALL_REDUCE)
     finishes = nodes_of(graph, Role.FINISH_REDUCE)
-    # What consumes the gradients.
+    # The nodes that consume reduced gradients.
     ends = nodes_of(graph, Role.COPY_TO_HOST) | nodes_of(graph, Role.UPDATE)
     output = graph.output_node()
     gradients = {source for start in starts.values() for node in start for source in node.all_input_nodes}
@@ -197,7 +202,7 @@ def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None)
         last = [*finishes.get(name, []), *ends.get(name, [])]
         if name in all_reduces:
             _move_before(anchor, all_reduces[name])
-            # A copy to the host is to run while the graph computes, too, and an update is to free the gradients.
+            # Not at the end: a copy to the host is to run while the graph computes, and an update is to free gradients.
             later = _start_of_later_unit(starts, name, pending + 1) if name in ends else None
             _move_before(later or output, last)
         else:
@@ -206,7 +211,7 @@ def schedule_reductions(graph: Graph, max_pending_reductions: int | None = None)
 
 
 def _order_updates(graph: Graph) -> None:
-    """Let updates stand behind whatever reads what they write: gathers until they have ended."""
+    """Move updates after all readers of the storage that they write. A gather reads until its wait."""
     updates = nodes_of(graph, Role.UPDATE)
     if not updates:
         return
@@ -223,7 +228,7 @@ def _order_updates(graph: Graph) -> None:
 
 
 def _last_reads(value: Node) -> list[Node]:
-    """The nodes that read a value, or a view of it, and the waits for the collectives among them."""
+    """Return the nodes that read a value or a view of it, and the waits of the collectives among these nodes."""
     found = []
     for user in value.users:
         found.append(user)

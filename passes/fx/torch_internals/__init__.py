@@ -1,22 +1,22 @@
 """The wall around torch's internals: private names of torch are imported here, and by no other module of the two packages.
 
-What torch has no public name for is in one file for each area, so that a module loads no more of torch than it needs:
+Names without a public counterpart are in one file for each area, so that a module loads no more of torch than it needs:
 
-    core          what ``import torch`` loads already
-    operators     Inductor's own operators, and how it decomposes those of ATen
-    aot           AOTAutograd, and what Inductor does to whole graphs
+    core          names that ``import torch`` loads already
+    operators     Inductor's own operators, and its decompositions of ATen's
+    aot           AOTAutograd, and Inductor's passes over whole graphs
     dynamo        Dynamo
     inductor      Inductor as a compiler, of graphs and of C++
     distributed   torch.distributed
-    triton        what generated Triton kernels import; only where there is Triton
+    triton        names that generated Triton kernels import; only where Triton is installed
 
-    patches       what is replaced of torch's, and how torch gets it back
+    patches       the replacements in torch, and how they are undone
 
-Beside each name stands what it is needed for. All of them exist in torch 2.11 to 2.15, and do and take the same there as far as
-they are used, unless something else is said beside them. tests/test_architecture.py fails where a private name is imported
-elsewhere, and where the installed torch lacks one of these, and says which. What differs between versions in public calls is in
+A comment beside each name says why it is needed. All names exist in torch 2.11 to 2.15, with the same parameters and behaviour
+as far as they are used, unless the comment says otherwise. tests/test_architecture.py fails if another module imports a private
+name, or if the installed torch lacks a name of these files. Public calls that differ between versions are in
 ``fsdp_compile/torch_versions.py``.
 
-Operators of ATen are no private names, whatever they are called. Private attributes of objects (``DTensor._local_tensor``,
-``Tensor._post_accumulate_grad_hooks``) are not seen by these tests and stay where they are used.
+Operators of ATen do not count as private names, whatever they are called. The tests do not see private attributes of objects
+(``DTensor._local_tensor``, ``Tensor._post_accumulate_grad_hooks``), which stay where they are used.
 """

@@ -1,22 +1,24 @@
-"""AOTAutograd, and what Inductor does to whole graphs before it lowers them."""
+"""AOTAutograd, and Inductor's passes over whole graphs before it lowers them."""
 
-# Switches of AOTAutograd that a compilation with parameters that outlive it needs.
+# Turns off AOTAutograd's cache and donated buffers: gathered parameters that are saved for backward may outlive it. Also sets
+# the partitioner's memory budget.
 import torch._functorch.config as functorch_config
 
-# ``explain`` keeps the partitioner from asking a GPU that is not there for its generator. A memory budget has it partition a
+# ``explain`` keeps the partitioner from asking for the generator of a GPU that does not exist. A memory budget partitions a
 # joint graph several times.
 import torch._functorch.partitioners as partitioners
 
-# A layer that stands for others is traced, forward and backward, as compiled code is; what is public traces for export, and
-# decomposes more.
+# Traces one of several equal layers, forward and backward, as compiled code is traced. The public function traces for export,
+# and decomposes more operators.
 from torch._functorch.aot_autograd import aot_function
 
-# The clean-up of joint graphs, which a layer that is traced alone goes through, too. ``cuda_code`` lets the class fold
-# constants on the CPU.
+# Inductor's clean-up of joint graphs, also for a layer that is traced alone. ``cuda_code`` makes the class fold constants on
+# the CPU.
 from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder, joint_graph_passes
 
-# Puts what passes inserted behind what it reads, and leaves the rest in order.
+# Sorts a joint graph before the passes: Inductor's patterns insert nodes before the ones that they read, and Inductor sorts
+# them only after the passes.
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-# Inductor's globals: its fake mode is one of them.
+# Inductor's globals, among them its fake mode.
 from torch._inductor.virtualized import V

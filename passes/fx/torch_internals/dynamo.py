@@ -1,20 +1,20 @@
 """Dynamo."""
 
-# Formulae are made of graphs in which batch and sequence are symbols, where the model lets them be.
-# ``cuda_code`` answers in its place what Dynamo and Inductor ask about a GPU.
+# ``explain`` marks batch and sequence as dynamic, where the model allows it, to make formulae of the graph. ``cuda_code``
+# answers what Dynamo and Inductor ask ``device_interface`` about a GPU.
 from torch._dynamo import device_interface, maybe_mark_dynamic
 
-# Held by whatever compiles; variants of a graph are lowered when Dynamo does not run.
+# The lock that Dynamo holds while it compiles. Variants of a graph are lowered while Dynamo does not run, and take it, too.
 from torch._dynamo.convert_frame import compile_lock
 
-# The class of what ``torch.compile(module)`` returns: users may shard it, or the module in it.
+# The class of the module that ``torch.compile(module)`` returns. Users may shard it, or the module in it.
 from torch._dynamo.eval_frame import OptimizedModule
 
-# What a model that cannot be traced raises, whatever the cause.
+# The base of all errors that a model raises if it cannot be traced.
 from torch._dynamo.exc import TorchDynamoException
 
-# What a symbol of ShapeEnv comes from; those for numbers of ranks come from nowhere in a frame.
+# The source of a symbol that comes from nothing in a frame, such as a number of ranks.
 from torch._dynamo.source import ConstantSource
 
-# Dynamo's view of a value that traced code reads: of a constant, such as the name of a parameter.
+# Dynamo's variable for a constant that traced code reads, such as the name of a parameter.
 from torch._dynamo.variables import ConstantVariable

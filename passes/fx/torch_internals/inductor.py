@@ -2,41 +2,42 @@
 
 import torch._inductor.config as inductor_config
 
-# The options that each mode of torch.compile is short for.
+# The options that each mode of torch.compile stands for.
 from torch._inductor import list_mode_options
 
 # Kernels are collected, and compiled in the background several to a file (``patches.py``).
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 
-# Compiles such a file: its template of bindings for one function is written for several. And the cache of compiled graphs, from
-# which one is taken that relies on more than its entry says.
+# Compiles such a file; its template of bindings is for one function, and is adapted to several. Graphs that rely on more
+# conditions than their entry says are taken out of the cache of compiled graphs.
 from torch._inductor.codecache import CppPythonBindingsCodeCache, FxGraphCache
 
-# The backend that is built on; its parameter ``inner_compile`` gets forward and backward graphs. From 2.12 on both take
-# ``compile_region_name``, too, which is handed on among the keywords.
+# Inductor's backend, on which this library's is built. Its parameter ``inner_compile`` gets forward and backward graphs. From
+# 2.12 on, both also take ``compile_region_name``, which is passed on among the keywords.
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-# Which compiler an instruction set is probed with. ``get_cpp_compiler`` takes a device from 2.15 on; by default it is the host.
+# The compiler that instruction sets are probed with. From 2.15 on, ``get_cpp_compiler`` takes a device; by default it is the
+# host.
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 
-# The probe itself.
+# Inductor's probe of instruction sets.
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 
-# Hooks of Inductor are objects that say what their result depends on, for its cache.
+# Base classes of Inductor's hooks. Its cache asks them for a key of everything that their result depends on.
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-# Its overlap of tensor parallelism, for which segments hold no collectives.
+# Inductor's overlap of tensor parallelism. It runs on whole graphs, as segments hold no collectives.
 from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
 
-# ``cuda_code`` ends a lowering when the code is written, and before it is loaded.
+# ``cuda_code`` stops a lowering when the code is written, before it is loaded.
 from torch._inductor.graph import GraphLowering
 
-# How that pass has a tensor laid out.
+# The operator by which the overlap pass sets the strides of a tensor.
 from torch._inductor.inductor_prims import force_stride_order
 
-# What loops of generated C++ read where.
+# The node of generated C++ loops, with the indices that they read.
 from torch._inductor.ir import ComputedBuffer
 
-# Where locks lie: with the cache that they are for.
+# Locks lie in the folder of the cache that they protect.
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils._sympy.functions import FloorDiv

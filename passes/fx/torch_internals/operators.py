@@ -1,16 +1,16 @@
-"""Inductor's own operators, and how it decomposes those of ATen: light, next to the rest of Inductor."""
+"""Inductor's own operators, and its decompositions of ATen's. They load little of Inductor."""
 
 import torch
 
 # Registers the operators below.
 import torch._inductor.inductor_prims
 
-# Graphs that go into others, and layers that are traced for all of their kind, are decomposed as Inductor decomposes.
+# Hooks and layers are traced into graphs that are decomposed already, so they are decomposed as Inductor does.
 from torch._inductor.decomposition import select_decomp_table
 
-# Gives a value its strides in Inductor, where a kernel could write it otherwise.
+# Fixes the strides of a value in Inductor, whose kernels may else write it with others.
 force_stride_order = torch.ops.prims.inductor_force_stride_order.default
 
-# Random numbers on Inductor's graphs: the seeds of a graph, one operator for all, and one of them.
+# Random numbers in Inductor's graphs: one operator makes all seeds of a graph, another looks one up.
 seeds = torch.ops.prims.inductor_seeds.default
 lookup_seed = torch.ops.prims.inductor_lookup_seed.default

@@ -1,15 +1,20 @@
-"""Compare what a memory budget chooses with the best of all that it could choose.
+"""Compare the choice within a memory budget with the best of all possible choices.
 
     python benchmarks/budget_search.py                # 200 random graphs
     python benchmarks/budget_search.py --graphs 20
     python benchmarks/budget_search.py --several-nodes   # those of the 200 whose ranks are on several nodes
     python benchmarks/budget_search.py --host            # activations may wait on the host
 
-Small random models are traced for random machines, of one node or several. Of each, every combination of units that stay
-gathered, or of which nodes keep copies, and of stretches that are computed again (and, with ``--host``, of activations that
-wait on the host) is partitioned, scheduled and evaluated: what a search may find at best, in the terms of the models of time
-and memory. Compared with it is what the backend tries under ``options={"memory_budget": ...}``, for all budgets at which the
-best changes, and for one drawn at random between the least and the most. Nothing is run, and no process group is needed.
+Small random models are traced for random machines, of one node or several. Brute force partitions, schedules and evaluates
+every combination of
+
+- units that stay gathered, or of which nodes keep copies;
+- stretches that are computed again;
+- with ``--host``, activations that wait on the host.
+
+By the models of time and memory, the best combination is the best that a search can find. It is compared with the backend's
+search under ``options={"memory_budget": ...}``: for all budgets at which the best combination changes, and for one drawn at
+random between the least and the most. Nothing is run, and no process group is needed.
 """
 
 from __future__ import annotations
@@ -56,7 +61,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Block(nn.Module):
-    """Some of what layers consist of."""
+    """A feed-forward block; norm, gate, biases, activation and residual connection are drawn at random."""
 
     def __init__(self, numbers: random.Random, width: int):
         super().__init__()
@@ -96,7 +101,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class Drawn(NamedTuple):
-    """A random model, its input, the mesh that it is sharded over, and the machine."""
+    """A random model, with its input, the shape of its mesh, and the machine."""
 
     model: nn.Module
     x: Tensor
@@ -114,17 +119,17 @@ class Drawn(NamedTuple):
 
     @property
     def has_several_nodes(self) -> bool:
-        """Whether the ranks that share parameters are on several nodes, which all these machines have eight ranks in."""
+        """True if the ranks that share parameters are on several nodes. A node of these machines has eight ranks."""
         return self.shape[-1] > _RANKS_PER_NODE
 
     @property
     def suits_host(self) -> bool:
-        """Whether there is a host to copy to, and few enough policies for brute force."""
+        """True if there is a host to copy to, and if policies are few enough for brute force."""
         return self.hardware != "cpu" and not self.has_several_nodes and len(self.model.get_submodule("blocks")) == 1  # type: ignore[arg-type]
 
 
 def trials_of(drawn: Drawn, *, host: bool = False) -> dict[str, list[Trial]]:
-    """What is tried for a random model: by the grid alone, by the search, and by brute force."""
+    """Try policies for a random model. Return the trials by the grid alone, by the search, and by brute force."""
     found: dict[str, list[Trial]] = {}
 
     def search_all(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial]) -> list[Trial]:
@@ -147,7 +152,7 @@ def trials_of(drawn: Drawn, *, host: bool = False) -> dict[str, list[Trial]]:
 
 
 def every_policy(choices: OpenChoices) -> Iterator[StepPolicy]:
-    """All that can be done about what is open."""
+    """Yield all policies for the open choices, without activations on the host."""
     subsets = (_subsets(values) for values in (choices.units, choices.in_nodes, choices.stretches))
     for kept, in_nodes, recomputed in itertools.product(*subsets):
         if not set(kept).intersection(in_nodes):
@@ -156,7 +161,7 @@ def every_policy(choices: OpenChoices) -> Iterator[StepPolicy]:
 
 
 def every_trial(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial]) -> list[Trial]:
-    """Trials of all that, and of all that can wait on the host of what each saves."""
+    """Try all policies, and each with every set of its saved activations on the host, where that is open."""
     found = []
     for trial in map(attempt, every_policy(choices)):
         found.append(trial)
@@ -169,11 +174,11 @@ def _subsets(values: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [subset for size in range(len(values) + 1) for subset in itertools.combinations(values, size)]
 
 
-# ------------------------------------------------------------------------------------------ what it means
+# --------------------------------------------------------------------------------------------- evaluation
 
 
 def slower_by(trials: Sequence[Trial], best: Sequence[Trial], budget: int) -> float:
-    """How much more time the choice of some trials takes than the best one: 0 if none, infinite if none of them fits."""
+    """Return the extra time of the choice among ``trials``, relative to the best; infinity if no trial fits the budget."""
     optimum = Choice.of(best, budget).chosen.time_ns
     try:
         return Choice.of(trials, budget).chosen.time_ns / optimum - 1
@@ -182,7 +187,7 @@ def slower_by(trials: Sequence[Trial], best: Sequence[Trial], budget: int) -> fl
 
 
 def compare(seed: int, *, host: bool = False) -> dict[str, Any]:
-    """For a random graph, how far the choices are from the best ones."""
+    """Compare the choices of grid and search with the best ones, for one random graph."""
     found = trials_of(Drawn.of(seed), host=host)
     frontier = Choice.of(found["all"], _UNLIMITED).frontier()
     drawn = random.Random(f"budget of {seed}").randint(frontier[0].peak_bytes, frontier[-1].peak_bytes)

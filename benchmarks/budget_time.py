@@ -1,12 +1,17 @@
-"""Time the steps that memory budgets lead to, beside what people set by hand, all in one run.
+"""Time steps under memory budgets, beside steps with flags that people set by hand, all in one run.
 
     python benchmarks/budget_time.py --link 1gbit                 # needs root; without the flag, over loopback
     python benchmarks/budget_time.py --link 1gbit --budgets 3 --layers 8
 
 A GPT trains within budgets that are spread over those at which the choice changes, from the least possible to all that helps.
-Beside it trains the same model with flags: all units stay gathered after forward; the default, of all but the root; and all
-units reshard, and every block has a checkpoint. Times are predicted with numbers that are measured first, over the same link.
-The systems take turns, as in step_time.py. Bytes are those that the library accounts for.
+The same model also trains with three sets of flags:
+
+- all units stay gathered after forward;
+- the default: all units but the root reshard after forward;
+- all units reshard after forward, and every block has a checkpoint.
+
+The library predicts times with hardware numbers that are measured first, over the same link. The systems take turns, as in
+step_time.py. Bytes are those that the library accounts for.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from passes.models.hardware import Hardware
 
 _WARM_UP_STEPS = 3
 _UNLIMITED = 1 << 50
-#: Flags by hand: ``reshard_after_forward``, and whether blocks have a checkpoint.
+#: Sets of flags by name: ``reshard_after_forward``, and True if blocks have a checkpoint.
 _BY_HAND: dict[str, tuple[bool | None, bool]] = {
     "kept by hand": (False, False),
     "default flags": (None, False),
@@ -89,10 +94,10 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 class _Makers:
-    """Makes systems, and warms them up.
+    """A maker of systems, which also warms them up.
 
     Attributes:
-        losses: of the first steps of each.
+        losses: the losses of the warm-up steps of each system.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class _Makers:
         self._batches = batches
 
     def within(self, budget: int) -> tuple[System, Any]:
-        """A system within a budget, and the trials that budgets choose from."""
+        """Make a system within a budget. Return it, and the trials that some budget would choose."""
         torch._dynamo.reset()
         model = build_gpt(self._size, self._device)
         shard_blocks(model, fsdp_compile.fully_shard, mesh=self._mesh)
@@ -115,7 +120,7 @@ class _Makers:
         return system, choice.frontier()
 
     def by_hand(self, reshard_after_forward: bool | None, has_checkpoints: bool) -> tuple[System, int]:
-        """A system with flags, and the bytes that it is said to need."""
+        """Make a system with flags. Return it, and the bytes that the library says it needs."""
         torch._dynamo.reset()
         model: Any = build_gpt(self._size, self._device)
         for index, block in enumerate(model.blocks):
@@ -135,14 +140,14 @@ class _Makers:
         return system
 
 
-# ------------------------------------------------------------------------------------------ what it means
+# --------------------------------------------------------------------------------------------- evaluation
 
 
 def check_losses(results: Sequence[dict[str, Any]]) -> None:
     """Compare the losses of the systems, on each rank.
 
     Raises:
-        RuntimeError: a system trains differently.
+        AssertionError: a system trains differently.
     """
     for result in results:
         for losses in result["losses"][1:]:

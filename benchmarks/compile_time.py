@@ -3,11 +3,11 @@
     python benchmarks/compile_time.py
     python benchmarks/compile_time.py --depths 8,16,32 --systems ours --phases
 
-Every figure is of a fresh set of processes: two ranks, which share Inductor's cache. The first set starts with an empty one
-(cold), the second with what the first left there (warm). Reported are the seconds from the call of the model to the end of the
-first step (forward, backward, optimizer), of the slowest rank, for models of different depths, and what grows with depth.
-With --phases, where the seconds go. A second table has the host's memory: the most that a rank had in memory up to the end of
-the step, and how much of that the step added.
+Every figure comes from fresh processes: two ranks, which share Inductor's cache. The first run starts with an empty cache
+(cold), the second with the cache that the first run left (warm). The first table has the seconds from the call of the model to
+the end of the first step (forward, backward, optimizer), on the slowest rank. It has a column for each depth of the model, and
+the seconds that a layer adds. A second table has the host's memory: the most that a rank had in memory up to the end of the
+step, and how much of it the step added. With --phases, further tables split the seconds into phases.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def parse_depths(text: str) -> list[int]:
 
 
 def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """The first step of the one system and depth that a rank is told."""
+    """Measure the first step of the one system and depth in the flags of a rank."""
     (name,), (depth,), device = args.systems, args.depths, torch.device(args.device)
     setting = Setting(Size.parse(args, layers=depth), mesh, device)
     batch = make_batches(setting.size, dist.get_rank(), 1, device)
     system = build(name, setting)
-    # fsdp_compile has imported Inductor by now. Others import it when they compile, which is no part of compiling either.
+    # fsdp_compile has imported Inductor by now. Other systems would import it while they are timed.
     importlib.import_module("torch._inductor.compile_fx")
     dist.barrier()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -81,11 +81,11 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str], system: str, depth: int) -> dict[str, Any]:
-    """A cold run and a warm one: what the slowest rank measured."""
+    """Run once with a cold cache and once with a warm one. Return the slowest rank's seconds, and the most memory of a rank."""
     results = {}
     with tempfile.TemporaryDirectory() as cache:
         for temperature in _CACHES:
-            # The last of two equal flags counts.
+            # Of two equal flags, argparse takes the last.
             command = [__file__, *argv, "--systems", system, "--depths", str(depth)]
             of_ranks = ranks.run_ranks(command, args, {"TORCHINDUCTOR_CACHE_DIR": cache})
             slowest = max(of_ranks, key=lambda result: result["seconds"])
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], system: str, depth: int) 
     return results
 
 
-# ------------------------------------------------------------------------------------------ what it means
+# --------------------------------------------------------------------------------------------- evaluation
 
 Runs = dict[str, dict[int, list[dict[str, Any]]]]
 
@@ -107,7 +107,7 @@ def median_phases(runs: Sequence[dict[str, Any]], temperature: str) -> dict[str,
 
 
 def growth_per_layer(by_depth: dict[int, float]) -> float:
-    """Seconds that a layer adds, between the smallest and the largest depth; 0 with one depth."""
+    """Return the seconds that a layer adds, between the smallest and the largest depth; 0 with one depth."""
     least, most = min(by_depth), max(by_depth)
     return (by_depth[most] - by_depth[least]) / (most - least) if most > least else 0.0
 

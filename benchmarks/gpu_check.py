@@ -1,4 +1,4 @@
-"""Check on one GPU what machines without one cannot: that it trains right, that it runs the code that was expected, how fast.
+"""Check on one GPU that the library trains right, that it runs the expected code, and how fast it is.
 
     python benchmarks/gpu_check.py --json gpu.json               # everything, in less than eight minutes
     python benchmarks/gpu_check.py --checks time --batch 2
@@ -6,18 +6,18 @@
 
 It needs torch, Triton and this project, and no network. The checks:
 
-parity  Train a small Llama with fsdp_backend and with FSDP2: one rank on NCCL, and two ranks on the one GPU on Gloo; in fp32,
-        with a policy of bf16, and in fp16 with divide factors. Gradients have to agree. In fp32 also with shards on the host,
-        with activations there (by a policy of checkpoints, and by a budget), and with an optimizer whose states are there, of
-        which the updates have to be those of one on the device; on NCCL also as a CUDA graph.
+parity  Train a small Llama with fsdp_backend and with FSDP2: one rank on NCCL, and two ranks on Gloo that share the GPU; in
+        fp32, with a policy of bf16, and in fp16 with divide factors. Gradients have to agree. In fp32 also train with shards on
+        the host, and with activations on the host (by a policy of checkpoints, and by a budget). Updates of an optimizer with
+        states on the host have to equal those of one on the device. On NCCL also capture a step as a CUDA graph.
 code    Compile a sharded model for this GPU and, in a process that sees no GPU, with fsdp_compile.cuda_code: both have to
         launch the same kernels, collectives and waits in the same order.
 time    Time forward and backward of a Llama of 1.2 billion parameters in bf16, as one of eight pretended ranks: all kernels of
-        sharding and no communication; in comparison with the same model in one piece, compiled, and with FSDP2. Systems take
-        turns; figures are medians. Then fsdp_backend with options={"cudagraphs": True}, and whole steps of the model in one
-        piece and of fsdp_backend's as a CUDA graph each; and steps of AdamW with states on the device and on the host.
+        sharding run, and nothing is sent. Compare with the unsharded model, compiled, and with FSDP2. Systems take turns;
+        figures are medians. Then time fsdp_backend with options={"cudagraphs": True}; whole steps as one CUDA graph, of the
+        unsharded model and of fsdp_backend's; and steps of AdamW with states on the device and on the host.
 
-The exit code is 1 where gradients or code differ or a check fails. Whether the goals for time are met is printed, and no error.
+The exit code is 1 if gradients or code differ, or if a check fails. A goal for time that is missed is printed, and is no error.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ _CAPTURED = (BASE, _OURS)
 _OFFLOADED = "offload_optimizer"
 _WARM_UP_STEPS = 3
 _STEPS = 5
-# Of a job, several times what it takes.
+# Seconds for a job: several times what it takes.
 _TIMEOUT_S = 300
-# The goal: device time, relative to the model in one piece.
+# The goal for device time, relative to the unsharded model.
 _MOST_DEVICE_TIME = 1.05
-# Of what an optimizer says of its memory: small tensors take whole blocks of the allocator.
+# An optimizer may take this much more memory than it says: small tensors take whole blocks of the allocator.
 _SLACK_BYTES = 16 << 20
-# Reductions of pretended ranks leave gradients unset in torch 2.11. The checks with NCCL compare gradients there, too.
+# False in torch 2.11, where reductions of pretended ranks leave gradients unset. Checks on NCCL still compare gradients there.
 _PRETENDED_REDUCE = torch.__version__ >= "2.13"
-# Of losses in bf16, and of the norm of gradients of the same kernels, of which some add atomically.
+# Relative: for losses in bf16, and for the norm of gradients by the same kernels, of which some add atomically.
 _TOLERANCE = 1e-2
 
 _DRY_SIZE = LlamaSize(
@@ -114,7 +114,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not (args.dry_run or args.job or torch.cuda.is_available()):
         parser.error("torch finds no GPU; --dry-run does without")
-    # Read by the code that makes process groups.
+    # The code that makes process groups reads these.
     args.device, args.link = "cpu" if args.dry_run else "cuda", LOOPBACK
     args.precisions = args.precisions or (_DRY_PRECISIONS if args.dry_run else list(parity.PRECISIONS))
     args.lowering = "aot_eager" if args.dry_run else "inductor"
@@ -125,7 +125,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """Distances of gradients for each precision; on NCCL also between a step and its CUDA graph."""
+    """Measure distances of gradients for each precision; on NCCL also between a step and its CUDA graph."""
     device = torch.device(args.device)
     size = replace(parity.SIZE, layers=1) if args.dry_run else parity.SIZE
     setting = Setting(size, mesh, device, lowering=args.lowering)
@@ -134,7 +134,7 @@ def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]
         if name in args.precisions:
             kinds[name] = lambda name=name: parity.compare(name, setting)
     kinds["fp32, not compiled"] = lambda: parity.compare("fp32", setting, UNCOMPILED)
-    # Rounding is the same, in kernels of Triton's and in operators.
+    # Triton kernels round when compiled, operators when not. Both have to give the same.
     kinds["fp32, rounded"] = lambda: parity.compare("fp32", setting, ROUNDED, ROUNDED_UNCOMPILED)
     kinds["fp32, CPU offload"] = lambda: parity.compare("fp32", setting, OFFLOADED)
     kinds["fp32, activations offloaded"] = lambda: host.policy_parity(setting)
@@ -154,7 +154,7 @@ def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]
 
 
 def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The measurement, or the error: other measurements are useful without it."""
+    """Return the measurement, or the error: other measurements are useful without it."""
     try:
         return measure()
     except Exception as error:
@@ -173,12 +173,12 @@ def captured_parity(setting: Setting) -> dict[str, Any]:
 
 
 def recordings(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A context for ``options={"cudagraphs": True}`` on a device; in a dry run, operators are recorded."""
+    """Return a context for ``options={"cudagraphs": True}`` on a device. In a dry run, it records operators."""
     return replay.on_cpu() if device.type == "cpu" else contextlib.nullcontext()
 
 
 def captured(system: System, batch: tuple[Tensor, Tensor]) -> tuple[Callable[[], None], float]:
-    """A step as a CUDA graph, and how far its gradients are from those of a step that is none."""
+    """Capture a step as a CUDA graph. Return its replay, and the distance of its gradients from an ordinary step's."""
     forward_backward(system, batch)
     expected = [gradient.clone() for gradient in local_gradients(system)]
     forget(system)
@@ -208,7 +208,7 @@ def local_gradients(system: System) -> list[Tensor]:
 
 
 def measure_code(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """The launches of a step that was compiled for this GPU."""
+    """Compile a step for this GPU. Return its launches."""
     import fsdp_compile
 
     with fsdp_compile.capture() as graphs:
@@ -219,7 +219,7 @@ def measure_code(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def measure_pretended_code(arch: str, size: LlamaSize) -> dict[str, Any]:
-    """The launches of the same step, compiled without a GPU."""
+    """Compile the step of ``measure_code`` without a GPU. Return its launches."""
     from fsdp_compile.cuda.code import cuda_code
 
     graphs = cuda_code(
@@ -233,14 +233,14 @@ def measure_pretended_code(arch: str, size: LlamaSize) -> dict[str, Any]:
 
 
 def shard_for_code(model: Any, mesh: DeviceMesh) -> None:
-    """As ``build`` does it."""
+    """Shard a model as ``build`` does."""
     from fsdp_compile import fully_shard
 
     shard_blocks(model, fully_shard, mesh=mesh, mp_policy=_CODE_POLICY)
 
 
 def launches(graphs: Any) -> dict[str, list[list[str]]]:
-    """The launches of the forward and the backward graphs, as lines."""
+    """Return the launches of the forward and the backward graphs, as lines of text."""
     from fsdp_compile.cuda.outline import cuda_outline
 
     return {kind: [cuda_outline(graph).splitlines() for graph in getattr(graphs, kind)] for kind in ("forward", "backward")}
@@ -255,8 +255,8 @@ class Times:
 
     Attributes:
         wall: from the first call to the end of the last kernel.
-        host: until the last call returned; what the host takes to issue a step.
-        span: between events on the device ahead of the first kernel and behind the last; on CPU the same as wall.
+        host: from the first call until the last one returned: the host issues steps in this time.
+        span: between device events before the first kernel and after the last; on CPU the same as wall.
     """
 
     wall: float
@@ -275,7 +275,7 @@ def forget(system: System) -> None:
 
 
 def measure_time(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """Loss, times, activity and memory of each system."""
+    """Measure loss, times, activity and memory of each system, then optimizers and CUDA graphs."""
     device = torch.device(args.device)
     size = _DRY_SIZE if args.dry_run else replace(LlamaSize(), batch=args.batch)
     setting = Setting(size, mesh, device, lowering=args.lowering)
@@ -332,7 +332,7 @@ def measure_time(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def show_times(name: str, times: Sequence[dict[str, float]]) -> None:
-    """Print medians, which the table at the end has again: a job that is cut short has shown something."""
+    """Print medians. The table at the end repeats them, but a job that is cut short never gets there."""
     medians = ", ".join(f"{key} {statistics.median(one[key] for one in times):.2f} ms" for key in times[0])
     ranks.progress(f"{name}: {medians}")
 
@@ -340,10 +340,13 @@ def show_times(name: str, times: Sequence[dict[str, float]]) -> None:
 def measure_optimizers(
     system: System, batch: tuple[Tensor, Tensor], rounds: int, device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """Times, activity and memory of steps of AdamW over the same parameters and gradients: by name, taking turns. Of the one
-    with states on the host also what it says of its memory."""
+    """Measure steps of AdamW over the same parameters and gradients, with states on the device and on the host in turns.
+
+    Returns:
+        Times, activity and memory by name. With states on the host, also the memory that the optimizer says it takes.
+    """
     forward_backward(system, batch)
-    # Not what memory happens to hold, where reductions leave gradients unset.
+    # Where reductions leave gradients unset, memory may hold anything.
     for gradient in local_gradients(system):
         gradient.normal_()
     found: dict[str, dict[str, Any]] = {}
@@ -351,7 +354,7 @@ def measure_optimizers(
     with host.memory_of_its_own(device):
         for name, make in (("flat_optimizer", flat_optimizer), (_OFFLOADED, offload_optimizer)):
             before = live(device)
-            # Without a learning rate: graphs are compared with what the model computes as it is.
+            # A learning rate of 0 leaves the parameters alone: CUDA graphs are later compared with this model.
             optimizer: Any = make(torch.optim.AdamW, system.model.parameters(), lr=0.0, fused=True)
             steps[name] = optimizer.step
             optimizer.step()
@@ -372,19 +375,19 @@ def live(device: torch.device) -> int:
 
 
 def time_rounds(steps: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, list[Times]]:
-    """Times of each function in each round; in a round they take turns."""
+    """Time each function in each round; in a round, the functions take turns."""
     times: dict[str, list[Times]] = {name: [] for name in steps}
     with ranks.collector_off():
         for _ in range(rounds):
             for name, step in steps.items():
-                # The first step after another system finds caches cold.
+                # Not timed: after another system's steps, the first step finds caches cold.
                 step()
                 times[name].append(time_steps(step, device))
     return times
 
 
 def time_steps(step: Callable[[], None], device: torch.device) -> Times:
-    """Times of steps that follow each other."""
+    """Time consecutive steps."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(_STEPS):
@@ -407,7 +410,7 @@ def time_steps(step: Callable[[], None], device: torch.device) -> Times:
 def measure_recorded(
     setting: Setting, unrecorded: System, batch: tuple[Tensor, Tensor], step: Callable[[], None], rounds: int
 ) -> dict[str, Any]:
-    """Times, activity and memory of steps whose graphs are CUDA graphs, taking turns with a step that has none."""
+    """Measure times, activity and memory of steps whose graphs are CUDA graphs, in turns with a step that has none."""
     device = setting.device
     with recordings(device):
         before = live(device)
@@ -432,7 +435,7 @@ def measure_recorded(
 def measure_captured(
     system: System, batch: tuple[Tensor, Tensor], step: Callable[[], None], rounds: int, device: torch.device
 ) -> dict[str, Any]:
-    """Times and activity of a step's CUDA graph, taking turns with the step."""
+    """Measure times and activity of a step's CUDA graph, in turns with the step."""
     replay_step, off = captured(system, batch)
     forget(system)
     return measure_graphs(step, replay_step, rounds, device, off)
@@ -441,7 +444,15 @@ def measure_captured(
 def measure_graphs(
     step: Callable[[], None], graphed: Callable[[], None], rounds: int, device: torch.device, off: float
 ) -> dict[str, Any]:
-    """Times of a step and of one with CUDA graphs, and activity of the latter; or why it is worth nothing."""
+    """Measure times of a step and of one with CUDA graphs, and activity of the latter.
+
+    Args:
+        step: runs the step without CUDA graphs.
+        graphed: runs the step with CUDA graphs.
+        rounds: how often each is timed.
+        device: the GPU, or the CPU in a dry run.
+        off: the relative distance between the gradients of both. If it is too large, an error is returned instead.
+    """
     if not off <= _TOLERANCE:
         return {"error": f"gradients of the replayed graph are off by {off:.1e} of their norm"}
     times = {
@@ -461,10 +472,10 @@ class Job:
     """The work of a set of processes.
 
     Attributes:
-        measure: called with the mesh of all ranks; None: a job without ranks.
-        group: their process group.
-        dry_group: the same in a dry run.
-        count: how many ranks; None: what the kind of group takes.
+        measure: called with the flags and the mesh of all ranks; None: a job without ranks.
+        group: the kind of process group between the ranks.
+        dry_group: the kind of process group in a dry run.
+        count: the number of ranks; None: as many as the kind of group takes.
     """
 
     measure: Callable[[argparse.Namespace, DeviceMesh], Any] | None
@@ -486,7 +497,7 @@ _JOBS = {
 
 
 def serve(args: argparse.Namespace) -> None:
-    """In a rank: do its job."""
+    """Do the job of this rank."""
     job = _JOBS[args.job]
     args.group = job.group_of(args)
     if job.measure is None:
@@ -497,7 +508,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def start(name: str, args: argparse.Namespace, argv: Sequence[str], environment: dict[str, str] | None = None) -> list[Any]:
-    """Run a job in processes of its own, on one GPU; gives what each rank measured."""
+    """Run a job in processes of its own, on one GPU. Return what each rank measured."""
     job = _JOBS[name]
     job_args = argparse.Namespace(**{**vars(args), "group": job.group_of(args)})
     one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
@@ -505,7 +516,7 @@ def start(name: str, args: argparse.Namespace, argv: Sequence[str], environment:
     return ranks.run_ranks(command, job_args, one_gpu | (environment or {}), count=job.count, timeout_s=args.timeout)
 
 
-# ------------------------------------------------------------------------------------------ what it means
+# --------------------------------------------------------------------------------------------- evaluation
 
 
 def check_parity(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list[str]]:
@@ -529,7 +540,7 @@ def check_code(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list
     arch = "sm_90" if args.dry_run else "sm_{}{}".format(*torch.cuda.get_device_capability())
     no_gpu = {"CUDA_VISIBLE_DEVICES": "", "GPU_CHECK_ARCH": arch}
     (pretended,) = start("code-pretended", args, argv, no_gpu)
-    # In a dry run, that it comes out the same twice.
+    # A dry run only checks that code comes out the same twice.
     (real,) = start("code-pretended", args, argv, no_gpu) if args.dry_run else start("code", args, argv)
     complaints = []
     for kind in pretended:
@@ -542,7 +553,7 @@ def check_code(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list
 
 
 def first_difference(real: Sequence[Sequence[str]], pretended: Sequence[Sequence[str]]) -> str | None:
-    """Where the launches of graphs differ first, in words."""
+    """Describe the first difference between the launches of graphs, or return None."""
     if len(real) != len(pretended):
         return f"{len(real)} graphs, but {len(pretended)} without a GPU"
     for graph, (lines, others) in enumerate(zip(real, pretended, strict=True)):
@@ -580,12 +591,12 @@ class Summary:
 
 
 def summary_of(found: dict[str, Any]) -> Summary:
-    """Of what was measured of a system or an optimizer."""
+    """Summarize the measurements of a system or an optimizer."""
     return Summary.of(found["times"], found["activity"], held=found["held"], peak=found["held"] + found["peak"])
 
 
 def summarize(result: dict[str, Any]) -> dict[str, Summary]:
-    """Of each system, and of each that is a CUDA graph."""
+    """Summarize each system, and each with CUDA graphs."""
     summary = {name: summary_of(found) for name, found in result["systems"].items()}
     for name, found in result["graphs"].items():
         if "error" not in found:
@@ -595,7 +606,7 @@ def summarize(result: dict[str, Any]) -> dict[str, Summary]:
 
 
 def goals(summary: dict[str, Summary]) -> list[tuple[str, float, float, bool]]:
-    """The goals for fsdp_backend: name, value, limit, and whether it is met."""
+    """Return the goals for fsdp_backend: name, value, limit, and whether the goal is met."""
     ours, base, yardstick = summary[_OURS], summary[BASE], summary[YARDSTICK]
     most = _MOST_DEVICE_TIME * base.device
     found = [("device ms", ours.device, most, ours.device <= most)]
@@ -629,11 +640,11 @@ def check_time(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, list
 
 
 def time_complaints(result: dict[str, Any]) -> list[str]:
-    """Reasons why figures are worthless, and steps that could not be captured."""
+    """Return reasons why figures are worthless, and steps that could not be captured."""
     losses = {name: found["loss"] for name, found in result["systems"].items()}
     complaints = []
     for name, found in result["systems"].items():
-        # The pretended ranks have other weights than the model in one piece.
+        # Pretended ranks have other weights than the unsharded model.
         same = name == BASE or math.isclose(found["loss"], losses[_OURS], rel_tol=_TOLERANCE)
         if not (same and math.isfinite(found["loss"])):
             complaints.append(f"time: the loss of {name} is {found['loss']}, that of {_OURS} {losses[_OURS]}")
@@ -661,7 +672,7 @@ def main(argv: Sequence[str]) -> None:
         try:
             results[name], found = checks[name](args, argv)
         except Exception as error:
-            # The others have yet to run: time on a GPU is scarce.
+            # The other checks still run, as time on a GPU is scarce.
             results[name], found = {"error": traceback.format_exc()}, [f"{name}: {error}"]
         seconds = time.perf_counter() - began
         print(f"\n{name}: {seconds:.0f} s, {'; '.join(found) or 'all right'}", flush=True)

@@ -2,9 +2,9 @@
 
     python benchmarks/main_job.py --pairs 3 --steps 50
 
-Runs examples/train_gpt.py on two ranks of one thread each, the systems in turn, and prints a table of medians: training speed
-after the first step, and the time of the first step with compilation (Inductor's cache is empty for a system's first run only,
-which is told apart). Every run trains the same model on the same batches; that the losses agree is checked.
+Runs examples/train_gpt.py on two ranks of one thread each; the systems take turns. The table has medians of the training speed
+after the first step, and the time of the first step with compilation. Inductor's cache is empty in a system's first run only,
+which has a column of its own. Every run trains the same model on the same batches; the script fails if final losses differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SYSTEMS = ("fsdp-compile", "fsdp2")
 
 
 def run(system: str, steps: int, flags: list[str], scratch: Path) -> dict[str, float]:
-    """One run of the main job: tokens per second, seconds of the first step, final loss."""
+    """Run the main job once. Return tokens per second, seconds of the first step and the final loss."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "examples/train_gpt.py"), "--system", system, "--steps", str(steps), "--out", str(scratch / "out")]
     command += ["--val-batches", "1", "--sample-length", "0", "--save-every", "0", *flags]

@@ -5,11 +5,11 @@
     python benchmarks/memory.py --group gloo                     # with what Gloo itself allocates
     python benchmarks/memory.py --device cuda
 
-Every system trains the same GPT. By default with a process group that does nothing, so that what is counted is the system's
-own: Gloo holds copies of what it gathers and reduces, while it does. Reported are the most bytes that live during a forward and
-during a backward, beyond what lives between steps (shards, the state of the process group): counted allocations, on CPU of
-malloc, on CUDA of the caching allocator; the most of any rank, and of a few steps. For the graphs of fsdp_backend, next to it,
-what ``CapturedGraph.live_bytes()`` says of them.
+Every system trains the same GPT. By default the process group does nothing, so that only the system's own memory counts: Gloo
+holds copies of what it gathers and reduces, while it does. The first table has the most bytes that live during a forward and
+during a backward, beyond those that live between steps (shards, the state of the process group). They are counted allocations:
+on CPU of malloc, on CUDA of the caching allocator. A figure is the most of any rank, and of a few steps. The second table
+compares it with ``CapturedGraph.live_bytes()``, for the graphs of fsdp_backend.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """The peaks of each system in bytes, counted and, where there are graphs to ask, as they say."""
+    """Return the peaks of each system in bytes: counted, and for our systems also accounted."""
     device = torch.device(args.device)
     held = allocations.inputs_held_in_flight(device) if args.group == "fake" else contextlib.nullcontext()
     with held:
@@ -82,7 +82,7 @@ def measure_systems(args: argparse.Namespace, mesh: DeviceMesh, device: torch.de
 
 @contextlib.contextmanager
 def captured_graphs(system: str) -> Any:
-    """The graphs that ``fsdp_compile.capture`` records of one of our systems; None for others."""
+    """Capture the graphs of one of our systems inside the block. Yields None for other systems."""
     if not system.startswith("ours"):
         yield None
         return
@@ -93,7 +93,7 @@ def captured_graphs(system: str) -> Any:
 
 
 def accounted_peaks(graphs: Sequence[Any]) -> dict[str, int]:
-    """The live bytes of the one graph of a pass, by the library's own accounting."""
+    """Return the live bytes of the one graph of a pass, by the library's own accounting."""
     if len(graphs) != 1:
         raise RuntimeError(f"expected one graph for a pass, there are {len(graphs)}")
     live = graphs[0].live_bytes()
@@ -101,7 +101,7 @@ def accounted_peaks(graphs: Sequence[Any]) -> dict[str, int]:
 
 
 def counted_peaks(system: System, tokens: Tensor, targets: Tensor, device: torch.device) -> list[int]:
-    """The most bytes live in a forward and in its backward."""
+    """Run a step. Return the most bytes that live in its forward and in its backward."""
     losses: list[Tensor] = []
     found = allocations.peaks([lambda: losses.append(system.forward(tokens, targets)), lambda: losses[0].backward()], device)
     system.optimizer.step()
@@ -109,12 +109,12 @@ def counted_peaks(system: System, tokens: Tensor, targets: Tensor, device: torch
     return found
 
 
-# ------------------------------------------------------------------------------------------ what it means
+# --------------------------------------------------------------------------------------------- evaluation
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A graph's own accounting against counted bytes."""
+    """The accounted bytes of a graph beside the counted ones."""
 
     counted: int
     accounted: int
@@ -127,12 +127,12 @@ class Comparison:
 
 
 def worst_rank(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """The most that any rank counted, for each system and pass."""
+    """Return the most bytes that any rank counted, for each system and pass."""
     return {name: {kind: max(result[name]["counted"][kind] for result in results) for kind in _PASSES} for name in results[0]}
 
 
 def comparisons(results: Sequence[dict[str, Any]]) -> dict[tuple[str, str], Comparison]:
-    """For each system with graphs and each pass."""
+    """Compare counted and accounted bytes, for each system with graphs and each pass."""
     counted = worst_rank(results)
     found = {}
     for name, of_system in results[0].items():

@@ -3,9 +3,9 @@
     python benchmarks/memory_budget.py                           # three budgets, from the least possible to all that helps
     python benchmarks/memory_budget.py --budgets 5 --layers 8
 
-A GPT trains within budgets that are spread over those at which the choice changes, each a step of its own. Counted is what
-``options={"memory_budget": ...}`` promises: the most bytes that live at once, with shards, the optimizer's state and inputs. By
-default over a process group that does nothing, so that what Gloo allocates itself is not in it.
+A GPT trains within budgets that are spread over those at which the choice changes, and is compiled for each. The script counts
+the bytes that ``options={"memory_budget": ...}`` limits: the most that live at once, with shards, the optimizer's state and
+inputs. By default the process group does nothing, so that allocations of Gloo itself do not count.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """For each budget what was chosen, and what was counted."""
+    """Return the chosen policy and the counted bytes of each budget."""
     device = torch.device(args.device)
     held = allocations.inputs_held_in_flight(device) if args.group == "fake" else contextlib.nullcontext()
     with held:
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh) -> list[dict[str, Any]]:
 
 
 def measure_one(size: Size, mesh: DeviceMesh, device: torch.device, budget: int) -> tuple[dict[str, Any], Choice]:
-    """A model trained within one budget."""
+    """Train a model within one budget. Return its figures, and the choice of the library."""
     torch._dynamo.reset()
     model = build_gpt(size, device)
     for block in model.get_submodule("blocks").children():
@@ -96,13 +96,13 @@ def measure_one(size: Size, mesh: DeviceMesh, device: torch.device, budget: int)
 
 
 def _resident_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Sequence[torch.Tensor]) -> int:
-    """What tensors hold between steps."""
+    """Return the bytes of tensors that outlive a step: parameters, buffers, the optimizer's state and inputs."""
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     tensors = [*model.parameters(), *model.buffers(), *states, *inputs]
     return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
 
 
-# ------------------------------------------------------------------------------------------ what it means
+# --------------------------------------------------------------------------------------------- evaluation
 
 
 def print_table(results: Sequence[Sequence[dict[str, Any]]]) -> None:

@@ -1,13 +1,13 @@
-"""Time what the host does for an optimizer's step and for clipping, with torch's functions and with those over flat storage.
+"""Time the host in an optimizer's step and in clipping, with torch's functions and with those over flat storage.
 
     python benchmarks/optimizer_step.py                          # 32 layers of width 32, as one of eight pretended ranks
     python benchmarks/optimizer_step.py --layers 4 --rounds 5
 
-Parameters are so small that computing takes no time to speak of, and collectives do nothing: what is left is the host's time.
-Systems take turns in one process. A turn is two steps of training, of which the second counts: caches of the processor have
-seen the same model's step before, as in training, and not that of another system. Timed are ``clip_grad_norm_`` and
-``AdamW.step``, on the gradients of a new backward. Reported are medians over the rounds. Of a backward, with the ``zero_grad``
-ahead of it, the time is told as well, since gradients are made there; it is no part of the ratio.
+Parameters are small enough to make computation negligible, and collectives do nothing: only the host's time remains. Systems
+take turns in one process. A turn is two training steps, of which the second counts: the processor's caches then hold this
+system's step, as in training, and not another system's. Timed are ``clip_grad_norm_`` and ``AdamW.step``, on the gradients of a
+new backward. The table has medians over the rounds. It also has the time of ``zero_grad`` and backward, where gradients are
+made; the ratio does not include that time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,16 @@ _WORLD_SIZE = 8
 
 
 class System(NamedTuple):
-    """A sharded model, what computes its loss, its parameters, what clips their gradients and steps them, and whether
-    ``clip_and_step`` does both."""
+    """A sharded model with its optimizer.
+
+    Attributes:
+        name: the system and its kernels, "foreach" or "fused".
+        loss: runs a forward and returns the loss.
+        parameters: of the model.
+        clip: takes parameters and the largest norm, and clips gradients.
+        optimizer: steps the parameters.
+        is_one_call: True if ``clip_and_step`` clips and steps.
+    """
 
     name: str
     loss: Callable[[], Any]
@@ -45,7 +53,7 @@ class System(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Of one round. One call for both is a step."""
+    """Seconds of one round. If one call clips and steps, ``clip`` is 0 and ``step`` has both."""
 
     backward: float
     clip: float
@@ -53,7 +61,7 @@ class Seconds(NamedTuple):
 
     @property
     def together(self) -> float:
-        """Of clipping and the step."""
+        """The seconds of clipping and the step."""
         return self.clip + self.step
 
 
@@ -65,8 +73,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def build_systems(size: Size) -> list[System]:
-    """FSDP2 and this library with torch's functions, this library over flat storage, unit by unit, and over one buffer for all
-    units, with two calls and with one; each foreach and fused."""
+    """Build all systems, each with foreach and with fused kernels.
+
+    With torch's functions: FSDP2 and this library. Over flat storage: this library unit by unit, and over one buffer for all
+    units, with two calls and with one.
+    """
     mesh, cpu = init_device_mesh("cpu", (_WORLD_SIZE,)), torch.device("cpu")
     batch = make_batches(size, 0, 1, cpu)[0]
     systems = []
@@ -94,7 +105,7 @@ def build_systems(size: Size) -> list[System]:
 
 
 def run_once(system: System) -> Seconds:
-    """A backward, clipping and a step."""
+    """Run forward, backward, clipping and the optimizer's step. Return their seconds, without forward."""
     began = time.perf_counter()
     system.optimizer.zero_grad()
     backward = time.perf_counter() - began
@@ -103,7 +114,7 @@ def run_once(system: System) -> Seconds:
     loss.backward()
     backward += time.perf_counter() - began
     for param in system.parameters:
-        # Pretended collectives leave what memory held, and arithmetic on denormal numbers is slow.
+        # Pretended collectives leave memory unset. It may hold denormal numbers, on which arithmetic is slow.
         param.grad.to_local().normal_()  # type: ignore[union-attr]
     began = time.perf_counter()
     if system.is_one_call:
@@ -116,7 +127,7 @@ def run_once(system: System) -> Seconds:
 
 
 def measure(size: Size, rounds: int) -> dict[str, list[Seconds]]:
-    """The times of all systems in turns, after two rounds that do not count."""
+    """Time all systems in turns, after two rounds that do not count. Return the rounds of each system."""
     systems = build_systems(size)
     seconds: dict[str, list[Seconds]] = {system.name: [] for system in systems}
     for number in range(rounds + 2):
@@ -129,7 +140,7 @@ def measure(size: Size, rounds: int) -> dict[str, list[Seconds]]:
 
 
 def render(seconds: dict[str, list[Seconds]]) -> str:
-    """A table: medians in milliseconds, and the sum relative to that of FSDP2 with the same kernels."""
+    """Return a table: medians in milliseconds, and clipping with the step relative to FSDP2 with the same kernels."""
     lines = [f"{'':24}{'backward':>10}{'clip':>10}{'step':>10}{'together':>10}{'of FSDP2':>10}"]
     for name, rounds in seconds.items():
         yardstick = seconds[f"fsdp2 {name.split()[-1]}"]

@@ -1,12 +1,12 @@
-"""Time a training step of a Llama on four ranks: two that cut its products, times two that shard what these have.
+"""Time a training step of a Llama on four ranks: tensor parallel over two of them, and sharded over two.
 
     python benchmarks/parallel_step_time.py --link 2gbit        # between the halves that shard; needs root
     python benchmarks/parallel_step_time.py                     # over loopback
 
-``parallelize_module`` cuts the products, the same for all systems; there is no sequence parallelism, with which FSDP2 with
+``parallelize_module`` cuts the matrix products, the same for all systems. There is no sequence parallelism: with it, FSDP2 with
 compiled blocks trains differently from FSDP2 (torch 2.13). Ranks that cut a product are on the same side of the link. Two ranks
-share a core. Otherwise as ``step_time.py``, whose ratio is
-reported: what sharding adds to a step of the compiled model that is not sharded, relative to FSDP2 with compiled blocks.
+share a core. Everything else is as in ``step_time.py``, also the ratio: what sharding adds to a step of the compiled unsharded
+model, relative to what FSDP2 with compiled blocks adds.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 _RANKS = 4
 _WARM_UP_STEPS = 3
 _SYSTEMS = (BASE, YARDSTICK, "ours")
-# Of a loss: systems sum in different orders.
+# Relative to a loss; systems sum in different orders.
 _TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """A Llama whose products are cut over the ranks of a mesh."""
+    """A Llama whose matrix products are cut over the ranks of a mesh."""
 
     size: LlamaSize
     mesh: DeviceMesh
 
     def build(self, device: torch.device) -> Llama:
-        """This rank's part of it."""
+        """Build this rank's part of the model."""
         model: Any = self.size.build(device)
         parallelize_module(model.head, self.mesh, ColwiseParallel(output_layouts=Replicate()))
         for block in model.blocks:

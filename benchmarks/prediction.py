@@ -1,20 +1,20 @@
-"""Compare what the library predicts of a step with what the step takes: one table, all of it measured in one run.
+"""Compare the library's predictions of a step with measurements: one table, all of it measured in one run.
 
     python benchmarks/prediction.py                              # needs root, for links of a given rate
     python benchmarks/prediction.py --link loopback              # configurations over loopback alone
     python benchmarks/prediction.py --only thin,bf16 --rounds 2
     python benchmarks/prediction.py --quick                      # one small configuration, to see that it runs
 
-Two ranks, Gloo, one thread each, each pinned to a core. Each step takes turns with that of the model that is not sharded. Ahead
-of these rounds and after them, the machine is measured with the functions of ``python -m fsdp_compile.calibrate``, which see no
-model; the prediction is the mean of those for either. What memory a step takes is counted by a library that is preloaded. The
+Two ranks on Gloo have one thread each, and are pinned to a core each. Steps of the sharded and of the unsharded model take
+turns. Before and after these rounds, ``python -m fsdp_compile.calibrate``'s functions measure the machine, without any model.
+The prediction is the mean of the predictions with either calibration. A preloaded library counts the memory of a step. The
 columns:
 
-    step        a step: forward, backward, SGD, zero_grad; the median over the rounds, of which the slower rank counts
-    added       what sharding adds to the step of the model that is not sharded, of which the prediction is the same models'
-    memory      the most bytes that live during a step, beyond what lives between steps
+    step        seconds of forward, backward, SGD and zero_grad on the slower rank; the median over the rounds
+    added       seconds that sharding adds to the step of the unsharded model, which the cost model predicts, too
+    memory      the most bytes that live during a step, beyond those that live between steps
 
-Each with what was measured, what was predicted, and the error of the prediction relative to the measurement.
+Each has the measurement, the prediction, and the error of the prediction relative to the measurement.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from passes.models.hardware import Hardware
 
 _OURS = "ours"
 _WARM_UP_STEPS = 2
-# Have glibc keep freed memory. Otherwise some steps ask the system for it anew, which then zeroes pages, and others do not.
+# Make glibc keep freed memory. Otherwise some steps, but not others, get memory from the system, which zeroes pages.
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is trained, and how.
+    """A model and the way in which it is trained.
 
     Attributes:
-        size: the model and the batch.
-        link: how the ranks reach each other.
+        size: of the model and the batch.
+        link: the network between the ranks, as in ``make_link``.
         system: "ours" or "ours-auto".
-        bf16: compute in bfloat16, reduce in float32. The model in one piece is then all bfloat16.
-        reshard_after_forward: of all units; None: of all but the root.
+        bf16: if True, compute in bfloat16 and reduce in float32. The unsharded model is then all bfloat16.
+        reshard_after_forward: of all units; None: True for all units but the root.
         accumulation: the microbatches.
-        memory_limit: of "ours-auto", in MB.
+        memory_limit: of "ours-auto", in MB; None: no limit.
     """
 
     size: Size
@@ -130,7 +130,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """The numbers of the machine, and of each configuration, predicted and measured."""
+    """Predict and measure each configuration. Also return the hardware numbers of the predictions."""
     ranks.pin_to_core()
     scheduled_for = calibrate(torch.device("cpu"))
     found: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def measure_one(configuration: Configuration, rounds: int, mesh: DeviceMesh, scheduled_for: Hardware) -> dict[str, Any]:
-    """One configuration."""
+    """Predict and measure one configuration."""
     device = torch.device("cpu")
     setting = Setting(
         configuration.size,
@@ -165,7 +165,7 @@ def measure_one(configuration: Configuration, rounds: int, mesh: DeviceMesh, sch
         for _ in range(_WARM_UP_STEPS):
             system.step(batches)
     memory = allocations.peaks([lambda: ours.step(batches)], device)[0]
-    # A shared machine is faster or slower some minutes later.
+    # Calibrate before and after: the speed of a shared machine changes within minutes.
     before = calibrate(device)
     seconds = time_systems(systems, batches, rounds, device)
     after = calibrate(device)
@@ -191,7 +191,7 @@ def measure_one(configuration: Configuration, rounds: int, mesh: DeviceMesh, sch
 
 
 def time_systems(systems: dict[str, System], batches: Any, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of a step of each system in each round."""
+    """Return the seconds of a step of each system in each round."""
     steps = {}
     for name, system in systems.items():
         system.step(batches)
@@ -199,30 +199,30 @@ def time_systems(systems: dict[str, System], batches: Any, rounds: int, device: 
     return time_rounds(systems, batches, steps, rounds, device)
 
 
-# ------------------------------------------------------------------------------------------ what it means
+# --------------------------------------------------------------------------------------------- evaluation
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A number that was measured, and its prediction."""
+    """A measured number and its prediction."""
 
     measured: float
     predicted: float
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured; positive if it is too high."""
+        """The error of the prediction, relative to the measurement; positive if the prediction is too high."""
         return (self.predicted - self.measured) / self.measured
 
 
 @dataclass(frozen=True)
 class Goal:
-    """How many configurations have to be predicted how well.
+    """The number of configurations that have to be predicted within an error.
 
     Attributes:
-        what: a column.
-        within: the largest error.
-        of_twelve: of how many in twelve.
+        what: a column of the table.
+        within: the largest error, relative to the measurement.
+        of_twelve: how many of twelve configurations have to be within it.
     """
 
     what: str
@@ -230,7 +230,7 @@ class Goal:
     of_twelve: int
 
     def met(self, rows: Mapping[str, Mapping[str, Comparison]]) -> tuple[int, bool]:
-        """In how many rows the error is small enough, and whether those are enough."""
+        """Count the rows whose error is small enough. Also return whether these are enough."""
         good = sum(abs(row[self.what].error) <= self.within for row in rows.values())
         return good, 12 * good >= self.of_twelve * len(rows)
 
@@ -239,7 +239,7 @@ GOALS = (Goal("step", 0.1, 10), Goal("step", 0.2, 12), Goal("added", 0.2, 10), G
 
 
 def comparisons(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Comparison]]:
-    """For each configuration each column, of what the ranks measured. Any rank's prediction is that of all."""
+    """Compare each column of each configuration. Ranks measure apart, but all have the same prediction."""
     found = {}
     for name, one in results[0]["configurations"].items():
         said = one["predicted"]

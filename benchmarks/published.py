@@ -1,16 +1,15 @@
-"""Predict training speeds and memory that others have published, and print both.
+"""Predict training speed and memory of runs that others have published, and print both.
 
     python benchmarks/published.py [--only torchtitan] [--json published.json]
 
-Every row is a run of PyTorch's FSDP that somebody describes with model, batch, machine and policy: nothing here was measured,
-and no number of the models was chosen to fit one. What a machine differs in from the table of `passes.models.hardware` is
-said at :data:`MACHINES`, with its source. The predictions are those of `fsdp_compile.explain`, so of this library, and of a
-whole model that is compiled; others compile block by block. What runs outside of graphs, as the loss of torchtitan, is counted
-by what its operators read, write and hold.
+Every row is a run of PyTorch's FSDP, published with model, batch, machine and policy. Nothing here was measured, and no number
+of the cost models was fitted to a run. :data:`MACHINES` says, with sources, where a machine differs from the table of
+`passes.models.hardware`. `fsdp_compile.explain` predicts for this library and a model compiled as a whole; the published runs
+compile block by block. Operators outside of graphs, such as torchtitan's loss, count by what they read, write and hold.
 
-Memory is what lives in a step of this library. torchtitan publishes what the allocator has reserved in a run of FSDP2, which
-allocates on several streams, each with a pool of memory that others cannot use: :func:`_reserved` adds what that takes.
-Fragmentation is not predicted.
+The predicted memory is what lives in a step of this library. torchtitan publishes what the allocator reserved in a run of
+FSDP2. FSDP2 allocates on several streams, each with a memory pool that the others cannot use: :func:`_reserved` adds these
+pools. Fragmentation is not predicted.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ GIB = 1 << 30
 
 
 def _network(hardware: Hardware, gbit_per_node: float) -> Hardware:
-    """A machine whose nodes share adapters of that many Gbit/s, of which NCCL reaches as much as of others."""
+    """Return a machine whose nodes share adapters of this rate. NCCL reaches the same part of it as on other machines."""
     rate = gbit_per_node / 8 * 1e9 * 47 / 50
     far = Links(*[Link(0.0, rate, taken_part=hardware.between_nodes.all_gather.taken_part)] * 3)
     return replace(hardware, between_nodes=far)
 
 
 def _limited(hardware: Hardware, watts: float, of_watts: float) -> Hardware:
-    """A machine under a power limit. Products run as much slower as it has less power.
+    """Return a machine under a limit of ``watts`` in place of ``of_watts``. Matrix products slow down in proportion.
 
     A GB300 reaches 617 TFLOP/s at 500 W, and 1600 to 2174 at 1400 W (https://github.com/facebookexperimental/triton/pull/2023).
     A B200 reaches 1088 at 750 W (same project, pull/854), and 1610 without a limit, 1000 W (https://pyptx.dev/performance).
@@ -60,8 +59,8 @@ def _limited(hardware: Hardware, watts: float, of_watts: float) -> Hardware:
 
 
 _A100, _H100 = known_hardware("cuda", "A100"), known_hardware("cuda", "H100")
-#: torchtitan's is an H100 with HBM2e of 2.4 TB/s, of which nine tenths are reached as on all, and a limit of 500 W
-#: (benchmarks/llama3_h100_202412_torchtitan.md). Of the network of fms-fsdp's nodes the README says 400 and 800 Gbit/s.
+#: torchtitan used an H100 with HBM2e of 2.4 TB/s and a limit of 500 W (benchmarks/llama3_h100_202412_torchtitan.md). As on all
+#: machines, nine tenths of the memory's rate are reached. The README of fms-fsdp gives nodes a network of 400 or 800 Gbit/s.
 MACHINES = {
     "H100, 500 W": _limited(replace(_H100, bytes_per_s=0.9 * 2.4e12), 500, 700),
     "A100, 400 Gbit/s a node": _network(_A100, 400),
@@ -72,7 +71,7 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as it was published.
+    """A published run.
 
     Attributes:
         name: source and model.
@@ -80,12 +79,13 @@ class Run:
         machine: a key of :data:`MACHINES`.
         mesh_shape: as :func:`fsdp_compile.explain` takes it.
         size: the model, and a rank's batch.
-        checkpointing: "none"; "op": of each block, every second product is computed again; "3": all of every third block is.
-        reduce_dtype: of gradients on the wire; parameters compute in bfloat16, and are kept in float32.
-        eager_loss: whether the loss is outside of what is compiled.
-        microbatches: that a step accumulates, each of which reduces.
-        tokens_per_s: published, of a rank.
-        memory_gib: published; None: it was not.
+        checkpointing: "none"; "op": backward recomputes every second matrix product of each block; "1" or "3": it recomputes
+            each or every third block as a whole.
+        reduce_dtype: of gradients in collectives; parameters compute in bfloat16, and are kept in float32.
+        eager_loss: True if the loss is outside of the compiled model.
+        microbatches: how many a step accumulates; each reduces its gradients.
+        tokens_per_s: published tokens per second of a rank.
+        memory_gib: published GiB of a rank; None: not published.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Run:
 
 _TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 _FMS = "https://github.com/foundation-model-stack/fms-fsdp"
-# Its memory is left out: with two and with four ranks it is nearly the same, so it is not that of sharded float32.
+# Published memory is left out: it is nearly the same with two and with four ranks, so it is not that of sharded float32.
 _FORGE = "https://github.com/KempnerInstitute/KempnerForge/blob/main/benchmarks/mfu_scaling/mfu_scaling.md"
 _LLAMA3 = LlamaSize(32, 4096, 32, 8, 14_336, 128_256, batch=2, sequence=8192, dtype=torch.float32, tied=False)
 _LLAMA3_4K = replace(_LLAMA3, batch=4, sequence=4096)
@@ -111,8 +111,8 @@ _LLAMA2 = replace(_LLAMA3, kv_heads=32, hidden=11_008, vocabulary=32_000, sequen
 _LLAMA2_13B = replace(_LLAMA2, layers=40, width=5120, heads=40, kv_heads=40, hidden=13_824)
 _LLAMA2_34B = replace(_LLAMA2, layers=48, width=8192, heads=64, kv_heads=8, hidden=22_016)
 _LLAMA2_70B = replace(_LLAMA2_34B, layers=80, hidden=28_672)
-# fms-fsdp says "selective" of those with checkpoints. On A100 their flops with recomputation are 1.13 times those of the model
-# for the 13B, which a third of the blocks comes closest to, and 1.35 times for the larger ones: all blocks.
+# fms-fsdp calls its checkpoints "selective". Its flops on A100, with recomputation, are 1.13 times the model's for 13B:
+# checkpoints of a third of the blocks come closest. For larger models they are 1.35 times the model's: all blocks.
 _HALF, _FULL = torch.bfloat16, torch.float32
 RUNS = (
     Run("torchtitan 8B", _TITAN, "H100, 500 W", (8,), _LLAMA3, "op", _FULL, True, 6667, 77.0),
@@ -132,12 +132,12 @@ RUNS = (
 
 @dataclass
 class Outside(TorchDispatchMode):
-    """Counts what operators outside of graphs ask of the machine, and what they hold.
+    """A counter of the work and the memory of operators outside of graphs.
 
     Attributes:
-        moved_bytes: read and written.
-        kernels: how many.
-        peak_bytes: of what they made, the most that lived at once.
+        moved_bytes: bytes that they read and wrote.
+        kernels: number of kernels.
+        peak_bytes: the most bytes of their results that lived at once.
     """
 
     moved_bytes: int = 0
@@ -164,7 +164,7 @@ class Outside(TorchDispatchMode):
 
 
 def _policy() -> Any:
-    """Every second matrix product is computed again, other products and attention are kept, as torchtitan has it."""
+    """Return torchtitan's policy for checkpoints: save every other matrix product and attention, recompute the rest."""
     seen: dict[bool, int] = defaultdict(int)
 
     def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -178,7 +178,7 @@ def _policy() -> Any:
 
 
 def build(run: Run) -> Llama:
-    """The model on the meta device, with checkpoints."""
+    """Build the model on the meta device, with checkpoints."""
     model = run.size.build(torch.device("meta"))
     for index, block in enumerate(model.blocks):
         if run.checkpointing == "op":
@@ -200,16 +200,16 @@ def _shard(run: Run) -> Callable[[Any, DeviceMesh], None]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the models say of a run.
+    """Speed and memory of a run, as the models of time and memory predict them.
 
     Attributes:
         seconds: of a step.
         tokens_per_s: of a rank.
-        memory_gib: the most that lives.
-        reserved_gib: what FSDP2's streams reserve for it.
-        exposed_part: of the step, communication that is waited for.
-        mfu: of the model's flops, causal attention counted whole, at the peak of the data sheet.
-        outside_s: of the step, what runs outside of graphs.
+        memory_gib: the most that lives at once.
+        reserved_gib: the most that FSDP2 would reserve on its streams.
+        exposed_part: exposed communication, as a part of the step.
+        mfu: utilisation of model flops. Causal attention counts whole, and the peak is that of the data sheet.
+        outside_s: seconds of the step that run outside of graphs.
     """
 
     seconds: float
@@ -222,7 +222,7 @@ class Prediction:
 
 
 def predict(run: Run, hardware: Hardware) -> Prediction:
-    """Predict a run."""
+    """Predict speed and memory of a run on ``hardware``."""
     outside = Outside()
 
     def microbatch(compiled: nn.Module, tokens: Tensor, targets: Tensor) -> None:
@@ -259,7 +259,7 @@ def predict(run: Run, hardware: Hardware) -> Prediction:
 
 
 def _at_loss(report: Report, run: Run) -> Counter[str]:
-    """What lives between the graphs, by category, without the logits, which the caller frees, and their gradient."""
+    """Return the bytes live between the graphs, by category, except logits (the caller frees them) and their gradient."""
     source = report._source
     assert source is not None
     backward = next(index for index, call in enumerate(report.calls) if call.stage == "backward")
@@ -269,11 +269,11 @@ def _at_loss(report: Report, run: Run) -> Counter[str]:
 
 
 def _reserved(report: Report, run: Run, held: Counter[str]) -> int:
-    """What FSDP2 reserves at the loss, whose peak is that of the computing stream.
+    """Return the bytes that FSDP2 reserves at the loss, where memory of the computing stream peaks.
 
-    Gathered parameters: FSDP2 keeps all of the root's, we those that backward reads, and both the last block's. It gathers into
-    buffers of another stream, of which the root's is the largest, and reduces to shards of gradients in a third one's memory:
-    these stay reserved. (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py of torch 2.6.)
+    Gathered parameters: FSDP2 keeps all of the root's, this library only those that backward reads. Both keep the last block's.
+    Pools of two other streams stay reserved. One has FSDP2's buffers for gathers, the largest of which is the root's. The other
+    has the shards of reduced gradients. (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py of torch 2.6.)
     """
     if not held:
         return 0
@@ -287,7 +287,7 @@ _COLUMNS = ("run", "machine", "ranks", "tokens/s", "predicted", "", "GiB reserve
 
 
 def table(results: Sequence[tuple[Run, Prediction]]) -> str:
-    """A table in Markdown: published, predicted and the difference of speed and memory; what lives, and is waited for."""
+    """Return a table in Markdown: speed and memory as published and predicted, what lives, and exposed communication."""
     rows = [_COLUMNS, ("---",) * len(_COLUMNS), *(_row(run, found) for run, found in results)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -302,7 +302,7 @@ def _row(run: Run, found: Prediction) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Predict, print, and write."""
+    """Predict all runs, print a table, and write the predictions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="runs whose name contains this")
     parser.add_argument("--layers", type=int, help="as many of each model, which is then another one: to try the script out")

@@ -8,11 +8,11 @@
 
 Every system trains the same GPT in the same processes. After a warm-up, in which losses are compared, the systems take turns:
 in each round each one runs a few steps (forward, backward, optimizer, zero_grad) after a barrier. On CPU a rank is pinned to
-one core. Reported are medians over the rounds, and what sharding costs in comparison with FSDP2 with compiled blocks,
+one core. The table has medians over the rounds, and what sharding costs in comparison with FSDP2 with compiled blocks,
 
     (step - unsharded step) / (fsdp2-compiled step - unsharded step)
 
-as the median of the ratios of each round, which noise that lasts longer than a round does not touch.
+as the median of the ratios of each round. Noise that lasts longer than a round does not change a ratio.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compile.calibrate import measure as calibrate
 
 _WARM_UP_STEPS = 3
-# About one unit of the default model, and more.
+# Sizes of all-gathers that measure the link: about one unit of the default model, and more.
 _GATHERED_MEGABYTES = (8, 32)
-# Of a loss: systems sum in different orders.
+# Relative to a loss; systems sum in different orders.
 _TOLERANCE = 1e-4
-# Where what is sent is rounded to a byte.
+# The same for a system that rounds parameters and gradients to a byte to send them.
 _ROUNDED_TOLERANCE = 2e-2
 
 
@@ -119,7 +119,7 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def reference_losses(size: Size, accumulation: Accumulation, device: torch.device) -> list[float]:
-    """Of the uncompiled model on the batches of all ranks together."""
+    """Train the uncompiled, unsharded model on the batches of all ranks together. Return the losses of the first steps."""
     all_ranks = [make_batches(size, rank, accumulation.microbatches, device) for rank in range(dist.get_world_size())]
     together = []
     for of_ranks in zip(*all_ranks, strict=True):
@@ -130,11 +130,14 @@ def reference_losses(size: Size, accumulation: Accumulation, device: torch.devic
     return [system.step(together).item() for _ in range(_WARM_UP_STEPS)]
 
 
-# ------------------------------------------------------------------------------------------ what it means
+# --------------------------------------------------------------------------------------------- evaluation
 
 
 def overhead_ratio(seconds: Sequence[float], base: Sequence[float], yardstick: Sequence[float]) -> float | None:
-    """The time of a system beyond the base, relative to that of the yardstick; None if that was not positive in some round."""
+    """Return the time of a system beyond the base, relative to that of the yardstick: the median over the rounds.
+
+    Return None if the yardstick was not slower than the base in some round.
+    """
     rounds = list(zip(seconds, base, yardstick, strict=True))
     if any(other <= unsharded for _, unsharded, other in rounds):
         return None
@@ -142,7 +145,7 @@ def overhead_ratio(seconds: Sequence[float], base: Sequence[float], yardstick: S
 
 
 def check_losses(results: Sequence[dict[str, Any]]) -> None:
-    """Compare the losses of the first steps, averaged over ranks, with those of the model in one piece.
+    """Compare the losses of the first steps, averaged over ranks, with those of the unsharded model.
 
     Raises:
         RuntimeError: a system trains differently.
@@ -159,7 +162,7 @@ def check_losses(results: Sequence[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """The seconds of a system's steps over the rounds, and its overhead ratio, where there is one."""
+    """The seconds of a system's steps over the rounds, and its overhead ratio or None."""
 
     median: float
     least: float
@@ -168,7 +171,7 @@ class Summary:
 
 
 def summarize(seconds: dict[str, list[float]]) -> dict[str, Summary]:
-    """Of each system; ratios only where the systems took part that they need."""
+    """Summarize each system. Ratios need the systems ``BASE`` and ``YARDSTICK``."""
     comparable = BASE in seconds and YARDSTICK in seconds
     summary = {}
     for name, rounds in seconds.items():

@@ -1,18 +1,18 @@
-"""What sending fewer bytes costs in loss: the main job in full precision and in each low one, over seeds.
+"""Compare losses of the main job in full precision and in each low precision, over seeds.
 
     python benchmarks/training_losses.py --json losses.json --picture losses.png
     python benchmarks/training_losses.py --json losses.json --ways full,fp8-gathers --seeds 0 --steps 100
 
-Trains the GPT of ``examples/train_gpt.py`` on two ranks, with its optimizer, clipping and schedule. Ways with the same seed
-begin with the same weights and see the same batches, so their difference is what rounding makes of it; the spread over seeds is
-what chance does anyway. The columns:
+Trains the GPT of ``examples/train_gpt.py`` on two ranks, with its optimizer, clipping and schedule. A way is an encoding of the
+parameters and gradients that are sent. Ways with the same seed begin with the same weights and see the same batches, so they
+differ by rounding alone. The spread over seeds shows how much is chance. The columns:
 
-    sent          what a rank sends for a step, counted in the graphs
-    validation    the loss on held-out text after the last step, in nats per byte; mean over the seeds
-    lost          its difference from full precision, seed by seed: mean, least and most
-    training      the mean of the last 20 training losses, over the seeds
+    sent          bytes that a rank sends in a step, counted in the graphs
+    validation    loss on held-out text after the last step, in nats per byte; mean over the seeds
+    lost          difference of the validation loss from full precision, seed by seed: mean, least and most
+    training      mean of the last 20 training losses, over the seeds
 
-All ways take more than an hour on two cores. Runs that ``--json`` has already, of the same settings, are not made again.
+All ways take more than an hour on two cores. Runs that the file of ``--json`` already has are not made again.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ extras.need("tqdm", "matplotlib")
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 sys.path.append(str(_EXAMPLE.parent))
 FULL = "full"
-_LAST = 20  # training losses of which the mean is taken, as the main job does
+_LAST = 20  # the last training losses, of which the mean is taken, as in the main job
 
 
 @dataclass(frozen=True)
 class Way:
-    """How parameters and gradients travel.
+    """An encoding of the parameters and gradients that are sent.
 
     Attributes:
-        what: for the picture.
-        gather_policy: of the blocks; the parameters of the root go as they are.
-        hook: makes the communication hook of all units.
+        what: the label in the picture.
+        gather_policy: of the blocks; the root's parameters are sent in full precision.
+        hook: makes the communication hook of all units; None: no hook.
     """
 
     what: str
@@ -78,12 +78,12 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run gave.
+    """The results of one training run.
 
     Attributes:
-        losses: of the training batches, the mean over the ranks.
+        losses: of the training batches, in nats per byte; the mean over the ranks.
         validation: the mean loss on held-out text after the last step.
-        sent: bytes that a rank sends for a step.
+        sent: bytes that a rank sends in a step.
     """
 
     losses: list[float]
@@ -99,7 +99,7 @@ class Run:
 
 
 def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """Train with the one way and the one seed of the flags, and give the fields of a ``Run``."""
+    """Train with the one way and the one seed of the flags. Return the fields of a ``Run``."""
     from helpers.meter import graph_bytes
 
     job = fresh_module(_EXAMPLE)
@@ -142,10 +142,10 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def read_runs(path: Path | None, steps: int) -> dict[tuple[str, int], Run]:
-    """The runs in a file that this script wrote, by way and seed; none if it is not there.
+    """Read the runs in a file that this script wrote, by way and seed. Without a file, return none.
 
     Raises:
-        SystemExit: they are of another length.
+        SystemExit: the runs in the file have another number of steps.
     """
     if path is None or not path.exists():
         return {}
@@ -163,7 +163,7 @@ def write_runs(path: Path | None, steps: int, runs: dict[tuple[str, int], Run]) 
 
 
 def make_table(runs: dict[tuple[str, int], Run], ways: Sequence[str], seeds: Sequence[int]) -> str:
-    """One row for each way; ``lost`` needs runs in full precision."""
+    """Return a table with a row for each way; the column ``lost`` needs runs in full precision."""
     rows = []
     for name in ways:
         found = [runs[name, seed] for seed in seeds]
@@ -177,7 +177,7 @@ def make_table(runs: dict[tuple[str, int], Run], ways: Sequence[str], seeds: Seq
 
 
 def draw(runs: dict[tuple[str, int], Run], ways: Sequence[str], seeds: Sequence[int], path: Path) -> None:
-    """The training losses of each way, and how far they are from those in full precision; means over the seeds, smoothed."""
+    """Draw the training losses of each way, and their distance from full precision: means over the seeds, smoothed."""
     import matplotlib
 
     matplotlib.use("Agg")

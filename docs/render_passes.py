@@ -2,7 +2,7 @@
 
     python docs/render_passes.py
 
-The graphs are those of a real compilation on the fake process group, so the page cannot drift: a test compares it.
+The graphs come from a real compilation on the fake process group, and a test compares the page with them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ For your own model, `fsdp_compile.capture()` records every pass in `.passes`, `T
 `TORCH_TRACE=<directory>` stores them for tlparse.
 """
 
-# Where a pass lives, if its module is not called after it.
+# Modules of passes, where the module has another name than the pass.
 MODULES = {"resolve_ties": "reshard_after_forward"}
 STAGES = {
     "dynamo": "The graph that Dynamo captured",
@@ -103,7 +103,7 @@ class Model(nn.Module):
 
 @contextlib.contextmanager
 def eight_ranks() -> Iterator[None]:
-    """Eight ranks, of which this process is the first; collectives do nothing."""
+    """Pretend that this process is the first of eight ranks inside the block; collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         torch._dynamo.reset()
@@ -126,14 +126,14 @@ def compile_model() -> Capture:
 
 
 def summary(name: str) -> str:
-    """The first paragraph of the docstring of the module that holds a pass."""
+    """Return the first paragraph of the docstring of a pass's module, without the name."""
     module = importlib.import_module(f"passes.transforms.{MODULES.get(name, name)}")
     assert module.__doc__ is not None
     return " ".join(module.__doc__.split("\n\n")[0].split()).partition(": ")[2]
 
 
 def section(step: CapturedPass, is_whole: bool) -> str:
-    """Return one pass over one graph; of a graph that is not to be whole, the changes with a line around each."""
+    """Return the section of one pass over one graph: the whole graph, or else its changes with a line around each."""
     path = f"passes/transforms/{MODULES.get(step.name, step.name)}.py"
     sentence, link = summary(step.name), f"([{path}](../{path}))"
     separator = " " if len(f"{sentence} {link}") <= LINE_LENGTH else "\n"
@@ -147,12 +147,12 @@ def section(step: CapturedPass, is_whole: bool) -> str:
 
 
 class Microbatch(NamedTuple):
-    """One step of the sequence that goes through the plans.
+    """One microbatch of the sequence that goes through the plans.
 
     Attributes:
-        heading: what its plan is.
-        sentence: what the graph does.
-        calls: what is called before it, as the page prints it.
+        heading: the heading of the plan's section.
+        sentence: describes the graph.
+        calls: code that runs before the microbatch, and that the page prints.
     """
 
     heading: str
@@ -237,7 +237,7 @@ FORWARDS = [
 
 
 def compile_plans() -> tuple[list[str], list[str]]:
-    """The backward graphs of the one list of microbatches, and the forward graphs of the other."""
+    """Run all microbatches. Return the backward graphs of ``BACKWARDS`` and the forward graphs of ``FORWARDS``, as text."""
     with eight_ranks():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         model = cast(FSDPModule, fully_shard(nn.Linear(8, 16), mesh=mesh))
@@ -257,7 +257,7 @@ def compile_plans() -> tuple[list[str], list[str]]:
 
 
 def plans() -> list[str]:
-    """The parts of the page on plans."""
+    """Return the parts of the page on plans."""
     backwards, forwards = compile_plans()
     lines = [text.splitlines() for text in backwards]
     same_lines = takewhile(lambda same: len(set(same)) == 1, zip(*(body for _, *body in lines), strict=False))
@@ -289,7 +289,7 @@ compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
 
 
 def tensor_parallel() -> list[str]:
-    """Return the part of the page on a block in two dimensions: graphs after the last pass, and forward before the first."""
+    """Return the part of the page on tensor parallelism: graphs after the last pass, and forward before the first."""
     with eight_ranks():
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
         model = Model()
@@ -311,27 +311,27 @@ def tensor_parallel() -> list[str]:
 
 
 def graph(text: str, group_names: dict[str, str]) -> str:
-    """A graph as the page prints it."""
+    """Return a graph as the page prints it."""
     for group, name in group_names.items():
         text = text.replace(f"'{group}'", f"'{name}'")
     signature, body = text.split("\n", 1)
-    # Meshes, which are inputs from torch 2.12 on, have no type.
+    # Drop inputs without a type: these are meshes, which graphs take from torch 2.12 on.
     return re.sub(r"primals_\d+, ", "", signature) + "\n" + body
 
 
 def plan(microbatch: Microbatch, graph: str) -> str:
-    """One plan."""
+    """Return the section of one plan."""
     listings = [code(text) for text in (microbatch.calls, graph) if text]
     return "\n".join([f"### {microbatch.heading}\n", f"{textwrap.fill(microbatch.sentence, LINE_LENGTH)}\n", *listings])
 
 
 def code(text: str) -> str:
-    """A listing of Python code."""
+    """Return a listing of Python code."""
     return "```python\n" + text.strip("\n") + "\n```\n"
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [INTRODUCTION]
     stage, was_whole = "", False
     for step in compile_model().passes:

@@ -1,4 +1,4 @@
-"""Accumulate gradients over four microbatches on a 2-D mesh, in each way there is, and see what it costs.
+"""Accumulate gradients over four microbatches on a 2-D mesh, in each possible way, and measure the cost.
 
     python examples/accumulate_hsdp.py                                  # starts four CPU ranks by itself
     torchrun --nproc-per-node 4 examples/accumulate_hsdp.py             # the same
@@ -7,8 +7,8 @@
 The first run takes a few minutes on two cores, nearly all of it compilation; later ones find most kernels in a cache.
 
 The mesh is 2 x 2: two replicas of a model that is sharded over two ranks (HSDP). For each way to accumulate, rank 0
-prints the collectives of each microbatch and the memory that gradients, and gathered parameters that were kept, take
-between microbatches, as measured and as docs/gradient-sync.md predicts. All ways give the same gradients.
+prints the collectives of each microbatch. It also prints the memory of gradients, and of kept parameters, between
+microbatches: as measured, and as docs/gradient-sync.md predicts. All ways give the same gradients.
 """
 
 from __future__ import annotations
@@ -65,31 +65,31 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-# Called ahead of each microbatch, as forwards gather the parameters that are kept. Flags of gradients may also be set later.
+# A way is called before each microbatch, as forwards gather the parameters to keep. Flags of gradients can also be set later.
 
 
 def sharded(model: Any, is_last: bool) -> None:
-    """Reduce every time: the default."""
+    """Reduce in every microbatch: the default."""
 
 
 def partial(model: Any, is_last: bool) -> None:
-    """Reduce-scatter every time, all-reduce over the replicas the last time."""
+    """Reduce-scatter in every microbatch, all-reduce over the replicas in the last one."""
     model.set_requires_all_reduce(is_last)
 
 
 def unsharded(model: Any, is_last: bool) -> None:
-    """No communication of gradients until the last time."""
+    """Reduce in the last microbatch only."""
     model.set_requires_gradient_sync(is_last)
 
 
 def keep_unsharded(model: Any, is_last: bool) -> None:
-    """Besides, keep the gathered parameters until then."""
+    """Reduce in the last microbatch only, and keep gathered parameters until then."""
     model.set_requires_gradient_sync(is_last)
     model.set_reshard_after_backward(is_last)
 
 
 def every_second_block_defers(model: Any, is_last: bool) -> None:
-    """Flags are per unit: these accumulate unsharded, the others sharded."""
+    """Accumulate every second block unsharded, and the others sharded: flags are per unit."""
     for block in model.blocks[1::2]:
         block.set_requires_gradient_sync(is_last)
 
@@ -99,7 +99,7 @@ WAYS: list[Way] = [sharded, partial, unsharded, keep_unsharded, every_second_blo
 
 
 def predict(model: Any, way: Way) -> tuple[int, int]:
-    """Bytes of gradients, and of gathered parameters, that the way holds between microbatches."""
+    """Predict the bytes of gradients, and of gathered parameters, that the way holds between microbatches."""
     defers: dict[Way, list[nn.Module]] = {unsharded: [model], keep_unsharded: [model]}
     defers[every_second_block_defers] = list(model.blocks[1::2])
     whole = sum(parameter.nbytes for parameter in model.parameters())  # A DTensor's size is that of the full tensor.
@@ -108,7 +108,7 @@ def predict(model: Any, way: Way) -> tuple[int, int]:
 
 
 def collectives(profile: torch.autograd.profiler.profile) -> list[int]:
-    """How many all-gathers, reduce-scatters and all-reduces ran.
+    """Count the all-gathers, reduce-scatters and all-reduces that ran.
 
     Over Gloo, a reduce-scatter is an exchange of pieces, which each rank sums.
     """
@@ -117,13 +117,13 @@ def collectives(profile: torch.autograd.profiler.profile) -> list[int]:
 
 
 def live_bytes(model: Any) -> int:
-    """Bytes of memory that plain tensors younger than the last gc.freeze() hold, each piece once, without the shards.
+    """Count the bytes that plain tensors since the last gc.freeze() hold. Each storage counts once, and shards do not.
 
-    After a backward these are full gradients that wait to be reduced, partial shards that wait to be all-reduced, the
-    shards in param.grad, and gathered parameters that were kept.
+    After a backward, the bytes belong to full gradients that wait to be reduced, partial shards that wait to be
+    all-reduced, the shards in param.grad, and gathered parameters that were kept.
     """
     shown = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad) if tensor is not None]
-    # Gradients lie in flat buffers, which are counted.
+    # Gradients share the memory of flat buffers, which count instead.
     aliases = {tensor.to_local().untyped_storage()._cdata for tensor in shown}
     totals: list[int] = []
     while len(totals) < 4 or len(set(totals[-4:])) > 1:
@@ -135,7 +135,10 @@ def live_bytes(model: Any) -> int:
 
 
 def accumulate(model: Any, forward: Callable[[Tensor], Tensor], way: Way, measure: str) -> list[list[str | int]]:
-    """The microbatches of one optimizer step. Gives what is measured of each: its collectives, or the bytes held after it."""
+    """Run the microbatches of one optimizer step. Return a measurement of each.
+
+    ``measure`` is "collectives" to count collectives, "bytes" to count the bytes held after a microbatch, or "nothing".
+    """
     measured: list[list[str | int]] = []
     gc.collect()
     gc.freeze()
@@ -154,7 +157,7 @@ def accumulate(model: Any, forward: Callable[[Tensor], Tensor], way: Way, measur
         elif measure == "bytes":
             held = live_bytes(model)
             for unit in [*model.blocks, model]:
-                unit.reshard()  # To tell kept parameters from gradients; the next forward gathers them again.
+                unit.reshard()  # Then only gradients are held. The next forward gathers the parameters again.
             gradients = live_bytes(model)
             measured.append([gradients, held - gradients])
     return measured
@@ -169,7 +172,7 @@ def main(rank: int, lowering: str, init_method: str) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    # The table is about units, which are small enough to share collectives.
+    # merge_below=0, as the table counts by unit, and units are small enough to share collectives.
     forward = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering, "merge_below": 0})
 
     rows: list[list[str]] = []

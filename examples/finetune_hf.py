@@ -7,13 +7,13 @@ The text is the source code of Python's own standard library.  From the reposito
     torchrun --nproc-per-node 2 examples/finetune_hf.py --model FOLDER --lora            # an adapter for it, by peft
     torchrun --nproc-per-node 2 examples/finetune_hf.py --model FOLDER --lora --merge    # and the two merged
 
-It prints the loss on text that was held out, before and after, and leaves in --out what `from_pretrained` loads:
+It prints the loss on held-out text before and after training, and saves a model in --out that `from_pretrained` loads:
 
     model = AutoModelForCausalLM.from_pretrained("runs/finetune_hf")     # an adapter with its base model, where there is peft
     tokenizer = AutoTokenizer.from_pretrained("runs/finetune_hf")
 
-Each rank holds the whole model in CPU memory once, while it is loaded; then shards only.  Parameters are float32, also
-those of a checkpoint that is not, and are saved so; --bf16 computes in bfloat16.
+Each rank holds the whole model in CPU memory while it is loaded, and only shards after that.  Parameters are loaded and
+saved in float32, whatever the dtype of the checkpoint; --bf16 computes in bfloat16.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def load_model(args: argparse.Namespace) -> PreTrainedModel:
-    """The model alone, in float32: the same on all ranks."""
+    """Load the model, or make a small one, in float32: the same on all ranks."""
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model.resolve(), dtype=torch.float32)
     torch.manual_seed(args.seed)
@@ -100,18 +100,18 @@ def load_model(args: argparse.Namespace) -> PreTrainedModel:
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
-    """The checkpoint's; else one token per byte, plus three special ones."""
+    """Load the checkpoint's tokenizer. Without a checkpoint, return one with a token per byte and three special ones."""
     return AutoTokenizer.from_pretrained(args.model) if args.model else ByT5Tokenizer(extra_ids=0)
 
 
 def tokenize(text: Tensor, tokenizer: Any) -> Tensor:
-    """Token ids of bytes of text; shape (tokens,)."""
+    """Return the token ids of bytes of text; shape (tokens,)."""
     decoded = text.numpy().tobytes().decode(errors="replace")
     return torch.tensor(tokenizer(decoded, add_special_tokens=False, verbose=False).input_ids)
 
 
 def read_tokens(args: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Training tokens and held-out tokens."""
+    """Read the text. Return training tokens and held-out tokens."""
     train_text, val_text, digest = read_text(args.max_bytes)
     check_same_text(digest)
     tokens = tokenize(train_text, tokenizer), tokenize(val_text, tokenizer)
@@ -121,11 +121,11 @@ def read_tokens(args: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tenso
 
 
 def add_lora(model: PreTrainedModel, args: argparse.Namespace) -> Any:
-    """The model with an adapter of every linear layer, which alone is trained."""
+    """Add an adapter to every linear layer. Only adapters are trained."""
     from peft import LoraConfig, get_peft_model
 
     if not args.model:
-        # An adapter is loaded onto its base model, so that one has to be somewhere.
+        # from_pretrained loads an adapter onto its base model, so that model has to be saved somewhere.
         base = args.out.resolve() / "base"
         if dist.get_rank() == 0:
             model.save_pretrained(base)
@@ -136,7 +136,7 @@ def add_lora(model: PreTrainedModel, args: argparse.Namespace) -> Any:
 
 
 def shard_model(model: nn.Module, layer_classes: set[str], args: argparse.Namespace, device: torch.device) -> None:
-    """Shard each layer, then what is left."""
+    """Shard each layer, then the rest of the model, and move the shards to the device."""
     options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
     if args.bf16:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -153,12 +153,12 @@ def shard_model(model: nn.Module, layer_classes: set[str], args: argparse.Namesp
 
 
 def loss_of(model: Any, drawn: Tensor) -> Tensor:
-    """The mean loss of next tokens in rows of tokens."""
+    """Return the mean loss of predicting next tokens, in rows of tokens."""
     return model(input_ids=drawn, labels=drawn, use_cache=False).loss
 
 
 def train(model: nn.Module, compiled: Any, tokens: Tensor, args: argparse.Namespace, device: torch.device) -> list[float]:
-    """Train what is not frozen and give the loss of each step."""
+    """Train the parameters that are not frozen. Return the loss of each step."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr, fused=True)
     losses: list[float] = []
     model.train()
@@ -178,7 +178,7 @@ def train(model: nn.Module, compiled: Any, tokens: Tensor, args: argparse.Namesp
 
 @torch.no_grad()
 def validate(model: nn.Module, compiled: Any, tokens: Tensor, args: argparse.Namespace, device: torch.device) -> float:
-    """Mean loss on held-out text."""
+    """Return the mean loss on held-out text."""
     model.eval()
     losses = [loss_of(compiled, rows(tokens, args.seq_length, args, device, "validation", i)) for i in range(args.val_batches)]
     return mean_over_ranks(torch.stack(losses).mean())
@@ -188,7 +188,7 @@ def validate(model: nn.Module, compiled: Any, tokens: Tensor, args: argparse.Nam
 
 
 def save(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
-    """Leave in --out what from_pretrained loads; of an adapter, only the adapter is gathered."""
+    """Save model and tokenizer in --out, for from_pretrained. With --lora, only the adapter is gathered."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=args.lora)
     state = get_model_state_dict(model, options=options)  # Whole on rank 0, empty elsewhere.
     if dist.get_rank() == 0:

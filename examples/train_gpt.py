@@ -45,7 +45,7 @@ from tqdm import tqdm
 
 
 def build_model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> GPT:
-    """A sharded model whose full parameters never existed all at once on any rank."""
+    """Build a sharded model. No rank ever holds all of its full parameters at once."""
     # Imported here, so that comparing with FSDP2 does not depend on fsdp_compile or its imports.
     if args.system == "fsdp2":
         from torch.distributed.fsdp import fully_shard
@@ -70,10 +70,10 @@ def build_model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device
 
 
 def compile_model(model: GPT, args: argparse.Namespace) -> Callable[..., Tensor]:
-    """The compiled model, to be called instead of the model.
+    """Return the compiled model, to be called instead of the model.
 
-    Checkpoints still go through the model itself: the names in the state dict of what torch.compile
-    returns begin with `_orig_mod.`.
+    Checkpoints still go through the model itself: names in the state dict of the compiled model
+    begin with `_orig_mod.`.
     """
     # Each kind of call (training, validation, sampling) has one shape; dynamic=False keeps the
     # second kind from being compiled for shapes that vary.
@@ -107,7 +107,7 @@ def train(
     args: argparse.Namespace,
     device: torch.device,
 ) -> Meter:
-    """Train from step len(losses) on, adding to the losses."""
+    """Train from step len(losses) on, and append the new losses."""
     world = dist.get_world_size()
     meter = Meter(args.batch * world * args.seq_length)
     start, stop = len(losses), min(args.steps, args.stop_at or args.steps)
@@ -144,7 +144,7 @@ def train(
 
 @torch.no_grad()
 def validate(compiled: Callable[..., Tensor], text: Tensor, args: argparse.Namespace, device: torch.device) -> float:
-    """Mean loss on held-out text; the same batches whatever the seed, so that seeds can be compared."""
+    """Return the mean loss on held-out text. Batches are the same for every seed, so that seeds can be compared."""
     losses = [compiled(*crops(text, args, device, "validation", i)) for i in range(args.val_batches)]
     return mean_over_ranks(torch.stack(losses).mean())
 

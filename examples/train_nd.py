@@ -12,11 +12,11 @@ Every way to split the ranks gives the same losses, up to rounding: weights depe
 model has a mixture of experts in every second block. Who does what:
 
 - this library shards parameters, over the ranks that see different tokens: those of --dp and --cp;
-- torch's ``parallelize_module`` cuts products over --tp, ahead of that;
+- torch's ``parallelize_module`` cuts matrix products over --tp, before parameters are sharded;
 - the model itself gathers keys and values over --cp, or sends them around a ring, and exchanges tokens over --ep;
 - torch's pipelining runs the microbatches over --pp; each stage is sharded and compiled on its own.
 
-Whatever a rank runs of the model is one graph, the collectives of all of these among it (``fullgraph=True``).
+A rank's part of the model is one graph (``fullgraph=True``), with the collectives of sharding, --tp, --cp and --ep in it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 # ------------------------------------------------------------------------------------------------- model
 
 
-# Of queries, keys and values [batch, heads, tokens, width], the result of causal attention for each query.
+# Takes queries, keys and values [batch, heads, tokens, width]. Returns the result of causal attention for each query.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -75,10 +75,10 @@ def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def gather_and_attend(q: Tensor, k: Tensor, v: Tensor, cp: DeviceMesh) -> Tensor:
-    """Each rank gathers the keys and values of the whole sequence."""
+    """Attend with keys and values of the whole sequence, which each rank gathers."""
 
     def gather(part: Tensor) -> Tensor:
-        # Each rank's queries leave a part of the gradient: Partial.
+        # Each rank's queries add a summand to the gradient: Partial.
         return DTensor.from_local(part, cp, [Shard(2)], run_check=False).full_tensor(grad_placements=[Partial()])
 
     k, v = gather(k), gather(v)
@@ -86,18 +86,18 @@ def gather_and_attend(q: Tensor, k: Tensor, v: Tensor, cp: DeviceMesh) -> Tensor
 
 
 def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, cp: DeviceMesh) -> Tensor:
-    """Keys and values travel from rank to rank, and each rank adds up what its queries make of those that it has.
+    """Attend while keys and values travel from rank to rank. Each rank adds up the results of its queries with each part.
 
-    The weights of a softmax refer to the highest score that was met so far; whatever that is cancels out.
+    Softmax weights are relative to the highest score so far, which cancels out in the end.
     """
     ranks, rank, length = cp.size(), cp.get_local_rank(), q.shape[2]
     q = q / math.sqrt(q.shape[-1])
     part = torch.stack([k, v])
-    # A rank begins with its own keys, of which every query may see one.
+    # A rank begins with its own keys. Every query sees at least one of these, so its highest score becomes finite.
     highest = q.new_full((), -math.inf)
     total = weight = q.new_zeros(())
     for step in range(ranks):
-        # On its way while this rank computes.
+        # The next part is on its way while this rank computes.
         arriving = pass_on(part, cp) if step < ranks - 1 else None
         k, v = part.unbind()
         mask = in_the_past(q, rank * length, k, (rank - step) % ranks * length)
@@ -111,14 +111,14 @@ def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, cp: DeviceMesh) -> Tensor:
 
 
 def pass_on(part: Tensor, cp: DeviceMesh) -> Tensor:
-    """Send a tensor to the next rank, and get that of the one before."""
+    """Send a part to the next rank. Return the previous rank's part, which is yet to be waited for."""
     ranks, rank = cp.size(), cp.get_local_rank()
     sent, received = ([len(part) if other == (rank + hop) % ranks else 0 for other in range(ranks)] for hop in (1, -1))
     return all_to_all_single_autograd(part, received, sent, cp.get_group())
 
 
 def in_the_past(q: Tensor, first_query: int, k: Tensor, first_key: int) -> Tensor:
-    """Which keys, that begin at a place of the sequence, each query may see: ``[queries, keys]``."""
+    """Return a mask, ``[queries, keys]``, of the keys that each query may see. Numbers are places in the sequence."""
     queries, keys = (torch.arange(part.shape[2], device=part.device) for part in (q, k))
     return first_query + queries[:, None] >= first_key + keys[None, :]
 
@@ -147,7 +147,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every expert's weights. With expert parallelism they are DTensors, of which a rank has some experts."""
+    """The weights of all experts. With expert parallelism they are DTensors, of which a rank has some experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,16 +155,16 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(EXPERTS, 2 * WIDTH, WIDTH))
 
     def forward(self, tokens: Tensor, expert: Tensor) -> Tensor:
-        """Run tokens ``[n, WIDTH]`` through the expert ``[n]`` of each, counted from this rank's first."""
+        """Run each of the tokens ``[n, WIDTH]`` through its expert ``[n]``, a number that counts from this rank's first."""
         up, down = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.up, self.down))
-        # Two products of all experts side by side, in which a token meets zeros but for its own. torch's grouped_mm saves that
-        # work; it compiles in bfloat16 only.
+        # Two products of all experts side by side. For a token, hidden values of all experts but its own are set to zero.
+        # torch's grouped_mm saves that work, but compiles in bfloat16 only.
         hidden = F.gelu(tokens @ up.transpose(0, 1).flatten(1)).unflatten(1, (len(up), -1))
         return (hidden * F.one_hot(expert, len(up))[:, :, None]).flatten(1) @ down.flatten(0, 1)
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes to the expert that its router prefers, however many others do, and comes back."""
+    """A layer that sends each token to the expert that the router prefers. Experts take any number of tokens."""
 
     def __init__(self, ep: DeviceMesh | None) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class MixtureOfExperts(nn.Module):
         order = expert.argsort(stable=True)
         leaving = F.one_hot(expert // own, ranks).sum(0)
         arriving = all_to_all_single(leaving, None, None, group)
-        # Sizes that depend on data: in a graph they are symbols without a value.
+        # Sizes that depend on data: in a graph they are unbacked symbols.
         sent, received = leaving.tolist(), wait_tensor(arriving).tolist()
         here = wait_tensor(all_to_all_single_autograd(tokens[order], received, sent, group))
         expert_here = wait_tensor(all_to_all_single(expert[order] % own, received, sent, group))
@@ -205,7 +205,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some of the blocks of a decoder, with what comes ahead of the first and behind the last."""
+    """A pipeline stage: some blocks of a decoder. The first stage also has the embedding, the last one norm and head."""
 
     def __init__(self, number: int, stages: int, attend: Attend, ep: DeviceMesh | None) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Stage(nn.Module):
 
 
 def build(args: argparse.Namespace, mesh: DeviceMesh) -> Stage:
-    """This rank's part of the model, laid out over all dimensions of the mesh."""
+    """Build this rank's part of the model, laid out over all dimensions of the mesh."""
     if args.system == "fsdp2":
         from torch.distributed.fsdp import fully_shard
     else:
@@ -240,17 +240,18 @@ def build(args: argparse.Namespace, mesh: DeviceMesh) -> Stage:
     init_weights(model)
     if args.tp > 1:
         cut_products(model, mesh["tp"])
-    # Ranks that see different tokens: a dense parameter is sharded over all of them, an expert over those that have it.
+    # Ranks that see different tokens shard parameters: a dense parameter over all of these ranks, an expert over those that
+    # have it.
     dense, sparse = mesh["edp", "cp", "ep"]._flatten("dense"), mesh["edp", "cp"]._flatten("sparse")
     for block in model.blocks.values():
         if isinstance(block.mlp, MixtureOfExperts):
             if ep is not None:
                 split_experts(block.mlp.experts, ep)
-            # A rank of ep with fewer experts than there are ranks to shard them over: within each expert.
+            # With fewer experts on a rank of ep than ranks to shard them over, each expert is cut.
             dim = 0 if EXPERTS // args.ep >= sparse.size() else 1
             fully_shard(block.mlp.experts, mesh=sparse, shard_placement_fn=lambda _, dim=dim: Shard(dim))
-            # An expert has seen the tokens of the other ranks of ep, too: its gradient is a sum over all, as that of a dense
-            # parameter, and has to be divided alike.
+            # An expert also sees the tokens of the other ranks of ep. Its gradient is a sum over all ranks, like a dense
+            # parameter's, and has to be divided by the same number.
             block.mlp.experts.set_gradient_divide_factor(float(dense.size()))
             if args.system == "fsdp2":
                 # Gloo has no reduction that scales.
@@ -261,7 +262,7 @@ def build(args: argparse.Namespace, mesh: DeviceMesh) -> Stage:
 
 
 def init_weights(model: nn.Module) -> None:
-    """Values that depend on nothing but a parameter's name."""
+    """Initialise each parameter, with values that depend on its name alone."""
     for name, param in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         with torch.no_grad():
@@ -272,7 +273,7 @@ def init_weights(model: nn.Module) -> None:
 
 
 def cut_products(model: Stage, tp: DeviceMesh) -> None:
-    """Tensor parallelism: a rank has some heads and some of the width of the feed-forward layers."""
+    """Apply tensor parallelism: a rank gets some heads, and some of the width of the feed-forward layers."""
     for block in model.blocks.values():
         plan: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
         plan["attention.out"] = RowwiseParallel()
@@ -284,7 +285,7 @@ def cut_products(model: Stage, tp: DeviceMesh) -> None:
 
 
 def split_experts(experts: Experts, ep: DeviceMesh) -> None:
-    """Expert parallelism: a rank has some experts whole."""
+    """Apply expert parallelism: a rank gets some experts whole."""
     for name, param in list(experts.named_parameters()):
         experts.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), ep, [Shard(0)])))
 
@@ -293,16 +294,16 @@ def split_experts(experts: Experts, ep: DeviceMesh) -> None:
 
 
 def global_batch(step: int) -> tuple[Tensor, Tensor]:
-    """The tokens and targets of a step, of all ranks."""
+    """Return the tokens and targets of a step for all ranks, ``[BATCH, LENGTH]`` each."""
     tokens = torch.randint(VOCABULARY, (BATCH, 1), generator=torch.Generator().manual_seed(step))
     for _ in range(LENGTH):
-        # Each token follows from the one before it: that can be learned.
+        # Each token follows from the one before it, which can be learned.
         tokens = torch.cat([tokens, (5 * tokens[:, -1:] + 3) % VOCABULARY], 1)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def local_batch(step: int, args: argparse.Namespace, mesh: DeviceMesh) -> list[Tensor]:
-    """This rank's part of them."""
+    """Return this rank's part of the global batch: tokens and targets."""
     rank = mesh["edp"].get_local_rank() * args.ep + mesh["ep"].get_local_rank()
     part = mesh["cp"].get_local_rank()
     return [whole.chunk(args.dp)[rank].chunk(args.cp, dim=1)[part].contiguous() for whole in global_batch(step)]
@@ -313,13 +314,16 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def stepper(args: argparse.Namespace, model: nn.Module, mesh: DeviceMesh) -> Callable[[int], Tensor]:
-    """Forward and backward of the step of a number; returns the loss over the whole batch, the same on all ranks."""
+    """Return a function that runs forward and backward of a step, given its number.
+
+    The function returns the loss over the whole batch, the same on all ranks.
+    """
     run = whole_model(model) if args.pp == 1 else pipeline(args, model, mesh["pp"])
 
     def step(number: int) -> Tensor:
         loss = run(*local_batch(number, args, mesh))
         dist.all_reduce(loss)
-        # Ranks of tp have the same loss, and of pp only the last has one.
+        # All ranks of tp have the same loss. Of those of pp, only the last has one, and the others add 0.
         return loss / (args.dp * args.cp * args.tp)
 
     return step
@@ -357,11 +361,11 @@ def make_mesh(args: argparse.Namespace) -> DeviceMesh:
 
 
 def train(args: argparse.Namespace) -> list[float]:
-    """The loss of each step."""
+    """Train the model. Return the loss of each step."""
     mesh = make_mesh(args)
     model = build(args, mesh)
     if args.compile and args.system == "fsdp-compile":
-        # Sizes of an exchange between experts in the graph, rather than a graph break at each.
+        # Capture sizes of exchanges between experts in the graph, instead of a graph break at each.
         torch._dynamo.config.capture_scalar_outputs = True
         model.compile(backend="fsdp", options={"lowering": args.lowering}, fullgraph=True)
     optimizer, step, losses = optimizer_of(model), stepper(args, model, mesh), []

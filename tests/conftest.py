@@ -28,8 +28,8 @@ _WITH_INDUCTOR = ("inductor", "cuda", "example", "night")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share a cache of Inductor's among all processes of a run: an empty one, if there is none given."""
-    # torch sets the variable when it is imported. Workers inherit what is set here.
+    """Share one Inductor cache among all processes of a run. It starts empty, unless the environment names a folder."""
+    # torch sets the variable when it is imported. Workers inherit the folder that is set here.
     if os.environ.get(_CACHE, default_cache_dir()) == default_cache_dir():
         folder = tempfile.TemporaryDirectory(prefix="inductor-")
         config.add_cleanup(folder.cleanup)
@@ -38,7 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests: ``inductor`` by a parameter; and those without another mark ``ranks`` by a fixture, or ``graph``."""
+    """Mark tests with an "inductor" parameter ``inductor``.
+
+    Tests without another mark become ``ranks`` if they use ``rank_pools``, else ``graph``.
+    """
     for item in items:
         assert isinstance(item, pytest.Function)
         if hasattr(item, "callspec") and "inductor" in item.callspec.id:
@@ -54,7 +57,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Do what the marks of a test say."""
+    """Apply the marks ``units_apart`` and those that allow Inductor, for the duration of a test."""
     default = small_units.MERGE_BELOW_BYTES
     if item.get_closest_marker("units_apart"):
         small_units.MERGE_BELOW_BYTES = 0
@@ -75,7 +78,7 @@ def rank_pools() -> Iterator[RankPools]:
 
 @pytest.fixture
 def fake_ranks() -> Iterator[None]:
-    """Eight ranks of which this is the first; collectives do nothing."""
+    """Eight pretended ranks, of which this process is the first; collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     torch._dynamo.reset()
     yield
@@ -85,7 +88,7 @@ def fake_ranks() -> Iterator[None]:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A world of one rank, in which everything really runs."""
+    """A Gloo group of one rank, in which collectives really run."""
     torch._dynamo.reset()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield

@@ -25,7 +25,7 @@ COLLECTIVES = {
 
 
 def read_table(text: str) -> dict[str, list[str]]:
-    """The cells of a Markdown table, by the first of each row; without the two rows of the head."""
+    """Return the cells of a Markdown table by the first cell of their row, without the two rows of the header."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return {row[0]: row[1:] for row in rows[2:]}
 
@@ -55,5 +55,5 @@ def test_page_shows_what_is_printed(printed: dict[str, list[str]]) -> None:
     shown = read_table(page.partition("<!-- table -->")[2].partition("<!-- end of table -->")[0])
     assert {way: cells[:-1] for way, cells in shown.items()} == {way: cells[:-1] for way, cells in printed.items()}
     for way, cells in shown.items():
-        # The last digits of the norm are up to the machine.
+        # The last digits of the norm depend on the machine.
         assert float(cells[-1]) == pytest.approx(float(printed[way][-1]), rel=1e-3)

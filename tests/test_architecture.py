@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-# A module imports from its own folder and from those before it. Files that stand beside folders are named like these.
+# A module imports from its own folder and from those before it. Files beside the folders count as folders.
 ORDER = {
     "passes": ["fx", "collectives", "ir", "models", "transforms", "auto", "lowering", "pipeline"],
     "fsdp_compile": [
@@ -42,7 +42,7 @@ MODULES = {
 
 
 def imports_of(name: str) -> set[str]:
-    """The modules of ours that a module imports when it runs; what it names in annotations alone does not count."""
+    """Return the modules of this repository that a module imports at run time. Imports under ``TYPE_CHECKING`` do not count."""
     return {found for node in _imports(ast.parse(MODULES[name].read_text())) for found in _imported(node, name)}
 
 
@@ -82,14 +82,14 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_packages_are_in_a_wheel() -> None:
-    """Setuptools finds packages, which folders without an ``__init__.py`` are not."""
+    """Every folder has an ``__init__.py``, without which Setuptools does not find it."""
     folders = {path.parent for path in MODULES.values()}
     assert all((folder / "__init__.py").exists() for folder in folders)
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("passes.transforms.")])
 def test_headers_of_passes(name: str) -> None:
-    """The contract in ``passes/transforms/__init__.py``."""
+    """Headers follow the contract in ``passes/transforms/__init__.py``."""
     header = ast.get_docstring(ast.parse(MODULES[name].read_text())) or ""
     title = name.split(".")[-1].replace("_", " ").capitalize()
     assert header.startswith(f"{title}: ")
@@ -100,14 +100,14 @@ ATTRIBUTE = re.compile(r"_fsdp_\w+")
 
 
 def attributes_of_ours(tree: ast.AST) -> set[str]:
-    """The attributes named ``_fsdp_*`` that code sets or reads, also by a string (``getattr``, ``__dict__``)."""
+    """Find the attributes named ``_fsdp_*`` that code sets or reads, also by a string (``getattr``, ``__dict__``)."""
     named = {ast.Attribute: "attr", ast.Name: "id", ast.Constant: "value"}
     found = (getattr(node, named[type(node)]) for node in ast.walk(tree) if type(node) in named)
     return {name for name in found if isinstance(name, str) and ATTRIBUTE.fullmatch(name)}
 
 
 def test_attributes_on_modules_and_tensors_are_listed() -> None:
-    """The list in ``fsdp_compile/units/__init__.py``, with the files that use each."""
+    """``fsdp_compile/units/__init__.py`` lists all attributes, with the files that use each."""
     used: dict[str, set[str]] = {}
     for path in [*MODULES.values(), *(ROOT / "benchmarks").rglob("*.py")]:
         for name in attributes_of_ours(ast.parse(path.read_text())):
@@ -126,16 +126,17 @@ def test_attributes_are_found() -> None:
     assert attributes_of_ours(ast.parse(code)) == {"_fsdp_a", "_fsdp_b", "_fsdp_c", "_fsdp_d_"}
 
 
+# The only modules that may use private names of torch: "the wall".
 WALL = {name: path for name, path in MODULES.items() if name.startswith("passes.fx.torch_internals.")}
 
 
 def private_names(tree: ast.AST) -> set[str]:
-    """Private names of torch that code imports or reads, but for operators."""
+    """Find the private names of torch that code imports or reads, except operators."""
     return {name for name in torch_names(tree) if not name.startswith("torch.ops.") and _is_private(name)}
 
 
 def torch_names(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of torch that code imports, and what it reads of them."""
+    """Yield the dotted names of torch that code imports, and of the attributes that it reads from them."""
     modules = {"torch": "torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -200,7 +201,10 @@ def test_installed_torch_has_every_name_of_the_wall(name: str) -> None:
 
 
 def exists(name: str) -> bool:
-    """Whether a module, or an attribute of one, exists. What a module imports need not be there: Triton, for one."""
+    """Return whether a module of torch, or an attribute of one, exists.
+
+    A module whose own imports are not installed (such as Triton) counts as existing, with all its attributes.
+    """
     found, path = torch, "torch"
     for part in name.split(".")[1:]:
         path = f"{path}.{part}"

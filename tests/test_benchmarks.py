@@ -55,7 +55,7 @@ def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
     flags += ["--microbatches", "2", "--accumulate", "unsharded", "--keep-unsharded"]
     results = run("step_time.py", tmp_path / "out.json", *TINY, *flags)
     assert [len(rank["seconds"][name]) for rank in results["ranks"] for name in rank["seconds"]] == [2] * 6
-    # That losses agree with the model in one piece is checked by the script itself; here, that there was something to check.
+    # The script itself compares losses with the unsharded model. Losses that fall show that it compared real training.
     losses = results["ranks"][0]["losses"]["ours"]
     assert losses[0] > losses[1] > losses[2]
     assert results["summary"]["fsdp2-compiled"]["ratio"] in (1.0, None)
@@ -68,11 +68,11 @@ def test_training_losses_compares_ways_seed_by_seed(tmp_path: Path) -> None:
     results = run("training_losses.py", out, *flags)
     runs = {name: seeds["0"] for name, seeds in results["runs"].items()}
     assert [len(found["losses"]) for found in runs.values()] == [3, 3]
-    # The same weights and batches, and other gradients.
+    # Weights and batches are equal; only gradients differ.
     assert runs["full"]["losses"][0] == runs["int8-reductions"]["losses"][0]
     assert 0 < abs(runs["full"]["losses"][2] - runs["int8-reductions"]["losses"][2]) < 0.01
     assert runs["int8-reductions"]["sent"] < runs["full"]["sent"]
-    # What is there is not made again.
+    # A second run makes no run again that the file has.
     made = out.stat().st_mtime_ns
     picture = tmp_path / "losses.png"
     run("training_losses.py", out, *flags, "--picture", str(picture))
@@ -84,29 +84,29 @@ def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
     found = memory.comparisons(results["ranks"])
     for comparison in found.values():
         assert abs(comparison.error) < 0.05
-    # Without activations to speak of, a forward holds parameters: of two blocks of width 256, one of which is being copied out.
+    # Activations are small, so a forward holds the parameters of two blocks of width 256. One of them is being copied out.
     forward = found["ours", "forward"]
     assert forward.parameters == pytest.approx(forward.accounted, rel=0.01)
 
 
 @pytest.mark.night
 def test_budgets_hold_in_counted_allocations(tmp_path: Path) -> None:
-    """From the least possible to one that is no constraint, with activations that count."""
+    """Budgets range from the least possible to one without effect. Activations are large enough to matter."""
     flags = ["--layers", "3", "--width", "128", "--batch", "8", "--sequence", "128"]
     (found,) = run("memory_budget.py", tmp_path / "out.json", *flags)["ranks"]
     assert len(found) == 3 and found[0]["budget"] < 0.6 * found[2]["budget"]
     for one in found:
         assert one["accounted"] <= one["budget"] and 0.9 * one["accounted"] < one["counted"] < 1.02 * one["budget"]
-    # What is bought with more bytes.
+    # A larger budget buys a shorter step.
     times = [one["predicted_ns"] for one in found]
     assert times == sorted(times, reverse=True)
-    # A stretch that costs nothing in the model may be computed again all the same.
+    # The largest budget may still recompute a stretch, if the cost model says that it costs nothing.
     assert found[0]["recomputed"] > found[2]["recomputed"] <= 1
 
 
 @pytest.mark.night
 def test_budgets_choose_the_best_of_small_graphs(tmp_path: Path) -> None:
-    """Of the first one, and of the first one with a host; the docs have two hundred."""
+    """Runs one graph without a host and one with; the published results are of two hundred."""
     found = run("budget_search.py", tmp_path / "out.json", "--graphs", "1")["graphs"]
     found += run("budget_search.py", tmp_path / "out.json", "--host", "--first", "2", "--graphs", "1")["graphs"]
     assert len(found) == 2
@@ -119,7 +119,7 @@ def test_budgets_choose_the_best_of_small_graphs(tmp_path: Path) -> None:
 def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> None:
     results = run("prediction.py", tmp_path / "out.json", "--quick", "--rounds", "1")
     row = results["rows"]["quick"]
-    # Counted, and so exact up to what is not a tensor: the model is tiny. Times are of a machine that others use.
+    # Memory is counted, so it is exact except for what is not a tensor; the model is tiny. Others use the machine: times vary.
     assert row["memory"]["predicted"] == pytest.approx(row["memory"]["measured"], rel=0.1)
     assert all(0 < row[what]["predicted"] < 1 and row[what]["measured"] > 0 for what in ("step", "unsharded"))
 
@@ -127,12 +127,12 @@ def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> N
 def test_gpu_check_runs_dry(tmp_path: Path) -> None:
     results = run("gpu_check.py", tmp_path / "out.json", "--dry-run", "--checks", "time", "--rounds", "1")
     assert results["complaints"] == []
-    # Gathers of pretended ranks copy, so losses say whether all systems gather the same.
+    # A gather over pretended ranks copies this rank's shard, so losses show whether all systems gather the same.
     losses = {name: found["loss"] for name, found in results["time"]["systems"].items()}
     assert losses["ours"] == pytest.approx(losses["fsdp2"], rel=1e-5) and losses["ours"] != losses["unsharded"]
-    # Compared with those of steps that are not recorded.
+    # Distance from the gradients of steps without a recording.
     assert results["time"]["graphs"]["ours-cudagraphs"]["distance"] < 1e-6
-    # On a CPU, what is on the host counts as well.
+    # On a CPU, memory of the host counts as well.
     optimizers = results["time"]["optimizers"]
     assert optimizers["offload_optimizer"]["said_held"] == 0 < optimizers["flat_optimizer"]["held"]
     assert optimizers["offload_optimizer"]["said_peak"] > 0 and len(optimizers["offload_optimizer"]["times"]) == 1
@@ -266,7 +266,7 @@ def test_predictions_are_compared_with_the_slower_rank() -> None:
     ]
     row = prediction.comparisons(ranks)["a"]
     assert row["step"] == prediction.Comparison(2.1, 2.2) and row["unsharded"] == prediction.Comparison(1.0, 1.0)
-    # Of each round: 1, 0.6, 8.
+    # The median of the rounds: 1, 0.6, 8.
     assert row["added"].measured == pytest.approx(1.0) and row["added"].error == pytest.approx(0.2)
     assert row["memory"].error == pytest.approx(-0.1)
 
@@ -298,7 +298,7 @@ def test_activity_counts_time_on_the_device_once() -> None:
         device_event("gpu_memcpy", 4, 1000, 5000),
         device_event("kernel", 5, 6000, 7000),
         device_event("kernel", 5, 8000, 9000),
-        # The host's call, what the profiler itself does, and what has no duration.
+        # Not counted: the call on the host, the profiler's annotation, an event without a duration.
         device_event("cuda_runtime", 1, 0, 10),
         device_event("gpu_user_annotation", 0, 0, 9000),
         {"ph": "i", "cat": "kernel", "ts": 0},
@@ -361,7 +361,7 @@ def small_setting(one_rank: None) -> Setting:
 
 
 def test_updates_on_the_host_are_compared(small_setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And fail to agree where a copy does not arrive."""
+    """States on the host give equal updates, and different ones if a copy is lost."""
     assert host.optimizer_parity(small_setting) == {"ours": 0.0, "fsdp2": 0.0}
     monkeypatch.setattr(host._AtOnce, "write_back", lambda self, values, homes: host._Done())
     assert not parity.Comparison(**host.optimizer_parity(small_setting)).agrees
@@ -379,7 +379,7 @@ def test_states_that_are_not_on_the_host_are_noticed(small_setting: Setting) -> 
 
 
 def test_activations_on_the_host_are_compared(small_setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With copies, that is; where a graph has none, there is nothing to compare."""
+    """Gradients agree, and a graph without copies raises, as it would compare nothing."""
     assert parity.Comparison(*map(host.policy_parity(small_setting).get, ("ours", "fsdp2"))).agrees
     monkeypatch.setattr(host, "OFFLOADED_ACTIVATIONS", "ours")
     with pytest.raises(RuntimeError, match="nothing was copied to the host"):
@@ -388,7 +388,7 @@ def test_activations_on_the_host_are_compared(small_setting: Setting, monkeypatc
 
 @pytest.mark.night
 def test_a_budget_sends_activations_to_the_host(small_setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is found for the model that is compared."""
+    """The budget is found for the model whose gradients are compared."""
     found: list[Setting] = []
     monkeypatch.setattr(host.parity, "compare", lambda _, setting: found.append(setting))
     with pytest.raises(RuntimeError, match="nothing was copied to the host"):
@@ -435,7 +435,7 @@ def test_published_runs_are_predicted_with_what_is_outside_of_graphs() -> None:
 
 
 def test_table_of_optimizer_steps() -> None:
-    """A ratio is the median of those of each round, with the same kernels."""
+    """A ratio is the median of the rounds' ratios between systems with the same kernels."""
     taken = optimizer_step.Seconds
     seconds = {
         "fsdp2 fused": [taken(0.3, 0.01, 0.03), taken(0.2, 0.01, 0.01), taken(0.1, 0.1, 0.1)],

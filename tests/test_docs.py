@@ -1,4 +1,4 @@
-"""Pages that programs write say what the code does, and all pages name what there is."""
+"""Generated pages are up to date, and the names, files and links on all pages exist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_passes_page_is_up_to_date() -> None:
 
 
 def prose(page: Path) -> str:
-    """A page without its listings."""
+    """Return the text of a page without its listings."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
@@ -43,15 +43,18 @@ def code_spans(page: Path) -> list[str]:
 
 
 def named_files(page: Path) -> Iterator[tuple[str, str]]:
-    """Names of files of the repository, each with the test in it that is named: paths anywhere, bare names in code."""
+    """Yield the files of the repository that a page names, each with the test that it names in the file.
+
+    Paths count anywhere, bare names in code spans alone.
+    """
     yield from re.findall(rf"(?<![\w./-])((?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]*\w)(?:::(\w+))?", page.read_text())
     for span in code_spans(page):
-        # Those that begin otherwise are files of torch's tests.
+        # Names with these prefixes are files of torch's tests.
         yield from re.findall(r"(?<![\w./-])((?!_|test_fully_shard)\w+\.(?:py|md|toml|txt))\b(?:::(\w+))?", span)
 
 
 def anchors(page: Path) -> set[str]:
-    """The ids of a page's headings, as GitHub makes them."""
+    """Return the ids of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -66,7 +69,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_are_short(page: Path) -> None:
-    """But for tables and listings."""
+    """Lines of prose have at most 128 characters; tables and listings may have more."""
     assert not [line for line in prose(page).splitlines() if len(line) > 128 and not line.startswith("|")]
 
 

@@ -1,4 +1,4 @@
-"""Each example of README and docs/ runs as it is printed, with tiny models in the place of the reader's."""
+"""Each example of README and docs/ runs as printed, with tiny models instead of the reader's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.test_docs import DOCS, ROOT
 
 Names = dict[str, Any]
 
-#: What pages take for granted.
+#: Imports that pages take for granted.
 IMPORTS = """
 import functools
 import torch
@@ -39,7 +39,7 @@ import fsdp_compile
 from fsdp_compile import comm_hooks, fsdp_backend, fully_shard, sync_module_states
 """
 
-# Pages whose examples are run by others.
+# Pages whose examples run elsewhere.
 ELSEWHERE = {
     "passes.md": "docs/render_passes.py makes the page by running them",
     "integrations.md": "tests/fsdp_compile/test_integrations.py trains so beside FSDP2",
@@ -60,7 +60,7 @@ EXAMPLES = {
 
 
 class Model(MLP):
-    """Blocks, as all pages have them, and a way to initialise it."""
+    """A model with the names that the pages use: ``blocks`` and ``init_weights``."""
 
     def init_weights(self) -> None:
         for param in self.parameters():
@@ -68,7 +68,7 @@ class Model(MLP):
 
 
 class Loss:
-    """A loss that is computed when backward is asked for."""
+    """A loss whose ``backward`` runs the forward as well."""
 
     def __init__(self, names: Names):
         self.names = names
@@ -84,7 +84,10 @@ def shard(model: Model, mesh: Any) -> None:
 
 
 def common_names(listing: str, folder: Path) -> Names:
-    """Return names that any example may use: of imports, a model, which is sharded unless the example does it, and a loop."""
+    """Return names that any example may use: imports, a model, and the objects of a training loop.
+
+    The model is sharded unless ``listing`` calls ``fully_shard``.
+    """
     model, mesh = Model(), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     if "fully_shard(" not in listing:
         shard(model, mesh)
@@ -196,7 +199,7 @@ def train_step(names: Names, folder: Path) -> Names:
     return {"train_step": names["loss"].backward}
 
 
-#: Names of the reader's that an example uses besides.
+#: By example: a function that returns further names that the example expects of its reader.
 NAMES: dict[str, Callable[[Names, Path], Names]] = {
     "getting-started-2": whole_model,
     "getting-started-3": of_transformers,
@@ -217,9 +220,9 @@ NAMES: dict[str, Callable[[Names, Path], Names]] = {
     "explain-1": tokens,
     "explain-3": train_step,
 }
-#: The process group of those that want another than eight pretended ranks.
+#: By example: the fixture of its process group, if it wants another than eight pretended ranks; None: no group.
 GROUPS = {"cuda-0": None, "explain-0": None, "gradient-sync-5": "one_rank"}
-#: What takes long.
+#: Examples that take long.
 NIGHT = ("explain-0",)
 
 

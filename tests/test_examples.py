@@ -27,7 +27,7 @@ SIZE += ["--val-batches", "2", "--sample-length", "0", "--max-bytes", "200000", 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing interrupted, with a checkpoint after steps 3 and 6."""
+    """The folder of an uninterrupted run, with checkpoints after steps 3 and 6."""
     out = tmp_path_factory.mktemp("straight")
     assert len(train(out)) == 6
     return out
@@ -37,7 +37,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 
 def torchrun(*command: str) -> str:
-    """Run a script on two ranks; gives what it printed."""
+    """Run a script on two ranks and return its output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     start = [*TORCHRUN, "--standalone", *command]
     done = subprocess.run(start, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
@@ -46,7 +46,7 @@ def torchrun(*command: str) -> str:
 
 
 def train(out: Path, *flags: str) -> list[float]:
-    """Run the main job on two ranks; gives its losses."""
+    """Run the main job on two ranks and return its losses."""
     torchrun(str(ROOT / "examples/train_gpt.py"), *SIZE, "--out", str(out), *flags)
     return losses(out)
 
@@ -78,10 +78,10 @@ def test_only_whole_checkpoints_count(tmp_path: Path, one_rank: None, monkeypatc
     with pytest.raises(SystemExit, match="there is no checkpoint"):
         resume("newest")
     save([1.0, 2.0])
-    save([3.0])  # Of a later run.
+    save([3.0])  # From a later run.
     assert resume("auto") == resume("newest") == [3.0]
 
-    for whole in (0, 1):  # How much is renamed: torch's file of metadata, which it writes last, then the folder.
+    for whole in (0, 1):  # Completed renames: first torch's file of metadata, which it writes last, then the folder.
         renames = [os.rename] * whole + [Mock(side_effect=KeyboardInterrupt)]
         with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, CheckpointException)):
             patched.setattr(os, "rename", lambda *paths, renames=renames: renames.pop(0)(*paths))
@@ -101,7 +101,7 @@ def test_only_whole_checkpoints_count(tmp_path: Path, one_rank: None, monkeypatc
 def test_train_gpt_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Path) -> None:
     command = [str(ROOT / "tests/common/killed_ranks.py"), str(ROOT / "examples/train_gpt.py"), *SIZE, "--out", str(tmp_path)]
     printed = torchrun("--max-restarts", "3", *command, "--resume", "auto")
-    # Nothing to resume from after the first death, which left a checkpoint all but whole.
+    # The first kill leaves an incomplete checkpoint, so the first restart has nothing to resume from.
     assert printed.count("resumed from") == 1
     assert f"resumed from {tmp_path}/step-000003" in printed
     assert losses(tmp_path) == losses(straight)
@@ -121,7 +121,7 @@ def test_train_gpt_on_two_nodes_goes_on_after_ranks_were_killed(tmp_path: Path, 
 
 
 def train_on_nodes(link: Link, out: Path) -> str:
-    """Run the main job on two ranks in each network namespace, as docs/launching.md says; gives what they printed."""
+    """Run the main job on two ranks in each network namespace, as docs/launching.md says, and return their output."""
     script = [str(ROOT / "tests/common/killed_ranks.py"), str(ROOT / "examples/train_gpt.py"), *SIZE, "--batch", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment |= {"GLOO_SOCKET_IFNAME": link.interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -130,7 +130,7 @@ def train_on_nodes(link: Link, out: Path) -> str:
     try:
         for index, log in enumerate(logs):
             rendezvous = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29500", "--max-restarts", "3"]
-            # The names of namespaces' hosts are not those of their addresses.
+            # In a namespace the host's name does not belong to its address, so torchrun cannot tell which node is the host.
             rendezvous += ["--rdzv-conf", f"is_host={1 - index}", "--local-addr", f"10.0.0.{index + 1}"]
             command = link.command(index, [*TORCHRUN, *rendezvous, *script, "--resume", "auto", "--out", str(out)])
             with log.open("wb") as file:
@@ -138,7 +138,7 @@ def train_on_nodes(link: Link, out: Path) -> str:
         codes = [node.wait(timeout=800) for node in nodes]
     finally:
         for node in nodes:
-            node.terminate()  # Not kill, which would leave its ranks behind.
+            node.terminate()  # Kill would leave the node's ranks running.
             node.wait()
     printed = "".join(log.read_text(errors="replace") for log in logs)
     assert codes == [0, 0], printed[-6000:]

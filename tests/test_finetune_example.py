@@ -1,4 +1,4 @@
-"""The fine-tuning example runs as a user would run it, and from_pretrained alone loads what it leaves."""
+"""The fine-tuning example runs as a user would run it, and from_pretrained alone loads the model that it saves."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ pytestmark = pytest.mark.example
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 RANKS = 2
-BATCH = 4  # Of all ranks.
+BATCH = 4  # On all ranks together.
 SIZE = ["--layers", "2", "--d-model", "64", "--seq-length", "32", "--steps", "4", "--warmup", "1", "--lr", "1e-2"]
 SIZE += ["--max-bytes", "200000", "--val-batches", "2"]
 FLAGS = [*SIZE, "--batch", str(BATCH // RANKS), "--lowering", "aot_eager", "--device", "cpu"]
 
 
 def finetune(out: str, flags: tuple[str, ...]) -> None:
-    """In a rank: the example."""
+    """Run the example; a job for ranks."""
     finetune_hf.run(finetune_hf.parse_args([*FLAGS, "--out", out, *flags]), CPU)
 
 
 def check(out: Path, tolerance: float = 1e-5) -> torch.nn.Module:
-    """That training helped, and that the saved model, loaded alone, has the loss that the example gave; gives the model."""
+    """Check that training helped, and that the saved model has the loss that the example reported.
+
+    Returns:
+        The saved model, loaded by ``from_pretrained`` alone.
+    """
     result = json.loads((out / "losses.json").read_text())
     assert result["after"] < result["before"] - 0.02
 
@@ -46,7 +50,7 @@ def check(out: Path, tolerance: float = 1e-5) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2, which ties its embedding, in bfloat16, with a tokenizer of its own."""
+    """The folder of a GPT-2 in bfloat16 with a tied embedding and a tokenizer of its own."""
     folder = tmp_path_factory.mktemp("checkpoint")
     alphabet = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet | {"se": 256, "lf": 257, "self": 258}, [("s", "e"), ("l", "f"), ("se", "lf")]))
@@ -92,7 +96,7 @@ def test_lora(tmp_path: Path, rank_pools: RankPools, one_rank: None) -> None:
 def test_lora_merged_into_a_checkpoint(tmp_path: Path, checkpoint: Path, rank_pools: RankPools, one_rank: None) -> None:
     pytest.importorskip("peft", reason="--lora needs peft")
     rank_pools[RANKS].run(finetune, out=str(tmp_path), flags=("--model", str(checkpoint), "--lora", "--merge", "--bf16"))
-    merged = check(tmp_path, tolerance=1e-3).state_dict()  # Loaded, it computes in float32.
+    merged = check(tmp_path, tolerance=1e-3).state_dict()  # The loaded model computes in float32.
     before = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
     assert merged.keys() == before.keys()
     changed = [name for name, value in merged.items() if not torch.equal(value, before[name])]

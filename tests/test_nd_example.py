@@ -1,4 +1,4 @@
-"""``examples/train_nd.py``: however the ranks are split, the losses are FSDP2's of plain sharding, from one graph on each rank."""
+"""``examples/train_nd.py``: each split of the ranks gives the losses of FSDP2's plain sharding, from one graph on each rank."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _EXAMPLE = Path(__file__).parent.parent / "examples/train_nd.py"
 
 
 def losses_of(flags: str) -> tuple[list[float], int]:
-    """Executed by every rank: the losses, and how many graphs Dynamo captured for them."""
+    """Return the losses of this rank and the number of graphs that Dynamo captured for them; a job for ranks."""
     example = fresh_module(_EXAMPLE)
     before = graphs_captured()
-    # The example sets the option for its process.
+    # The example sets the option for its whole process, so restore it.
     scalars = torch._dynamo.config.patch(capture_scalar_outputs=False)
     with scalars, patch.dict(os.environ, {"WORLD_SIZE": str(dist.get_world_size())}):
         losses = example.train(example.parse_args(flags.split()))
@@ -34,7 +34,7 @@ def losses_of(flags: str) -> tuple[list[float], int]:
 
 @pytest.fixture(scope="module")
 def expected(rank_pools: RankPools) -> Callable[[int], list[float]]:
-    """The losses of FSDP2 without a compiler, sharding over so many ranks."""
+    """The losses of uncompiled FSDP2, as a function of the number of ranks that it shards over."""
     flags = "--system fsdp2 --no-compile"
     return functools.cache(lambda world: rank_pools[world].run(losses_of, flags=flags)[0][0])
 

@@ -1,7 +1,7 @@
-"""Count allocations: the most bytes that a function held at once beyond what was live before.
+"""Peaks of memory: the most bytes that live at once while a function runs, beyond those that lived before.
 
-On CPU by a library that is preloaded into the process and counts what malloc hands out. The profiler would not do: it does not
-see what the threads of a process group free.
+On CPU, a library that is preloaded into the process counts malloc. torch's profiler would not do: it does not see memory that
+the threads of a process group free. On CUDA, the caching allocator counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def preload(folder: Path) -> dict[str, str]:
-    """Compile the library that counts; gives the environment of processes that are to have it."""
+    """Compile the counting library into ``folder``. Return the environment variables that preload it into a process."""
     library = folder / "allocations.so"
     source = Path(__file__).with_suffix(".c")
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
@@ -27,7 +27,7 @@ def preload(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def counting(device: str) -> Iterator[dict[str, str]]:
-    """The environment of processes in which allocations on this type of device are counted, while the ``with`` block runs."""
+    """Yield the environment variables of processes that count allocations on this type of device; valid inside the block."""
     if device != "cpu":
         yield {}
         return
@@ -36,7 +36,7 @@ def counting(device: str) -> Iterator[dict[str, str]]:
 
 
 def peaks(functions: Sequence[Callable[[], object]], device: torch.device) -> list[int]:
-    """Run functions one after the other; gives the most bytes live during each, beyond what was live before the first."""
+    """Run functions one after the other. Return the most bytes live during each, beyond those live before the first."""
     counter = counter_of(device)
     before = counter.live()
     found = []
@@ -48,15 +48,15 @@ def peaks(functions: Sequence[Callable[[], object]], device: torch.device) -> li
 
 
 def counter_of(device: torch.device) -> Counter:
-    """The counter of allocations for a device."""
+    """Return the counter of allocations for a device."""
     return CudaCounter() if device.type == "cuda" else MallocCounter()
 
 
 @contextlib.contextmanager
 def inputs_held_in_flight(device: torch.device) -> Iterator[None]:
-    """Have reductions of the fake process group hold on to what they read until they are waited for, as real ones do.
+    """Make reductions of the fake process group hold their inputs until they are waited for, as real reductions do.
 
-    While the ``with`` block runs, in this process. Of functional collectives only: FSDP2 holds these inputs itself.
+    This holds inside the block, in this process, and for functional collectives alone: FSDP2 holds these inputs itself.
     """
     held: dict[int, Tensor] = {}
 
@@ -80,7 +80,7 @@ def inputs_held_in_flight(device: torch.device) -> Iterator[None]:
 
 
 class MallocCounter:
-    """Of all of this process, which was started with the environment that ``counting`` gives."""
+    """A counter of malloc in this whole process, which has to be started with the environment variables of ``counting``."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
@@ -100,7 +100,7 @@ class MallocCounter:
 
 
 class CudaCounter:
-    """Of the current GPU's caching allocator."""
+    """A counter of the current GPU's caching allocator."""
 
     def live(self) -> int:
         torch.cuda.synchronize()

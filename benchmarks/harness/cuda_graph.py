@@ -1,7 +1,7 @@
 """Capture a function as one CUDA graph.
 
 A step of ``fsdp_backend`` can become one CUDA graph: forward, backward and whatever follows. Activations, gathered parameters
-and gradients then stay in memory of that graph.
+and gradients then stay in the graph's memory.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _WARM_UP_RUNS = 3
 def capture(function: Callable[[], object], forget: Callable[[], object]) -> Callable[[], None]:
     """Record the launches of a function, and return a function that replays them.
 
-    Nothing of the function's Python runs again: inputs are read from the memory they had, and gradients are written to
-    the memory that they got in the capture.
+    A replay runs none of the function's Python. It reads inputs from the memory that they had, and writes gradients to the
+    memory that they got in the capture.
 
     Args:
-        function: waits for nothing that the device does, and copies nothing from the host's pageable memory.
-        forget: run ahead of the capture; drops gradients, so that the capture makes them rather than adds to them.
+        function: must not wait for the device, nor copy from the host's pageable memory.
+        forget: drops gradients. It runs before the capture, so that the capture makes gradients instead of adding to them.
 
     Raises:
         RuntimeError: something in the function cannot be captured.

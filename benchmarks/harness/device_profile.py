@@ -1,7 +1,7 @@
-"""Profiles what a GPU does while a function runs: its own time, kernels, copies, and launches of the host.
+"""Profile of a GPU while a function runs: device time, kernels, copies, and launches by the host.
 
-From the trace of ``torch.profiler``, whose device events are CUPTI's. A trace lists them under these categories: "kernel",
-"gpu_memcpy", "gpu_memset". An event's correlation id is that of the host's call that caused it.
+It is read from a trace of ``torch.profiler``, whose device events are CUPTI's. Their categories in the trace are "kernel",
+"gpu_memcpy" and "gpu_memset". An event has the correlation id of the host's call that caused it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.profiler import ProfilerActivity
 
 @dataclass(frozen=True)
 class Activity:
-    """Of one run of a function, the mean over several.
+    """Activity of a device in one run of a function: the mean over several runs.
 
     Attributes:
         kernel_ms: milliseconds in which at least one kernel or memset ran, on any stream: kernels side by side count once.
         copy_ms: milliseconds in which at least one copy ran.
         kernels: kernels and memsets that ran on the device.
         copies: copies by the copy engine or within the device.
-        launches: calls of the host that caused all of these; one for a whole graph.
+        launches: calls of the host that caused the kernels and copies; one for a whole graph.
     """
 
     kernel_ms: float
@@ -37,13 +37,13 @@ class Activity:
 
 
 def profile(function: Callable[[], object], runs: int, device: torch.device) -> Activity:
-    """Run a function several times under the profiler.
+    """Run a function several times under the profiler. Return the mean activity of a run.
 
-    The profiler slows the host down, and therefore all that waits for it: take times of the host from runs without it.
+    The profiler slows the host down, and with it everything that waits for the host. Time the host in runs without profiler.
     """
-    # On CPU there is nothing to find; what reads the trace is the same.
+    # A trace of the CPU has no device events, but is read in the same way.
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    # CUPTI starts with the first one.
+    # CUPTI starts with the first profile, which is not used.
     with torch.profiler.profile(activities=[activity]):
         function()
         _synchronize(device)
@@ -54,7 +54,7 @@ def profile(function: Callable[[], object], runs: int, device: torch.device) -> 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        # Names of kernels may hold what is no UTF-8.
+        # Names of kernels may hold bytes that are not UTF-8.
         trace = json.loads(path.read_text(errors="replace"))
     return read_trace(trace["traceEvents"], runs)
 
@@ -65,7 +65,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def read_trace(events: Iterable[Mapping[str, Any]], runs: int) -> Activity:
-    """The activity that the events of a trace add up to, a run.
+    """Add up the events of a trace. Return the mean activity of a run.
 
     Args:
         events: in the format of Chrome's trace viewer; times in microseconds.
@@ -87,7 +87,7 @@ def read_trace(events: Iterable[Mapping[str, Any]], runs: int) -> Activity:
 
 
 def _union(events: Iterable[Mapping[str, Any]]) -> float:
-    """How long at least one of them was going on, in microseconds."""
+    """Return the microseconds in which at least one of ``events`` was running."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
         total += max(0.0, end - max(begin, until))

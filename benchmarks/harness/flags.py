@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 
 
 def names_of(kind: str, choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """An argparse type: some of these names, separated by commas.
+    """Return an argparse type: some of ``choices``, separated by commas.
 
     Args:
-        kind: what they are names of, for the error.
+        kind: the kind of thing that has these names, for the error.
         choices: the names.
     """
 

@@ -1,7 +1,7 @@
 """Load a Python file anew, with classes and functions of its own each time.
 
-Dynamo keeps what it compiled with the code of a forward. Systems that shared a class would search each other's entries at each
-step.
+Dynamo caches compiled code with the code object of a forward. Systems that shared a class would search each other's cache
+entries at each step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from types import ModuleType
 
 
 def fresh_module(path: Path) -> ModuleType:
-    """The module of a file, executed once more."""
-    # In this package, for files that import from it.
+    """Execute a file once more and return the new module."""
+    # A name inside this package, so that relative imports of the file work.
     name = f"{__package__}.fresh_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

@@ -17,7 +17,7 @@ _EXAMPLE = Path(__file__).parents[2] / "examples" / "helpers" / "gpt.py"
 
 @dataclass(frozen=True)
 class Size:
-    """The model, and the batch of one rank and microbatch."""
+    """Size of the model, and of the batch of one rank and microbatch."""
 
     layers: int = 8
     width: int = 512
@@ -37,7 +37,7 @@ class Size:
 
     @staticmethod
     def parse(args: argparse.Namespace, **others: int) -> Size:
-        """The sizes that the flags give, and ``others`` that have no flag."""
+        """Return the size that the flags give. ``others`` are fields without a flag."""
         return Size(**others, **{field.name: getattr(args, field.name) for field in fields(Size) if hasattr(args, field.name)})
 
     def describe(self) -> str:
@@ -45,7 +45,7 @@ class Size:
         return f"{model}; {self.batch} x {self.sequence} tokens"
 
     def build(self, device: torch.device) -> nn.Module:
-        """A model of this size."""
+        """Build a model of this size."""
         return build_gpt(self, device)
 
     @property
@@ -55,18 +55,21 @@ class Size:
 
 
 def build_gpt(size: Size, device: torch.device) -> nn.Module:
-    """A GPT of a class of its own with the same weights in every call; its forward gives the loss of tokens and targets."""
+    """Build a GPT. Its forward takes tokens and targets, and returns the loss.
+
+    Every call gives the same weights, but a new class (see ``fresh_module``).
+    """
     torch.manual_seed(0)
     model = fresh_module(_EXAMPLE).GPT(size.layers, size.width, size.heads, size.sequence)
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.LayerNorm)):
-            # As GPT-2 has them. They are what makes a unit many small parameters instead of a few large ones.
+            # As in GPT-2. Biases make a unit many small parameters instead of a few large ones.
             module.bias = nn.Parameter(torch.zeros(module.weight.shape[0]))
     return model.to(device)
 
 
 def make_batches(size: Size, rank: int, count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """The microbatches of a rank: tokens and targets."""
+    """Return the microbatches of a rank: tokens and targets, ``[batch, sequence]`` each, int64."""
     random = torch.Generator().manual_seed(rank + 1)
     shape = (2, size.batch, size.sequence)
     pairs = [torch.randint(0, 256, shape, generator=random).to(device) for _ in range(count)]

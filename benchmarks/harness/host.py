@@ -1,4 +1,4 @@
-"""What waits on the host: activations by a policy, activations by a budget, and states of an optimizer."""
+"""Parity of steps that keep tensors on the host: activations (by a policy, or by a budget), and states of an optimizer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .systems import OFFLOADED_ACTIVATIONS, Setting, System, build
 
 _STEPS = 4
 _LARGE = 1 << 40
-#: A bus that carries a layer's activations while a layer is computed: there, a budget sends some.
+#: Its bus carries a layer's activations while a layer is computed, so that a budget sends some to the host.
 _FAST_BUS = replace(known_hardware("cuda", "H100"), host=HostLink(1e-6, 50e9, 50e9, 50e9), flops_per_s={"float32": 1e11})
-#: So few that the states of a small model take many buckets, and parts of runs.
+#: Small enough that the states of a small model take many buckets, some of which hold a part of a run.
 _BYTES_IN_FLIGHT = 64 << 10
 
 
@@ -36,7 +36,7 @@ class _Done:
 
 
 class _AtOnce:
-    """Copies at once."""
+    """A copy engine whose copies are done when the call returns."""
 
     def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, _Done]:
         return torch.cat([*pieces]), _Done()
@@ -51,7 +51,10 @@ class _AtOnce:
 
 
 def memory_of_its_own(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A context in which a device has memory that is not the host's: in a dry run, where it is the host, by copies."""
+    """Return a context in which ``device`` offloads to the host as an accelerator does.
+
+    In a dry run, ``device`` is the CPU, and copies stay in its memory.
+    """
     return engine_of(device, _AtOnce()) if device.type == "cpu" else contextlib.nullcontext()
 
 
@@ -59,14 +62,14 @@ def memory_of_its_own(device: torch.device) -> contextlib.AbstractContextManager
 
 
 def policy_parity(setting: Setting) -> dict[str, Any]:
-    """Gradients of a model with selective checkpoints that send products to the host, compared with FSDP2's."""
+    """Compare gradients with FSDP2's. Selective checkpoints of the model send matrix products to the host."""
     with memory_of_its_own(setting.device), _copying():
         return parity.compare("fp32", setting, OFFLOADED_ACTIVATIONS)
 
 
 def budget_parity(setting: Setting) -> dict[str, Any]:
-    """Gradients within a budget that sends activations to the host, compared with FSDP2's."""
-    # Activations have to be more than what a loss takes, for sending some away to make a step smaller.
+    """Compare gradients with FSDP2's, within a budget that sends activations to the host."""
+    # Sending activations to the host makes a step smaller only if they take more memory than the loss.
     setting = replace(setting, size=replace(parity.SIZE, batch=4, sequence=128))
     options = {"host_budget": _LARGE, "hardware": _FAST_BUS, "optimizer": None}
     with memory_of_its_own(setting.device):
@@ -99,11 +102,11 @@ def _forward_backward(system: System, setting: Setting) -> None:
 
 @dataclass(frozen=True)
 class Optimizers:
-    """AdamW with states on the device, and on the host, each with parameters of its own.
+    """Two AdamW optimizers, with states on the device and on the host, and with parameters of their own.
 
     Attributes:
         flat, offloaded: the optimizers.
-        params, twins: their parameters, in one order.
+        params, twins: the parameters of ``flat`` and of ``offloaded``, in the same order.
     """
 
     flat: Any
@@ -118,16 +121,16 @@ class Optimizers:
         return Optimizers(flat, offload_optimizer(torch.optim.AdamW, twins, **given, **options), [*params], [*twins])
 
     def share_gradients(self) -> None:
-        """Let those of the flat optimizer's parameters be those of the other's, to the bit."""
+        """Copy the gradients of ``twins`` to ``params``, bit for bit."""
         for param, twin in zip(self.params, self.twins, strict=True):
             param.grad = torch.zeros_like(param)
             _local(param.grad).copy_(_local(twin.grad))
 
     def check_host(self) -> None:
-        """Check that states are on the host, in memory that the device copies from by itself.
+        """Check that states are on the host, in pinned memory if the device is not the CPU.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: a state is in other memory.
         """
         for twin in self.twins:
             kept = _local(self.offloaded.state[twin]["exp_avg"])
@@ -136,9 +139,11 @@ class Optimizers:
 
 
 def optimizer_parity(setting: Setting) -> dict[str, Any]:
-    """How far what an optimizer with states on the host makes of parameters is from what a flat one does, of how far they went.
+    """Step an optimizer with states on the host beside a flat one, with the same gradients, and compare the parameters.
 
-    With the same gradients, as a compiled backward leaves them, and kernels that are elementwise: not at all.
+    Returns:
+        "ours": the distance between the parameters of both, relative to the distance that the parameters moved. It is expected
+        to be 0, as gradients are those that a compiled backward leaves, and kernels are elementwise. "fsdp2": 0.
     """
     with memory_of_its_own(setting.device):
         torch._dynamo.reset()

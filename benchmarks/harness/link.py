@@ -15,17 +15,17 @@ LOOPBACK = "loopback"
 
 
 class LinkError(SystemExit):
-    """A shaped link cannot be made here. Ends a script with its message, as it is about the machine and not the script."""
+    """The error of a machine that cannot make a shaped link. It ends the script with a message and no traceback."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How ranks reach each other.
+    """The network between ranks.
 
     Attributes:
         interface: the network interface that Gloo is to use.
-        namespaces: the network namespaces, each for as many ranks that follow each other; empty for loopback.
-        ranks: how many there are.
+        namespaces: network namespaces, each for an equal number of consecutive ranks; empty for loopback.
+        ranks: the number of ranks.
     """
 
     interface: str
@@ -33,7 +33,7 @@ class Link:
     ranks: int = 2
 
     def command(self, rank: int, command: list[str]) -> list[str]:
-        """The command that runs a command where the rank belongs."""
+        """Return a command that runs ``command`` in the network namespace of ``rank``."""
         if not self.namespaces:
             return command
         return ["ip", "netns", "exec", self.namespaces[rank * len(self.namespaces) // self.ranks], *command]
@@ -41,11 +41,14 @@ class Link:
 
 @contextlib.contextmanager
 def make_link(rate: str, ranks: int = 2) -> Iterator[Link]:
-    """``loopback``, or a link between two halves of the ranks of this rate in each direction, in tc's notation: ``2gbit``,
-    ``500mbit``.
+    """Link two halves of the ranks while the block runs.
+
+    Args:
+        rate: of the link in each direction, in tc's notation (``2gbit``, ``500mbit``); or ``loopback``, without namespaces.
+        ranks: the number of ranks.
 
     Raises:
-        LinkError: making network namespaces needs root, and the programs ``ip`` and ``tc``.
+        LinkError: the rate is malformed, or this machine cannot make network namespaces. They need root, ``ip`` and ``tc``.
     """
     if rate == LOOPBACK:
         yield Link("lo")
@@ -69,7 +72,7 @@ def make_link(rate: str, ranks: int = 2) -> Iterator[Link]:
         yield link
     finally:
         for namespace in made:
-            # With a namespace goes its end of the link, and with one end the other.
+            # Deleting a namespace deletes its end of the link, and thereby the other end.
             subprocess.run(["ip", "netns", "del", namespace], check=False)
 
 

@@ -1,8 +1,8 @@
 """A Llama in plain torch: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, an embedding that may be tied.
 
 The architecture is that of Llama 3 (https://arxiv.org/abs/2407.21783); the defaults of :class:`LlamaSize` are the shape of
-Llama 3.2 1B. Written here, as a benchmark on a machine without a network has torch alone. What it leaves out: frequencies of
-the rotary embedding are not rescaled for long contexts, which changes numbers and no kernel.
+Llama 3.2 1B. The model is written here because a machine without a network may have torch alone. Frequencies of the rotary
+embedding are not rescaled for long contexts, as Llama 3.2 does; that changes numbers, but no kernel.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _ROPE_THETA = 500_000.0
 
 @dataclass(frozen=True)
 class LlamaSize:
-    """The model, and the batch of one rank.
+    """Size of the model, and of the batch of one rank.
 
     Attributes:
-        attention: without it, blocks are feed-forward networks alone. Which kernel computes attention is up to the device, and
-            not what sharding is about.
+        attention: if False, blocks are feed-forward networks alone. The kernel of attention depends on the device, and is not
+            what sharding is about.
         dtype: of parameters and activations.
-        tied: whether the output projection is the embedding.
+        tied: if True, the weight of the output projection is that of the embedding.
     """
 
     layers: int = 16
@@ -43,31 +43,31 @@ class LlamaSize:
     tied: bool = True
 
     def build(self, device: torch.device) -> Llama:
-        """The model with the same weights in every call, of a class of its own."""
+        """Build the model. Every call gives the same weights, but a new class (see ``fresh_module``)."""
         torch.manual_seed(0)
         with torch.device(device):
             model: Llama = fresh_module(Path(__file__)).Llama(self)
         return model.to(self.dtype)
 
     def make_batch(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of a rank, ``[batch, sequence]`` each, int64."""
+        """Return tokens and targets of a rank, ``[batch, sequence]`` each, int64."""
         random = torch.Generator().manual_seed(rank + 1)
         tokens = torch.randint(0, self.vocabulary, (self.batch, self.sequence + 1), generator=random).to(device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def describe(self) -> str:
-        """The size in a line."""
+        """Return the size in a line."""
         model = f"Llama, {self.layers} layers, width {self.width}, {self.parameters / 1e6:.1f} M parameters"
         return f"{model}, {str(self.dtype).removeprefix('torch.')}; {self.batch} x {self.sequence} tokens"
 
     @property
     def parameters(self) -> int:
-        """How many numbers the parameters have."""
+        """The number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.build(torch.device("meta")).parameters())
 
 
 class Attention(nn.Module):
-    """Causal self-attention, several query heads to a key and value head."""
+    """Causal self-attention with grouped queries: several query heads share a key and a value head."""
 
     def __init__(self, size: LlamaSize):
         super().__init__()
@@ -87,13 +87,13 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``x [batch, heads, sequence, width]``, in halves; ``cos``, ``sin``: ``[sequence, width / 2]``."""
+    """Rotate halves of ``x [batch, heads, sequence, width]`` by position; ``cos`` and ``sin`` are ``[sequence, width / 2]``."""
     left, right = x.chunk(2, -1)
     return torch.cat((left * cos - right * sin, left * sin + right * cos), -1)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward network."""
 
     def __init__(self, size: LlamaSize):
         super().__init__()
@@ -106,7 +106,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each normalised ahead and added to what came in."""
+    """Attention and a feed-forward network, each with a norm before it and a residual connection around it."""
 
     def __init__(self, size: LlamaSize):
         super().__init__()
@@ -122,7 +122,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Takes tokens and targets, and gives the mean loss in float32; of tokens alone, the logits."""
+    """A Llama. Its forward takes tokens and targets, and returns the mean loss in float32; without targets, the logits."""
 
     cos: Tensor
     sin: Tensor

@@ -1,7 +1,7 @@
 """Train with fsdp_backend and with FSDP2, and compare the gradients.
 
-Where both compute in float32, they have to agree. In lower precision they round at different places: there, fsdp_backend must
-not be much further away from FSDP2 in float32 than FSDP2 itself is.
+In float32, gradients have to agree. In lower precision, the two round at different places: there, fsdp_backend must not be much
+further away from FSDP2 in float32 than FSDP2 in the same precision is.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ SIZE = LlamaSize(
     layers=2, width=128, heads=4, kv_heads=2, hidden=256, vocabulary=256, batch=2, sequence=64, dtype=torch.float32
 )
 _STEPS = 4
-# Of the norm of all gradients: systems sum in different orders.
+# Relative to the norm of all gradients; systems sum in different orders.
 _TOLERANCE = 1e-4
 _MARGIN = 1.5
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How to train.
+    """The precision of a training run.
 
     Attributes:
         policy: mixed precision.
-        factor: what gradients are divided by in the place of the number of ranks; None: that number.
-        loss_scale: keeps gradients in the range of the dtype; they are divided by it again.
+        factor: the gradient divide factor; None: the number of ranks.
+        loss_scale: multiplies the loss, to keep gradients in the range of the dtype. Gradients are divided by it afterwards.
     """
 
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -46,23 +46,27 @@ PRECISIONS = {
     "fp32": Precision(),
     "bf16": Precision(MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "fp16": Precision(MixedPrecisionPolicy(torch.float16, torch.float16), loss_scale=256.0),
-    # Both divisions, ahead of the reduction and behind it, are by something else than 1.
+    # A factor of 4 divides by 2 before the reduction, and by 2 after it: neither division is trivial.
     "fp16-factor-4": Precision(MixedPrecisionPolicy(torch.float16, torch.float16), factor=4.0, loss_scale=256.0),
 }
 
 
 def precisions(ranks: int) -> list[str]:
-    """Those that can be compared: with one rank, FSDP2 divides fp16 gradients by a given factor twice over."""
+    """Return the names of the precisions that can be compared.
+
+    With one rank, those with a factor are left out: FSDP2 divides fp16 gradients by it twice.
+    """
     return [name for name, precision in PRECISIONS.items() if precision.factor is None or ranks > 1]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Gradients of a precision on one rank, over all steps.
+    """Distances between the gradients of one rank: the largest over all steps.
 
     Attributes:
-        ours: the largest distance of fsdp_backend's gradients from FSDP2's in float32, relative to their norm.
-        fsdp2: the same of FSDP2's, or of what stands in its place; of FSDP2 in float32, 0.
+        ours: distance of fsdp_backend's gradients from those of FSDP2 in float32, relative to the norm of the latter.
+        fsdp2: the same distance of FSDP2's gradients in this precision, or of those of the system in its place. It is 0 for
+            FSDP2 in float32.
     """
 
     ours: float
@@ -70,25 +74,28 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether fsdp_backend trains as FSDP2 does. NaN does not."""
+        """True if fsdp_backend trains as FSDP2 does. False if a distance is NaN."""
         return self.ours <= _MARGIN * self.fsdp2 + _TOLERANCE
 
 
 def compare(name: str, setting: Setting, ours: str = "ours", theirs: str = "fsdp2") -> dict[str, Any]:
-    """Train three times, on each rank; gives its :class:`Comparison` and the losses of each system.
+    """Train with FSDP2 in float32, with ``theirs`` and with ``ours``, and compare the gradients of this rank.
 
     Args:
-        name: of a precision.
-        setting: what to train; its policy is that of the precision.
+        name: a key of ``PRECISIONS``.
+        setting: the model and its mesh; the precision replaces its policy.
         ours: the system that is compared with FSDP2.
-        theirs: another one, in the place of FSDP2 in this precision.
+        theirs: FSDP2 in this precision, or another system in its place.
+
+    Returns:
+        The fields of a :class:`Comparison`, and "losses" of each system.
     """
     precision = PRECISIONS[name]
     assert isinstance(setting.size, LlamaSize)
     batch = setting.size.make_batch(setting.mesh.get_rank(), setting.device)
 
     def train(system: str, precision: Precision) -> tuple[list[float], list[Tensor]]:
-        # Nothing compiled is used again, and torch compiles a function a limited number of times.
+        # No compiled code is used again, and torch limits how often a function is recompiled.
         torch._dynamo.reset()
         return _train(build(system, replace(setting, policy=precision.policy)), batch, precision)
 
@@ -101,7 +108,7 @@ def compare(name: str, setting: Setting, ours: str = "ours", theirs: str = "fsdp
 
 
 def _train(system: System, batch: tuple[Tensor, Tensor], precision: Precision) -> tuple[list[float], list[Tensor]]:
-    """The losses of a few steps, and this rank's gradients in each, as one tensor of float32 on the host."""
+    """Train a few steps. Return their losses, and this rank's gradients of each as one float32 tensor on the host."""
     for module in system.model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             # Gloo has no averaging operator. FSDP2 asks for one on CUDA, where it expects NCCL.
@@ -128,7 +135,7 @@ def _local_gradient(parameter: Any) -> Tensor:
 
 
 def _distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest of all steps, relative to the norm of what is expected."""
+    """Return the largest distance of all steps, relative to the norm of the expected gradients."""
     of_steps = [((a - e).norm() / e.norm()).item() for a, e in zip(actual, expected, strict=True)]
-    # Not max(), which passes over NaN.
+    # Python's max() may pass over NaN.
     return torch.tensor(of_steps).max().item()

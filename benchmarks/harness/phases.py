@@ -1,4 +1,4 @@
-"""Where the time of a compilation goes."""
+"""The time of a compilation, split into phases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch._dynamo.utils
 
 REST = "running"
 
-# The events that torch times. One that is missing here belongs to the phase of the event around it.
+# Events that torch times, and their phases. An event that is missing here belongs to the phase of the event around it.
 _PHASE_OF_EVENT = {
     "dynamo": "Dynamo",
     "backend_compile": "joint trace",
@@ -31,7 +31,7 @@ PHASES = (*dict.fromkeys(_PHASE_OF_EVENT.values()), REST)
 
 
 class Stopwatch:
-    """Splits time over phases: each moment belongs to the innermost phase that is open then."""
+    """A stopwatch for nested phases: each moment counts for the innermost open phase."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -55,9 +55,10 @@ class Stopwatch:
 
 @contextlib.contextmanager
 def timed() -> Iterator[dict[str, float]]:
-    """Gives the seconds of each phase, which are filled in when the ``with`` block ends. They sum to those of the block.
+    """Time the phases of compilations in the block. Yields the seconds of each phase, which are filled in when the block ends.
 
-    Times the thread that enters it. Compilers in other processes count while it waits for them.
+    The seconds sum to the duration of the block. Only the thread that enters the block is timed. Compilers in other processes
+    count while this thread waits for them.
     """
     log, passes, thread = torch._dynamo.utils.get_chromium_event_logger(), _passes(), threading.current_thread()
     watch, seconds = Stopwatch(), dict[str, float]()
@@ -72,7 +73,7 @@ def timed() -> Iterator[dict[str, float]]:
 
 
 def _passes() -> dict[str, Any]:
-    """The functions through which ``fsdp_backend`` runs passes, by the names that it calls them by."""
+    """Return the functions through which ``fsdp_backend`` runs passes, by the qualified names that it calls."""
     from fsdp_compile.compiler import backend, prepared_graph
 
     return {

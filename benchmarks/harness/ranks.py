@@ -26,14 +26,14 @@ from .link import LOOPBACK, Link, make_link
 
 FAKE_WORLD_SIZE = 8
 _SHOW_STACKS = signal.SIGUSR1
-# Characters: stacks of a rank that hangs are as long.
+# Characters of a log that are shown: enough for the stacks of a rank that hangs.
 _LOG_END = 20_000
 _last_progress = time.perf_counter()
 
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """Time without Python's garbage collector, which would visit all models at any time."""
+    """Turn Python's garbage collector off inside the block. It would visit all models in the middle of a timed step."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -78,12 +78,12 @@ def describe(args: argparse.Namespace) -> str:
 
 
 def world_size(group: str) -> int:
-    """How many processes a kind of process group takes."""
+    """Return the number of processes that a kind of process group takes."""
     return 2 if group == "gloo" else 1
 
 
 def is_rank() -> bool:
-    """Whether this process is one that ``run_ranks`` started."""
+    """Return whether ``run_ranks`` started this process."""
     return "FSDP_BENCHMARK_OUT" in os.environ
 
 
@@ -95,19 +95,19 @@ def run_ranks(
     count: int | None = None,
     timeout_s: float = math.inf,
 ) -> list[Any]:
-    """Run a script once for each rank and give what the ranks passed to ``give_result``.
+    """Run a script once for each rank. Return what the ranks passed to ``give_result``.
 
-    Ends all ranks when one fails, and on any exception here.
+    All ranks are killed when one fails, and on any exception here.
 
     Args:
         argv: the script and its flags.
         args: has the flags of ``add_flags``.
-        environment: added to this process's.
-        count: how many ranks; default: what the kind of process group takes.
-        timeout_s: how many seconds they may take.
+        environment: variables that are added to this process's.
+        count: the number of ranks; None: as many as the kind of process group takes.
+        timeout_s: seconds that the ranks may take.
 
     Raises:
-        RuntimeError: a rank failed, or they took too long; the message ends as its standard error does.
+        RuntimeError: a rank failed or took too long. The message ends with the end of the rank's standard error.
     """
     count = count or world_size(args.group)
     # Without this, a termination signal would leave ranks and network namespaces behind.
@@ -141,7 +141,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], scratch: Path, timeout_s: float)
             late = code is None and time.monotonic() > deadline
             if code or late:
                 if late:
-                    # Where it is, in its log.
+                    # The rank writes its stacks to its log.
                     process.send_signal(_SHOW_STACKS)
                     time.sleep(1)
                 log = (scratch / f"{rank}.log").read_text(errors="replace")
@@ -156,10 +156,10 @@ def _wait(ranks: list[subprocess.Popen[bytes]], scratch: Path, timeout_s: float)
 
 
 def served(args: argparse.Namespace, measure: Callable[[argparse.Namespace, DeviceMesh], Any]) -> bool:
-    """In a process that ``run_ranks`` started, run ``measure`` on the mesh of all ranks and hand over what it gives.
+    """Run ``measure`` on the mesh of all ranks and hand its result over, in a process that ``run_ranks`` started.
 
     Returns:
-        Whether this is such a process; if not, nothing happened.
+        Whether ``run_ranks`` started this process; if not, nothing happened.
     """
     if not is_rank():
         return False
@@ -170,7 +170,7 @@ def served(args: argparse.Namespace, measure: Callable[[argparse.Namespace, Devi
 
 
 def give_result(result: Any) -> None:
-    """Hand a value that JSON can hold to the process that started this rank."""
+    """Hand a result that JSON can hold to the process that started this rank."""
     (Path(os.environ["FSDP_BENCHMARK_OUT"]) / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 
@@ -185,7 +185,7 @@ def progress(text: str) -> None:
 
 @contextlib.contextmanager
 def process_group(args: argparse.Namespace) -> Iterator[DeviceMesh]:
-    """The mesh of all ranks, whose process group lives as long as the ``with`` block."""
+    """Make the process group of all ranks for the duration of the block, and yield its mesh."""
     torch.set_num_threads(1)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.device == "cuda":
@@ -204,7 +204,7 @@ def process_group(args: argparse.Namespace) -> Iterator[DeviceMesh]:
 
 
 def pin_to_core() -> None:
-    """Pin all threads of this process, those of the process group included, to the core of its rank."""
+    """Pin all threads of this process to the core of its rank, those of the process group included."""
     cores = sorted(os.sched_getaffinity(0))
     core = cores[int(os.environ["RANK"]) % len(cores)]
     for thread in os.listdir("/proc/self/task"):
@@ -215,7 +215,7 @@ def pin_to_core() -> None:
 
 
 def measure_link(device: torch.device, megabytes: int) -> float:
-    """Gbit/s at which a rank receives in an all-gather of this many megabytes; the best of three."""
+    """Return the Gbit/s at which a rank receives in an all-gather of ``megabytes`` MiB: the best of three."""
     world = dist.get_world_size()
     shard = torch.ones(megabytes * 2**20 // 4 // world, device=device)
     gathered = torch.empty(shard.numel() * world, device=device)

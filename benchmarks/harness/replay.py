@@ -1,7 +1,7 @@
 """CUDA graphs without CUDA: record operators with the memory that they work on, and run them again on that memory.
 
-What a CUDA graph does with memory, these recordings do: they read what lies where their inputs were, and write to where their
-outputs and everything in between was.
+A replay treats memory as a CUDA graph does. It reads from the addresses of the recorded inputs, and writes to those of the
+recorded outputs and intermediate values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
 def _where_it_is(tensor: Tensor) -> Tensor:
-    """An alias of lent memory that holds no reference to it, as a CUDA graph knows addresses alone; else the tensor itself."""
+    """Return an alias that does not keep lent memory alive, as a CUDA graph knows addresses alone; else the tensor itself."""
     memory = tensor.untyped_storage()
     if not hasattr(memory, "_fsdp_loan"):
         return tensor
@@ -31,7 +31,7 @@ def _where_it_is(tensor: Tensor) -> Tensor:
 
 
 def _like_result(collective: Any, args: tuple[Any, ...]) -> Tensor:
-    """A tensor like the result of a collective, without its values."""
+    """Return a tensor like the result of a collective, without its values."""
     if collective is _wait:
         return args[0]
     (sent,) = [arg for arg in args if isinstance(arg, Tensor)]
@@ -45,7 +45,7 @@ def _poison(tensor: Tensor) -> None:
 
 
 class _Tape(TorchDispatchMode):
-    """Notes operators that compute something."""
+    """A record of the operators that compute something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Tape(TorchDispatchMode):
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._before.append((value, value.clone()))
-        # Nothing is sent: whether this call is one that records is up to each rank.
+        # Collectives send nothing here: other ranks may not record in this call.
         results = _like_result(func, args) if func.namespace == "_c10d_functional" else func(*args, **(kwargs or {}))
         aliases = [returned.alias_info for returned in func._schema.returns if returned.alias_info is not None]
         if func is not _wait and (not aliases or any(alias.is_write for alias in aliases)):
@@ -65,7 +65,7 @@ class _Tape(TorchDispatchMode):
         return results
 
     def undo(self) -> None:
-        """Give what was written to its values from before: to record a launch is not to launch."""
+        """Restore the values that the recorded operators overwrote: recording a launch does not run it."""
         while self._before:
             written, before = self._before.pop()
             written.copy_(before)
@@ -81,7 +81,7 @@ class _Tape(TorchDispatchMode):
 
 
 class ReplayRecorder:
-    """Records what runs on the CPU. A replay first poisons all memory that the recording wrote."""
+    """A recorder of operators on the CPU. A replay first fills all recorded floating-point results with NaN."""
 
     def is_recording(self) -> bool:
         return False
@@ -95,7 +95,7 @@ class ReplayRecorder:
 
 @contextlib.contextmanager
 def on_cpu(recorder: type[ReplayRecorder] = ReplayRecorder) -> Iterator[None]:
-    """Let ``options={"cudagraphs": True}`` record on the CPU, for programs that run operator by operator."""
+    """Make ``options={"cudagraphs": True}`` record on the CPU inside the block, for programs that run operator by operator."""
     cuda_graphs.RECORDERS["cpu"] = recorder
     try:
         yield

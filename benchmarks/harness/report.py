@@ -20,7 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest entry; the first is aligned left, the others right."""
+    """Return a table. Columns are as wide as their widest entry; the first is aligned left, the others right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = []
     for row in (header, *rows):
@@ -30,7 +30,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """The command, machine and versions that a figure depends on."""
+    """Return the command, machine and versions that a figure depends on."""
     machine: dict[str, Any] = {"cpu": _cpu(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name(0)
@@ -51,13 +51,13 @@ def _cpu() -> str:
 
 
 def headline() -> str:
-    """The environment in a line."""
+    """Return the environment in a line."""
     now = environment()
     gpu = f", {now['machine']['gpu']}" if "gpu" in now["machine"] else ""
     return f"torch {now['torch']}, {now['machine']['cores']} cores of {now['machine']['cpu']}{gpu}, {now['date']}"
 
 
 def write_json(path: Path | None, **results: Any) -> None:
-    """Write results with the environment they were measured in; nothing without a path."""
+    """Write results with the environment that they were measured in. Write nothing without a path."""
     if path is not None:
         path.write_text(json.dumps({**environment(), **results}, indent=1) + "\n")

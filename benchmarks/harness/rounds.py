@@ -13,12 +13,12 @@ from torch import Tensor
 from .ranks import collector_off
 from .systems import System
 
-#: What a system's steps of a round are to take.
+#: Seconds that the steps of a system should take in a round.
 ROUND_SECONDS = 1.5
 
 
 def agreed_steps(seconds: float, device: torch.device) -> int:
-    """How many steps a round has, the same on all ranks."""
+    """Return how many steps of ``seconds`` each make a round. Rank 0 decides for all ranks."""
     steps = torch.tensor(max(1, round(ROUND_SECONDS / seconds)), device=device)
     dist.broadcast(steps, 0)
     return int(steps)
@@ -31,7 +31,7 @@ def time_rounds(
     rounds: int,
     device: torch.device,
 ) -> dict[str, list[float]]:
-    """Seconds of a step of each system, in each round."""
+    """Time all systems in turns. Return the seconds of a step of each system, in each round."""
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     with collector_off():
         for _ in range(rounds):
@@ -42,7 +42,7 @@ def time_rounds(
 
 
 def time_steps(system: System, batches: Sequence[tuple[Tensor, Tensor]], steps: int, device: torch.device) -> float:
-    """Mean seconds of steps that follow each other."""
+    """Run consecutive steps. Return the mean seconds of a step."""
     dist.barrier()
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -60,5 +60,5 @@ def time_steps(system: System, batches: Sequence[tuple[Tensor, Tensor]], steps: 
 
 
 def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    """A round is over when its slowest rank is done."""
+    """Return the seconds of the slowest rank in each round: a round is over when its slowest rank is done."""
     return [max(seconds) for seconds in zip(*of_ranks, strict=True)]

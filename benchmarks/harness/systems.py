@@ -1,4 +1,4 @@
-"""The systems that are compared, each a way to train the same model on the same ranks."""
+"""The systems that are compared. Each is a way to train the same model on the same ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNCOMPILED = "ours-uncompiled"
 ROUNDED_UNCOMPILED = "ours-rounded-uncompiled"
 OFFLOADED = "ours-offloaded"
 OFFLOADED_ACTIVATIONS = "ours-offloaded-activations"
-# Names that torch has for its backends, and fsdp_backend for values of its option.
+# Names of torch's backends, and also values of fsdp_backend's option ``lowering``.
 LOWERINGS = ("inductor", "aot_eager")
 
 Forward = Callable[[Tensor, Tensor], Tensor]
@@ -37,12 +37,12 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How gradients of several microbatches become one step.
+    """The way in which gradients of several microbatches become one step.
 
     Attributes:
-        microbatches: forward and backward passes of a step.
-        unsharded: reduce gradients in the last one only, instead of in each.
-        keep_unsharded: keep gathered parameters from the first one to the last.
+        microbatches: the number of microbatches of a step.
+        unsharded: if True, reduce gradients in the last microbatch only, instead of in each.
+        keep_unsharded: if True, keep gathered parameters from the first microbatch to the last.
     """
 
     microbatches: int = 1
@@ -70,12 +70,12 @@ class Accumulation:
 
 @dataclass
 class System:
-    """A model and what makes it step.
+    """A model that can be trained.
 
     Attributes:
-        model: what has the parameters.
-        forward: what is called.
-        before_microbatch: is told whether the microbatch that follows is the last of its step.
+        model: has the parameters.
+        forward: takes tokens and targets, and returns the loss.
+        before_microbatch: called before each microbatch, with True before the last of a step.
     """
 
     model: nn.Module
@@ -83,14 +83,14 @@ class System:
     before_microbatch: Callable[[bool], None] = lambda last: None
 
     def __post_init__(self) -> None:
-        # No operator takes parameters on several meshes.
+        # A parameter group for each mesh: an operator takes DTensors of one mesh only.
         groups: dict[Any, list[nn.Parameter]] = {}
         for param in self.model.parameters():
             groups.setdefault(getattr(param, "device_mesh", None), []).append(param)
         self.optimizer = torch.optim.SGD([{"params": params} for params in groups.values()], lr=0.05, foreach=True)
 
     def step(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """One step of the optimizer over these microbatches; gives their mean loss, which nothing has waited for."""
+        """Train one step on these microbatches. Return their mean loss, without waiting for the device."""
         losses = []
         for index, (tokens, targets) in enumerate(batches):
             self.before_microbatch(index == len(batches) - 1)
@@ -103,7 +103,7 @@ class System:
 
 
 class Recipe(Protocol):
-    """How to build a model whose ``blocks`` become units of their own, and whose forward takes tokens and targets."""
+    """A recipe for a model whose forward takes tokens and targets, and whose ``blocks`` become units of their own."""
 
     def build(self, device: torch.device) -> nn.Module: ...
 
@@ -115,11 +115,11 @@ class Setting:
     Attributes:
         size: the model.
         lowering: the backend or lowering of systems that compile.
-        policy: mixed precision, of the systems that shard.
+        policy: mixed precision of the systems that shard.
         hardware: the machine that ``ours-auto`` schedules for; None: the default.
-        reshard_after_forward: of ours; None: of all units but the root.
-        memory_limit: of ``ours-auto``, in bytes; None: none.
-        options: of ours: further options of ``fsdp_backend``.
+        reshard_after_forward: for our systems; None: True for all units but the root.
+        memory_limit: for ``ours-auto``, in bytes; None: no limit.
+        options: further options of ``fsdp_backend``, for our systems.
     """
 
     size: Recipe
@@ -143,14 +143,14 @@ def _ddp(setting: Setting) -> System:
     model = DistributedDataParallel(setting.size.build(setting.device), process_group=setting.mesh.get_group())
 
     def before_microbatch(last: bool) -> None:
-        # DDP.no_sync() sets the same.
+        # DDP.no_sync() sets the same flag.
         model.require_backward_grad_sync = last or not setting.accumulation.unsharded
 
     return System(model, torch.compile(model, backend=setting.lowering), before_microbatch)
 
 
 def shard_blocks(model: Any, fully_shard: Callable[..., Any], **how: Any) -> None:
-    """Make each block a unit, and the rest of the model one."""
+    """Make each block a unit, and the rest of the model another."""
     for block in model.blocks:
         fully_shard(block, **how)
     fully_shard(model, **how)
@@ -160,7 +160,7 @@ def _fsdp2(setting: Setting, *, compiled: bool = False, async_op: bool = False) 
     from torch.distributed.fsdp import fully_shard
 
     model: Any = setting.size.build(setting.device)
-    # FSDP2 gathers again in the backward of a unit that it reshards after forward, whatever it keeps after backward.
+    # A unit that FSDP2 reshards after forward is gathered again in each backward, even if it is kept after backward.
     reshard_after_forward = False if setting.accumulation.keep_unsharded else None
     sharding = {"mesh": setting.mesh, "mp_policy": setting.policy, "reshard_after_forward": reshard_after_forward}
     for block in model.blocks if compiled else ():
@@ -207,7 +207,7 @@ def _ours_offloaded(setting: Setting) -> System:
 
 
 class _ProductsOnHost(nn.Module):
-    """A block whose matrix products wait for backward on the host; what else it computes, backward computes again."""
+    """A block whose matrix products wait for backward on the host. Backward recomputes everything else."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -224,7 +224,7 @@ def _products_on_host(context: Any, operator: Any, *args: Any, **kwargs: Any) ->
 
 
 def _sync_flags(model: Any, accumulation: Accumulation) -> Callable[[bool], None]:
-    """FSDP2's methods, which both have."""
+    """Return a ``before_microbatch`` for FSDP2 and for this library, which have the same methods."""
 
     def before_microbatch(last: bool) -> None:
         if accumulation.unsharded:
@@ -276,7 +276,7 @@ def build(name: str, setting: Setting) -> System:
 
 
 def default_systems(group: str, device: str) -> list[str]:
-    """All that train the same with this kind of process group on this kind of device."""
+    """Return the systems to compare by default, with this kind of process group on this kind of device."""
     left_out = {APART, ROUNDED, UNCOMPILED, ROUNDED_UNCOMPILED, OFFLOADED, OFFLOADED_ACTIVATIONS}
     if group == "fake":
         # The reducer of DDP fails with collectives that do nothing.
@@ -286,5 +286,5 @@ def default_systems(group: str, device: str) -> list[str]:
     return [name for name in SYSTEMS if name not in left_out]
 
 
-#: Names of systems, separated by commas: an argparse type.
+#: An argparse type: names of systems, separated by commas.
 parse_systems = names_of("system", SYSTEMS)

@@ -1,4 +1,4 @@
-"""The model in one piece, compiled, with the graphs that it became."""
+"""The unsharded model, compiled, with its graphs."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ from .systems import Setting, System
 
 
 class RecordedGraphs:
-    """The forward and backward graphs of a model, as they were handed to Inductor."""
+    """The forward and backward graphs of a model, as Inductor gets them."""
 
     def __init__(self) -> None:
         self._graphs: list[Graph] = []
 
     def backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Inductor's, for ``torch.compile``."""
-        # What comes out of AOTAutograd's cache shows no graphs.
+        """Compile with Inductor, and record the graphs. A backend for ``torch.compile``."""
+        # A hit in AOTAutograd's cache would show no graphs.
         with functorch_config.patch(enable_autograd_cache=False):
             return compile_fx(gm, inputs, inner_compile=self._compile)  # type: ignore[no-any-return]
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        # Inductor changes the graph.
+        # A copy, as Inductor changes the graph.
         self._graphs.append(copy_of(gm.graph))
         return compile_fx_inner(gm, inputs, **kwargs)
 
     def step_seconds(self, microbatches: int, model: nn.Module, hardware: Hardware) -> float:
-        """What the cost model says of a step with SGD, once forward and backward have run."""
+        """Predict the seconds of a step with SGD by the cost model.
+
+        Raises:
+            RuntimeError: there is not exactly one forward and one backward graph. Both have to run first.
+        """
         if len(self._graphs) != 2:
             raise RuntimeError(f"expected a forward and a backward graph, there are {len(self._graphs)}")
         computing = sum(sum(node_ns(graph, hardware).values()) for graph in self._graphs)
@@ -45,7 +49,7 @@ class RecordedGraphs:
 
 
 def build_recorded(setting: Setting, dtype: torch.dtype) -> tuple[System, RecordedGraphs]:
-    """The model in one piece in a dtype, and its graphs."""
+    """Build the unsharded model in a dtype. Return it with its graphs."""
     graphs = RecordedGraphs()
     model = setting.size.build(setting.device).to(dtype)
     return System(model, torch.compile(model, backend=graphs.backend)), graphs

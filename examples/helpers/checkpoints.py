@@ -1,4 +1,4 @@
-"""Checkpoints that are whole, whatever is killed, and runs that go on from them."""
+"""Checkpoints that stay complete even if a rank is killed, and runs that go on from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .gpt import GPT
 
 
 def run_config(args: argparse.Namespace, digest: str) -> dict[str, Any]:
-    """All that the losses depend on: what a resumed run must share with the run it goes on with."""
+    """Return all that the losses depend on. A resumed run must have the same as the run that it goes on from."""
     names = "layers d_model heads seq_length steps lr warmup weight_decay clip seed bf16"
     config = {name: getattr(args, name) for name in names.split()}
     # Not the batch per rank: a checkpoint may be resumed on another number of ranks.
@@ -35,8 +35,8 @@ def save_checkpoint(
 ) -> None:
     """Save as step-N, a folder that all ranks must share.
 
-    Whatever is killed, and whenever: a folder of that name is whole. It is written under another name, and renamed once
-    every rank has written its part.
+    A folder of that name is always complete, whatever is killed and whenever. It is written under another name, and
+    renamed once every rank has written its part.
     """
     path = out / f"step-{len(losses):06d}"
     written, replaced = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.replaced")
@@ -51,7 +51,7 @@ def save_checkpoint(
         raise RuntimeError(f"rank {dist.get_rank()} does not see what rank 0 wrote to {written}: do they share that folder?")
     dist.barrier()
     if first:
-        # An earlier run's: a folder that is not empty cannot be renamed over, and one half deleted would look whole.
+        # A folder of an earlier run: it cannot be renamed over, and would look complete while half deleted.
         if path.exists():
             path.rename(replaced)
         written.rename(path)
@@ -59,7 +59,7 @@ def save_checkpoint(
 
 
 def newest_checkpoint(out: Path) -> Path | None:
-    """The newest whole checkpoint, or None; as rank 0 sees it."""
+    """Return the newest complete checkpoint that rank 0 sees, or None."""
     found: list[Path | None] = [None]
     if dist.get_rank() == 0:
         whole = [path for path in out.glob("step-*/.metadata") if not path.parent.suffix]
@@ -73,7 +73,7 @@ def newest_checkpoint(out: Path) -> Path | None:
 def load_checkpoint(
     model: GPT, optimizer: torch.optim.Optimizer, config: dict[str, Any], args: argparse.Namespace
 ) -> list[float]:
-    """Load what --resume asks for and return the losses so far."""
+    """Load the checkpoint that --resume asks for. Return the losses so far, which are none with 'auto' and no checkpoint."""
     path = newest_checkpoint(args.out) if args.resume in ("newest", "auto") else Path(args.resume)
     if path is None:
         if args.resume == "auto":

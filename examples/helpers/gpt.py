@@ -48,7 +48,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(d_model, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The logits, or with targets the mean loss in nats per byte."""
+        """Return the logits, or with targets the mean loss in nats per byte."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)

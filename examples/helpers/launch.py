@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def choose_device(args: argparse.Namespace) -> torch.device:
-    """Where this rank, which torchrun has started, computes."""
+    """Return the device on which this rank computes. torchrun must have started it."""
     if "RANK" not in os.environ:
         script = sys.argv[0]
         raise SystemExit(f"{script} runs as one process per rank: start it with torchrun --nproc-per-node 2 {script}")
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    # NCCL refuses two ranks on one GPU, so without one for each rank none is used.
+    # NCCL refuses two ranks on one GPU, so GPUs are used only if there is one for each rank.
     if args.device == "cpu" or (args.device == "auto" and torch.cuda.device_count() < local_world):
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
@@ -27,7 +27,8 @@ def choose_device(args: argparse.Namespace) -> torch.device:
 def join_ranks(device: torch.device) -> None:
     """Make the process group of all ranks that torchrun started.
 
-    torchrun --max-restarts keeps one store of addresses for all attempts: ranks would now and then find those of the dead.
+    torchrun --max-restarts keeps one store of addresses for all attempts. Each attempt gets a prefix of its own in that
+    store, since ranks would otherwise now and then find the addresses of dead ranks.
     """
     group: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":

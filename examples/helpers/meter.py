@@ -14,10 +14,10 @@ from .gpt import GPT
 
 
 def graph_bytes(graph_modules: Iterable[torch.fx.GraphModule], world: int) -> float:
-    """Bytes that a rank sends when it runs these graphs, with ring algorithms.
+    """Return the bytes that a rank sends when it runs these graphs, with ring algorithms.
 
-    In a ring, a rank sends a share of (world - 1) / world of what is gathered, and of what is reduced
-    and scattered; an all-reduce is one of each.
+    In a ring, a rank sends (world - 1) / world of the bytes that are gathered, or reduced and scattered.
+    An all-reduce is one of each.
     """
     ops = torch.ops._c10d_functional
     total = 0
@@ -33,7 +33,7 @@ def graph_bytes(graph_modules: Iterable[torch.fx.GraphModule], world: int) -> fl
 
 
 def estimated_bytes(model: GPT, args: argparse.Namespace, world: int) -> float:
-    """The bytes that a rank sends per step with FSDP2, which has no graph to count in; without padding."""
+    """Estimate the bytes that a rank sends per step with FSDP2, which has no graph to count in; without padding."""
     total = 0
     gathered_size = 2 if args.bf16 else 4
     for name, parameter in model.named_parameters():
@@ -44,7 +44,7 @@ def estimated_bytes(model: GPT, args: argparse.Namespace, world: int) -> float:
 
 @dataclass
 class Meter:
-    """The duration of this process's steps, without the first, which is mostly compilation."""
+    """The speed of this process's steps. The first one, which is mostly compilation, counts apart."""
 
     tokens_per_step: int
     bytes_per_step: float = 0.0  # sent by each rank
@@ -73,9 +73,9 @@ class Meter:
 
 
 def count_bytes(first_step: Callable[[], float], model: GPT, args: argparse.Namespace) -> tuple[float, float, bool]:
-    """Run the first step: its loss, the bytes a rank sends per step and whether those are an estimate.
+    """Run the first step. Return its loss, the bytes a rank sends per step, and whether the bytes are an estimate.
 
-    Only what the model itself communicates is counted, not the few scalars of the gradient norm and the loss.
+    Only the model's own communication is counted, not the few scalars of the gradient norm and the loss.
     """
     world = dist.get_world_size()
     if args.system == "fsdp2":

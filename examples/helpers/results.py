@@ -1,4 +1,4 @@
-"""A sample of what a model has learned, files and a summary of a run."""
+"""Results of a run: a text sample, files and a summary."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def plot_losses(losses: list[float], val_loss: float, title: str, path: Path) ->
 
 
 def smooth(values: list[float], reach: int = 10) -> list[float]:
-    """Centred moving average; narrower at the start, where the curve is too steep for a lopsided window."""
+    """Return the centred moving average. It is narrower at the start: the curve is too steep there for a lopsided window."""
     smoothed = []
     for i in range(len(values)):
         near = min(reach, i)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def generator(*key: Any) -> torch.Generator:
-    """A CPU generator that depends on the key alone."""
+    """Return a CPU generator whose seed depends on the key alone."""
     return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
 
 def read_text(max_bytes: int) -> tuple[Tensor, Tensor, str]:
-    """Training bytes, held-out bytes and a digest of both."""
+    """Return training bytes, held-out bytes and a digest of both."""
     root = Path(sysconfig.get_paths()["stdlib"])
     # Not part of the library proper, and not installed everywhere.
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -55,7 +55,7 @@ def check_same_text(digest: str) -> None:
 
 
 def rows(text: Tensor, length: int, args: argparse.Namespace, device: torch.device, *key: Any) -> Tensor:
-    """This rank's rows, of that many tokens, of the random global batch named by the key."""
+    """Return this rank's rows, ``[batch, length]``, of the random global batch that the key names."""
     # The global batch is drawn on every rank, so that it does not depend on how many ranks share it.
     count = args.batch * dist.get_world_size()
     starts = torch.randint(len(text) - length + 1, (count,), generator=generator(*key))
@@ -65,6 +65,6 @@ def rows(text: Tensor, length: int, args: argparse.Namespace, device: torch.devi
 
 
 def crops(text: Tensor, args: argparse.Namespace, device: torch.device, *key: Any) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of this rank's rows."""
+    """Return inputs and targets of this rank's rows, ``[batch, seq_length]`` each."""
     drawn = rows(text, args.seq_length + 1, args, device, *key)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()

@@ -15,8 +15,8 @@ from .text import generator
 def init_weights(model: GPT, seed: int) -> None:
     """Initialise each parameter in full, from a generator of its own, and keep this rank's shard.
 
-    That makes the weights independent of the number of ranks, without any communication, and needs
-    memory for only one full parameter at a time.
+    So the weights do not depend on the number of ranks, and nothing is sent. Memory holds only one
+    full parameter at a time.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:  # norm weights: there are no biases

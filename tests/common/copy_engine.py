@@ -1,7 +1,7 @@
-"""A device on the CPU whose memory is another than the host's: copies between the two take time, in threads of their own.
+"""A pretended device on the CPU, with memory apart from the host's: copies between them take time, in threads of their own.
 
-What a copy is to write holds NaN until it is done. So whatever reads it too early computes NaN, and so does what writes over
-the source too early, as it is read late.
+The target of a copy holds NaN until the copy is done, so that a reader that does not wait computes NaN. The source is read only
+at the end, so that writing over it too early gives wrong results as well.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Copied:
-    """A copy.
+    """A copy that an engine has begun.
 
     Attributes:
         kind: "to_device" or "to_host".
-        nbytes: its size.
-        events: those of its engine.
-        pinned: of a copy to the host: whether that goes to pinned memory.
-        done: set when it is done.
+        nbytes: the size of the copy.
+        events: the engine's list of events.
+        pinned: whether a copy to the host goes to pinned memory.
+        done: set when the copy is done.
     """
 
     kind: str
@@ -53,11 +53,11 @@ _Work: TypeAlias = tuple[Copied, Sequence[Tensor], Sequence[Tensor]]
 
 
 class CopyEngine:
-    """Copies at a rate, one after the other in each direction.
+    """An engine that copies at a given rate, one copy after the other in each direction.
 
     Attributes:
-        copies: all that were begun, in order.
-        events: what happened in this thread, in order: "begin to_device", "device waits", "host waits" and the like.
+        copies: all copies that were begun, in order.
+        events: the events of this thread, in order: "begin to_device", "device waits", "host waits" and the like.
     """
 
     def __init__(self, bytes_per_s: float):
@@ -73,11 +73,11 @@ class CopyEngine:
         while (item := waiting.get()) is not None:
             copied, results, pieces = item
             time.sleep(copied.nbytes / self._bytes_per_s)
-            # Also of tensors that were made in this mode.
+            # Tensors that were made in inference mode can only be written in this mode.
             with torch.inference_mode():
                 for result, piece in zip(results, pieces, strict=True):
                     result.copy_(piece)
-            # Not until the next item.
+            # Free the tensors now, not at the next item.
             del item, results, pieces
             copied.done.set()
 
@@ -111,7 +111,10 @@ class CopyEngine:
 
 @contextlib.contextmanager
 def copying(bytes_per_s: float = 1e8) -> Iterator[CopyEngine]:
-    """Have models on the CPU that offload keep their shards in another memory than they compute in."""
+    """Copy between the host and the CPU as a device in the block.
+
+    Models on the CPU with an offload policy then keep their shards in another memory than they compute in.
+    """
     engine = CopyEngine(bytes_per_s)
     try:
         with engine_of(CPU, engine):

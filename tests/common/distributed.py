@@ -6,7 +6,7 @@ all of the suite's time on start-up. A :class:`RankPool` starts its ranks once; 
 of jobs, a job being a module-level function that every rank calls with the same keyword arguments.
 
 A job that fails on one rank usually leaves the others waiting in a collective, and the process group unusable
-for whatever comes next. So a pool is never reused after a failure: its processes are ended, and the next job
+for the next job. So a pool is never reused after a failure: its processes are ended, and the next job
 starts new ones.
 """
 
@@ -51,11 +51,11 @@ _PRELOAD = [
 ]
 # Time for the remaining ranks to report after the first failure, before they count as stuck in a collective.
 _GRACE_S = 5.0
-# Ranks that together use less of one core than this only wait for each other. How long a job takes says less: it
-# compiles, on a machine that may be several times slower than another or busy with something else.
+# Ranks that together use less than this part of one core only wait for each other. The duration of a job says less: jobs
+# compile, on machines that may be several times slower than others, or busy.
 _WAITING = 0.01
 # Process groups are never destroyed, and each has threads in every rank, one of which Gloo wakes a hundred times a second. With
-# hundreds of them ranks take minutes for what takes new ones seconds, and even those without a job use half of the machine.
+# hundreds of groups, a job takes minutes that takes seconds on new ranks, and idle ranks use half of the machine.
 _MANY_THREADS = 100
 _MANY_IDLE_THREADS = 200  # of all ranks together
 _IDLE_S = 15.0
@@ -63,12 +63,12 @@ _WAKING_THREAD = "gloo_tcp_loop"
 
 
 class RankFailure(RuntimeError):
-    """A job failed on at least one rank; the message holds what is known of every rank."""
+    """A job failed on at least one rank; the message describes every rank."""
 
 
 @functools.cache
 def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """The CPU mesh of this shape, kept for the life of the rank: creating one creates process groups."""
+    """Return the CPU mesh of this shape, kept for the life of the rank: creating a mesh creates process groups."""
     names = names or {1: ("shard",), 2: ("replicate", "shard"), 3: ("replicate", "shard", "tp")}[len(shape)]
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
@@ -88,19 +88,19 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def collect_once() -> None:
-    """Collect garbage, and leave what survives out of later collections.
+    """Collect garbage, and leave the surviving objects out of later collections.
 
-    Between tests and between jobs that is torch's modules and caches, which survive the next collection as well; traversing them
-    takes longer than many a job, and an eighth of the time of tests of graphs.
+    The survivors between tests and jobs are torch's modules and caches, which survive later collections as well. Traversing
+    them takes longer than many jobs, and an eighth of the time of tests of graphs.
     """
     gc.collect()
     gc.freeze()
 
 
 def _execute(message: bytes) -> bytes:
-    """The pickled value of the pickled job, or its traceback.
+    """Execute a pickled job, and return its pickled value or traceback.
 
-    Pickled here rather than by the connection, whose pickler would move tensors to shared memory.
+    Values are pickled here rather than by the connection, whose pickler would move tensors to shared memory.
     """
     try:
         module, name, kwargs, small_units.MERGE_BELOW_BYTES, inductor_use.is_allowed = pickle.loads(message)
@@ -118,7 +118,7 @@ def _serve(
     limit_s: float,
     jobs: Connection,
 ) -> None:
-    """The main loop of one rank: receive a job, execute it, send back its value or its traceback."""
+    """Run the main loop of one rank: receive a job, execute it, send back its value or its traceback."""
     torch.set_num_threads(1)
     refuse_lost_guards()
     inductor_use.refuse_unless_allowed()
@@ -157,7 +157,7 @@ class _Rank:
     stack_file: Path
 
     def cpu_s(self) -> float:
-        """Seconds of CPU time that the rank has used, without Gloo's threads; 0 on systems that do not tell."""
+        """Return the CPU time that the rank has used, without Gloo's threads, in seconds; 0 on systems that do not tell."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         own = _cpu_ticks(tasks.with_name("stat"))
         for task in tasks.glob("*/comm"):
@@ -167,13 +167,15 @@ class _Rank:
         return own / os.sysconf("SC_CLK_TCK")
 
     def num_threads(self) -> int:
-        """How many threads the rank has; 0 on systems that do not tell."""
+        """Return the number of the rank's threads; 0 on systems that do not tell."""
         return _stat(Path(f"/proc/{self.process.pid}/stat"))[17]
 
 
 def _stat(path: Path) -> list[int]:
-    """The numbers that the system says of a process or thread behind its name and state, from the fourth field on at index 1
-    (man 5 proc_pid_stat); zeros if there is no such file."""
+    """Return the numeric fields of a process's or thread's stat file; zeros if there is no such file.
+
+    The fourth field of the file, the first one after name and state, is at index 1 (man 5 proc_pid_stat).
+    """
     try:
         return [0, *map(int, path.read_text().rpartition(")")[2].split()[1:])]
     except OSError:
@@ -225,13 +227,13 @@ class RankPool:
         return [replies[rank][1] for rank in range(self.world_size)]
 
     def end_if_idle(self) -> None:
-        """End ranks that have many threads, and have had no job for a while; the next one starts new ones."""
+        """End ranks that have many threads and have had no job for a while; the next job starts new ones."""
         is_idle = self._ranks and time.monotonic() > self._used + _IDLE_S
         if is_idle and sum(rank.num_threads() for rank in self._ranks) > _MANY_IDLE_THREADS:
             self._end()
 
     def close(self) -> None:
-        """Let the ranks leave their loops, then end whichever has not."""
+        """End the loops of the ranks, then kill the ranks that have not ended."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.jobs.send_bytes(b"")
@@ -241,7 +243,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
-        # Served here rather than by a rank, whose end would take it from ranks that are still leaving; any free port.
+        # The store is served here, on any free port: a rank that served it could end before others have left.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # The server imports torch once; a rank is then forked in milliseconds, with everything imported.
         # Unlike this process, the server starts no threads and creates no tensors, so forking it is safe.
@@ -300,7 +302,7 @@ class RankPool:
         return sum(rank.cpu_s() for rank in self._ranks)
 
     def _describe(self, replies: dict[int, tuple[str, Any]]) -> str:
-        """One section per distinct state, naming the ranks that share it."""
+        """Return one section per distinct state, naming the ranks that share it."""
         for index, rank in enumerate(self._ranks):
             if index not in replies and rank.process.is_alive():
                 os.kill(rank.process.pid, signal.SIGUSR1)
@@ -332,7 +334,7 @@ class RankPool:
 
 
 class RankPools:
-    """The pools of a test session by world size, each started when a test first asks for it."""
+    """The pools of a test session by world size; each starts when a test first asks for it."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -343,7 +345,7 @@ class RankPools:
         return self._pools[world_size]
 
     def end_idle(self) -> None:
-        """End ranks without a job whose threads take time from others."""
+        """End idle ranks whose threads take time from others."""
         for pool in self._pools.values():
             pool.end_if_idle()
 

@@ -1,6 +1,6 @@
-"""What lives on the device while a graph is executed on the CPU, counted by weak references to what nodes make.
+"""The bytes that live on the device while a graph is executed on the CPU, counted by weak references to results of nodes.
 
-Copies between device and host are done at once, and what they make on the host is not counted.
+Copies between device and host are done at once, and their results on the host are not counted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from passes.collectives.host_copies import engine_of
 
 
 def executed(graph: Graph) -> list[tuple[str, int]]:
-    """The name of each node, and the bytes that live while it runs: of what nodes made, and of inputs that are freed."""
+    """Return the name of each node and the bytes that live while it runs: results of nodes, and inputs that are freed."""
     engine = _Engine()
-    # A graph that is executed alone leaves copies that nobody waits for.
+    # A forward graph that is executed alone leaves copies that nothing waits for.
     with engine_of(torch.device("cpu"), engine), patch.dict(host_copies._begun), torch.no_grad():
         execution = _Execution(GraphModule({}, graph), engine)
         execution.run(*[None] * len(graph.find_nodes(op="placeholder")))
@@ -35,7 +35,7 @@ class _Done:
 
 
 class _Engine:
-    """Copies at once, but holds on to the last source that nothing on the device waits for."""
+    """An engine that copies at once, but keeps the source of the last copy that nothing on the device waits for."""
 
     def __init__(self) -> None:
         self.on_host: list[StorageWeakRef] = []
@@ -49,7 +49,7 @@ class _Engine:
         copy = value.clone()
         self.on_host.append(StorageWeakRef(copy.untyped_storage()))
         if not is_kept:
-            # The one before is done when this one begins, not before.
+            # The previous copy counts as done only when this one begins; until then its source lives.
             self.replaced, self._source = self._source, value
         return copy, _Done()
 
@@ -63,7 +63,7 @@ class _Execution(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         if n.op == "placeholder":
-            # What is given is the caller's, who would hold it.
+            # Inputs are made here: the caller would keep tensors of its own alive.
             value = n.meta.get("val")
             result = torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
         else:

@@ -1,4 +1,4 @@
-"""Graphs, to be compared."""
+"""Descriptions of graphs, for comparing them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.fx import Graph, Node, map_arg
 
 
 def operations(graph: Graph) -> list[Any]:
-    """A graph without its names. Values that share memory share a number."""
+    """Describe each node of a graph without its name. Values that share memory share a number."""
     numbers: dict[Node, int] = {}
     memory: dict[int, int] = {}
     described = []
@@ -27,7 +27,7 @@ def operations(graph: Graph) -> list[Any]:
 
 
 def kinds(graph: Graph) -> list[Any]:
-    """The target and result of each operation of a graph, without its inputs."""
+    """Describe each node of a graph by its target and results, without its inputs."""
     return [
         (target, [(shape, stride, dtype) for shape, stride, dtype, _ in layouts]) for _, target, _, layouts in operations(graph)
     ]

@@ -21,15 +21,15 @@ class Architecture:
     """A model class of transformers.
 
     Attributes:
-        name: how the table of tests calls it.
+        name: the name in the tables of tests.
         family: "decoder", "mixture of experts", "encoder", "encoder-decoder", "vision" or "state space".
         model: the name of the model's class.
         config: the name of its configuration's class.
-        options: layers to what the configuration is given.
-        inputs: a model's configuration, batch and length to what forward is given, with labels, so that it gives a loss.
+        options: maps the number of layers to the configuration's arguments.
+        inputs: maps a configuration, batch size and length to the arguments of forward, such that forward returns a loss.
         changes_length: whether a batch can be longer or shorter than the last one.
-        traced_more: why Dynamo makes more graphs of it than of the model alone; empty: it does not.
-        untrainable: why plain ``torch.compile`` cannot train it; empty: it can.
+        traced_more: why Dynamo captures more graphs of the sharded model than of the plain one; empty if it does not.
+        untrainable: why plain ``torch.compile`` cannot train the model; empty if it can.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Architecture:
     untrainable: str = ""
 
     def build(self, layers: int) -> Any:
-        """The model, in training mode; equal for equal arguments."""
+        """Build the model, in training mode. Equal arguments give equal models."""
         import transformers
 
         torch.manual_seed(0)
@@ -53,18 +53,18 @@ class Architecture:
         return getattr(transformers, self.model)(config).float().train()
 
     def but(self, **changes: Any) -> Architecture:
-        """The same but for some attributes."""
+        """Return a copy with some attributes changed."""
         return replace(self, **changes)
 
     def batch(self, model: Any, batch: int, length: int, seed: int) -> dict[str, Tensor]:
-        """The arguments of forward; ``length`` is the number of tokens, and does not matter for images."""
+        """Return the arguments of forward. ``length`` is the number of tokens; models of images ignore it."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return self.inputs(model.config, batch, length)
 
 
 def _prepare(config: Any) -> None:
-    """Nothing drops out, and weights are large enough for gradients that say something of every layer."""
+    """Turn off dropout and jitter, and make weights large enough for informative gradients in every layer."""
     for key, value in list(vars(config).items()):
         if key in ("router_jitter_noise", "input_jitter_noise"):
             setattr(config, key, 0.0)
@@ -77,7 +77,10 @@ def _prepare(config: Any) -> None:
 
 
 def layers_of(model: nn.Module, layers: int) -> list[nn.Module]:
-    """The modules of the longest lists of modules (of ``layers`` or more) that stand in no other such list."""
+    """Return the layers of a model: the modules of all outermost module lists that have at least ``layers`` modules.
+
+    If all lists are shorter, the longest ones count.
+    """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     longest = min(layers, max(map(len, lists.values())))
     long = {name: module for name, module in lists.items() if len(module) >= longest}
@@ -158,7 +161,7 @@ def _moe(name: str, **options: Any) -> Architecture:
 
 
 def _bare(name: str, family: str = "decoder", *, head: str = "ForCausalLM", depth: str, **options: Any) -> Architecture:
-    """One whose configuration has names of its own."""
+    """Return an architecture whose configuration has its own names for sizes."""
     sizes = {"vocab_size": VOCABULARY, **_SPECIAL, **options}
     return Architecture(name, family, f"{name}{head}", f"{name}Config", _options(sizes, depth), _text)
 

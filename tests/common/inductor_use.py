@@ -1,4 +1,4 @@
-"""Fail a test in which Inductor compiles, here or on a rank, without a mark that allows it (tests/conftest.py lists those)."""
+"""Fails tests in which Inductor compiles, here or on a rank, without a mark that allows it (tests/conftest.py lists them)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Run a training script of which, in the first two attempts of torchrun, a rank kills itself where it hurts.
+"""Run a training script in which a rank kills itself at a bad moment, in each of torchrun's first two attempts.
 
     torchrun --max-restarts 3 tests/common/killed_ranks.py examples/train_gpt.py --resume auto ...
 
-At first rank 0, once all files of the first checkpoint are there and before it counts; then rank 1 in the middle
-of its fifth step, while rank 0 waits for its part of the gradients' norm.
+In the first attempt it is rank 0, when all files of the first checkpoint exist and it is not complete yet. In the second it is
+rank 1, in the middle of its fifth step, while rank 0 waits for its part of the gradients' norm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 
 def kill_at(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that kills this process at the given call, and calls ``function`` before."""
+    """Wrap ``function`` so that call number ``count`` kills this process instead."""
     calls = 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ def kill_at(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 where = (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"])
 if where == ("0", "0"):
-    os.rename = kill_at(2, os.rename)  # The first time, torch renames the metadata, which it writes last.
+    os.rename = kill_at(2, os.rename)  # The first rename is torch's: of the metadata, which it writes last.
 elif where == ("1", "1"):
     nn.utils.clip_grad_norm_ = kill_at(5, nn.utils.clip_grad_norm_)
 sys.argv = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""A test fails where something is decided about sizes that nothing checks any more."""
+"""Fails tests in which torch decides about symbolic sizes too late for a guard to check the decision."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def refuse_lost_guards() -> None:
-    """Make every ``ShapeEnv`` of this process raise where it would ignore a guard, because the frame's have been built.
+    """Make every ``ShapeEnv`` of this process raise where it would ignore a guard, as the frame's guards have been built.
 
-    Inside of ``suppress_guards()`` it ignores guards on purpose, as where formulae are made of sizes.
+    Inside of ``suppress_guards()``, where formulae are made of sizes, guards are ignored on purpose.
     """
     ignore = ShapeEnv._check_frozen
 

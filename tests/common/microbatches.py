@@ -1,6 +1,6 @@
-"""Training with several microbatches per optimizer step, and counting what each of them communicates.
+"""Training with several microbatches per optimizer step, with counts of each microbatch's collectives.
 
-A schedule is the microbatches of one step, each with the flags that are set ahead of its forward and between its
+A schedule is the microbatches of one step, each with the flags that are set before its forward and between its
 forward and its backward. Flags are written as data, so that the same schedule drives torch's FSDP2 and the library, and
 travels to the ranks by name or by value. ``FLAVOURS`` are the schedules that people use, and some that mix them.
 
@@ -59,13 +59,13 @@ _COLLECTIVES = {
     "c10d::allreduce_": "all_reduce",
     "c10d::allreduce_coalesced_": "all_reduce",
 }
-# Inside of the library's own, over groups that nothing is sharded over.
+# Called by the library's own kernels over groups without an opposite (passes/collectives/gloo.py), so counted already.
 _INSIDE = {"c10d::alltoall_base_"}
 
 
 @dataclass
 class Collectives:
-    """How many collectives a rank took part in."""
+    """The number of collectives of each kind that a rank took part in."""
 
     all_gather: int = 0
     reduce_scatter: int = 0
@@ -74,7 +74,7 @@ class Collectives:
 
 @contextmanager
 def count_collectives() -> Iterator[Collectives]:
-    """Count the collectives that this process issues in the context, those of compiled code included."""
+    """Count the collectives that this process issues in the block, those of compiled code included."""
     counts = Collectives()
     with torch.autograd.profiler.profile() as profile:
         yield counts
@@ -96,7 +96,7 @@ class Flag:
     method: str
     value: Any
     module: str = ""
-    # None: the method's own default; some methods do not take it.
+    # None: not passed, as some methods have no such parameter.
     recurse: bool | None = None
 
     def apply(self, model: nn.Module) -> None:
@@ -104,7 +104,7 @@ class Flag:
         getattr(model.get_submodule(self.module), self.method)(self.value, **options)
 
     def __repr__(self) -> str:
-        """As the call that it is, for the report of a failure."""
+        """Return the call as code, for reports of failures."""
         recurse = "" if self.recurse is None else f", recurse={self.recurse}"
         return f"{self.module or 'model'}.{self.method}({self.value}{recurse})"
 
@@ -123,8 +123,8 @@ class Microbatch:
     """One forward and backward.
 
     Attributes:
-        before: flags that are set ahead of the forward.
-        between: flags that are set after the forward and ahead of the backward.
+        before: flags that are set before the forward.
+        between: flags that are set after the forward and before the backward.
     """
 
     before: tuple[Flag, ...] = ()
@@ -138,7 +138,7 @@ DEFAULTS = (sync(True), all_reduce(True), reshard_after_backward(True), last_bac
 
 
 def _first_and_last(first: Sequence[Flag], last: Sequence[Flag]) -> Schedule:
-    """Four microbatches, with flags set at the first and at the last."""
+    """Return four microbatches, with flags set before the first and before the last."""
     return (Microbatch(tuple(first)), Microbatch(), Microbatch(), Microbatch(tuple(last)))
 
 
@@ -185,7 +185,7 @@ class Task:
     loss: Callable[[Forward, Batch], Tensor]
 
 
-# The layout that FSDP2's documentation counts with: four blocks, and a root with embedding, norm and head.
+# Four blocks, and a root with embedding, norm and head, as in the counts of FSDP2's documentation.
 GPT = Task(partial(models.Transformer, layers=4), token_batch, next_token_loss)
 SMALL = Task(models.MLP, regression_batch, squared_error)
 
@@ -197,7 +197,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 @dataclass
 class Run:
     losses: list[float] = field(default_factory=list)
-    # By step, before the optimizer's; None for a parameter without a gradient.
+    # By step, before the optimizer steps; None for a parameter without a gradient.
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     # By microbatch.
@@ -207,17 +207,17 @@ class Run:
     hooks: list[dict[str, int]] = field(default_factory=list)
 
     def counts(self, kind: str, phase: str = "") -> list[int]:
-        """Collectives of a kind by microbatch, of one phase or of both."""
+        """Return the number of collectives of a kind by microbatch, in one phase or in both."""
         phases = [getattr(self, phase)] if phase else [self.forward, self.backward]
         return [sum(getattr(counts, kind) for counts in microbatch) for microbatch in zip(*phases, strict=True)]
 
 
-# Parameters with a post-accumulate-grad hook: not all, as code paths differ.
+# Parameters with a post-accumulate-grad hook. Not all have one, so that code with and without hooks runs.
 HOOKED = ("blocks.0", "head")
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A copy of the unsharded tensor."""
+    """Return a copy of the unsharded tensor."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
@@ -225,7 +225,7 @@ def full(tensor: Tensor) -> Tensor:
 class Trainee:
     """A model, sharded by a system and ready to train, any number of times from the same initial parameters.
 
-    Compiling takes most of the time of a test, so that the same compiled model serves several schedules.
+    Compiling takes most of a test's time, so one compiled model serves several schedules.
 
     Args:
         system: "fsdp2", "eager" (the library, not compiled), a lowering of the library's, or "recorded" (with recordings of
@@ -237,8 +237,8 @@ class Trainee:
 
     Attributes:
         model: the sharded model, which has the flags.
-        forward: what to call, the model or its compiled wrapper.
-        names: of the parameters, in the order that ``model.parameters()`` has.
+        forward: the model or its compiled wrapper.
+        names: names of the parameters, in the order of ``model.parameters()``.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Trainee:
             self.forward = torch.compile(self.model, backend=fsdp_backend, options=options)
 
     def reset(self) -> None:
-        """Initial parameters, no gradients, flags at their defaults."""
+        """Restore the initial parameters and the defaults of flags, and drop gradients."""
         for flag in DEFAULTS:
             flag.apply(self.model)
         with torch.no_grad():
@@ -279,13 +279,13 @@ class Trainee:
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
         count: bool = True,
     ) -> Run:
-        """Train this rank's share; every rank calls this. Only rank 0 returns the gradients.
+        """Train on this rank's batches. Every rank calls this; only rank 0 returns gradients.
 
         Args:
-            task: the data; its model is that of this trainee.
+            task: the data and the loss; the model of the task is not used.
             steps: a schedule for each optimizer step.
             optimizer: makes the optimizer.
-            count: count collectives.
+            count: whether to count collectives.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         run = Run()
@@ -342,7 +342,7 @@ def _counting(count: bool) -> Iterator[Collectives]:
 
 
 def fully_shard_of(system: str) -> FullyShard:
-    """The ``fully_shard`` of a system."""
+    """Return the ``fully_shard`` of a system."""
     if system == "fsdp2":
         return torch.distributed.fsdp.fully_shard
     import fsdp_compile
@@ -351,7 +351,7 @@ def fully_shard_of(system: str) -> FullyShard:
 
 
 def graphs_captured() -> int:
-    """How many graphs Dynamo has captured in this process since its last reset."""
+    """Return the number of graphs that Dynamo has captured in this process since its last reset."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -367,9 +367,9 @@ def reference(
     Args:
         task: model and data.
         world: number of ranks.
-        microbatches: their number in each step.
+        microbatches: the number of microbatches in each step.
         optimizer: makes the optimizer.
-        scales: what each step's gradients are multiplied with.
+        scales: factors of the gradients, one for each step.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -398,7 +398,7 @@ def reference(
 
 
 def relative_error(actual: Tensor, expected: Tensor, order: float = torch.inf) -> float:
-    """The norm of the difference over the norm of what was expected; of order infinity: of the largest entries."""
+    """Return the norm of the difference divided by the norm of ``expected``; infinity if the shapes differ."""
     if actual.shape != expected.shape:
         return torch.inf
     actual, expected = actual.double(), expected.double()
@@ -408,7 +408,7 @@ def relative_error(actual: Tensor, expected: Tensor, order: float = torch.inf) -
 
 
 def differences(actual: Sequence[Run], expected: Sequence[Run] | Run, rtol: float, order: float = torch.inf) -> list[str]:
-    """In which ways the ranks' runs differ from a reference, or from the ranks' runs of another system."""
+    """Describe how the ranks' runs differ from a reference, or from the ranks' runs of another system."""
     others = [expected] if isinstance(expected, Run) else expected
     found: list[str] = []
 
@@ -449,10 +449,10 @@ def train_schedules(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
     count: bool = True,
 ) -> tuple[dict[str, Run | str], int]:
-    """A job for ranks: train by each of the schedules, all on one compiled model.
+    """Train by each of the schedules, all on one compiled model; a job for ranks.
 
     Returns:
-        The runs by the schedules' names, with a traceback for one that failed; and the graphs that Dynamo captured.
+        The run of each schedule by name, or its traceback if it failed; and the number of graphs that Dynamo captured.
     """
     before = graphs_captured()
     results: dict[str, Run | str] = {}
@@ -464,6 +464,6 @@ def train_schedules(
             results[name] = trainee.train(task, steps, optimizer, count)
         except Exception:
             results[name] = traceback.format_exc()
-            # The next schedule is not to see what this one left.
+            # The next schedule gets a new model, without the state that this one left.
             trainee = None
     return results, graphs_captured() - before

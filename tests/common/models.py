@@ -1,4 +1,4 @@
-"""Tiny models, each with one idea that data parallelism with sharded parameters has to get right.
+"""Tiny models, each with one feature that data parallelism with sharded parameters has to get right.
 
 They take any floating-point dtype, so that a float64 copy can serve as the reference. Attributes that the
 sharding functions use: ``blocks`` holds the modules that become units of their own.
@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 class Block(nn.Module):
     """A residual feed-forward block.
 
-    Of few and simple operators, because most of the time goes into tracing them: and of such that compilers do
-    not decompose into several, so that in low precision a compiled model rounds where the eager one does.
+    Its operators are few and simple, because most of a test's time goes into tracing them. Compilers do not decompose
+    them, so that in low precision a compiled model rounds where the eager one does.
     """
 
     def __init__(self, dim: int, hidden: int) -> None:
@@ -45,9 +45,9 @@ class MLP(nn.Module):
 
 
 class Narrow(nn.Module):
-    """Layers of three rows, two and one: fewer than ranks.
+    """Layers of three, two and one rows: fewer than ranks.
 
-    Without normalisation, which is ill-conditioned over so few entries.
+    There is no normalisation, which is ill-conditioned over so few entries.
     """
 
     def __init__(self, dim: int = 8) -> None:
@@ -147,8 +147,11 @@ class CheckpointsInside(nn.Module):
 
 
 class ReadsInCheckpoints(nn.Module):
-    """Reads inside of checkpointed regions that no forward of the module that registers the parameter surrounds, or that there
-    are two of: of a parameter, of containers, and of a child's weight."""
+    """Reads inside of checkpointed regions, of parameters whose own module is called twice, or not at all.
+
+    ``Twice`` calls a layer twice, and ties its weight to another one's. ``Held`` reads containers, and the weight of a child,
+    without calling them.
+    """
 
     class Twice(nn.Module):
         def __init__(self, dim: int) -> None:
@@ -284,10 +287,10 @@ class SharedWeight(nn.Module):
 class Buffers(nn.Module):
     """Buffers that forward updates: a step counter that the output depends on, and a running mean.
 
-    Nothing reads the mean, that of the input: every rank keeps that of its own batches, and only the average
-    over the ranks is that of the global batch. The counter is added to the output and not multiplied with it:
-    torch.compile's own backends compute a wrong backward (torch 2.13, "inductor" and "aot_eager") where it has
-    to know the value that an updated buffer had in forward.
+    Nothing reads the mean of the input: every rank keeps the mean of its own batches, and only the average over
+    the ranks is the mean of the global batch. The counter is added to the output and not multiplied with it:
+    torch.compile's own backends (torch 2.13, "inductor" and "aot_eager") compute a wrong backward if backward
+    needs the value that an updated buffer had in forward.
     """
 
     steps: Tensor

@@ -38,13 +38,13 @@ Compile: TypeAlias = dict[str, Any]
 
 # Absolute floor of the comparison, per element: far below every gradient that matters here.
 FLOOR = 1e-8
-# Evaluations come after these steps: before the second training step, and once in between later ones.
+# Evaluations come after these steps: before the second training step, and once between later steps.
 _EVALUATE_AFTER = (0, 2)
 _HSDP = ("replicate", "shard")
 
 
 def regression_batch(step: int, rank: int, world: int, sizes: Sequence[int] = (3,), dim: int = 8, out: int = 4) -> Batch:
-    """Inputs and targets of this rank; ``sizes`` are the batch sizes of successive steps."""
+    """Return inputs and targets of this rank; ``sizes`` are the batch sizes of successive steps."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     size = sizes[step % len(sizes)]
     return torch.randn(size, dim, generator=generator), torch.randn(size, out, generator=generator)
@@ -71,7 +71,7 @@ def adamw(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Opt
 
 
 def shard_units(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard, **options: Any) -> None:
-    """The usual layout: every block a unit, then the root with what is left."""
+    """Shard in the usual layout: every block a unit, then the root with the other parameters."""
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
@@ -102,20 +102,20 @@ class Case:
     dtype: torch.dtype | None = None
     # Build on the meta device, allocate after sharding, then initialise the shards.
     meta: bool = False
-    # Names of parameters that ``shard`` leaves out; their gradients are for the caller to reduce.
+    # Names of parameters that ``shard`` leaves out; the training loop reduces their gradients itself.
     ignored: frozenset[str] = frozenset()
     worlds: tuple[int, ...] = (2, 4)
     # HSDP: the number of replicas.
     replicas: int = 1
-    # Tensor parallelism: how many ranks share each batch, and what lays the model out over them, ahead of sharding.
+    # Tensor parallelism: how many ranks share each batch, and a function that lays the model out over them before sharding.
     tensor_parallel: int = 1
     parallelize: Callable[[nn.Module, DeviceMesh], None] | None = None
-    # Whether torch's own FSDP2 supports the case.
+    # False if torch's own FSDP2 does not support the case.
     fsdp2: bool = True
     # Relative error against the float64 reference and against FSDP2. None: not comparable.
     reference_rtol: float | None = 1e-5
     fsdp2_rtol: float = 1e-5
-    # The same by lowering, where its operators may round differently from the eager ones of FSDP2.
+    # By lowering: the error against FSDP2, where the lowering may round differently from FSDP2's eager operators.
     lowered_rtol: Mapping[str, float] = field(default_factory=dict)
     # World sizes on which the case also runs with the inductor lowering.
     inductor_worlds: tuple[int, ...] = ()
@@ -126,11 +126,11 @@ class Run:
     losses: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    # By parameter name, then by step; nothing for a step after which the parameter had no gradient.
+    # By parameter name, then by step; without the steps in which the parameter got no gradient.
     gradients: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    # Of this rank: placements, mesh and local shape of every parameter, and of its gradient.
+    # Placements, mesh and local shape of every parameter and of its gradient, on this rank.
     layout: dict[str, str] = field(default_factory=dict)
     # This rank's own gradients of ignored parameters.
     local_gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -143,7 +143,7 @@ def _snapshot(tensor: Tensor) -> Tensor:
 
 
 def _full(history: Sequence[Tensor]) -> list[Tensor]:
-    """The unsharded tensors of successive steps, gathered by one collective for all steps."""
+    """Return the unsharded tensors of successive steps, gathered by one collective for all steps."""
     first = history[0]
     if not isinstance(first, DTensor):
         return list(history)
@@ -170,7 +170,7 @@ def _describe(tensor: Tensor | None) -> str:
 
 
 def _cast(batch: Batch, dtype: torch.dtype | None) -> Batch:
-    """The batch for a model of this dtype; targets keep at least float32, for the loss."""
+    """Cast a batch for a model of this dtype; targets keep at least float32, for the loss."""
     inputs, targets = batch
     if dtype is not None and inputs.is_floating_point():
         return inputs.to(dtype), targets.to(torch.promote_types(dtype, torch.float32))
@@ -241,8 +241,8 @@ def train_reference(case: Case, world: int) -> Run:
 def _initialise_shards(model: nn.Module, values: nn.Module) -> None:
     """Initialise parameters in place, as an init function does, but with known values.
 
-    What draws random numbers for a DTensor depends on how it is sharded; the parameters that an init function
-    would fill with a constant are filled by one.
+    Random numbers for a DTensor depend on how it is sharded, so they are copied from ``values``. The parameters
+    that an init function would fill with a constant are filled by one.
     """
     with torch.no_grad():
         for (name, parameter), value in zip(model.named_parameters(), values.parameters(), strict=True):
@@ -315,7 +315,7 @@ def train_with(case: Case, system: str) -> Run:
 
 
 def describe_values(tensor: Any) -> str:
-    """A tensor's kind and, of a DTensor, its layout and this rank's values."""
+    """Describe a tensor's kind and, if it is a DTensor, its layout and this rank's values."""
     if not isinstance(tensor, DTensor):
         return f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)}"
     local = tensor.to_local()
@@ -327,7 +327,7 @@ def describe_values(tensor: Any) -> str:
 
 
 def _meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh]:
-    """The mesh that the case is sharded on, and that of tensor parallelism."""
+    """Return the mesh that the case is sharded on, and the mesh of tensor parallelism."""
     world = dist.get_world_size() // case.tensor_parallel
     shape, names = ((world,), ("shard",)) if case.replicas == 1 else ((case.replicas, world // case.replicas), _HSDP)
     if case.tensor_parallel == 1:

@@ -1,4 +1,4 @@
-"""Recordings on the CPU (benchmarks/harness/replay.py), and how often programs make use of them."""
+"""CUDA-graph recordings on the CPU (benchmarks/harness/replay.py), with counts of their use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_compile.compiler.cuda_graphs import RecordedProgram
 
 
 class ReplayRecorder(replay.ReplayRecorder):
-    """Counts for the whole process."""
+    """A recorder that counts recordings and replays of the whole process."""
 
     recorded = 0
     replayed = 0
@@ -30,12 +30,12 @@ class ReplayRecorder(replay.ReplayRecorder):
 
 
 class Counts:
-    """How often programs ran without a recording, were recorded, and were replayed, the first time included."""
+    """The numbers of runs without a replay, of recordings, and of replays, including a recording's first replay."""
 
     unrecorded = 0
 
     def take(self) -> tuple[int, int, int]:
-        """(unrecorded, recorded, replayed), and count anew."""
+        """Return (unrecorded, recorded, replayed), and set the counts to 0."""
         taken = self.unrecorded, ReplayRecorder.recorded, ReplayRecorder.replayed
         self.unrecorded = ReplayRecorder.recorded = ReplayRecorder.replayed = 0
         return taken
@@ -43,7 +43,7 @@ class Counts:
 
 @contextmanager
 def recordings_on_cpu() -> Iterator[Counts]:
-    """Let ``options={"cudagraphs": True}`` record on the CPU, where programs run operator by operator."""
+    """Record and replay operators on the CPU in the block, where ``options={"cudagraphs": True}`` asks for CUDA graphs."""
     counts = Counts()
     counts.take()
     call = RecordedProgram.__call__

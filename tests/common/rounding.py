@@ -1,4 +1,4 @@
-"""What a gather that rounds makes of a parameter, in plain torch and one loop, to hold the library's against."""
+"""Rounded gathers in plain torch, as a reference for the library's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 573
 
 
 def rounded_group(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values that share a scale, float32, after a trip in ``dtype``."""
+    """Round float32 values that share a scale to ``dtype`` and back."""
     scale = values.abs().max() / LARGEST[dtype] + torch.finfo(torch.float32).tiny
     steps = values / scale
     return (steps.round() if dtype == torch.int8 else steps).to(dtype).float() * scale
 
 
 def rounded(param: Tensor, ranks: int, policy: GatherPolicy, dim: int = 0) -> Tensor:
-    """A parameter as a forward over so many ranks sees it."""
+    """Return a parameter as a forward sees it that gathers from ``ranks`` ranks."""
     if param.dim() < 2:
         return param
     shards = []
@@ -39,7 +39,7 @@ def rounded(param: Tensor, ranks: int, policy: GatherPolicy, dim: int = 0) -> Te
 
 
 def with_rounded_parameters(task: Task, ranks: int, policy: GatherPolicy) -> Task:
-    """A task whose loss is that of rounded parameters; gradients pass to the parameters as if they had not been."""
+    """Return a task whose loss uses rounded parameters; gradients pass straight through the rounding."""
 
     def loss(model: Any, batch: Batch) -> Tensor:
         def straight_through(param: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A device on the CPU with streams: they do nothing but note what they are given, and what they wait for."""
+"""A pretended device on the CPU, whose streams only log operations and waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.common.copy_engine import CPU
 
 
 class _Stream:
-    """A stream that notes what it is given, and what it waits for, in one list for all."""
+    """A stream that logs its operations and waits, in a list that all streams share."""
 
     def __init__(self, name: str, log: list[str]):
         self.name, self.device, self._log = name, CPU, log
@@ -41,7 +41,7 @@ class _Stream:
 
 @contextlib.contextmanager
 def logged_streams() -> Iterator[list[str]]:
-    """What is done on streams, by the engine of a device that stands for one that has them."""
+    """Log what a :class:`StreamEngine` does on streams in the block, with the CPU as its device."""
     log: list[str] = []
     streams = iter([_Stream("in", log), _Stream("out", log)])
     copy = Tensor.copy_

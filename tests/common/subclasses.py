@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 
 class Wrapper(torch.Tensor):
-    """A subclass that holds one tensor, and computes as that does; what FSDP2 does to a parameter keeps the class."""
+    """A subclass that holds one tensor and computes like it. Operators that FSDP2 applies to parameters keep the class."""
 
     _KEEP = (
         "new_zeros",
@@ -56,7 +56,7 @@ class Wrapper(torch.Tensor):
 
 
 class Halved(Wrapper):
-    """Travels in bfloat16, and computes in the policy's dtype."""
+    """A subclass that is gathered in bfloat16, and computes in the policy's dtype."""
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         rows = -(-outer_size[0] // mesh.size())
@@ -74,7 +74,7 @@ class Halved(Wrapper):
 
 
 class Scaled(Wrapper):
-    """Travels as int8 with a scale for each row of a shard; a bound that may be computed ahead takes part."""
+    """A subclass that is gathered as int8, with a scale for each row of a shard. A bound, if set before, clamps the values."""
 
     def __init__(self, held: Tensor, bound: Tensor | None = None, levels: float = 127.0):
         super().__init__(held)

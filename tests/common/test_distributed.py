@@ -1,4 +1,4 @@
-"""When a job counts as stuck: a machine that is slow must not fail a test, and ranks that wait for each other must."""
+"""Detection of stuck jobs: a slow machine must not fail a test; ranks that wait for each other must."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_ranks_that_compute_may_take_their_time(ranks: RankPool) -> None:
 
 @pytest.mark.night
 def test_ranks_that_wait_are_stuck(ranks: RankPool) -> None:
-    ranks.run(make_groups)  # they have started; the threads of groups are no work
+    ranks.run(make_groups)  # starts the ranks; threads of process groups must not count as work
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"(?s)rank 0 did not finish; .*barrier.*rank 1 finished"):
         ranks.run(wait_for_a_rank_that_does_not_come)

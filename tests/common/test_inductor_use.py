@@ -1,4 +1,4 @@
-"""A test without a mark that allows it may not have Inductor compile: here, and on ranks."""
+"""Inductor must not compile in a test without a mark that allows it: here, and on ranks."""
 
 from __future__ import annotations
 

@@ -9,16 +9,16 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 
 def needs_fsdp2(method: str) -> pytest.MarkDecorator:
-    """Skip what compares with a method of torch's own FSDP2 where there is none."""
+    """Skip a test that compares with a method of torch's own FSDP2, if the installed torch lacks it."""
     missing = not hasattr(FSDPModule, method)
     return pytest.mark.skipif(missing, reason=f"FSDP2 of torch {torch.__version__} has no {method}")
 
 
-#: Skip tests of ``shard_placement_fn`` with meshes where torch has no such result of it.
+#: Skip tests in which ``shard_placement_fn`` returns a mesh, if torch has no type for that.
 needs_placements_with_a_mesh = pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason=f"torch {torch.__version__} has no ShardPlacementResult"
 )
-#: Skip tests of ``dp_mesh_dims`` where torch has none.
+#: Skip tests of ``dp_mesh_dims`` if torch has no such argument.
 needs_mesh_dims = pytest.mark.skipif(
     not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason=f"torch {torch.__version__} has no DataParallelMeshDims"
 )

@@ -1,6 +1,6 @@
 """Policies of ``create_selective_checkpoint_contexts``, in compiled graphs of sharded models, with and without a memory budget.
 
-What a policy says is counted in the forward and backward graphs, which both lowerings share; values are FSDP2's with the policy.
+Operators are counted in the forward and backward graphs, which both lowerings share. Values equal FSDP2's with the same policy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.common.parity import Case, Run, compare, regression_batch, shard_unit
 _aten = torch.ops.aten
 _LARGE = 1 << 40
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
-#: What a policy says of operators, and of all others.
+#: The decision for each listed operator, and the decision for all others.
 Policy: TypeAlias = tuple[Mapping[Any, CheckpointPolicy], CheckpointPolicy]
 POLICIES: Mapping[str, Policy] = {
     "save products": (dict.fromkeys(_PRODUCTS, CheckpointPolicy.MUST_SAVE), CheckpointPolicy.PREFER_RECOMPUTE),
@@ -39,7 +39,7 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def checkpointed(policy: Policy, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Call a function in a checkpoint with a policy."""
+    """Call ``function`` in a checkpoint with ``policy``."""
     of_operator, of_others = policy
 
     def decide(_context: Any, called: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -50,7 +50,7 @@ def checkpointed(policy: Policy, function: Callable[[Tensor], Tensor], x: Tensor
 
 
 class Block(nn.Module):
-    """Two products, of which backward reads the first by way of a tanh, and one after them, whose gradients read the second."""
+    """Three products. Backward reads the first through a tanh; the gradients of the last product's weight read the second."""
 
     def __init__(self, policy: str, dim: int, hidden: int):
         super().__init__()
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """One block for each policy, by name; any other name is none."""
+    """A block for each policy by name. A block has no policy if the name is unknown."""
 
     def __init__(self, *policies: str, dim: int = 8, hidden: int = 16):
         super().__init__()
@@ -80,7 +80,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-# What graphs do.
+# Graphs
 
 
 def train(model: nn.Module, budget: int | None, reshard: bool | None = None) -> Capture:
@@ -97,15 +97,15 @@ def counted(graph: Graph, *operators: Any) -> int:
 
 
 def saved(captured: Capture) -> Counter[Any]:
-    """The operators whose results, or views of them, backward reads."""
+    """Count by operator the results that backward reads, directly or as views."""
     forward, backward = (graphs[0].graph_module.graph for graphs in (captured.forward, captured.backward))
     outputs = {node.name: node for node in forward.output_node().args[0] if isinstance(node, Node)}  # type: ignore[union-attr]
     read = [node.name for node in backward.find_nodes(op="placeholder") if node.users]
     return Counter(memory_of(outputs[name]).target for name in read if name in outputs)
 
 
-# Of a model with a block of each policy: first products, then tanhs, that backward computes again; and those that it reads. Of the
-# last block it needs the result, which is no more than the last product and an addition.
+# Counts for ``Model("none", policy)``: products and tanhs that backward computes again, then products and tanhs that it reads.
+# Backward needs the result of the last block, which takes no more than the last product and an addition.
 _COUNTED: Mapping[str, tuple[int, int, int, int]] = {
     "save products": (0, 1, 4, 1),
     "save tanh": (2, 0, 1, 2),
@@ -113,8 +113,8 @@ _COUNTED: Mapping[str, tuple[int, int, int, int]] = {
     "save all": (0, 0, 2, 2),
     "recompute all": (3, 1, 1, 1),
 }
-# What is different where the other block is recomputed; and where the result of the last block is saved itself, as what enters
-# a stretch that a budget has computed again: then nobody needs the last product.
+# ``_BLOCK``: changes if the block without a policy is recomputed. ``_RESULT`` and ``_NOT_SAVED``: changes if the result of the
+# last block is saved, because it enters a recomputed stretch. Then nothing needs the last product.
 _BLOCK = (2, 1, -1, -1)
 _RESULT = {"save products": (0, 0, -1, 0)}
 _NOT_SAVED = (-1, 0, 0, 0)
@@ -124,7 +124,7 @@ _NOT_SAVED = (-1, 0, 0, 0)
 @pytest.mark.usefixtures("fake_ranks")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_policy_says_is_done(policy: str) -> None:
-    """Also within a budget that would have it otherwise: the block without a policy makes room."""
+    """Policies hold with and without a memory budget. To keep to the budget, the block without a policy is recomputed."""
 
     def count(captured: Capture) -> tuple[int, ...]:
         backward, kept = captured.backward[0].graph_module.graph, saved(captured)
@@ -145,7 +145,7 @@ def test_what_a_policy_says_is_done(policy: str) -> None:
 @pytest.mark.usefixtures("fake_ranks")
 @pytest.mark.parametrize(("policy", "reshard"), [("save all", True), ("recompute all", False)])
 def test_parameters_are_not_a_policy_s_to_save(policy: str, reshard: bool) -> None:
-    """It is asked about the operators that gather, too. They do what ``reshard_after_forward`` says."""
+    """Operators that gather do what ``reshard_after_forward`` says, although the policy is asked about them, too."""
     captured = train(Model(policy, policy), None, reshard)
     roles = [{role(node) for node in graphs[0].graph_module.graph.nodes} for graphs in (captured.forward, captured.backward)]
     assert [Role.START_GATHER in found for found in roles] == [True, reshard]
@@ -154,11 +154,11 @@ def test_parameters_are_not_a_policy_s_to_save(policy: str, reshard: bool) -> No
     assert bool(kept) == (not reshard)
 
 
-# What they compute.
+# Values
 
 
 def train_within_budgets(lowering: str, policy: str) -> list[Run]:
-    """Executed by every rank: train without a budget, with one that is no constraint, and with the least possible."""
+    """Train without a budget, with one that is no constraint, and with the least possible one. Runs on every rank."""
     found: list[Run] = []
     budget = None
     for _ in range(3):
@@ -171,7 +171,7 @@ def train_within_budgets(lowering: str, policy: str) -> list[Run]:
 
 
 def train_fsdp2(policy: str) -> Run:
-    """Executed by every rank."""
+    """Train with FSDP2. Runs on every rank."""
     return train_with(_case(policy), "fsdp2")
 
 

@@ -1,4 +1,4 @@
-"""``options={"schedule": "auto"}`` on whole models: what it compiles, that it trains alike, and that its accounting is true."""
+"""``options={"schedule": "auto"}`` on whole models: compiled schedules, equal training, correct accounting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AUTO: dict[str, Any] = {"lowering": "aot_eager", "schedule": "auto"}
 
 
 class Block(nn.Module):
-    """A norm, whose gradient is the last that reads a parameter of the block, and matrices."""
+    """A norm and three matrices. The backward of the norm is the block's last reader of a parameter."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -60,7 +60,7 @@ def train(model: nn.Module, x: Tensor, **options: Any) -> tuple[Callable[[Tensor
 
 
 def buckets(captured: Capture, wanted: Role) -> list[str]:
-    """The buckets of a role in the last backward graph."""
+    """Return the buckets of a role in the last backward graph."""
     nodes = captured.backward[-1].graph_module.graph.nodes
     return list(dict.fromkeys(str(bucket(node)) for node in nodes if role(node) is wanted))
 
@@ -113,7 +113,7 @@ class TestOneProcess:
     @pytest.mark.parametrize("schedule", [pytest.param("default", marks=pytest.mark.night), "auto"])
     @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.night)])
     def test_accounting_is_what_a_run_allocates(self, lowering: str, schedule: str) -> None:
-        """One token: what lives is parameters and their gradients."""
+        """With one token, live bytes are parameters and their gradients."""
         model, x = blocks(128), torch.ones(1, 128)
         compiled, captured = train(model, x, lowering=lowering, schedule=schedule)
         model.zero_grad()
@@ -122,18 +122,18 @@ class TestOneProcess:
         accounted = captured.forward[0].live_bytes()
         assert accounted.peak == pytest.approx(forward, rel=0.05)
         if schedule == "default":
-            # Buckets that are merged are copied in besides.
+            # The automatic schedule also copies merged buckets into a joint buffer.
             assert accounted.peak_parameters == pytest.approx(forward, rel=0.05)
         if lowering == "inductor":
-            # The fake group keeps no input of a collective alive; the lowering does.
+            # The fake group does not keep a collective's input alive; the Inductor lowering does.
             backward = allocated(lambda: losses.pop().backward())
             peak = captured.backward[0].live_bytes().peak
-            # Inductor may copy a norm's weight out together with a matrix, and free the gathered buffer before it is said to be.
+            # Inductor may copy a norm's weight out with a matrix, and so free the gathered buffer earlier than accounted.
             assert 0.95 * backward < peak < 1.12 * backward
 
 
 def allocated(run: Callable[[], object]) -> int:
-    """The most bytes that live at once of what a function allocates."""
+    """Return the peak of live bytes that ``run`` allocates."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     results = profiler.profiler.kineto_results  # type: ignore[union-attr]
@@ -205,10 +205,10 @@ def test_a_calibration_gives_all_ranks_the_same_numbers(rank_pools: RankPools) -
 
 
 def operations_of_links() -> set[str]:
-    """The operations of Gloo that a measurement of links runs."""
+    """Return the Gloo operations that a measurement of links runs."""
     from fsdp_compile.calibrate import _links
 
-    # Its own group: other tests may have connected the default one.
+    # A group of its own, as other tests may have connected the default group.
     group = dist.new_group(group_desc="measured")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         _links(group.group_name, torch.device("cpu"))
@@ -221,7 +221,7 @@ def test_startup_of_a_calibration_grows_from_pairs_to_what_was_measured() -> Non
     links, pairs = (Links(*[Link(latency, 1e9)] * 3) for latency in (5e-4, 2e-4))
     grown = _growing(links, pairs, 8).reduce_scatter
     assert (grown.latency_s, grown.hop_s, grown.bytes_per_s) == pytest.approx((2e-4, 5e-5, 1e9))
-    # Noise may say that more ranks start faster: then nothing grows.
+    # Noise may suggest that more ranks start faster. Then the startup does not grow.
     assert _growing(pairs, links, 8) == pairs
 
 
@@ -233,7 +233,7 @@ def test_a_calibration_measures_the_messages_that_training_sends(rank_pools: Ran
 
 
 def train_microbatches(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
-    """Two steps of four microbatches: accumulated in each way, one unit with another divide factor.
+    """Train two steps of four microbatches that accumulate in each way, with another divide factor for one unit.
 
     Returns:
         Gradients of each step and the parameters at the end; and the buckets of all reductions.

@@ -1,4 +1,4 @@
-"""``options={"memory_budget": ...}`` over several nodes: copies of units that nodes keep because the network is slow."""
+"""``options={"memory_budget": ...}`` over several nodes: nodes keep copies of units, as the network is slow."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _SLOW = Link(1e-6, 1e9)
 
 
 def nodes_of(ranks: int) -> Hardware:
-    """Quick devices in nodes of so many ranks, with a slow network between."""
+    """Return fast devices in nodes of ``ranks`` ranks, with a slow network between nodes."""
     return replace(known_hardware("cuda", "A100"), ranks_per_node=ranks, between_nodes=Links(_SLOW, _SLOW, _SLOW))
 
 
 class Deep(nn.Module):
-    """Layers whose parameters are most of what a step holds, and so many that those kept for all of them show."""
+    """Layers whose parameters dominate a step's memory, and so many layers that parameters kept for all of them show."""
 
     def __init__(self, depth: int = 6, width: int = 128):
         super().__init__()
@@ -55,7 +55,7 @@ class WithLoss(Deep):
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, by_hand: Mapping[str, bool | int] | None = None) -> None:
-    """A unit for each layer and the root, with ``reshard_after_forward`` by name."""
+    """Shard each layer and the root, with ``reshard_after_forward`` from ``by_hand`` by name."""
     for name in (*(f"blocks.{index}" for index in range(len(cast(Deep, model).blocks))), ""):
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=(by_hand or {}).get(name))
 
@@ -83,7 +83,7 @@ def _in_nodes(trials: Any) -> list[Trial]:
 @pytest.mark.night
 @few_trials
 def test_a_budget_chooses_them_and_says_so() -> None:
-    """Where not all units can stay gathered, copies in the nodes are faster than the network, and take fewer bytes."""
+    """If not all units fit gathered, copies within nodes take fewer bytes, and are faster than the network."""
     trial = _in_nodes(unlimited().frontier())[-1]
     report = explained(memory_budget=trial.peak_bytes)
     (choice,) = report.choices
@@ -130,14 +130,14 @@ _CASE = Case(
 
 
 def in_nodes_alone(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial | None]) -> list[Trial]:
-    """In the place of the search: nodes keep copies of all units but the root, which stays gathered."""
+    """Try one policy instead of a search: nodes keep copies of all units but the root, which stays gathered."""
     trial = attempt(choices.policy(("",), (), SAVE, in_nodes=choices.in_nodes))
     assert trial is not None and len(trial.policy.in_nodes) == 3
     return [trial]
 
 
 def train_in_nodes(lowering: str) -> list[Run]:
-    """Train without a budget, and within one for which two nodes of two ranks each keep copies; check that they gather there."""
+    """Train without a budget, and with one under which two nodes of two ranks keep copies; check backward's groups."""
     options = {"lowering": lowering, "merge_below": 0}
     without = train_sharded(_CASE, fully_shard, {"backend": fsdp_backend, "options": options})
     torch._dynamo.reset()
@@ -146,7 +146,7 @@ def train_in_nodes(lowering: str) -> list[Run]:
         within = train_sharded(_CASE, fully_shard, compiled)
     gathers = [node for node in captured.backward[0].graph_module.graph.nodes if role(node) is Role.START_GATHER]
     sizes = [group_size(group_of(node)) for node in gathers if starts_collective(node)]
-    # The first layer's parameter is read in forward alone.
+    # Only forward reads the first layer's parameter.
     assert sizes == [2, 2]
     return [without, within]
 

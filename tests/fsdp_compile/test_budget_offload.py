@@ -1,4 +1,4 @@
-"""``options={"memory_budget": ..., "host_budget": ...}``: activations that wait on the host because a budget needs it."""
+"""``options={"memory_budget": ..., "host_budget": ...}``: activations wait on the host to keep to a memory budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.common.parity import Case, Run, compare, regression_batch, train_refe
 from tests.fsdp_compile.test_memory_budget import Model, batch, few_trials, shard, step_ns
 
 _LARGE = 1 << 40
-#: A bus that carries a layer's activations while a layer is computed, beside a device that computes slowly.
+#: A bus that carries a layer's activations while the layer is computed, and a device that computes slowly.
 _FAST = replace(known_hardware("cuda", "H100"), host=HostLink(1e-6, 50e9, 50e9, 50e9), flops_per_s={"float32": 1e11})
 
 
@@ -48,7 +48,7 @@ def _offloads(trials: Any) -> list[Trial]:
 
 @pytest.mark.night
 def test_steps_that_copy_are_among_the_best() -> None:
-    """They take fewer bytes than others that take as long, and only they have bytes on the host."""
+    """Steps that copy take fewer bytes than others that take as long. Only they have bytes on the host."""
     without, granted = choice(None), choice(_LARGE)
     assert not _offloads(without.trials) and _offloads(granted.frontier())
     for trial in granted.trials:
@@ -61,7 +61,7 @@ def test_steps_that_copy_are_among_the_best() -> None:
 
 @pytest.mark.night
 def test_single_activations_are_among_the_best() -> None:
-    """Of a step, some of what a stretch saves waits on the host, and the rest does not; and it says so."""
+    """A step may offload some of the activations that a stretch saves. Its report says so."""
     found = explained.__wrapped__(_LARGE, _LARGE, 2).choices[0]  # type: ignore[attr-defined]
     trial = next(one for one in found.frontier() if one.policy.on_device)
     whole = [one for one in found.trials if not one.policy.on_device and one.peak_bytes <= trial.peak_bytes]
@@ -94,7 +94,7 @@ def test_the_step_is_the_one_that_was_tried_and_says_so() -> None:
     assert "wait on the host" in text and f"{len(trial.policy.offloaded)} of {trial.policy.stretches} stretches" in text
 
 
-# Executed, with an engine whose copies leave NaN where nothing has arrived.
+# Graphs are executed here, with an engine whose copies leave NaN where nothing has arrived.
 
 
 def _train(options: Mapping[str, Any], rows: int = 512) -> tuple[list[Tensor], Capture]:
@@ -114,8 +114,7 @@ class TestOneProcess:
     @pytest.mark.night
     @few_trials
     def test_copies_what_the_trial_counts(self) -> None:
-        """Of a step that only copies, to the bit what the step without a budget computes. So if of stretches only some of what
-        they save is copied."""
+        """A step that copies all or some activations, and does not recompute, is equal to the bit to one without a budget."""
         options = {"lowering": "aot_eager", "hardware": _FAST, "host_budget": "1GB"}
         expected, _ = _train({"lowering": "aot_eager"})
         with copying(1e9) as engine:
@@ -134,14 +133,14 @@ class TestOneProcess:
 
     @pytest.mark.night
     def test_without_memory_of_its_own_nothing_waits_elsewhere(self) -> None:
-        """The CPU has the host's memory."""
+        """On CPU, device and host share a memory."""
         _, captured = _train({"lowering": "aot_eager", "memory_budget": _LARGE, "host_budget": "1GB"})
         assert not _offloads(captured.choices[0].trials)
 
     @pytest.mark.night
     @few_trials
     def test_larger_batches_keep_to_the_budget_of_the_host(self) -> None:
-        """A graph with sizes that change serves what fits on the host, too; what does not is compiled anew."""
+        """A graph with dynamic sizes also serves batches that fit on the host. Larger batches compile anew."""
         options = {"lowering": "aot_eager", "hardware": _FAST}
         with copying(1e9):
             _, captured = _train({**options, "memory_budget": _LARGE, "host_budget": "1GB"}, rows=256)
@@ -159,17 +158,17 @@ class TestOneProcess:
 
 
 def _chosen_to_copy(found: Choice) -> Trial:
-    """A step that a budget chooses, and that only copies."""
+    """Return a step that a budget chooses, and that copies but does not recompute."""
     return next(one for one in found.frontier() if one.policy.offloaded and not one.policy.recomputed)
 
 
 def _in_part(found: Choice) -> Trial:
-    """A step that only copies, of stretches only some of what they save."""
+    """Return a step that only copies, and that leaves some of a stretch's activations on the device."""
     return next(one for one in found.trials if one.policy.on_device and one.waiting)
 
 
 def _only(policy: StepPolicy) -> AbstractContextManager[Any]:
-    """Have nothing else tried."""
+    """Replace the search, in the block, by a trial of ``policy`` alone."""
     return mock.patch("fsdp_compile.compiler.memory_budget.search", lambda choices, attempt: [attempt(policy)])
 
 
@@ -179,7 +178,7 @@ def _copied(engine: CopyEngine, nbytes: int) -> None:
         assert len(copies) > 1 and sum(copy.nbytes for copy in copies) == nbytes
 
 
-# Shards on the host, by a policy.
+# Shards on the host
 
 
 def shard_on_host(model: nn.Module, mesh: DeviceMesh, on_host: Collection[str] = ("blocks.0", "blocks.2")) -> None:
@@ -199,10 +198,11 @@ def _explained_on_host(budget: int, on_host: Collection[str]) -> Report:
 @pytest.mark.night
 @few_trials
 def test_shards_on_the_host_leave_room() -> None:
-    """Shards, gradients and the optimizer's state of these units do not count; copies do, as long as they are on the device."""
+    """Shards, gradients and optimizer state of units on the host do not count. Copies count while they are on the device."""
     ((all_on_device,), (found,)) = (_explained_on_host(_LARGE, names).choices for names in ((), ("blocks.0", "blocks.2")))
-    # Of a block: two weights, three vectors of the width and one of four times that. Two tensors of AdamW; and of both units
-    # a shard or two less, since a copy is on the device ahead of each gather, and gradients are until they are copied.
+    # A block has two weights, three vectors of the width and one of four times the width. On the device, each of the two units
+    # holds four tensors: shards, gradients and two of AdamW. Up to two fewer are saved: a copy of the shard is on the device
+    # before each gather, and gradients are until they are copied.
     shards = (2 * 4 * 64 * 64 + 3 * 64 + 4 * 64) * 4 // 8
     before = {trial.policy: trial for trial in all_on_device.trials}
     for trial in found.trials:
@@ -216,13 +216,13 @@ def test_shards_on_the_host_leave_room() -> None:
 # Real ranks.
 
 _CASE = Case("mlp", functools.partial(models.MLP, layers=2), batch=functools.partial(regression_batch, sizes=(2048,)), steps=2)
-#: Copies that take next to nothing.
+#: Copies that take almost no time.
 _INSTANT = replace(_FAST, kernel_s=1e-9, host=HostLink(1e-9, 1e15, 1e15, 1e15))
 
 
 @few_trials
 def train_with_copies(lowering: str) -> list[Run]:
-    """Train without a budget, and within ones for which stretches wait on the host, or some of what they save."""
+    """Train without a budget, with one for which stretches wait on the host, and with only some of their activations there."""
     without, _, copied = _train_case({"lowering": lowering})
     assert not copied
     given = {"lowering": lowering, "hardware": _INSTANT, "host_budget": "1GB"}
@@ -261,7 +261,7 @@ def test_trains_alike(ranks: int, lowering: str, rank_pools: RankPools) -> None:
 
 @few_trials
 def train_on_host(lowering: str) -> list[Run]:
-    """Train with shards on the host, without a budget, and within the least possible one."""
+    """Train with shards on the host: without a budget, with one that is no constraint, and with the least possible one."""
     runs, budgets = [], [None, _LARGE]
     shards = functools.partial(fully_shard, offload_policy=CPUOffloadPolicy())
     for budget in budgets:

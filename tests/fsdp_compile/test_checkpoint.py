@@ -1,12 +1,12 @@
-"""The state of a sharded model: what is loaded, cast, frozen or stepped is what the next forward uses.
+"""State of a sharded model: the next forward uses the values that were loaded, cast, frozen or stepped.
 
 Most jobs train a sharded model beside a *twin*: the same model, not sharded, that every rank trains on the
-batches of all ranks. Everything is in float64, in which the two differ by rounding only; what is done to the
-one is then done to the other, and they must stay equal. Jobs assert on the ranks themselves: a failure comes
+batches of all ranks. Everything is in float64, in which the two differ by rounding only. Whatever a job does to
+one model it does to the other, and they must stay equal. Jobs assert on the ranks themselves: a failure comes
 back as the ranks' tracebacks.
 
-Compiled models use the ``aot_eager`` lowering: what a graph takes from the model's state does not depend on
-how its operators are lowered.
+Compiled models use the ``aot_eager`` lowering: the inputs that a graph takes from the model's state do not depend
+on how its operators are lowered.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import Forward, FullyShard, adamw, describe_values, regression_batch, shard_units
 
-# Batches of the global batch, whatever the number of ranks, so that two worlds can train on the same data.
+# Batches in the global batch. The number of ranks does not change it, so that two worlds can train on the same data.
 _PIECES = 4
 
 
-# Nothing divides by two or four: on four ranks the last one holds no row of the biases, and none of the head.
+# No size divides by two or four: on four ranks the last one holds no row of ``down.bias`` and of the head.
 def _build(seed: int = 0, layers: int = 1) -> nn.Module:
     torch.manual_seed(seed)
     return models.MLP(dim=5, hidden=7, out=3, layers=layers).double()
@@ -126,7 +126,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _assert_equal(model: nn.Module, twin: nn.Module, when: str = "", rtol: float = 1e-9) -> None:
-    """Parameters and gradients of a sharded model and of its twin are equal."""
+    """Assert that parameters and gradients of a sharded model equal those of its twin."""
     expected = dict(twin.named_parameters())
     actual = dict(model.named_parameters())
     assert list(actual) == list(expected)
@@ -144,7 +144,7 @@ def _assert_equal(model: nn.Module, twin: nn.Module, when: str = "", rtol: float
                 )
 
 
-# --- What a state dict holds ----------------------------------------------------------------------
+# --- Contents of state dicts ----------------------------------------------------------------------
 
 
 def _tied() -> nn.Module:
@@ -175,7 +175,7 @@ def state_dict_like_fsdp2(name: str, shape: tuple[int, ...]) -> None:
         torch.manual_seed(0)
         model = build()
         shard(model, device_mesh(shape), system)
-        # Names, in order, and what they name; parameters() may not differ from the state dict's tensors.
+        # Names and the tensors that they name, in order. The tensors of parameters() must equal those of the state dict.
         state = {key: describe_values(tensor) for key, tensor in model.state_dict().items()}
         parameters = {key: describe_values(parameter) for key, parameter in model.named_parameters()}
         described.append((list(state.items()), list(parameters.items())))
@@ -205,7 +205,7 @@ def test_a_state_dict_taken_once_follows_the_steps(compiled: bool, rank_pools: R
 
 
 class _Twice(nn.Module):
-    """One module under two names, which is called under both."""
+    """One module under two names; forward calls both names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def module_shared_in_the_tree(compiled: bool) -> None:
     assert list(pair.model.state_dict()) == list(pair.twin.state_dict())
     assert pair.model.get_submodule("again") is pair.model.get_submodule("first")
     pair.train(range(2))
-    # Under which name a value comes does not matter: there is one parameter.
+    # There is one parameter, so it does not matter under which name a value comes.
     pair.model.load_state_dict(_sharded_state(_twice()))
     pair.twin.load_state_dict(_twice().state_dict())
     pair.train(range(2))
@@ -244,7 +244,7 @@ def test_module_shared_in_the_tree(compiled: bool, rank_pools: RankPools) -> Non
 
 
 def _sharded_state(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model after sharding it, independent of the model's memory."""
+    """Return the state dict of ``model`` after sharding it, in memory of its own."""
     return {name: value.detach().clone() for name, value in _sharded(model).state_dict().items()}
 
 
@@ -257,7 +257,7 @@ def load_between_steps(compiled: bool, assign: bool) -> None:
     assert not loaded.missing_keys and not loaded.unexpected_keys
     pair.twin.load_state_dict(_build(seed=1).state_dict())
     if assign:
-        # As with any module: an optimizer knows the parameters that it was given, not their successors.
+        # As with any module, an optimizer knows the parameters that it was given, not their successors.
         pair.reset_optimizers()
     else:
         for name, parameter in pair.model.named_parameters():
@@ -277,7 +277,7 @@ def test_load_state_dict_between_steps(world: int, compiled: bool, assign: bool,
 
 
 def load_one_parameter(assign: bool) -> None:
-    """A partial state dict replaces what it names, and only that."""
+    """Check that a partial state dict replaces the parameters that it names, and no others."""
     pair = _Pair(compiled=True)
     pair.train(range(1))
     name = "blocks.0.down.weight"
@@ -294,7 +294,7 @@ def test_load_one_parameter(assign: bool, rank_pools: RankPools) -> None:
 
 
 def load_into_tied(assign: bool) -> None:
-    """The parameters stay tied, also when the two names of a state dict are two tensors."""
+    """Check that parameters stay tied, even if the state dict has different tensors for the two names."""
     torch.manual_seed(0)
     model = models.Transformer(vocab=13, layers=1, tied=True)
     fully_shard(model.head, mesh=_mesh())
@@ -327,7 +327,7 @@ def load_onto_meta(compiled: bool) -> None:
 
 
 def _train_on_from(model: nn.Module, twin: nn.Module, compiled: bool) -> None:
-    """Train a model whose values should be the twin's by now, in step with the twin."""
+    """Check that ``model`` has the values of ``twin``, and train both in step."""
     pair = _Pair.__new__(_Pair)
     pair.model, pair.twin, pair.new_optimizer = model, twin, adamw
     pair.forward = _compile(model, compiled)
@@ -342,7 +342,7 @@ def test_load_state_dict_onto_meta(compiled: bool, rank_pools: RankPools) -> Non
 
 
 def init_on_meta() -> None:
-    """Forward computes with what init functions wrote into the shards."""
+    """Check that forward computes with the values that init functions wrote into the shards."""
     model = _on_meta()
     assert all(parameter.is_meta and isinstance(parameter, DTensor) for parameter in model.parameters())
     model.to_empty(device="cpu")
@@ -362,7 +362,7 @@ def test_meta_device_initialisation(rank_pools: RankPools) -> None:
 
 
 def init_on_meta_module_by_module() -> None:
-    """The idiom of large-model code: each module gets memory, then values, by itself."""
+    """Initialise as code for large models does: give each module memory, then values, by itself."""
     model = _on_meta()
     for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:
@@ -397,7 +397,7 @@ def save_checkpoint(path: str, steps: int, compiled: bool) -> None:
 
 
 def resume_checkpoint(path: str, steps: int, compiled: bool, running: bool, meta: bool = False) -> None:
-    """Load a checkpoint into a new model, or (``running``) one that has trained on other data, and go on."""
+    """Load a checkpoint into a new model, or (``running``) one that has trained on other data, and train on."""
     twin = _build()
     twin_optimizer = adamw(twin.parameters())
     for step in range(steps):
@@ -486,7 +486,7 @@ def full_state_dict() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
     on_first = get_model_state_dict(pair.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     assert list(on_first) == (list(expected) if dist.get_rank() == 0 else [])
-    # Without a wrapper's prefix, also when asked of the compiled module.
+    # The names have no prefix of a wrapper, even for the compiled module.
     assert isinstance(pair.forward, nn.Module)
     assert list(get_model_state_dict(pair.forward)) == list(expected)
 
@@ -509,7 +509,7 @@ def cast(compiled: bool, steps_before: int) -> None:
     for model in (pair.model, pair.twin):
         model.double()
     pair.reset_optimizers()
-    # What the float32 steps rounded differently stays.
+    # Differences in rounding from the float32 steps remain.
     pair.train(range(4, 6), rtol=1e-5)
 
 
@@ -556,7 +556,7 @@ def test_freeze_and_unfreeze(compiled: bool, names: list[str], rank_pools: RankP
 
 
 def frozen_at_first(compiled: bool) -> None:
-    """The usual order of fine-tuning: the body is frozen when the model is sharded, then thawed."""
+    """Train with a body that is frozen before sharding, then thaw it, the usual order of fine-tuning."""
 
     def build() -> nn.Module:
         model = _build()
@@ -589,7 +589,7 @@ def clip(compiled: bool, norm_type: float, foreach: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    # torch takes no infinity norm of a shard without elements, which there are on four ranks.
+    # On four ranks, some shards are empty. torch takes no infinity norm of an empty shard.
     ("world", "norm_type", "foreach"),
     [(4, 2.0, True), (4, 1.0, False), (2, float("inf"), True)],
 )
@@ -643,7 +643,7 @@ def accumulate_into_zeros(compiled: bool) -> None:
         pair.backward(step)
         pair.check(f"step {step}")
         for name, parameter in pair.model.named_parameters():
-            # In place, as autograd does: references to the gradient see the new one.
+            # The gradient is written in place, as by autograd: references to it see the new values.
             assert parameter.grad is kept[name]
         for optimizer in (pair.optimizer, pair.twin_optimizer):
             optimizer.step()
@@ -656,7 +656,7 @@ def test_zero_grad_in_place(compiled: bool, rank_pools: RankPools) -> None:
 
 
 def kept_gradients_stay(compiled: bool) -> None:
-    """A gradient that the user keeps is not written to by later steps: no buffer of a graph is behind it."""
+    """Check that later steps do not write to a gradient that the user keeps: it is no buffer of a graph."""
     pair = _Pair(compiled)
     pair.backward(0)
     kept = {name: parameter.grad for name, parameter in pair.model.named_parameters()}
@@ -708,7 +708,7 @@ def hooks(compiled: bool, build: Callable[[], nn.Module]) -> None:
     ]
     names = [name for name, _ in pair.model.named_parameters()]
     for step in range(3):
-        # Twice before a step: a hook sees the sum so far.
+        # There are two microbatches in a step: a hook sees the sum so far.
         for micro in range(2):
             calls.clear()
             pair.backward(2 * step + micro)
@@ -731,7 +731,7 @@ def test_hooks_run_once_with_the_whole_gradient(compiled: bool, build: Callable[
 
 
 def optimizer_in_backward(compiled: bool) -> None:
-    """The idiom that hooks exist for: each parameter is stepped, and its gradient freed, as backward goes."""
+    """Step each parameter in its hook during backward, and free its gradient: the common use of such hooks."""
     pair = _Pair(compiled)
     own = {parameter: adamw([parameter]) for parameter in pair.model.parameters()}
 
@@ -800,7 +800,7 @@ def test_sync_module_states_refuses(rank_pools: RankPools) -> None:
 
 
 def distributed_values_reach_the_graph() -> None:
-    """Values that are written into parameters in place are what the compiled graph computes with."""
+    """Check that the compiled graph computes with values that are written into parameters in place."""
     pair = _Pair(compiled=True)
     pair.train(range(1))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Communication hooks on sharded models: registered, traced into the backward graph, and right."""
+"""Communication hooks on sharded models: registered, traced into the backward graph, and correct."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _group(shape: tuple[int, ...]) -> Any:
 
 
 def averages(state: Any, grad: Tensor, output: Tensor) -> None:
-    """The same reduction as without a hook."""
+    """Reduce as without a hook."""
     dist.reduce_scatter_tensor(output, grad, group=state)
     output.div_(dist.get_world_size(state))
 
@@ -47,7 +47,7 @@ def adds_one(reduced: Tensor) -> None:
 
 
 def gradients(shape: tuple[int, ...], system: str, hook: str, microbatches: int = 1, flag: str = "") -> dict[str, Tensor]:
-    """Executed by every rank: the full gradients of a small model after some microbatches."""
+    """Return the full gradients of a small model after some microbatches. Runs on every rank."""
     torch.manual_seed(0)
     model = models.MLP(dim=8, hidden=8, layers=1)
     shard_units(model, device_mesh(shape), fully_shard)
@@ -117,17 +117,17 @@ def test_a_hook_that_averages_lowers_to_kernels(rank_pools: RankPools) -> None:
 def test_compression_rounds(rank_pools: RankPools) -> None:
     expected = rank_pools[2].run(gradients, shape=(2,), system="aot_eager", hook="")[0]
     ours = rank_pools[2].run(gradients, shape=(2,), system="aot_eager", hook="bf16")[0]
-    # bfloat16 has 8 bits of precision; gradients are rounded before the sum, and the sum is.
+    # bfloat16 has 8 bits of precision. Gradients are rounded before the sum, and the sum is rounded, too.
     _assert_close(ours, expected, 2**-7)
     assert any(not torch.equal(ours[name], expected[name]) for name in expected)
-    # torch's function means ours.
+    # torch's function is replaced by the library's.
     theirs = rank_pools[2].run(gradients, shape=(2,), system="aot_eager", hook="torch_bf16")[0]
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("flag", ["", "set_requires_gradient_sync", "set_requires_all_reduce"])
 def test_in_place_hook_where_parameters_are_whole(flag: str, rank_pools: RankPools) -> None:
-    """Two replicas of a shard dimension of one rank, as DistributedDataParallel."""
+    """With two replicas and one shard, as in DistributedDataParallel, parameters are whole."""
     options = {"shape": (2, 1), "microbatches": 3 if flag else 1, "flag": flag}
     expected = rank_pools[2].run(gradients, system="aot_eager", hook="", **options)[0]
     for system in ("aot_eager", "eager"):
@@ -167,7 +167,7 @@ def test_the_hook_is_in_the_graph_once_for_each_bucket(fake_ranks: None) -> None
     text = captured.backward[0].readable()
     reductions = [line for line in text.splitlines() if "reduce_scatter_tensor.default" in line]
     assert len(reductions) == 2 and all('"bf16[' in line for line in reductions)
-    # The second starts before the first is waited for: what follows a hook's collective moves with its wait.
+    # The second reduction starts before the first is waited for: operations after a hook's collective move with its wait.
     lines = text.splitlines()
     first_wait = next(index for index, line in enumerate(lines) if "wait_tensor" in line and "reduce_scatter" in line)
     assert lines.index(reductions[1]) < first_wait

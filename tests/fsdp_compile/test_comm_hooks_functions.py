@@ -145,7 +145,7 @@ def _gradient(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def _run(function: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
-    """The result of the function, after checking that its graph gives the same."""
+    """Return the result of ``function``, after checking that its traced graph computes the same."""
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(flat)
     value = function(flat)
@@ -155,9 +155,9 @@ def _run(function: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
 
 
 def _run_hook(name: str, dtype: torch.dtype, parameter_type: torch.dtype) -> dict[str, Tensor]:
-    """The hook's results by way of reduction, of ours and of torch's where that runs on a CPU."""
+    """Return the hook's results as "reduce" and as "in_place", and torch's own as "torch" if its hook runs on a CPU."""
     state = LowPrecisionState(dist.group.WORLD, parameter_type)
-    # Two ranks alone would leave the division before out.
+    # With the factors of two ranks, there would be no division before the reduction.
     state.gradient_predivide_factor, state.gradient_postdivide_factor = 4.0, 3.0
     flat = _gradient(dist.get_rank(), dtype)
     bound: BoundHook = bind_hook(state, getattr(comm_hooks, name))

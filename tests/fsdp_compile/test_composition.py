@@ -1,7 +1,7 @@
-"""Features that people use together with FSDP2: the same job runs with FSDP2 and here, and gives the same numbers.
+"""Features that people use together with FSDP2: a job runs with FSDP2 and with this library, and gives the same numbers.
 
-A job gets a :class:`System` that shards and compiles: FSDP2 with compiled blocks, or this library with the whole model. It gives
-a tree of tensors and numbers, which have to agree. docs/compatibility.md names these tests, and those that stand elsewhere.
+A job gets a :class:`System` that shards and compiles: FSDP2 with compiled blocks, or this library with the whole model. It
+returns a tree of tensors and numbers, which must agree. docs/compatibility.md names these tests, and tests in other files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowerin
 
 @dataclass(frozen=True)
 class System:
-    """``ours``: this library, the model compiled whole; else FSDP2 with compiled blocks, torch's recipe."""
+    """``ours``: this library, with the model compiled whole; otherwise FSDP2 with compiled blocks, torch's recipe."""
 
     ours: bool
 
@@ -98,7 +98,7 @@ def _plain(system: System, **options: Any) -> Numbers:
     return _train(model, system.compile(model))
 
 
-# --- What is saved for backward -------------------------------------------------------------------
+# --- Saved for backward ---------------------------------------------------------------------------
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -126,7 +126,7 @@ def memory_budget(system: System) -> Numbers:
 
 
 def count_operators(how: str) -> Counter[str]:
-    """Products and tanhs of a backward graph."""
+    """Count the operators of a backward graph by name."""
     torch._dynamo.reset()  # An equal model would run the graph that is there.
     torch.manual_seed(0)
     model = _Selective() if how == "selective checkpoint" else models.MLP()
@@ -142,7 +142,7 @@ def count_operators(how: str) -> Counter[str]:
 
 def test_what_is_recomputed(fake_ranks: None) -> None:
     plain, selective, budget = (count_operators(how) for how in ("plain", "selective checkpoint", "memory budget"))
-    # A policy keeps products and recomputes the rest; without memory for activations, products are computed again.
+    # A policy keeps products and recomputes the rest. Without memory for activations, products are computed again, too.
     assert plain["tanh"] == 0 and selective["tanh"] == 2
     products = [counted["mm"] + counted["addmm"] for counted in (plain, selective, budget)]
     assert products[0] == products[1] < products[2]
@@ -165,7 +165,7 @@ def autocast(system: System) -> Numbers:
 
 
 def scaler(system: System) -> Numbers:
-    """One entry of one gradient overflows at the second step, which one rank holds: no rank may step then."""
+    """Overflow one gradient entry of one rank in the second step, and check that no rank steps then."""
     model = system.shard(_mlp())
     forward, optimizer = system.compile(model), adamw(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -236,7 +236,7 @@ def step_in_backward(system: System) -> Numbers:
 
 
 class _Batches(IterableDataset):
-    """Computed in the worker, with torch."""
+    """Batches that the worker computes with torch."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -248,7 +248,7 @@ class _Batches(IterableDataset):
 
 @contextlib.contextmanager
 def _may_have_children() -> Iterator[None]:
-    """The ranks of a pool are daemons, which the multiprocessing module allows no children."""
+    """Allow child processes in the block: the multiprocessing module allows none to daemons, as the ranks of a pool are."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     config["daemon"] = False
     try:
@@ -258,7 +258,7 @@ def _may_have_children() -> Iterator[None]:
 
 
 def forked_workers(system: System) -> Numbers:
-    """Workers that are forked after the first step, when collectives and their threads are there."""
+    """Fork data workers after the first step, when collectives and their threads exist."""
     model = system.shard(_mlp())
     forward, optimizer = system.compile(model), adamw(model.parameters())
     _train(model, forward, optimizer, steps=1)
@@ -279,7 +279,7 @@ def forked_workers(system: System) -> Numbers:
 
 
 def two_models(system: System) -> Numbers:
-    """A generator and a critic, compiled apart, each with its own loss and optimizer, in one step."""
+    """Train a generator and a critic in one step, compiled apart, each with its own loss and optimizer."""
     torch.manual_seed(0)
     pair = models.TwoModels()
     parts = [system.shard(pair.generator), system.shard(pair.critic)]
@@ -301,7 +301,7 @@ def two_models(system: System) -> Numbers:
 
 
 def teacher(system: System) -> Numbers:
-    """A student that learns from a frozen teacher, which follows it as a moving average."""
+    """Train a student on a frozen teacher, which is a moving average of the student."""
     student, teacher = system.shard(_mlp()), system.shard(_mlp())
     teacher.requires_grad_(False)
     teacher.eval()
@@ -324,7 +324,7 @@ def teacher(system: System) -> Numbers:
 
 
 def lengths(system: System) -> Numbers:
-    """Another length every step, marked as nothing: Dynamo makes it dynamic at the second."""
+    """Train with another length in each step, none marked as dynamic: Dynamo makes the size dynamic at the second step."""
     torch.manual_seed(0)
     model = system.shard(models.Transformer())
     forward, optimizer = system.compile(model), adamw(model.parameters())
@@ -371,7 +371,7 @@ _JOBS: dict[str, Job] = {
     "fullgraph": fullgraph,
     "each block": each_block,
 }
-# In bfloat16, kernels round where they do.
+# Kernels differ in where they round to bfloat16.
 _RTOL = {"autocast": 2e-2}
 
 
@@ -383,7 +383,7 @@ def compare(name: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 10)
 
 
-# Jobs like the others, with another optimizer, model or batch.
+# These jobs differ from others only in optimizer, model or batch.
 _AT_NIGHT = ("two models", "Muon", "LBFGS", "fused AdamW", "lengths that change")
 
 
@@ -394,7 +394,7 @@ def test_same_as_fsdp2(name: str, rank_pools: RankPools) -> None:
 
 # --- Pipelines ------------------------------------------------------------------------------------
 
-# By name: the class, and the stages of a rank.
+# By name: the class of the schedule, and the number of stages of a rank.
 _PIPELINES: dict[str, tuple[Any, int]] = {
     "GPipe": (pipelining.ScheduleGPipe, 1),
     "1F1B": (pipelining.Schedule1F1B, 1),
@@ -405,7 +405,7 @@ _PIPELINES: dict[str, tuple[Any, int]] = {
     "DualPipeV": (pipelining.ScheduleDualPipeV, 2),
 }
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-# They split backward: the gradients of inputs first, those of weights later.
+# These schedules split backward: they compute gradients of inputs first, those of weights later.
 _ZERO_BUBBLES = ("InterleavedZeroBubble", *_V_SHAPED)
 
 
@@ -449,7 +449,7 @@ def pipeline(system: System, name: str, compiles: str, whole_backward: bool = Fa
 
 
 def compare_pipelines(name: str, compiles: str = "all", **options: Any) -> None:
-    # With zero bubbles, FSDP2 loses gradients of what it has resharded after forward.
+    # With zero bubbles, FSDP2 loses gradients of parameters that it resharded after forward.
     theirs = pipeline(System(ours=False), name, compiles="", reshard_after_forward=name not in _ZERO_BUBBLES)
     torch._dynamo.reset()
     torch.testing.assert_close(pipeline(System(ours=True), name, compiles, **options), theirs, rtol=1e-5, atol=1e-6)
@@ -508,7 +508,7 @@ def test_pipelines_without_gradients_are_refused(name: str, compiles: str, rank_
 
 
 def state_dicts(system: System, strict: bool = True, **options: Any) -> Numbers:
-    """Train, get the state, set it into another model and optimizer, train that on; parameters are frozen in part."""
+    """Train, set the state into another model and optimizer, and train these. Some parameters are frozen."""
 
     def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
@@ -527,7 +527,7 @@ def state_dicts(system: System, strict: bool = True, **options: Any) -> Numbers:
         state = {}, {}
     model, optimizer = build(1)
     set_options = StateDictOptions(strict=strict, **options)
-    # Not at once by set_state_dict(), which takes a rank without a state of the model for one that loads the optimizer's only.
+    # Not set_state_dict(), which takes a rank without model state for one that loads only the optimizer's state.
     keys = set_model_state_dict(model, state[0], options=set_options)
     set_optimizer_state_dict(model, optimizer, state[1], options=set_options)
     after = _train(model, system.compile(model), optimizer, steps=2)

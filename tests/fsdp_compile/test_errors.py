@@ -1,7 +1,7 @@
 """Errors of the library: the message names the culprit and the remedy, and nothing is half-applied.
 
-All of it runs in this process. The ``fake`` process group stands in for any number of ranks where nothing is
-computed; where something is, it is a Gloo world of one rank.
+All tests run in this process. Those that compute use a Gloo world of one rank. The others use the ``fake`` process
+group, with any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowerin
 
 @pytest.fixture
 def warn_anew() -> None:
-    """Forget what this process has warned about already."""
+    """Forgotten warnings: the process has not yet warned of models without sharding."""
     _warn_once_that_nothing_is_sharded.cache_clear()
 
 
@@ -46,7 +46,7 @@ def _mesh(*shape: int) -> DeviceMesh:
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """All that sharding could have left on a model: classes, parameters, attributes, hooks."""
+    """Return all that sharding could have left on a model: classes, parameters, attributes, hooks."""
     found: list[Any] = []
     for name, module in model.named_modules():
         found += [name, module, type(module), sorted(module.__dict__), type(module).forward]
@@ -59,7 +59,7 @@ def _state(model: nn.Module) -> list[Any]:
 
 
 def _same(before: list[Any], after: list[Any]) -> bool:
-    # Identity for objects: parameters compare element by element.
+    # Compare objects by identity: parameters compare element by element.
     return len(before) == len(after) and all(
         one is other or (not isinstance(one, (Tensor, nn.Module)) and one == other)
         for one, other in zip(before, after, strict=True)
@@ -70,7 +70,7 @@ def _same(before: list[Any], after: list[Any]) -> bool:
 def _refused(
     model: nn.Module, kind: type[Exception] | tuple[type[Exception], ...], match: str, shardable: bool = True
 ) -> Iterator[None]:
-    """The block raises, leaves the model as it was, and the model can still be sharded (``shardable``)."""
+    """Check that the block raises and leaves the model as it was, and (``shardable``) that the model can still be sharded."""
     before = _state(model)
     with pytest.raises(kind, match=match):
         yield
@@ -101,7 +101,7 @@ def test_mixed_dtypes_of_trainable_parameters(fake_ranks: None) -> None:
     with pytest.raises(ValueError, match=r"bias is torch\.float32 and head\.weight is torch\.float64.*freeze"):
         fully_shard(model, mesh=_mesh())
     assert _same(before, _state(model))
-    # The remedies that the message offers: a unit of its own, or to freeze it.
+    # The message offers two remedies: a unit for the parameter, or freezing it.
     fully_shard(model.head, mesh=_mesh())
     fully_shard(model, mesh=_mesh())
 
@@ -284,7 +284,7 @@ def test_dtensor_on_a_mesh_that_is_no_other_slice(mesh_of_param: str, fake_ranks
     with pytest.raises(ValueError, match=r"head\.weight is a DTensor on .* another slice of the mesh.*ignored_params"):
         fully_shard(model, mesh=both["dp"])
     assert _same(before, _state(model))
-    # The message's remedies.
+    # The remedies that the message names.
     fully_shard(model, mesh=both["dp"], ignored_params={model.head.weight})
     assert isinstance(model.head.bias, DTensor) and type(model.head) is nn.Linear
     model = _model()
@@ -316,7 +316,7 @@ def test_parameter_that_is_not_contiguous(fake_ranks: None) -> None:
 
 
 def test_failed_list_leaves_all_its_modules(fake_ranks: None) -> None:
-    """Modules ahead of the culprit in the list are as untouched as those behind it."""
+    """Modules before and after the culprit in the list stay untouched."""
     model = _model()
     model.head.double()
     before = _state(model)
@@ -341,7 +341,7 @@ def test_meta_parameter_in_forward(compiled: bool, one_rank: None, warn_anew: No
     forward = torch.compile(model, **_EAGER_LOWERING) if compiled else model
     with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight is on the meta device.*to_empty"):
         forward(torch.zeros(2, 8))
-    # The remedy, after which the same model (and the same compiled one) works.
+    # After the remedy, the same model works, compiled or not.
     model.to_empty(device="cpu")
     twin = _model()
     with torch.no_grad():
@@ -351,13 +351,13 @@ def test_meta_parameter_in_forward(compiled: bool, one_rank: None, warn_anew: No
     with _warnings_of_the_backend() as messages, capture() as captured:
         torch.testing.assert_close(forward(torch.zeros(2, 8)), twin(torch.zeros(2, 8)))
     assert not messages
-    # Dynamo compiles the model's frames, not the eager kernels of its operators.
+    # Dynamo compiles the model's frames, not the eager kernels of the library's operators.
     for graph in captured.forward:
         assert "shard_" in graph.readable(), graph.readable()
 
 
 def test_meta_parameter_of_the_root_only(one_rank: None) -> None:
-    """The error names the parameter, wherever in the model it is."""
+    """The error names the parameter at any depth of the model."""
     model = _model()
     model.head.to("meta")
     for part in (*model.blocks, model.head):
@@ -370,7 +370,7 @@ def test_meta_parameter_of_the_root_only(one_rank: None) -> None:
 
 
 def test_partly_meta_unit(one_rank: None) -> None:
-    """One unit cannot be half on the meta device: the error says which parameter differs from the others."""
+    """A unit cannot be partly on the meta device. The error names a parameter that differs from the others."""
     model = _model()
     model.head.to("meta")
     with _refused(model, ValueError, r"(head\.(weight|bias).*meta|meta.*head\.(weight|bias))", shardable=False):
@@ -380,7 +380,7 @@ def test_partly_meta_unit(one_rank: None) -> None:
 def test_deepcopy(fake_ranks: None) -> None:
     model = _model()
     fully_shard(model.blocks[0], mesh=_mesh())
-    # Also from a module that is not sharded, and from one that owns shards without being a unit.
+    # A unit, a module that owns shards without being a unit, and a model that is not sharded itself.
     for culprit, name in (
         (model.blocks[0], "FSDPBlock holds"),
         (model.blocks[0].up, "up.weight, up.bias: a module that holds"),
@@ -408,7 +408,7 @@ def test_assigning_a_full_state_dict(one_rank: None) -> None:
         assert isinstance(parameter, DTensor), name
         assert torch.equal(parameter.to_local(), values[name].to_local()), name
     torch.testing.assert_close(model(inputs), expected, rtol=0, atol=0)
-    # A valid load goes through afterwards.
+    # A valid load works afterwards.
     model.load_state_dict({name: value + 1 for name, value in values.items()}, assign=True)
     assert torch.equal(model.head.bias.to_local(), values["head.bias"].to_local() + 1)
 
@@ -421,7 +421,7 @@ def test_assigning_other_placements(fake_ranks: None) -> None:
 
 
 def test_copying_a_full_state_dict(one_rank: None) -> None:
-    """torch refuses to copy plain tensors into DTensors, which is right; the model keeps its values."""
+    """torch refuses to copy plain tensors into DTensors, correctly; the model keeps its values."""
     model = _shard_all(_model())
     before = _state(model)
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
@@ -430,7 +430,7 @@ def test_copying_a_full_state_dict(one_rank: None) -> None:
 
 
 class _Picky(models.MLP):
-    """Refuses negative inputs: before, inside and behind a unit, by ``where``."""
+    """A model that refuses its input before, inside or after a unit, as ``where`` says."""
 
     where = ""
 
@@ -477,7 +477,7 @@ def test_forward_that_raises_leaves_the_model_usable(compiled: bool, where: str,
         set_where(where)
         with pytest.raises(ValueError, match=f"refused {where}"):
             forward(inputs)
-        # Outside of a forward, parameters are shards; in the next one, full tensors.
+        # Parameters are shards outside of a forward, and full tensors in the next one.
         assert isinstance(model.head.weight, DTensor) and isinstance(model.blocks[0].up.weight, DTensor)
         set_where("")
         if not warm:
@@ -547,7 +547,7 @@ def _warnings_of_the_backend() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("lowering", ["inductor", "aot_eager"])
 def test_plain_model_warns_once(lowering: str, one_rank: None, warn_anew: None) -> None:
-    """A forgotten ``fully_shard`` gets one warning, and the model that Inductor would make of it."""
+    """Without ``fully_shard``, the backend warns once, and compiles the model as Inductor does."""
     model, inputs = nn.Linear(8, 4), torch.randn(2, 8)
     expected = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
     with _warnings_of_the_backend() as messages:
@@ -564,7 +564,7 @@ def test_plain_model_warns_once(lowering: str, one_rank: None, warn_anew: None) 
 
 @pytest.mark.inductor
 def test_plain_model_compiles_as_with_inductor(one_rank: None) -> None:
-    """To the same code, that is; nothing is captured, because nothing of the library is in it."""
+    """The generated code is Inductor's. Nothing is captured, as the graph has no part of the library."""
     model, inputs = nn.Linear(8, 4), torch.randn(2, 8)
     with capture() as captured:
         _, by_fsdp = run_and_get_code(torch.compile(model, backend=fsdp_backend), inputs)
@@ -575,12 +575,12 @@ def test_plain_model_compiles_as_with_inductor(one_rank: None) -> None:
 
 
 def _body(code: str) -> str:
-    """Generated code without the comments that say where it came from."""
+    """Return generated code without comments, as these say where it came from."""
     return "\n".join(line for line in code.splitlines() if not line.lstrip().startswith("#"))
 
 
 class _ComputesBetween(nn.Module):
-    """The graph between the breaks has no parameter."""
+    """A model whose graph between the breaks has no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -604,7 +604,7 @@ def test_piece_without_parameters_does_not_warn(one_rank: None, warn_anew: None)
 
 
 def test_piece_with_ignored_parameters_does_not_warn(one_rank: None, warn_anew: None) -> None:
-    """The model is sharded; that a piece of it has only parameters left out on purpose is no mistake."""
+    """A graph of a sharded model may have no parameters except ignored ones."""
     model = _ComputesBetween()
     fully_shard(model.blocks[0], mesh=_mesh())
     fully_shard(model, mesh=_mesh(), ignored_params=set(model.head.parameters()))
@@ -621,7 +621,7 @@ def test_backend_has_a_name() -> None:
 
 @pytest.mark.inductor
 def test_backend_by_name() -> None:
-    """By entry point, in a process that has not imported the backend."""
+    """The name is found by entry point, in a process that has not imported the backend."""
     program = """
         import torch, torch.distributed as dist
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

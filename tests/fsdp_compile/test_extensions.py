@@ -1,4 +1,4 @@
-"""All-gather extensions: parameters that are tensor subclasses with gathers of their own, beside torch's FSDP2 with the same."""
+"""All-gather extensions: parameters that are tensor subclasses with their own gathers train as with torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.common.subclasses import Halved, Scaled, Wrapper
 
 
 class Reader(Halved):
-    """Reads the module, so that equal modules are not equal to it."""
+    """An extension that reads the module, so that equal modules have different gathers."""
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         return (self.held * module.gain,), None
@@ -48,7 +48,7 @@ KINDS: dict[str, Any] = {"halved": Halved, "scaled": Scaled, "reader": Reader}
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is sharded: sizes of its linear layers, and what :func:`torch.distributed.fsdp.fully_shard` takes."""
+    """A model of linear layers with these ``sizes``, and the arguments of :func:`torch.distributed.fsdp.fully_shard`."""
 
     kind: str = "halved"
     system: str = "aot_eager"
@@ -68,7 +68,7 @@ class Case:
 
 
 class Layer(nn.Linear):
-    """Several operations, so that equal layers fold; and an attribute that an extension may read."""
+    """A linear layer with enough operations that equal layers fold, and an attribute that an extension may read."""
 
     gain = 1.0
 
@@ -78,7 +78,7 @@ class Layer(nn.Linear):
 
 
 class Net(nn.Module):
-    """Layers."""
+    """Linear layers, one after another."""
 
     def __init__(self, case: Case):
         super().__init__()
@@ -108,7 +108,7 @@ def build(case: Case, fully_shard: Callable[..., Any]) -> nn.Module:
 
 
 def steps(model: Any, case: Case, between: Callable[[nn.Module, int], None] = lambda *_: None, count: int = 3) -> list[Tensor]:
-    """Losses, the gradients of the last step, and the parameters in the end."""
+    """Train; return losses, the gradients of the last step, and the final parameters."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     losses = []
@@ -129,7 +129,7 @@ def steps(model: Any, case: Case, between: Callable[[nn.Module, int], None] = la
 
 
 def both(case: Case) -> tuple[list[Tensor], list[Tensor], list[str]]:
-    """A job: FSDP2's, ours, and the classes of our local tensors."""
+    """Return the results of FSDP2 and of the library, and the classes of the library's local tensors. Runs on every rank."""
     torch._dynamo.reset()
     expected = steps(build(case, torch.distributed.fsdp.fully_shard), case)
     model = build(case, fsdp_compile.fully_shard)
@@ -138,7 +138,7 @@ def both(case: Case) -> tuple[list[Tensor], list[Tensor], list[str]]:
 
 
 def tolerance(case: Case) -> dict[str, float]:
-    """Fused kernels round sums otherwise, and a rounding to few bits that they tip over is large."""
+    """Return the tolerances of a case. Fused kernels round sums differently, which can tip a rounding to few bits."""
     if len(case.sizes) > 5:
         return {"rtol": 1e-3, "atol": 1e-3}
     if case.param_dtype and case.system == "inductor":
@@ -190,7 +190,7 @@ def test_equals_fsdp2(case: Case, rank_pools: RankPools) -> None:
 
 
 class Pair(TwoTensor):
-    """Two tensors, of which a forward computes with both, as torch's tests have it; the parameter stays a subclass."""
+    """Two tensors, as in torch's tests. The gathered parameter stays a subclass, and forward computes with both tensors."""
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Pair:
@@ -207,7 +207,7 @@ KINDS["pair"] = lambda weight: Pair(weight, weight.clone())
 
 
 def first_of_pairs(case: Case) -> tuple[list[Tensor], list[Tensor]]:
-    """A job: FSDP2's losses and gradients, and ours, where gathered parameters are subclasses, too."""
+    """Return losses and gradients of FSDP2 and of the library; gathered parameters are subclasses, too. Runs on every rank."""
     torch._dynamo.reset()
     results = []
     for library in (torch.distributed.fsdp, fsdp_compile):
@@ -238,7 +238,7 @@ def test_parameters_that_stay_subclasses(system: str, rank_pools: RankPools) -> 
 
 
 def test_subclasses_are_freed_after_forward(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward gathers them again, and finds in them what autograd saved."""
+    """Backward gathers the parameters again, and finds in them the tensors that autograd saved."""
     gathered: list[weakref.ref[Tensor]] = []
 
     def post(self: Any, tensors: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
@@ -266,7 +266,7 @@ def set_bounds(model: nn.Module, step: int) -> None:
 
 
 def bounded(case: Case) -> tuple[list[Tensor], list[Tensor], int]:
-    """A job: as :func:`both`, with a bound that changes with each step; and how often ours was compiled."""
+    """Return results with a bound that changes each step, and the library's graph count. Runs on every rank."""
     torch._dynamo.reset()
     expected = steps(build(case, torch.distributed.fsdp.fully_shard), case, set_bounds, count=5)
     torch._dynamo.utils.counters.clear()
@@ -283,7 +283,7 @@ def test_tensors_of_a_shard_are_read_anew_in_each_step(system: str, rank_pools: 
 
 
 def checkpointed(path: str) -> bool:
-    """A job: saves and loads a model whose weights are subclasses, and trains on; whether that is as without."""
+    """Return whether a model whose weights are subclasses trains on equally after a checkpoint. Runs on every rank."""
     torch._dynamo.reset()
     case = Case("scaled")
     straight: Any = build(case, fsdp_compile.fully_shard)
@@ -349,7 +349,7 @@ def doubled(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: An
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["uncompiled", "compiled"])
 def test_a_class_gets_other_functions(is_compiled: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models that are sharded later call these, in whichever of the two signatures; one that was sharded before says so."""
+    """Models sharded later call the new functions, with either signature. A model sharded before raises."""
     weight, value = torch.randn(16, 16), torch.randn(2, 16)
     usual = Halved.fsdp_pre_all_gather
     for function, scale in ((old_generation, 1), (usual, 1), (doubled, 2), (old_generation, 1)):
@@ -422,7 +422,7 @@ def test_equal_layers_fold(kind: str, number: int, fake_ranks: None, monkeypatch
         with capture() as graphs:
             compiled(torch.ones(2, 8)).sum().backward()
         (forward,), (backward,) = graphs.forward, graphs.backward
-        # Forward gives out what it saves in another order, in which backward takes it.
+        # Saved tensors may come in another order: leave out forward's output, and compare backward's operations by number.
         every = Counter(map(str, kinds(backward.graph_module.graph)))
         texts.append((operations(forward.graph_module.graph)[:-1], every))
     assert len(folded) == number
@@ -430,12 +430,15 @@ def test_equal_layers_fold(kind: str, number: int, fake_ranks: None, monkeypatch
 
 
 def variants() -> tuple[bool, list[Tensor], list[Tensor], int]:
-    """A job: whether a gather policy beside extensions changes nothing; FSDP2's steps, ours with each layer compiled by itself,
-    and how many graphs they share."""
+    """Train with a gather policy beside extensions, and with each layer compiled by itself. Runs on every rank.
+
+    Returns:
+        Whether the policy changes nothing; the steps of FSDP2; those of the library; and the number of graphs.
+    """
     torch._dynamo.reset()
     case = Case("scaled", sizes=(8,) * 5)
     plain = steps(build(case, fsdp_compile.fully_shard), case)
-    # Of biases, which are all that is left to round, nothing is.
+    # Only biases are left to be rounded, and biases are not.
     rounded = steps(build(case, functools.partial(fsdp_compile.fully_shard, gather_policy=GatherPolicy())), case)
     is_same = all(map(torch.equal, plain, rounded))
     torch._dynamo.reset()
@@ -454,12 +457,12 @@ def test_beside_a_gather_policy_and_compiled_by_block(rank_pools: RankPools) -> 
         assert is_same
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
-        # The first layer's input needs no gradient.
+        # Two graphs, as the first layer's input needs no gradient.
         assert graphs == 2
 
 
 def unshard_by_hand(system: str) -> list[bool]:
-    """A job: whether a forward behind ``unshard()`` computes the same, shows the full parameters, and shards them again."""
+    """Return whether forward after ``unshard()`` computes the same, shows full parameters, and reshards. Runs on every rank."""
     torch._dynamo.reset()
     case = Case(system=system)
     model: Any = build(case, fsdp_compile.fully_shard)

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 def shard(model: Any, mesh: DeviceMesh, dim: int = 0) -> None:
-    """Tensor parallelism of blocks whose inputs and outputs are cut along a dimension of the tokens."""
+    """Apply tensor parallelism to blocks whose inputs and outputs are sharded along dimension ``dim`` of the tokens."""
     for block in model:
         plan = {"up": ColwiseParallel(input_layouts=Shard(dim)), "down": RowwiseParallel(output_layouts=Shard(dim))}
         parallelize_module(block, mesh["tp"], plan)
@@ -53,7 +53,7 @@ def code_of_a_block() -> CudaCode:
 class TestOutline(expecttest.TestCase):
     @pytest.mark.cuda
     def test_block_on_cuda(self) -> None:
-        """Of the collectives over "tp" none is left; those over the shards, and the order of all, are as ever."""
+        """No collective over "tp" is left. Collectives over the shards stay, and the order is the same."""
         with symmetric_memory._test_mode():
             code = code_of_a_block()
         self.assertExpectedInline(
@@ -81,13 +81,13 @@ wait reduce_scatter 0
 
 
 def test_report() -> None:
-    """As many flops as without fusing, and no collective that the model waits for."""
+    """Fusing keeps the number of flops, and removes the model's own collectives."""
     arguments: Any = (nn.Sequential(Block()), torch.empty(64, WIDTH), {"dp": 4, "tp": 2}, "h100")
     apart = explain(*arguments, shard=shard, suggest=False)
     with torch._inductor.config.patch(_micro_pipeline_tp=True), symmetric_memory._test_mode():
         fused = explain(*arguments, shard=shard, suggest=False)
     assert fused.flops == apart.flops
-    # A gather and a scatter forward, and a gather backward; those of the shards stay.
+    # Fused are a gather and a scatter in forward and a gather in backward. Three collectives over the shards stay.
     assert (apart.total.collectives, fused.total.collectives) == (6, 3)
 
 
@@ -101,7 +101,7 @@ def test_a_group_without_symmetric_memory() -> None:
 
 @contextlib.contextmanager
 def fused_on_cpu() -> Iterator[None]:
-    """The operators, which have kernels for CUDA only, as their definitions in other operators."""
+    """Give the fused operators, which have kernels for CUDA only, their definitions in other operators on CPU."""
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
     library.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
@@ -123,7 +123,7 @@ def batch(rank: int) -> Tensor:
 
 
 def train_fused(dim: int) -> tuple[list[str], dict[str, Tensor]]:
-    """Executed by every rank: the fused operators that its graphs call, and the gradients of a step."""
+    """Return the fused operators in the graphs of a step, and the full gradients. Runs on every rank."""
     mesh = device_mesh((2, 2), ("dp", "tp"))
     model: Any = seeded_model()
     shard(model, mesh, dim)
@@ -140,7 +140,7 @@ def train_fused(dim: int) -> tuple[list[str], dict[str, Tensor]]:
 @pytest.mark.cuda
 @pytest.mark.parametrize("dim", [0, pytest.param(1, marks=pytest.mark.night)])
 def test_gradients(dim: int, rank_pools: RankPools) -> None:
-    """Those of one process in float64, from graphs in which every collective over "tp" is fused that can be."""
+    """Gradients equal those of one process in float64. Every collective over "tp" that can be fused is fused."""
     model = seeded_model().double()
     sum(model(batch(rank).double()).square().sum() for rank in range(2)).div(2).backward()  # type: ignore[union-attr]
     gather, scatter = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"

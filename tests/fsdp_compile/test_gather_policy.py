@@ -1,4 +1,4 @@
-"""Units whose parameters are gathered in bytes train as one process does with parameters rounded alike."""
+"""Units whose parameters are gathered in bytes train as one process whose parameters are rounded in the same way."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train(
     schedules: Mapping[str, list[Schedule]],
     reshard_after_forward: bool | int | None = None,
 ) -> dict[str, Run | str]:
-    """A job for ranks."""
+    """Train by the schedules with a gather policy. Runs on every rank."""
     shard = partial(shard_units, gather_policy=_POLICIES[policy], reshard_after_forward=reshard_after_forward)
     runs, _ = train_schedules(system, mesh_shape, task, schedules, shard, optimizer=sgd, count=False)
     return runs
@@ -65,10 +65,10 @@ def train(
 @pytest.mark.parametrize(
     ("policy", "mesh_shape", "system"),
     [
-        # Policies differ in what they round to, systems in when: backward's values are compared below in each.
+        # Policies differ in the format, systems in the time of rounding. A test below compares backward's values in each.
         pytest.param(policy, mesh_shape, system, marks=[] if (policy, system) == ("int8", "eager") else pytest.mark.night)
         for number, (policy, system) in enumerate(itertools.product(_POLICIES, _SYSTEMS))
-        # Each policy in a graph, integers and floats in each system, and each policy and each system on each mesh.
+        # Each policy in one kind of graph, one policy of integers and one of floats in each system. Meshes alternate.
         if system == "aot_eager" or policy in ("int8", "e4m3")
         for mesh_shape in [((2,), (2, 2))[number % 2]]
     ],
@@ -83,7 +83,7 @@ def test_parity(policy: str, mesh_shape: tuple[int, ...], system: str, rank_pool
         runs = [result[name] for result in results]
         assert all(isinstance(run, Run) for run in runs), "\n".join(map(str, runs))
         assert not differences(runs, expected, 2e-5)
-    # Rounding is no rounding error: without it the same run is elsewhere.
+    # The effect of rounding is no rounding error: a run without it differs by more.
     assert differences(runs, reference(GPT, world, [4, 4], sgd), 2e-4)
 
 
@@ -92,7 +92,7 @@ def test_parity(policy: str, mesh_shape: tuple[int, ...], system: str, rank_pool
     [pytest.param(system, marks=pytest.mark.night if system == "inductor" else []) for system in _SYSTEMS],
 )
 def test_a_smaller_group_gathers_what_was_rounded(system: str, rank_pools: RankPools) -> None:
-    """Backward gathers pieces of the parameters that forward saw, and rounds them no second time."""
+    """Backward gathers pieces of the parameters that forward read, without rounding them again."""
     arguments = {"mesh_shape": (4,), "task": SMALL, "policy": "e4m3", "schedules": {"once": [(Microbatch(),)] * 3}}
     results = rank_pools[4].run(train, system=system, reshard_after_forward=2, **arguments)
     expected = reference(with_rounded_parameters(SMALL, 4, _POLICIES["e4m3"]), 4, [1, 1, 1], sgd)
@@ -101,7 +101,7 @@ def test_a_smaller_group_gathers_what_was_rounded(system: str, rank_pools: RankP
 
 
 def read_twice(system: str, policy: str, param_dtype: torch.dtype | None) -> list[Tensor]:
-    """A job: rows of a weight of which two neighbours of four ranks keep a copy, as forward reads them and as backward does."""
+    """Return rows of a weight as forward and as backward read them; each two of four ranks keep a copy. Runs on every rank."""
     torch.manual_seed(0)
     model = nn.Linear(40, 50)
     nn.init.zeros_(model.bias)
@@ -130,14 +130,14 @@ def read_twice(system: str, policy: str, param_dtype: torch.dtype | None) -> lis
         for system in _SYSTEMS
         for dtype in (None, torch.bfloat16)
         for is_fixed in [system != "inductor" or (policy, dtype) == ("int8", None)]
-        # Policies differ in what they round to, systems in when: both dtypes in one of each.
+        # Policies differ in the format, systems in the time of rounding: int8 runs in all systems, others in one a dtype.
         if policy == "int8" or (system == "aot_eager" if dtype is None else system == "inductor")
     ],
 )
 def test_backward_reads_what_forward_read(
     policy: str, system: str, param_dtype: torch.dtype | None, rank_pools: RankPools
 ) -> None:
-    """To the bit: the smaller group gathers the bytes that arrived. With parameters that ``unshard()`` left, too."""
+    """Values are equal to the bit, as the smaller group gathers the bytes that arrived; also after ``unshard()``."""
     results = rank_pools[4].run(read_twice, system=system, policy=policy, param_dtype=param_dtype)
     for values in results:
         assert all(torch.equal(value, results[0][0]) for value in values)
@@ -150,7 +150,7 @@ def exact_weight(dtype: torch.dtype | None) -> Tensor:
 
 
 def sharded(policy: GatherPolicy | None, **options: Any) -> nn.Module:
-    """Two layers, a unit each, and a root without parameters."""
+    """Return two layers, a unit each, and a root without parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64))
     for layer in model:
@@ -159,7 +159,7 @@ def sharded(policy: GatherPolicy | None, **options: Any) -> nn.Module:
 
 
 def captured(model: nn.Module) -> Capture:
-    """The graphs of a step of a model that takes rows of 64."""
+    """Return the graphs of a step of a model that takes rows of 64."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
     with capture() as graphs:
@@ -168,7 +168,7 @@ def captured(model: nn.Module) -> Capture:
 
 
 def gathered(model: nn.Module) -> list[Tensor]:
-    """What arrives in the gathers of a step."""
+    """Return the outputs of all gathers in a step."""
     graphs = captured(model)
     target = torch.ops._c10d_functional.all_gather_into_tensor.default
     every = (graph.graph_module.graph for graph in (*graphs.forward, *graphs.backward))
@@ -183,10 +183,10 @@ def test_a_gather_sends_about_a_quarter(fake_ranks: None) -> None:
 
 
 def test_a_smaller_group_keeps_and_sends_bytes(fake_ranks: None) -> None:
-    """Of eight ranks, four keep all rows that were gathered: a row of bytes for each of the eight, two of them here."""
+    """Four of the eight ranks together keep all eight gathered rows of bytes, two rows each."""
     graphs = captured(sharded(GatherPolicy(), reshard_after_forward=4))
     backward = graphs.backward[0].graph_module.graph
-    # It reads the second matrix alone, and no bias.
+    # Backward reads only the second matrix, and no bias.
     (again,) = backward.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default)
     assert again.meta["val"].dtype == torch.uint8 and again.args[1] == 4
     numel = 512 * 64
@@ -197,7 +197,7 @@ def test_a_smaller_group_keeps_and_sends_bytes(fake_ranks: None) -> None:
 
 
 def test_low_precision_is_computed_from_the_shard(fake_ranks: None) -> None:
-    """Rounding comes once: from the shard in its own dtype to bytes, and from these to the dtype that computes."""
+    """Values are rounded once: from the shard's own dtype to bytes, which are decoded to the dtype that computes."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     assert {value.dtype for value in gathered(sharded(GatherPolicy(), mp_policy=policy))} == {torch.uint8}
     graph = captured(sharded(GatherPolicy(), mp_policy=policy)).forward[0].graph_module.graph
@@ -288,7 +288,7 @@ def test_refuses_what_is_no_policy(fake_ranks: None) -> None:
 
 
 def disagree() -> str:
-    """A job: the ranks round differently."""
+    """Return the error of ranks that round differently. Runs on every rank."""
     model = sharded(GatherPolicy(torch.int8, 32 if dist.get_rank() else 64))
     with pytest.raises((RanksDisagree, BackendCompilerFailed)) as raised:
         torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})(torch.ones(4, 64))

@@ -1,9 +1,9 @@
-"""When gradients are reduced, and by what they are divided: every way to accumulate over microbatches.
+"""Gradient synchronisation: when gradients are reduced and how they are divided, for every way to accumulate microbatches.
 
 torch's FSDP2 is the oracle: it runs the same schedules as the library and is itself held against a float64 reference.
 The library runs compiled, mostly with the ``aot_eager`` lowering, which runs the same passes as ``inductor``. A job
-trains by all schedules on one compiled model, which is what the flags promise to make possible; the tests then look at
-one schedule each.
+trains by all schedules on one compiled model, which the flags should make possible. Each test then looks at one
+schedule.
 
 Tolerances. In float32, 1e-5 of the largest entry, some ten times the rounding error of FSDP2. Where parameters are
 bfloat16 the comparison is with FSDP2 alone, which rounds where an operator-by-operator lowering rounds, so that only the
@@ -65,7 +65,7 @@ AOT_EAGER = {"lowering": "aot_eager"}
 FSDP, FSDP4, HSDP = (2,), (4,), (2, 2)
 RTOL = 1e-5
 
-# Traceback instead of a run: that schedule failed.
+# A string is the traceback of a schedule that failed.
 Runs: TypeAlias = list[dict[str, Run | str]]
 TrainAll: TypeAlias = Callable[..., tuple[Runs, list[int]]]
 
@@ -84,14 +84,14 @@ class Job:
 
 
 def _each_unit(flag: Callable[..., Flag], value: Any, *modules: str) -> tuple[Flag, ...]:
-    """For the flags that do not recurse."""
+    """Set a flag that does not recurse on each of the modules."""
     return tuple(flag(value, module) for module in modules)
 
 
 _SMALL_UNITS = ("", "blocks.0", "blocks.1")
 _old_divide_factor = partial(Flag, "set_reduce_scatter_divide_factor")
 
-# Schedules of several steps, with what each step's gradients are multiplied with.
+# Schedules of several steps, and by world size the factor that each step's gradients are multiplied with.
 _FACTORS: dict[str, tuple[tuple[Schedule, ...], Callable[[int], tuple[float, ...]]]] = {
     "divide_factors": (
         (
@@ -128,20 +128,20 @@ JOBS = {
         GPT,
         ("unsharded", "partial", "partial_then_unsharded", "every_second_block_defers", "only_root_defers", "sharded_keep"),
     ),
-    # Without replicas, partial is sharded.
+    # Without replicas, partial equals sharded.
     "gpt_fsdp": Job(GPT, ("unsharded", "keep_unsharded")),
     "small": Job(SMALL, ("unsharded", "partial", "unsharded_then_partial", "keep_unsharded", "flags_between")),
-    # Of one block, as generating code takes most of the time.
+    # Only one block, as generating code takes most of the time.
     "kernels": Job(Task(partial(models.MLP, layers=1), SMALL.batch, SMALL.loss), ("unsharded_then_partial", "keep_unsharded")),
     "factors": Job(SMALL, tuple(_FACTORS)),
     "bf16": Job(SMALL, ("unsharded", "unsharded_then_partial", "keep_unsharded"), _BF16),
-    # A mutant of the one above.
+    # A mutant of "bf16" that accumulates in bfloat16.
     "bf16_accumulator": Job(SMALL, ("unsharded",), replace(_BF16, reduce_dtype=torch.bfloat16)),
 }
 
 
 def _small(flavour: Schedule) -> Schedule:
-    """A flavour of four blocks for a model of two."""
+    """Reduce a flavour for four blocks to the flags of a model of two."""
 
     def fits(flag: Flag) -> bool:
         return flag.module not in ("blocks.2", "blocks.3")
@@ -157,7 +157,7 @@ def _steps(job: Job, name: str) -> tuple[Schedule, ...]:
 
 @pytest.fixture(scope="session")
 def train(rank_pools: RankPools) -> TrainAll:
-    """The ranks' runs by schedule, and the graphs that Dynamo captured on each rank."""
+    """A function that returns the ranks' runs by schedule, and the number of graphs that Dynamo captured on each rank."""
 
     @functools.cache
     def train(job: str, mesh_shape: tuple[int, ...], system: str) -> tuple[Runs, list[int]]:
@@ -169,7 +169,7 @@ def train(rank_pools: RankPools) -> TrainAll:
             task=spec.task,
             schedules={name: _steps(spec, name) for name in spec.schedules},
             policy=spec.policy,
-            # A bfloat16 parameter is rounded anew after every step: with Adam, that turns on the last bit of a gradient.
+            # A bfloat16 parameter is rounded after each step. With Adam, the result would hang on a gradient's last bit.
             optimizer=sgd if spec.policy is not None else adamw,
         )
         return [runs for runs, _ in results], [graphs for _, graphs in results]
@@ -191,12 +191,12 @@ def _reference(job: str, name: str, world: int) -> Run:
     return _cached_reference(spec.task, world, tuple(len(schedule) for schedule in _steps(spec, name)), adamw, scales)
 
 
-# Most schedules share one: that they do is what they are tested for.
+# Most schedules share a reference: the tests show that they accumulate to the same gradients.
 _cached_reference = functools.cache(reference)
 
 
 def _marks(job: str, shape: tuple[int, ...] = HSDP) -> Any:
-    # A whole transformer has flavours of which the others have parts, and two ranks sharding show what four do.
+    # Smaller models have parts of the flavours of a whole transformer, and two ranks that shard show as much as four.
     return (
         pytest.mark.night
         if job in ("gpt", "gpt_more", "gpt_fsdp") or shape == FSDP4 or (job, shape) == ("factors", HSDP)
@@ -252,7 +252,7 @@ def test_matches(job: str, mesh_shape: tuple[int, ...], system: str, name: str, 
 def test_no_flag_retraces(job: str, mesh_shape: tuple[int, ...], system: str, train: TrainAll) -> None:
     runs, graphs = train(job, mesh_shape, system)
     assert graphs == [1] * _world(mesh_shape)
-    # Otherwise a schedule that failed would have recompiled.
+    # If only the last schedule failed, the number of graphs would not show it.
     assert all(isinstance(run, Run) for run in runs[0].values())
 
 
@@ -276,7 +276,7 @@ def test_tolerance_finds_a_lost_microbatch() -> None:
     assert all(f"gradient of {name} " in found and f"final {name} " in found for name in expected.parameters)
 
 
-# Collectives by microbatch of a step, all of them for the four blocks and the root.
+# Collectives in each microbatch of a step; five are those of the four blocks and the root.
 _REDUCE_SCATTERS = {
     "sharded": [5, 5, 5, 5],
     "unsharded": [0, 0, 0, 5],
@@ -304,7 +304,7 @@ _GATHERS_IN_FORWARD = {
     "partial_keep_one_block": [5, 4, 4, 4],
     "flags_between": [5, 0, 1, 1],
 }
-# FSDP2 reshards a block after forward even if backward is to leave it gathered, and gathers it for each backward.
+# FSDP2 reshards a block after forward, and gathers it for each backward, even if backward is to leave it gathered.
 _GATHERS_IN_BACKWARD = {
     **{name: [4, 4, 4, 4] for name in FLAVOURS},
     "keep_unsharded": [4, 0, 0, 0],
@@ -323,11 +323,11 @@ _GATHERS_IN_BACKWARD = {
     ],
 )
 def test_collectives(job: str, mesh_shape: tuple[int, ...], system: str, name: str, train: TrainAll) -> None:
-    """The communication of each microbatch of both steps. The second step is like the first: nothing gathered survives."""
+    """Each microbatch communicates as expected in both steps: no gathered parameter survives a step."""
     for run in _runs(train, job, mesh_shape, system, name):
         assert run.counts("reduce_scatter") == _REDUCE_SCATTERS[name] * 2
         assert run.counts("all_reduce") == ([0] * 8 if mesh_shape == FSDP else _ALL_REDUCES[name] * 2)
-        # FSDP2 gathers whole units in backward, and keeps all of it for the next forward; ours, what backward reads.
+        # In backward, FSDP2 gathers whole units, and keeps them for the next forward. The library gathers what backward reads.
         kept_from_backward = name == "flags_between" and system != "fsdp2"
         assert run.counts("all_gather", "forward") == ([5, 5, 1, 1] if kept_from_backward else _GATHERS_IN_FORWARD[name]) * 2
         in_backward = run.counts("all_gather", "backward")
@@ -340,7 +340,7 @@ def test_collectives(job: str, mesh_shape: tuple[int, ...], system: str, name: s
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", JOBS["kernels"].schedules)
 def test_collectives_of_generated_code(name: str, train: TrainAll) -> None:
-    """Of the lowering to kernels, against the numbers of FSDP2."""
+    """The Inductor lowering has the collectives of FSDP2, and at most as many gathers in backward."""
     ours = _runs(train, "kernels", HSDP, "inductor", name)[0]
     theirs = _runs(train, "kernels", HSDP, "fsdp2", name)[0]
     for kind in ("reduce_scatter", "all_reduce"):
@@ -362,7 +362,7 @@ def test_collectives_of_generated_code(name: str, train: TrainAll) -> None:
     ],
 )
 def test_post_accumulate_grad_hooks(job: str, mesh_shape: tuple[int, ...], system: str, name: str, train: TrainAll) -> None:
-    """They run once in each backward that gives the parameter a gradient, which a deferring one does not."""
+    """Hooks run once in each backward that gives their parameter a gradient. A backward that defers runs none."""
     for ours, theirs in zip(
         _runs(train, job, mesh_shape, system, name), _runs(train, job, mesh_shape, "fsdp2", name), strict=True
     ):
@@ -377,7 +377,7 @@ def _shard_embedding_too(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyS
 
 
 def test_backward_does_not_gather_what_it_does_not_read(rank_pools: RankPools) -> None:
-    """The gradient of an embedding needs no weight."""
+    """Backward does not gather an embedding, as the embedding's gradient does not need its weight."""
     counts = {}
     for system in ("fsdp2", "aot_eager"):
         results, _ = rank_pools[2].run(
@@ -405,7 +405,7 @@ _RESHARD = (
 
 @pytest.mark.parametrize("system", ["fsdp2", "aot_eager"])
 def test_reshard_after_forward(system: str, rank_pools: RankPools) -> None:
-    """Blocks and, once it is said, the root."""
+    """Blocks reshard by default, and the root once the flag is set."""
     replies = rank_pools[2].run(
         train_schedules, system=system, mesh_shape=FSDP, task=SMALL, schedules={"reshard": _RESHARD}, optimizer=adamw
     )
@@ -418,13 +418,13 @@ def test_reshard_after_forward(system: str, rank_pools: RankPools) -> None:
     assert in_backward == [2, 0, 3, 2]
 
 
-# Gathered parameters and what changes them
+# Gathered parameters and changes to them
 
 
 def keeps_and_steps(system: str, mesh_shape: tuple[int, ...], optimizer_name: str) -> Run:
-    """A job: parameters stay gathered for good, while an optimizer and others change the shards."""
+    """Train with parameters that stay gathered, while an optimizer changes the shards. Runs on every rank."""
     trainee = Trainee(system, mesh_shape, SMALL.build)
-    # Never set back.
+    # The flag stays False until the end.
     schedule = (Microbatch((sync(False), reshard_after_backward(False))), Microbatch((sync(True),)))
     return trainee.train(SMALL, [schedule] * 3, OPTIMIZERS[optimizer_name])
 
@@ -450,13 +450,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_forward_after_a_step_sees_the_new_parameters(
     system: str, mesh_shape: tuple[int, ...], optimizer_name: str, rank_pools: RankPools
 ) -> None:
-    """Also where ``reshard()`` was not called before. FSDP2 would go on with those that it gathered first."""
+    """Forward sees new parameters even without ``reshard()``. FSDP2 would go on with the parameters that it gathered first."""
     world = _world(mesh_shape)
     runs = rank_pools[world].run(keeps_and_steps, system=system, mesh_shape=mesh_shape, optimizer_name=optimizer_name)
     found = differences(runs, reference(SMALL, world, [2, 2, 2], OPTIMIZERS[optimizer_name]), RTOL)
     assert not found, "\n".join(found)
     if system != "eager":
-        # Kept within a step, or the test would be of nothing.
+        # Parameters are kept within a step; otherwise the test would show nothing.
         assert [runs[0].counts("all_gather")[index] for index in (1, 3, 5)] == [0, 0, 0]
 
 
@@ -474,7 +474,7 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {"in_place": _perturb, "load_s
 
 
 def keeps_and_changes(system: str, change: str) -> list[float]:
-    """A job: the losses of a microbatch ahead of a change of the parameters and of one after it."""
+    """Return the losses of a microbatch before a change of the parameters and of one after it. Runs on every rank."""
     trainee = Trainee(system, FSDP, SMALL.build)
     for flag in (sync(False), reshard_after_backward(False)):
         flag.apply(trainee.model)
@@ -505,7 +505,7 @@ def test_forward_sees_parameters_changed_between_microbatches(change: str, rank_
 
 
 class Dot(nn.Module):
-    """The gradient of the weight is the input."""
+    """A product with the input, so that the gradient of the weight is the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -517,7 +517,7 @@ class Dot(nn.Module):
 
 @dataclass(frozen=True)
 class Numbers:
-    """Microbatches with the value that each rank's gradient has everywhere, and the value that the average has."""
+    """Microbatches, each with flags and one gradient value for each rank, and the expected average."""
 
     mesh_shape: tuple[int, ...]
     microbatches: tuple[tuple[tuple[Flag, ...], tuple[float, ...]], ...]
@@ -534,7 +534,7 @@ NUMBERS = {
     "partial_user_factor": Numbers(
         HSDP, (((divide_factor(7.0), force_sum(True), all_reduce(False)), _ONE), ((all_reduce(True),), _TWO)), 4.0
     ),
-    # Divides by 2 ahead and by 3 after.
+    # Divides by 2 before the reduction and by 3 after it.
     "user_factor": Numbers(HSDP, (((divide_factor(6.0), force_sum(True)), _ONE),), 2.0),
     "overflow": Numbers(HSDP, (((), (30000.0,) * 4),), 30000.0),
     "overflow_partial": Numbers(HSDP, (((all_reduce(False),), (15000.0,) * 4), ((all_reduce(True),), (15000.0,) * 4)), 30000.0),
@@ -562,7 +562,7 @@ def _reduce_numbers(system: str, case: Numbers) -> list[float]:
 
 
 def reduce_numbers(system: str, names: list[str]) -> dict[str, list[float] | str]:
-    """A job: the full gradient after the microbatches of each case, or the traceback."""
+    """Return the full gradient after the microbatches of each case, or the traceback. Runs on every rank."""
     results: dict[str, list[float] | str] = {}
     for name in names:
         try:
@@ -574,7 +574,7 @@ def reduce_numbers(system: str, names: list[str]) -> dict[str, list[float] | str
 
 @pytest.fixture(scope="session")
 def numbers(rank_pools: RankPools) -> Callable[[str], list[dict[str, list[float] | str]]]:
-    """By system, what each rank found of each case."""
+    """A function from a system to the results of all cases on each rank."""
     return functools.cache(lambda system: rank_pools[4].run(reduce_numbers, system=system, names=list(NUMBERS)))
 
 
@@ -586,12 +586,12 @@ def test_reduces_in_float16(name: str, system: str, numbers: Callable[[str], lis
 
 
 def test_numbers_tell_wrong_arithmetic() -> None:
-    """The results of wrong reductions, which the cases above are to detect, differ from the right ones."""
+    """Wrong reductions give other results than right ones, so that the cases above detect them."""
     microbatches = [values for _, values in NUMBERS["partial"].microbatches]
     first, second = microbatches
-    # By the shard group's size where only that reduces: each replica keeps its own first microbatch.
+    # ``wrong``: the first microbatch is averaged over shards alone, so each replica keeps its own.
     wrong = [sum(first[rows]) / 2 + sum(second) / 4 for rows in (slice(0, 2), slice(2, 4))]
-    # Added to the all-reduced gradient, and lost but for this replica's.
+    # ``lost``: the first microbatch is added to the all-reduced gradient, so other replicas' parts are lost.
     lost = [sum(first[rows]) / 4 + sum(second) / 4 for rows in (slice(0, 2), slice(2, 4))]
     assert NUMBERS["partial"].expected == sum(first) / 4 + sum(second) / 4 == 7.0
     assert 7.0 not in wrong and 7.0 not in lost
@@ -603,7 +603,7 @@ def test_numbers_tell_wrong_arithmetic() -> None:
         return (total / after).item()
 
     big, tiny = (30000.0,) * 4, (_TINY,) * 4
-    # A single division after the sum overflows, one ahead of it underflows.
+    # A single division overflows after the sum, and underflows before it.
     assert in_half(big, 1, 4) == torch.inf
     assert in_half(tiny, 4, 1) == 0.0
     assert in_half(big, 2, 2) == 30000.0
@@ -614,7 +614,7 @@ def test_numbers_tell_wrong_arithmetic() -> None:
 
 
 class Switch(nn.Module):
-    """One of two layers, as a Python attribute says, or both: None."""
+    """Two layers, of which ``uses_left`` chooses one; None chooses both."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -638,7 +638,7 @@ class Switched(nn.Module):
 
 
 SWITCHED = Task(Switched, regression_batch, squared_error)
-# The flag with which full gradients, or partial results, of the first microbatch wait for the second.
+# Flags with which full gradients ("unsharded") or partial results ("partial") wait for the next microbatch.
 PENDING = {"unsharded": sync(False), "partial": all_reduce(False)}
 Branches: TypeAlias = Sequence[tuple[bool | None, Flag]]
 
@@ -652,7 +652,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def switch_branches(system: str, mesh_shape: tuple[int, ...], branches: Branches) -> dict[str, Tensor]:
-    """A job: gradients of microbatches, each through one layer or both, under a flag."""
+    """Return the gradients after microbatches through one layer or both, each under a flag. Runs on every rank."""
     trainee = Trainee(system, mesh_shape, Switched)
     switch: Any = trainee.model.get_submodule("blocks.0")
     for index, (uses_left, flag) in enumerate(branches):
@@ -680,9 +680,9 @@ def _switched_alone(world: int, branches: Branches) -> dict[str, Tensor]:
 def test_each_microbatch_may_use_other_parameters(
     mesh_shape: tuple[int, ...], pending: str, system: str, rank_pools: RankPools
 ) -> None:
-    """A gradient that waits and gets nothing more is reduced alone with the last backward; new ones accumulate after it."""
+    """The last backward also reduces pending gradients that it does not add to. Gradients of other parameters accumulate."""
     flag, world = PENDING[pending], _world(mesh_shape)
-    # With both, gradients of which one waits and one does not are in one bucket.
+    # With both layers, one bucket has gradients that are pending and gradients that are not.
     branches = [(True, flag), (None, flag), (False, flag), (True, flag), (False, sync(True))]
     expected = _switched_alone(world, branches)
     for found in rank_pools[world].run(switch_branches, system=system, mesh_shape=mesh_shape, branches=branches):
@@ -692,7 +692,7 @@ def test_each_microbatch_may_use_other_parameters(
 
 
 def reduced_when(system: str) -> list[set[str]]:
-    """A job: the parameters of the unit that have a gradient after each microbatch."""
+    """Return the parameters of the unit that have a gradient after each microbatch. Runs on every rank."""
     trainee = Trainee(system, FSDP, Switched)
     switch, model = trainee.model.get_submodule("blocks.0"), trainee.model
     found = []
@@ -707,13 +707,13 @@ def reduced_when(system: str) -> list[set[str]]:
 
 @pytest.mark.parametrize("system", ["fsdp2", "eager", "aot_eager"])
 def test_what_waits_is_reduced_although_no_backward_is_the_last(system: str, rank_pools: RankPools) -> None:
-    """Of parameters, too, that the microbatch does not use."""
+    """Pending gradients are reduced even for parameters that the microbatch does not use."""
     both = {f"{layer}.{name}" for layer in ("left", "right") for name in ("weight", "bias")}
     assert rank_pools[2].run(reduced_when, system=system) == [[set(), both]] * 2
 
 
 class InChunks(nn.Module):
-    """A body, and a head that is applied to one chunk of what the body gives at a time."""
+    """A body, and a head that is applied to the output of the body in chunks, one at a time."""
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
@@ -727,8 +727,10 @@ class InChunks(nn.Module):
 
 
 def loss_in_chunks(system: str, reduces_each: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A job: gradients of losses in chunks, several backwards for each microbatch of which the last reaches the body; and of
-    whole losses in one process."""
+    """Return gradients of losses in chunks, and gradients of whole losses in one process. Runs on every rank.
+
+    Each microbatch has several backwards, of which the last reaches the body.
+    """
 
     def shard(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard) -> None:
         fully_shard(model.get_submodule("head"), mesh=mesh)
@@ -772,7 +774,7 @@ def test_losses_in_chunks(system: str, reduces_each: bool, rank_pools: RankPools
 
 
 def reset_of_unit(system: str) -> str | None:
-    """A job: the error of recovering a module that is not the root."""
+    """Return the error of recovering a module that is not the root. Runs on every rank."""
     trainee = Trainee(system, FSDP, SMALL.build)
     _backward(trainee, SMALL)
     try:
@@ -789,7 +791,7 @@ def test_reset_iter_state_is_the_roots(system: str, rank_pools: RankPools) -> No
 
 
 def reset_of_root(system: str) -> list[str]:
-    """A job: the parameters that have gradients after a backward and a recovery."""
+    """Return the parameters that have gradients after a backward and a recovery. Runs on every rank."""
     trainee = Trainee(system, FSDP, SMALL.build)
     _backward(trainee, SMALL)
     trainee.model.reset_iter_state()
@@ -808,7 +810,7 @@ class InjectedError(Exception):
     pass
 
 
-# Opaque to the compiler, so that the error comes when the compiled code runs and not when it is traced.
+# Opaque to the compiler, so that the error is raised when the compiled code runs and not when it is traced.
 @torch.library.custom_op("fsdp_compile_tests::fail_point", mutates_args=())
 def fail_point(x: Tensor) -> Tensor:
     if "forward" in _armed:
@@ -829,7 +831,7 @@ fail_point.register_autograd(lambda _context, grad: fail_point_backward(grad))
 
 
 class Failing(models.MLP):
-    """May fail between its blocks, with some of the units forwarded or reduced."""
+    """A model that can fail between its blocks, when some units have run forward or are reduced."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks[1](fail_point(self.blocks[0](x))) + self.bias)
@@ -839,7 +841,7 @@ FAILING = Task(Failing, regression_batch, squared_error)
 
 
 def fail_and_recover(system: str, mesh_shape: tuple[int, ...], where: str, pending: str) -> Run:
-    """A job: an error with gradients pending, and a run after recovery."""
+    """Raise an error while gradients are pending; return a run after recovery. Runs on every rank."""
     trainee = Trainee(system, mesh_shape, Failing)
     for flag in (PENDING[pending], reshard_after_backward(False, "blocks.1")):
         flag.apply(trainee.model)
@@ -861,7 +863,7 @@ def fail_and_recover(system: str, mesh_shape: tuple[int, ...], where: str, pendi
 @pytest.mark.parametrize(
     ("system", "mesh_shape", "pending", "where"),
     [
-        # After an error in backward, FSDP2 adds the full gradients that autograd had made by then to the next ones.
+        # After an error in backward, FSDP2 adds full gradients that autograd has made to the next ones.
         pytest.param("fsdp2", HSDP, "partial", "forward", marks=needs_fsdp2("reset_iter_state")),
         ("aot_eager", HSDP, "partial", "backward"),
         *[
@@ -875,7 +877,7 @@ def fail_and_recover(system: str, mesh_shape: tuple[int, ...], where: str, pendi
 def test_recovers_from_an_error(
     system: str, mesh_shape: tuple[int, ...], pending: str, where: str, rank_pools: RankPools
 ) -> None:
-    """Accumulated gradients are dropped, gathered parameters are not used."""
+    """Recovery drops accumulated gradients, and gathered parameters are not used after it."""
     world = _world(mesh_shape)
     runs = rank_pools[world].run(fail_and_recover, system=system, mesh_shape=mesh_shape, where=where, pending=pending)
     found = differences(runs, reference(FAILING, world, [1, 4], adamw), RTOL)
@@ -886,7 +888,7 @@ def test_recovers_from_an_error(
 
 
 def train_with_unused(system: str) -> list[dict[str, float | None]]:
-    """A job: the largest gradient of each unused parameter, for each way to set the flag."""
+    """Return the largest gradient of each unused parameter, for each way to set the flag. Runs on every rank."""
     trainee = Trainee(system, FSDP, models.UnusedParameter)
     results: list[dict[str, float | None]] = []
     unused_flag = partial(Flag, "set_reduce_scatter_unused_params")
@@ -916,7 +918,7 @@ def train_with_unused(system: str) -> list[dict[str, float | None]]:
 
 @pytest.mark.parametrize("system", [pytest.param("fsdp2", marks=needs_fsdp2("set_reduce_scatter_unused_params")), "aot_eager"])
 def test_unused_parameters(system: str, rank_pools: RankPools) -> None:
-    """Where the flag is set, a parameter that no forward reads gets a gradient of zeros; else none."""
+    """If the flag is set, a parameter that no forward reads gets a gradient of zeros; otherwise it gets none."""
     block, root = "blocks.0.unused", "unused"
     for results in rank_pools[2].run(train_with_unused, system=system):
         assert results == [
@@ -927,11 +929,11 @@ def test_unused_parameters(system: str, rank_pools: RankPools) -> None:
         ]
 
 
-# The counting itself
+# The counting of collectives
 
 
 def count_some() -> dict[str, int]:
-    """A job: counts of one collective of each kind, through either interface."""
+    """Count one collective of each kind through either interface. Runs on every rank."""
     functional = torch.ops._c10d_functional
     group = dist.group.WORLD
     assert group is not None
@@ -957,7 +959,7 @@ def test_counts_each_collective_once(rank_pools: RankPools) -> None:
 
 
 def test_flavours_restore_the_defaults() -> None:
-    """A schedule ends with every flag that it set at its default, so that the next one starts from it."""
+    """Each schedule ends with all its flags at their defaults, from which the next schedule starts."""
     for name, schedule in FLAVOURS.items():
         flags = [flag for microbatch in schedule for flag in (*microbatch.before, *microbatch.between)]
         for flag in flags:

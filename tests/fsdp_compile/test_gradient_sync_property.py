@@ -1,8 +1,8 @@
-"""Random sequences of flags, microbatches and modules: the library does what torch's FSDP2 does, after each microbatch.
+"""Random sequences of flags, microbatches and modules: the library equals torch's FSDP2 after each microbatch.
 
-At the end of a step everything is reduced, so that right gradients there say little about the flags. Hence the
-comparison after every microbatch: which parameters have a gradient by then, what this rank's shard of it is, and how
-many reductions there were, or where small units share them, whether there were any. Gathers need only not be more than FSDP2's.
+At the end of a step everything is reduced, so right gradients there say little about the flags. Hence the
+comparison after every microbatch: which parameters have a gradient, this rank's shard of it, and the number of
+reductions. Where small units share reductions, only whether there were any. Gathers must not exceed FSDP2's.
 
 One compiled model serves all sequences, as it would serve a training run. A sequence that fails is printed as the calls
 that it is made of; it is not shrunk, which would take a compilation per attempt.
@@ -59,15 +59,16 @@ _flags_of_backward = st.one_of(
 )
 _flags = st.one_of(_flags_of_backward, st.builds(reshard_after_backward, _booleans, _modules, _recurse))
 _some_flags = st.lists(_flags, max_size=4).map(tuple)
-# FSDP2 gathers whole units in backward, and keeps all of it for the next forward; ours, what backward reads.
+# Resharding is not set between forward and backward. FSDP2 gathers whole units in backward, and keeps them for the next
+# forward; the library gathers and keeps what backward reads.
 _some_flags_between = st.lists(_flags_of_backward, max_size=4).map(tuple)
-# Ahead of a step only: with gradients pending, what a new factor divides depends on the backend in FSDP2.
+# Set only before a step: with gradients pending, it depends on FSDP2's backend what a new factor divides.
 _some_factors = st.lists(st.builds(divide_factor, st.sampled_from([1.0, 3.0, 8.0]), _modules), max_size=2).map(tuple)
 
 
 @st.composite
 def _steps(draw: st.DrawFn) -> Schedule:
-    """The microbatches of a step, the last of which reduces everything."""
+    """Draw the microbatches of a step, the last of which reduces everything."""
     microbatches = [
         Microbatch(draw(_some_flags), draw(_some_flags_between)) for _ in range(draw(st.sampled_from([3, 2, 1, 0])))
     ]
@@ -96,7 +97,7 @@ def _shard(tensor: Tensor) -> Tensor:
 
 
 def _observe(trainee: Trainee, steps: tuple[Schedule, ...]) -> tuple[list[_Observation], dict[str, Tensor]]:
-    """Train; give what each microbatch left, and this rank's shards of the final parameters."""
+    """Train; return the observation of each microbatch, and this rank's shards of the final parameters."""
     rank, world = dist.get_rank(), dist.get_world_size()
     trainee.reset()
     for unit in _UNITS:
@@ -130,7 +131,7 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _is_as_many(ours: int, theirs: int) -> bool:
-    """Whether we reduce as often as FSDP2 or, where small units share collectives, when FSDP2 does."""
+    """Return whether we reduce as often as FSDP2 or, where small units share collectives, when FSDP2 does."""
     return 0 < ours <= theirs or ours == theirs if small_units.MERGE_BELOW_BYTES else ours == theirs
 
 
@@ -162,18 +163,18 @@ def _compare(
 
 
 def compare_sequences(system: str, mesh_shape: tuple[int, ...], sequences: list[tuple[Schedule, ...]]) -> list[list[str]]:
-    """A job: for each sequence, in which ways a system differs from FSDP2."""
+    """Return for each sequence the differences of a system from FSDP2. Runs on every rank."""
     subject = None
     found = []
     for steps in sequences:
         expected = _observe(Trainee("fsdp2", mesh_shape, models.MLP), steps)
-        # FSDP2's gradients are kept, its model is not.
+        # FSDP2's gradients are kept, but not its model.
         subject = subject or Trainee(system, mesh_shape, models.MLP)
         try:
             found.append(_compare(_observe(subject, steps), expected))
         except Exception:
             found.append([traceback.format_exc()])
-            # The next sequence is not to see what this one left.
+            # The next sequence must not see the state that this one left.
             subject = None
     return found
 
@@ -188,10 +189,10 @@ def _describe(steps: tuple[Schedule, ...]) -> str:
 
 
 def _corpus(number: int) -> list[tuple[Schedule, ...]]:
-    """Sequences that hypothesis draws; the same ones every time.
+    """Draw sequences with hypothesis, the same ones every time.
 
-    All of them ahead of the job that runs them: a model for each would take a compilation for each. Every fifth one, as
-    hypothesis makes many an example of the previous one.
+    All are drawn before the job that runs them: a model for each would take a compilation for each. Only every fifth one is
+    used, as hypothesis makes many an example from the previous one.
     """
     found: list[tuple[Schedule, ...]] = []
 
@@ -228,7 +229,7 @@ def test_does_what_fsdp2_does(mesh_shape: tuple[int, ...], number: int, rank_poo
 
 
 def _drop(method: str, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """The sequence without the calls of one flag."""
+    """Drop the calls of one flag from a sequence."""
 
     def keep(flag: Flag) -> bool:
         return flag.method != method
@@ -248,7 +249,7 @@ _MUTATED = (
 
 
 def compare_mutants(mesh_shape: tuple[int, ...], sequences: list[tuple[Schedule, ...]]) -> dict[str, int]:
-    """A job: how many of the sequences tell FSDP2 from an FSDP2 that ignores a flag, for each flag."""
+    """Count for each flag the sequences that tell FSDP2 from an FSDP2 that ignores the flag. Runs on every rank."""
     found = dict.fromkeys(_MUTATED, 0)
     subject = Trainee("fsdp2", mesh_shape, models.MLP)
     for steps in sequences:
@@ -260,6 +261,6 @@ def compare_mutants(mesh_shape: tuple[int, ...], sequences: list[tuple[Schedule,
 
 @pytest.mark.night
 def test_sequences_tell_an_ignored_flag(rank_pools: RankPools) -> None:
-    """Of the sequences that the library is tested with, several fail for a system that does not know the flag."""
+    """Several of the sequences that test the library fail for a system that ignores a flag."""
     found = rank_pools[4].run(compare_mutants, mesh_shape=(2, 2), sequences=_corpus(16)[:10])[0]
     assert min(found.values()) >= 2, found

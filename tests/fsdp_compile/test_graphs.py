@@ -63,7 +63,7 @@ pytestmark = [pytest.mark.units_apart, pytest.mark.usefixtures("fake_ranks")]
 
 
 def compile_gpt(lowering: str = "aot_eager", hsdp: bool = False, depth: int = 2, **policy: Any) -> Capture:
-    """The graphs of one training step of a GPT of ``depth + 1`` units."""
+    """Return the graphs of one training step of a GPT of ``depth + 1`` units."""
     names = ("replicate", "shard") if hsdp else ("shard",)
     mesh = init_device_mesh("cpu", (2, 4) if hsdp else (8,), mesh_dim_names=names)
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def compile_gpt(lowering: str = "aot_eager", hsdp: bool = False, depth: int = 2,
 
 
 def count(captured: Capture, target: Any) -> tuple[int, int]:
-    """How often the forward and the backward graph call an operator."""
+    """Count the calls of an operator in the forward and in the backward graph."""
     assert (len(captured.forward), len(captured.backward)) == (1, 1)
     graphs = (captured.forward[0].graph_module.graph, captured.backward[0].graph_module.graph)
     forward, backward = (len(graph.find_nodes(op="call_function", target=target)) for graph in graphs)
@@ -87,7 +87,7 @@ def count(captured: Capture, target: Any) -> tuple[int, int]:
 
 def test_units_are_gathered_and_reduced_once() -> None:
     captured = compile_gpt()
-    # Backward gathers blocks only: the root keeps its parameters.
+    # Backward gathers only blocks: the root keeps its parameters.
     assert count(captured, _all_gather) == (3, 2)
     assert count(captured, _reduce_scatter) == (0, 3)
     assert count(captured, _all_reduce) == (0, 0)
@@ -112,7 +112,7 @@ def test_backward_gathers_no_parameter_that_it_does_not_read() -> None:
     block = Block(16)
     read = sum(p.numel() for name, p in block.named_parameters() if not name.endswith("bias"))
     # norm1's and norm2's activations are recomputed from their weight and bias.
-    # A bias between two weights is gathered along, which saves a copy; the last one is not.
+    # A bias between two weights is gathered with them, which saves a copy. The last bias is not gathered.
     assert gathered <= 2 * (sum(p.numel() for p in block.parameters()) - block.down.bias.numel())
     assert gathered >= 2 * read
 
@@ -124,7 +124,7 @@ def test_no_unsharded_parameter_is_saved_when_resharding() -> None:
 
 
 def _made_of_gathers_alone(node: torch.fx.Node) -> bool:
-    """Whether a node is computed from gathered parameters and nothing else."""
+    """Return whether a node is computed from gathered parameters alone."""
     if node.op == "placeholder":
         return False
     if node.target == _all_gather:
@@ -159,7 +159,7 @@ def test_graphs_are_the_same_every_time() -> None:
 
 
 def outline(code: str) -> str:
-    """The collectives, waits and segments of a program, in order."""
+    """List the collectives, waits and segments of a program, in order."""
     lines: list[str] = []
     gathers = 0
     buffers: dict[str, str] = {}
@@ -242,7 +242,7 @@ segment_8
         policies = (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         plain, mixed = (compile_gpt("inductor", depth=2, mp_policy=policy).backward[0].code for policy in policies)
         assert plain is not None and mixed is not None
-        # Casts are compute of their own ahead of gathers; what communicates stands in the same order.
+        # Casts before gathers are separate compute. Collectives and waits have the same order.
         assert [line for line in outline(mixed).splitlines() if " " in line] == [
             line for line in outline(plain).splitlines() if " " in line
         ]
@@ -259,7 +259,7 @@ segment_8
 
 
 class TwoUnits:
-    """A sharded model of two units, compiled, and what it is trained with."""
+    """A compiled sharded model of two units, and its optimizer."""
 
     def __init__(self, *, hsdp: bool = False, lowering: str = "aot_eager", **policy: Any):
         names = ("replicate", "shard") if hsdp else ("shard",)
@@ -277,7 +277,7 @@ class TwoUnits:
 
 
 def traces(captured: Capture) -> int:
-    """How often Dynamo has traced the model."""
+    """Count how often Dynamo has traced the model."""
     return sum(step.stage == "dynamo" for step in captured.passes)
 
 
@@ -345,7 +345,7 @@ def test_divide_factor_lowers_nothing(reduce_dtype: torch.dtype) -> None:
 
 
 def gathers(captured: Capture) -> tuple[list[int], list[int]]:
-    """The number of all-gathers of each forward and each backward graph."""
+    """Count the all-gathers of each forward and each backward graph."""
     forward, backward = (
         [len(graph.graph_module.graph.find_nodes(op="call_function", target=_all_gather)) for graph in graphs]
         for graphs in (captured.forward, captured.backward)
@@ -361,7 +361,7 @@ def test_keeping_parameters_adds_two_forwards() -> None:
         training.model.zero_grad()
         training.root.set_reshard_after_backward(False)
         training.step()
-        # Forward gathers and keeps; its own backward finds what was kept.
+        # Forward gathers and keeps; the backward of the same step finds the kept parameters.
         assert gathers(captured) == ([2, 2], [1, 0])
         training.model.zero_grad()
         training.step()
@@ -407,6 +407,6 @@ def test_gradients_are_cast_where_they_are_added() -> None:
     kernels = [line.strip() for line in code.splitlines() if re.match(r"\s+cpp_fused\w*\(.*unsharded_", line)]
     for accumulator in ("unsharded_0_weight", "unsharded_0_bias", "unsharded_2_weight"):
         assert sum(accumulator in kernel for kernel in kernels) == 1
-    # All memory that the graph takes is in bfloat16: products, and no gradient in float32.
+    # The graph allocates only bfloat16 memory, for products, and no float32 gradient.
     allocated = re.findall(r"empty_strided_cpu\(.*, (torch\.\w+)\)", code)
     assert set(allocated) == {"torch.bfloat16"}

@@ -1,4 +1,7 @@
-"""Random numbers of hooks: equal in graphs and without, different between ranks, steps and parameters, and nobody else's."""
+"""Random numbers of hooks are equal with and without graphs, and differ between ranks, steps and parameters.
+
+Hooks leave torch's generator alone.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ def noise(group: Any, grad: Tensor, output: Tensor) -> None:
 
 
 def draw(hook: bool, system: str) -> tuple[list[Tensor], Tensor]:
-    """A job: two steps' gradients of this rank, and what is drawn from torch's generator afterwards."""
+    """Return this rank's gradients of two steps, and numbers from torch's generator afterwards. Runs on every rank."""
     torch.manual_seed(3)
-    # A unit with one parameter: within a bucket, numbers go by place.
+    # Units of one parameter, as numbers depend on the place in a bucket.
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Dropout(), nn.Linear(8, 4, bias=False))
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=device_mesh((2,)))
@@ -49,7 +52,7 @@ def test_numbers(rank_pools: RankPools, system: str) -> None:
     results, _ = by_system["eager"]
     flat = [grad.flatten() for grads, _ in results for grad in grads]
     assert all(grad.min() >= 0 and grad.max() < 3 and not ((grad > 1) & (grad < 2)).any() for grad in flat)
-    # Ranks, steps and parameters have numbers of their own.
+    # Ranks, steps and parameters have different numbers.
     for place, grad in enumerate(flat):
         assert not any(torch.isin(grad % 1, other % 1).any() for other in flat[:place])
     for (ours, _), (theirs, _) in zip(by_system[system][0], results, strict=True):
@@ -89,7 +92,7 @@ def test_distributions(function: Callable[[], Tensor], mean: float, variance: fl
     assert torch.equal(torch.get_rng_state(), state)
     spread = variance**0.5
     assert abs(found.mean() - mean) < 0.02 * spread and abs(found.var() / variance - 1) < 0.03
-    # Neighbours know nothing of each other.
+    # Neighbouring numbers are uncorrelated.
     centred = (found - found.mean()) / found.std()
     assert abs((centred[1:] * centred[:-1]).mean()) < 0.02
 
@@ -98,21 +101,21 @@ def test_distributions(function: Callable[[], Tensor], mean: float, variance: fl
 def test_stochastic_rounding_is_right_in_the_mean(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     groups = torch.randn(4, 16, generator=generator)
-    # Small ones beside a large one, and zeros.
+    # A group has small values beside a large one, another only zeros.
     groups[1, 0], groups[2] = 50.0, 0.0
     count, numbers = 4000, draws()
     with AnsweringRandomOperators(numbers, lambda func: AssertionError(func)):
         many = restore_groups(*round_groups_by_chance(groups.expand(count, -1, -1), dtype))
     largest = groups.abs().amax(-1, keepdim=True)
     step = {torch.int8: 1 / 127, torch.float8_e4m3fn: 2**-3, torch.float8_e5m2: 2**-2}[dtype]
-    # How far neighbours are apart: a part of the largest value in the group, or of the value itself.
+    # The distance of neighbouring values: a part of the largest value in the group, or of the value itself.
     apart = step * (largest if dtype == torch.int8 else groups.abs().maximum(largest / LARGEST[dtype]))
     assert ((many - groups).abs() <= 1.01 * apart).all()
     assert ((many.mean(0) - groups).abs() <= 4.5 * 0.5 * apart / count**0.5 + 1e-6 * largest).all()
-    # Two neighbours at most, and where a value is between them both.
+    # A value is rounded to at most two neighbours, and to both of them if it is between them.
     kinds = [len(values.unique()) for values in many.flatten(1).t()]
     assert max(kinds) == 2 and sum(kind == 2 for kind in kinds) > 30
-    # Deterministic rounding is not right in the mean.
+    # A single rounding has a larger error than the mean.
     assert (many.mean(0) - groups)[0].abs().max() < (many[0] - groups)[0].abs().max()
 
 

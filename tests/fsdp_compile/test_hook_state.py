@@ -1,4 +1,4 @@
-"""Hooks with tensors of their own compute, step by step, what plain torch does with a residual for each rank and parameter."""
+"""Hooks with their own tensors compute, step by step, the same as plain torch with state for each rank and parameter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GRID, _BLOCK = 0.25, 8
 
 
 def on_a_grid(state: DefaultState, grad: Tensor, output: Tensor) -> Tensor:
-    """A coarse quantiser of a user's, which says what it sends."""
+    """Reduce values that are rounded to a coarse grid, as a user's hook may; return the values that were sent."""
     sent = (grad / _GRID).round() * _GRID
     dist.reduce_scatter_tensor(output, sent, group=state.process_group)
     output.div_(state.world_size)
@@ -41,7 +41,7 @@ def on_a_grid(state: DefaultState, grad: Tensor, output: Tensor) -> Tensor:
 
 
 class Momentum:
-    """A user's hook: a moving average of this rank's shard."""
+    """A user's hook that keeps a moving average of this rank's shard."""
 
     def init_tensors(self, parameter: HookParameter) -> dict[str, Tensor]:
         return {"average": torch.zeros(1, parameter.numel, dtype=parameter.dtype, device=parameter.device)}
@@ -72,7 +72,8 @@ HOOKS: dict[str, Callable[[], Any]] = {
 }
 
 
-# Nothing divides by two; each unit has one parameter, as blocks depend on what else there is. One is too small for PowerSGD.
+# No width divides by two. A unit has one parameter, as rounding blocks depend on the rest of the bucket. One parameter is too
+# small for PowerSGD.
 _WIDTHS = (9, 17, 11, 3)
 
 
@@ -106,7 +107,7 @@ def values(model: nn.Module) -> list[Tensor]:
 def train(
     shape: tuple[int, ...], hook: str, system: str, steps: int = 3, microbatches: int = 1, flag: str = ""
 ) -> list[list[Tensor]]:
-    """A job: the parameters after each step."""
+    """Return the parameters after each step. Runs on every rank."""
     model, compiled = shard(shape, hook, system)
     found = []
     for step in range(steps):
@@ -128,7 +129,7 @@ def run_step(model: nn.Module, forward: Any, step: int, microbatches: int = 1, f
 
 
 class Emulated:
-    """What a group of ranks makes of its gradients of one parameter, in plain torch."""
+    """The reduction of one parameter's gradients over a group of ranks, with its state, in plain torch."""
 
     def __init__(self, hook: str, ranks: int):
         self.hook, self.ranks = hook, ranks
@@ -206,7 +207,7 @@ def assert_equal(found: list[list[Tensor]], expected: list[list[Tensor]], rtol: 
             torch.testing.assert_close(actual, wanted, rtol=rtol, atol=rtol, msg=lambda text, at=(step, place): f"{at}: {text}")
 
 
-#: PowerSGD and scales are in float32.
+#: Tolerances. PowerSGD and scales are in float32.
 _RTOL = {"grid": 1e-9, "momentum": 1e-9, "int8": 1e-6, "power_sgd": 1e-5}
 
 
@@ -224,7 +225,7 @@ def test_steps(rank_pools: RankPools, hook: str, system: str) -> None:
 
 
 def train_in_turns(hook: str) -> list[list[Tensor]]:
-    """A job: the parameters after each step of one unit, compiled and uncompiled in turns."""
+    """Return the parameters of one unit after each step, compiled and uncompiled in turns. Runs on every rank."""
     model = fully_shard(build(), mesh=device_mesh((2,)))
     model.register_comm_hook(DefaultState(device_mesh((2,)).get_group()), HOOKS[hook]())
     compiled, found = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"}), []
@@ -238,7 +239,10 @@ _EVEN = (9, 16, 4)
 
 
 def train_with_tensor_parallelism(system: str, path: str) -> list[list[Tensor]]:
-    """A job: the parameters after each step of a model whose matrices are cut in two before they are sharded."""
+    """Return the parameters after each step, with matrices that are split in two before sharding. Runs on every rank.
+
+    Also check that a checkpoint restores the hook's tensors.
+    """
     mesh = device_mesh((2, 2), ("dp", "tp"))
     model = parallelize_module(build(_EVEN), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for layer in (model[0], model[2], model):
@@ -274,7 +278,7 @@ def test_tensors_of_parameters_that_another_parallelism_has_laid_out(
 
 @pytest.mark.parametrize("hook", ["grid", "power_sgd"])
 def test_any_bucket_finds_the_tensors_of_its_parameters(rank_pools: RankPools, hook: str) -> None:
-    """Graphs and uncompiled code reduce gradients in different orders."""
+    """Graphs and uncompiled code reduce gradients in different orders, but find the same tensors."""
     assert_equal(rank_pools[2].run(train_in_turns, hook=hook)[0], emulate((2,), hook, steps=4), _RTOL[hook])
 
 
@@ -294,7 +298,7 @@ def test_tensors_move_on_when_something_is_reduced(rank_pools: RankPools, shape:
 
 
 def train_over_replicas(system: str, flag: str) -> list[list[Tensor]]:
-    """A job: the parameters after each step of two microbatches, and a checkpoint between them."""
+    """Return the parameters after each step of two microbatches, with a checkpoint between steps. Runs on every rank."""
     model, mesh = build(), device_mesh((2, 2))
     fully_shard(model, mesh=mesh)
     model.register_comm_hook(DefaultState(mesh.get_group("replicate")), ErrorFeedback(on_a_grid_in_place), over="replicas")
@@ -315,7 +319,7 @@ def train_over_replicas(system: str, flag: str) -> list[list[Tensor]]:
 def emulate_over_replicas(flag: str) -> list[list[Tensor]]:
     model, found = build(), []
     params = list(model.parameters())
-    # Of each replica, what its shard group makes of a gradient; and what the replicas make of that.
+    # ``within``: the reductions in the shard group of each replica. ``between``: the reductions over replicas.
     within = [[Emulated("momentum", 2) for _ in params] for _ in range(2)]
     between = [Emulated("grid", 2) for _ in params]
     for step in range(3):
@@ -352,7 +356,7 @@ def test_tensors_over_replicas(rank_pools: RankPools, system: str, flag: str) ->
 
 
 def resume(hook: str, system: str, path: str) -> None:
-    """A job: a model that goes on from a checkpoint does what the one that wrote it does."""
+    """Check that a model that resumes from a checkpoint computes the same as the one that saved it. Runs on every rank."""
     model, compiled = shard((2,), hook, system)
     for step in range(2):
         run_step(model, compiled, step)
@@ -363,7 +367,7 @@ def resume(hook: str, system: str, path: str) -> None:
     with torch.no_grad():
         for param in other.parameters():
             param.zero_()
-    # Tensors of its own that the checkpoint takes the place of.
+    # The step makes hook tensors, which the checkpoint replaces.
     run_step(other, compiled, 7)
     state = {"model": get_model_state_dict(other), "comm_hooks": HookTensors(other)}
     dcp.load(state, checkpoint_id=path)
@@ -388,13 +392,13 @@ def test_a_checkpoint_goes_on_to_the_bit(rank_pools: RankPools, hook: str, syste
 
 
 def load_elsewhere(hook: str, path: str) -> None:
-    """A job: on other ranks than those that saved."""
+    """Load a checkpoint on another number of ranks than saved it. Runs on every rank."""
     model, _ = shard((4,), hook, "eager")
     dcp.load({"comm_hooks": HookTensors(model)}, checkpoint_id=path)
 
 
 def reset_and_refuse() -> None:
-    """A job: what resetting does, and what cannot be loaded."""
+    """Check what resetting does, and which states cannot be loaded. Runs on every rank."""
     model, compiled = shard((2,), "grid", "aot_eager")
     begun = values(model)
     run_step(model, compiled, 0)
@@ -433,7 +437,7 @@ def reset_and_refuse() -> None:
 
 
 def train_blocks() -> list[list[Tensor]]:
-    """A job: blocks that are compiled one by one, and share graphs."""
+    """Return the parameters after each step of blocks that are compiled one by one and share graphs. Runs on every rank."""
     model, mesh = nn.Sequential(*(Block() for _ in range(3))), device_mesh((2,))
     for block in model:
         fully_shard(block, mesh=mesh)
@@ -471,7 +475,7 @@ def test_reset_and_refusals_of_loading(rank_pools: RankPools) -> None:
 
 
 def overflow(system: str) -> tuple[list[bool], list[bool]]:
-    """A job: whether gradients are finite where one of one rank is not, and in the next step."""
+    """Return whether gradients are finite in a step in which one rank's overflow, and in the next step. Runs on every rank."""
     model, compiled = shard((2,), "int8", system)
     found = []
     for scale in (1.0, torch.inf, 1.0):
@@ -487,7 +491,7 @@ def test_what_is_not_finite_arrives_once(rank_pools: RankPools) -> None:
 
 
 def losses(hook: str, steps: int) -> list[float]:
-    """A job: the losses of a small regression that reduces as said."""
+    """Return the losses of a small regression whose gradients ``hook`` reduces. Runs on every rank."""
     torch.manual_seed(0)
     model, mesh = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)), device_mesh((2,))
     fully_shard(model, mesh=mesh)

@@ -1,7 +1,8 @@
-"""Unmodified Hugging Face models: what their layers hold is more than tests of one idea each think of.
+"""Unmodified Hugging Face models, whose layers combine more than tests of single features do.
 
-A model that is sharded and compiled is held to the same model alone and uncompiled, step by step: loss, and the gradient of every
-parameter. Nine layers are deep enough to be folded; three take batches whose length changes, so that sizes are symbols.
+A sharded and compiled model is compared with the same model alone and uncompiled, in each step: the loss, and the gradient of
+every parameter. Nine layers are deep enough to be folded. Three layers take batches of changing length, so that sizes are
+symbols.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.example
 pytest.importorskip("transformers", reason="the test extra installs transformers; without it there is no model to try")
 
 LENGTHS = (12, 9, 7)
-#: A kernel's sizes were an expression of a symbol that it was not given.
+#: Regressions: a kernel's sizes were an expression of a symbol that the kernel was not given.
 DIED_OF_LENGTHS = ["Llama", "Qwen3", "Gemma", "ModernBert"]
 #: Mixtures of experts, encoders and decoders.
 THROUGH_INDUCTOR = [
@@ -69,12 +70,12 @@ NINE_LAYERS = [
 ON_TWO_RANKS = ["Mixtral", "DeepseekV3", "T5", "ViT", "Mamba"]
 
 
-# Tokens of a rank reach some experts, and others may reach others.
+# The tokens of different ranks may reach different experts.
 REACH_SOME_EXPERTS = ["SwitchTransformers", "Jamba"]
 
 
 class Traced(NamedTuple):
-    """Dynamo's graphs of a model."""
+    """The number of a model's graphs, and of its graph breaks, in Dynamo."""
 
     graphs: int
     breaks: int
@@ -99,7 +100,7 @@ def assert_equal_gradients(model: nn.Module, reference: nn.Module) -> None:
     total = torch.stack([param.grad.norm() for param in reference.parameters() if param.grad is not None]).norm()
     for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         if theirs.grad is None:
-            # Compiled, what an output that is not used would need has zeros.
+            # Compiled, a parameter that only an unused output needs has a gradient of zeros.
             assert ours.grad is None or not ours.grad.full_tensor().any(), name  # type: ignore[attr-defined]
             continue
         assert ours.grad is not None, name
@@ -109,7 +110,7 @@ def assert_equal_gradients(model: nn.Module, reference: nn.Module) -> None:
 
 
 def take_steps(name: str, reference: Any, model: Any, forward: Any, lengths: Iterable[int]) -> None:
-    """Train a model alone and one that is sharded over all ranks, and compare them; ``forward`` calls the latter."""
+    """Train a model alone and one that is sharded over all ranks, and compare them; ``forward`` calls the sharded one."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     optimizers = [torch.optim.SGD(system.parameters(), lr=0.1) for system in (reference, model)]
     for step, length in enumerate(lengths):
@@ -127,7 +128,7 @@ def take_steps(name: str, reference: Any, model: Any, forward: Any, lengths: Ite
 
 
 def train(name: str, layers: int, lengths: Iterable[int], **options: Any) -> Traced:
-    """Take steps with a model that is compiled."""
+    """Take steps with a sharded and compiled model; count its graphs."""
     architecture = ARCHITECTURES[name]
     reference, model = architecture.build(layers), shard(architecture.build(layers), layers)
     torch._dynamo.reset()
@@ -138,7 +139,7 @@ def train(name: str, layers: int, lengths: Iterable[int], **options: Any) -> Tra
 
 
 def train_alone(name: str, layers: int, lengths: Iterable[int], backend: str) -> Traced:
-    """Take steps with plain ``torch.compile``."""
+    """Take steps with plain ``torch.compile``; count the graphs."""
     architecture = ARCHITECTURES[name]
     model = architecture.build(layers)
     torch._dynamo.reset()
@@ -154,7 +155,7 @@ def check(name: str, layers: int, lengths: tuple[int, ...], **options: Any) -> N
         with pytest.raises(Exception, match=ARCHITECTURES[name].untrainable):
             train_alone(name, layers, lengths, "aot_eager")
         return
-    # What is traced, and where it breaks, is Dynamo's matter: hardly ever does the backend change anything about it.
+    # Dynamo decides what is traced and where the graph breaks. The backend hardly ever changes that.
     plain = train_alone(name, layers, lengths, "eager")
     ours = train(name, layers, lengths, **options)
     is_more = ours.graphs > plain.graphs or ours.breaks > plain.breaks
@@ -166,7 +167,7 @@ def check(name: str, layers: int, lengths: tuple[int, ...], **options: Any) -> N
     [pytest.param(name, marks=[] if name == "Bert" else pytest.mark.night) for name in ARCHITECTURES],
 )
 def test_training(name: str, one_rank: None) -> None:
-    """Three layers and, of text, lengths that change."""
+    """Models of three layers train, with changing lengths for text."""
     check(name, 3, lengths_of(name), lowering="aot_eager")
 
 
@@ -204,7 +205,7 @@ def _checkpoint_layers(model: Any) -> None:
 
 
 def train_uncompiled(name: str, checkpointed: bool) -> None:
-    """Three layers, gathered again for backward, and lengths that change."""
+    """Train three layers uncompiled, gathered again for backward, with lengths that change."""
     architecture = ARCHITECTURES[name]
     reference, model = architecture.build(3), architecture.build(3)
     for unit in (*layers_of(model, 3), model):
@@ -244,7 +245,7 @@ def one_step(name: str, layers: int) -> tuple[Capture, list[Tensor]]:
 
 
 def operators(graph: Graph) -> Counter[str]:
-    """The operators of a graph that compute, and how often each occurs."""
+    """Count by kind the operators of a graph that compute."""
     computes = [node.op == "call_function" and not is_view(node) for node in graph.nodes]
     return Counter(str(kind) for kind, does in zip(kinds(graph), computes, strict=True) if does)
 
@@ -252,9 +253,9 @@ def operators(graph: Graph) -> Counter[str]:
 @pytest.mark.night
 @pytest.mark.parametrize("name", ["Llama", *WITH_AND_WITHOUT_FOLDING])
 def test_folded_layers_change_nothing(name: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine layers fold; graphs have the same operations, in another order perhaps, and results are equal to the bit.
+    """Nine layers fold. Graphs have the same operations, perhaps in another order, and results are equal to the bit.
 
-    Views may be more: one of what all layers read is made in each.
+    There may be more views: each layer makes its own view of a value that all layers read.
     """
     folded = []
     fold_layers = passes.pipeline.fold_layers

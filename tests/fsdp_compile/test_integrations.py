@@ -1,4 +1,4 @@
-"""Libraries that shard a model for their users, on two ranks: losses are those with FSDP2."""
+"""Libraries that shard a model for their users, on two ranks: losses equal those with FSDP2."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _needs(module: str) -> pytest.MarkDecorator:
 
 @contextlib.contextmanager
 def _launched() -> Iterator[None]:
-    """The environment that torchrun gives a rank."""
+    """Set the environment variables that torchrun gives a rank, for the duration of the block."""
     rank = str(dist.get_rank())
     world = str(dist.get_world_size())
     given = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -107,7 +107,7 @@ def _plugin(**options: Any) -> Any:
 
 
 def _shard_on_cpu(accelerator: Any, plugin: Any) -> None:
-    """Accelerate shards on accelerators only; on CPU it has to be told so."""
+    """Make Accelerate shard on CPU; by itself it shards only on accelerators."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -153,7 +153,7 @@ def accelerate(ours: bool, path: str, tied: bool) -> list[float]:
             losses.append(loss.item())
             if step == 3:
                 accelerator.save_state(f"{path}/{ours}")
-        # Once more from the checkpoint.
+        # The loss of a step again, from the checkpoint.
         accelerator.load_state(f"{path}/{ours}")
         losses.append(model(input_ids=_tokens(4), labels=_tokens(4)).loss.item())
         assert losses[-1] == pytest.approx(losses[-4], rel=1e-5)
@@ -268,7 +268,7 @@ def test_fabric(rank_pools: RankPools, tmp_path: Path) -> None:
 
 
 def train_from_pretrained(ours: bool, folder: str, compiled: bool) -> list[float]:
-    """Two ranks that cut products by the model's plan, times two that shard."""
+    """Train on two ranks that split products by the model's plan, times two that shard."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -277,7 +277,7 @@ def train_from_pretrained(ours: bool, folder: str, compiled: bool) -> list[float
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=split, dtype=torch.float32)
     assert isinstance(model, FSDPModule) is ours
     assert len(model.model.layers[0].mlp.up_proj.weight.placements) == 2
-    # With symbolic lengths, torch 2.13 traces a deep model of DTensors no further than Python's recursion goes, sharded or not.
+    # With symbolic lengths, torch 2.13 traces a deep model of DTensors only as far as Python's recursion limit, sharded or not.
     how: dict[str, Any] = {"backend": fsdp_backend, "options": _OPTIONS, "dynamic": False}
     forward = torch.compile(model, **how) if ours and compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, foreach=False)

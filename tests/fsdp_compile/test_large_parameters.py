@@ -1,4 +1,4 @@
-"""Training where each matrix has collectives of its own (:mod:`passes.auto.large_parameters`)."""
+"""Training if each matrix has collectives of its own (:mod:`passes.auto.large_parameters`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ACCUMULATE: Schedule = (
 
 
 def train_with_separate_matrices(mesh_shape: tuple[int, ...], lowering: str, schedule: Schedule) -> Run:
-    """A job: every parameter of two dimensions or more counts as large."""
+    """Train with every parameter of two or more dimensions counted as large. Runs on every rank."""
     trainee = Trainee(lowering, mesh_shape, SMALL.build)
     smallest = min(value.numel() * 4 for value in trainee.model.parameters() if value.dim() > 1)
     with patch("passes.auto.large_parameters.MIN_OWN_BUCKET_BYTES", smallest):
@@ -55,7 +55,7 @@ def test_trains_like_one_process(mesh_shape: tuple[int, ...], lowering: str, sch
     runs = rank_pools[world].run(train_with_separate_matrices, mesh_shape=mesh_shape, lowering=lowering, schedule=schedule)
     found = differences(runs, reference(SMALL, world, [len(schedule)] * 2, sgd), 1e-5)
     assert not found, "\n".join(found)
-    # More than the three of the units, or nothing was separated.
+    # More than one for each of three units; otherwise no matrix has a collective of its own.
     assert runs[0].counts("all_gather", "forward")[0] > 3
     assert runs[0].counts("reduce_scatter", "backward")[0] > 3
 
@@ -68,14 +68,14 @@ _UNEVEN = Task(partial(models.MLP, dim=5, hidden=7, out=3, layers=2), _batch_of_
 
 
 def train_pieces_around_a_threshold(lowering: str, threshold: str, num_bytes: int) -> Run:
-    """A job: of two ranks of tensor parallelism, one has pieces of four rows or columns, and one of three."""
+    """Train with tensor parallelism that gives one rank pieces of four rows or columns, the other three. Runs on every rank."""
     trainee = Trainee(lowering, (2, 2), _UNEVEN.build, partial(shard_beside, parallelize=uneven_parallel))
     with patch(threshold, num_bytes):
         return trainee.train(_UNEVEN, [_ACCUMULATE] * 2, sgd)
 
 
 def check_pieces_around_a_threshold(rank_pools: RankPools, lowering: str, threshold: str, num_bytes: int) -> None:
-    """Of a threshold of bytes that only the larger pieces reach, which then have more collectives."""
+    """Check training with a threshold that only the larger pieces reach, so that their ranks have more gathers."""
     job = {"lowering": lowering, "threshold": threshold, "num_bytes": num_bytes}
     runs = rank_pools[4].run(train_pieces_around_a_threshold, **job)
     found = differences(runs, reference(_UNEVEN, 4, [len(_ACCUMULATE)] * 2, sgd), 1e-5)

@@ -1,4 +1,4 @@
-"""Sizes that change, where lowering decides by the sizes at hand after Dynamo has built its guards."""
+"""Changing sizes, where lowering decides by the sizes at hand after Dynamo has built its guards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.inductor
 
 
 class Convolutions(nn.Module):
-    """Inductor lowers the backward of a convolution for the sizes at hand."""
+    """Convolutions, whose backward Inductor lowers for the sizes at hand."""
 
     def __init__(self, layers: Callable[[], list[nn.Module]], channels: int = 4) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Convolutions(nn.Module):
 
 
 KINDS: dict[str, tuple[Callable[[], list[nn.Module]], list[tuple[int, ...]]]] = {
-    # A depthwise one behind another, as in a conformer; batch and length change.
+    # A depthwise convolution after another one, as in a conformer; batch and length change.
     "in a row": (
         lambda: [nn.Conv1d(4, 4, 3, padding=1), nn.Conv1d(4, 4, 3, padding=1, groups=4)],
         [(2, 8), (3, 5), (3, 8), (2, 5)],
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[Callable[[], list[nn.Module]], list[tuple[int, ...]]]] = 
 
 
 def train_convolutions(kind: str, lowering: str) -> None:
-    """A job: losses and gradients are those of whole parameters, with and without sync."""
+    """Check that losses and gradients equal those of whole parameters, with and without sync. Runs on every rank."""
     layers, sizes = KINDS[kind]
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_convolutions(kind: str, rank_pools: RankPools) -> None:
     rank_pools[2].run(train_convolutions, kind=kind, lowering="inductor")
 
 
-# An operator in whose lowering something is decided by the size of its input.
+# An operator whose lowering decides by the size of its input.
 
 _MANY = 6
 _library = torch.library.Library("fsdp_compile_tests", "FRAGMENT")
@@ -106,7 +106,7 @@ def _(x: Any, what: str) -> Any:
     elif what == "number":
         sizes.guard_int(size)
     elif what == "known":
-        # As Inductor's power of a symbol to -1, in what becomes of some convolutions.
+        # As in Inductor's power of a symbol to -1, which the code of some convolutions has.
         int(size)
     few = what == "factor" and bool(sizes.evaluate_expr(size <= _MANY))
     return lowering.lowerings[torch.ops.aten.mul.Tensor](x, _factor(few, what))
@@ -124,7 +124,7 @@ class _BackwardBySize(torch.autograd.Function):
 
 
 class BySize(nn.Module):
-    """The operator in backward, and in forward for the sake of it; or on chosen rows of the input."""
+    """The operator in backward, and with ``in_forward`` also in forward; with ``chosen`` on chosen rows of the input."""
 
     def __init__(self, what: str, *, in_forward: bool = False, chosen: bool = False) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class BySize(nn.Module):
 
 
 class Training:
-    """A model on one rank through Inductor, and its twin with whole parameters."""
+    """A model on one rank through Inductor, and a twin with whole parameters."""
 
     def __init__(self, what: str, dynamic: bool | None = None, **options: Any) -> None:
         torch.manual_seed(0)
@@ -149,7 +149,7 @@ class Training:
         self.compiled = torch.compile(self.model, backend=fsdp_backend, dynamic=dynamic)
 
     def step(self, size: int, *, syncs: bool = True) -> None:
-        """A microbatch of both, after which losses, and gradients if they are reduced, are equal, and gone."""
+        """Run a microbatch of both; check losses and, if ``syncs``, gradients, which are then cleared."""
         x = torch.randn(size, 4)
         x[:, 0].abs_()
         self.model.set_requires_gradient_sync(syncs)
@@ -166,7 +166,7 @@ class Training:
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_decisions_hold_for_the_sizes_that_they_were_made_for(dynamic: bool | None, one_rank: None) -> None:
     training = Training("factor", dynamic, in_forward=True)
-    # Backward is lowered for few and for many, for each plan of it; in each order.
+    # Backward is lowered for few and for many rows, for each of its plans and in either order.
     for size in (3, 4, 9, 5, 12, 7, 3):
         training.step(size, syncs=size != 12)
 
@@ -180,7 +180,7 @@ def test_late_decisions_compile_backward_alone(one_rank: None) -> None:
 
 
 def test_what_inductor_compiles_for_numbers_alone(one_rank: None) -> None:
-    """Forward by a guard of the frame, backward by one of its own."""
+    """Forward compiles again by a guard of Dynamo's frame, backward by a guard of its own."""
     training = Training("known", dynamic=True, in_forward=True)
     with capture() as captured:
         for size in (3, 9, 3, 9):
@@ -194,7 +194,7 @@ def test_what_inductor_compiles_for_numbers_alone(one_rank: None) -> None:
 
 
 def test_sizes_that_come_from_data(one_rank: None) -> None:
-    """A condition on one cannot be decided by lowering for others: a call that does not fulfil it raises."""
+    """Lowering again cannot decide a condition on a size from data. A call that does not fulfil it raises."""
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         training = Training("limit", chosen=True)
         for size in (4, 2, _MANY):
@@ -213,7 +213,7 @@ def test_many_sets_of_sizes_are_warned_of(one_rank: None, caplog: pytest.LogCapt
 
 
 def test_every_guard_is_checked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many conditions as are decided on once the frame's guards are built are checked by a variant."""
+    """A variant checks as many conditions as lowering decides after the frame's guards are built."""
     added: list[Any] = []
     checked: list[Any] = []
     frozen: list[ShapeEnv] = []

@@ -1,4 +1,4 @@
-"""Values between segments, and from forward to backward, have the layout that was traced, whatever Inductor would choose."""
+"""Values between segments, and from forward to backward, have the traced layout, even if Inductor would choose another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_compile import fsdp_backend, fully_shard
 
 
 class FirstOfSwapped(nn.Module):
-    """Reads the first of the features only: a view with gaps, of a value that Inductor may lay out as it likes."""
+    """A module that reads only the first feature: a view with gaps, of a value whose layout Inductor may choose."""
 
     def __init__(self) -> None:
         super().__init__()

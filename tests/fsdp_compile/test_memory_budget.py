@@ -1,4 +1,4 @@
-"""``options={"memory_budget": ...}``: what is chosen, that it is what is counted, and that it trains alike."""
+"""``options={"memory_budget": ...}``: the chosen step, its accounting, and equal training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EAGER: dict[str, Any] = {"lowering": "aot_eager"}
 
 
 def few_trials(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates what needs no more trials than those that the search begins with."""
+    """Limit the search in ``function`` to the trials that it begins with."""
     return mock.patch("passes.auto.memory_budget._MOST_NODES", 0)(function)
 
 
@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, flags: Mapping[str, bool | None] | None = None) -> None:
-    """A unit for each block and the root, with ``reshard_after_forward`` by their names."""
+    """Shard each block and the root, with ``reshard_after_forward`` from ``flags`` by name."""
     given = flags or {}
     for index, block in enumerate(cast("Model", model).blocks):
         fully_shard(block, mesh=mesh, reshard_after_forward=given.get(f"blocks.{index}"))
@@ -91,13 +91,13 @@ def step_ns(report: Report) -> int:
 
 
 def budgets() -> list[int]:
-    """From the least possible to one that fits all, those around every trial of the frontier."""
+    """Return budgets around every trial of the frontier, from the least possible to one that fits all."""
     frontier = [trial.peak_bytes for trial in unlimited().frontier()]
     return sorted({*frontier, *(peak + 1 for peak in frontier), *(peak - 1 for peak in frontier[1:]), _LARGE})
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:
-    """Over all trials, for every budget at which the answer changes."""
+    """For every budget at which the choice changes, it is the fastest of all trials that fit."""
     trials = unlimited().trials
     assert len({trial.peak_bytes for trial in unlimited().frontier()}) >= 4
     times = []
@@ -116,7 +116,7 @@ def test_the_step_is_the_one_that_was_tried_and_explains_itself() -> None:
     report = explained(middle.peak_bytes)
     (choice,) = report.choices
     assert choice.trials == unlimited().trials and choice.chosen == middle
-    # What is lowered, by the accounting of reports, which does not count inputs.
+    # The lowered step by the accounting of reports, which does not count inputs.
     assert report.memory.peak_bytes + batch().nbytes == middle.peak_bytes
     assert step_ns(report) == middle.time_ns
     text = str(report)
@@ -125,7 +125,7 @@ def test_the_step_is_the_one_that_was_tried_and_explains_itself() -> None:
 
 
 def _by_hand(trial: Trial) -> Report:
-    """The step of a trial by flags and the partitioner's own setting."""
+    """Return the report of a trial's step, made by flags and the partitioner's own setting."""
     policy = trial.policy
     flags = {**dict.fromkeys(policy.kept, False), **dict.fromkeys(policy.resharded, True)}
     with torch._functorch.config.patch(activation_memory_budget=policy.activation_budget):
@@ -147,14 +147,14 @@ def test_reports_have_no_formulae_under_a_budget() -> None:
 
 
 def gathered(report: Report, call: int) -> set[str]:
-    """The units that a graph gathers, some of them together."""
+    """Return the units that a graph gathers, whose gathers may be merged."""
     assert report._source is not None
     nodes = report._source.calls[call].graph.graph_module.graph.nodes
     return {unit for node in nodes if role(node) is Role.START_GATHER for unit in str(bucket(node)).split("+")}
 
 
 def test_some_units_stay_gathered() -> None:
-    """Those that forward reads last: backward gathers only the others."""
+    """Units that forward reads last stay gathered; backward gathers only the others."""
     some = next(trial for trial in unlimited().frontier() if 0 < len(trial.policy.kept) < 4)
     report = explained(some.peak_bytes)
     policy = report.choices[0].chosen.policy
@@ -165,7 +165,7 @@ def test_some_units_stay_gathered() -> None:
 
 @pytest.mark.night
 def test_layers_that_are_folded_are_not_compiled_twice(caplog: pytest.LogCaptureFixture) -> None:
-    """Too low a budget is no reason to trace repeated layers one by one."""
+    """A budget that is too low does not make repeated layers trace one by one."""
     with pytest.raises(ValueError, match="= 1000 bytes is too low"):
         explained(1000, dict.fromkeys(["", *(f"blocks.{index}" for index in range(8))], True), Model(8))
     assert not [record for record in caplog.records if "traced one by one" in record.message]
@@ -181,13 +181,13 @@ def test_what_is_too_little_names_the_least() -> None:
 def test_flags_of_the_user_are_kept() -> None:
     (choice,) = explained(_LARGE, {"blocks.1": True, "blocks.2": False}).choices
     assert {frozenset(trial.policy.kept + trial.policy.resharded) for trial in choice.trials} == {frozenset(["", "blocks.0"])}
-    # One has to be gathered again.
+    # One unit has to be gathered again.
     assert choice.chosen.time_ns > unlimited().chosen.time_ns
 
 
 @pytest.mark.night
 def test_a_part_of_the_memory_of_a_gpu() -> None:
-    """Whose numbers are those of the pretended device; scheduled automatically, and with replicas."""
+    """The budget is a part of the pretended device's memory, with an automatic schedule and replicas."""
     options = {"memory_budget": 0.5, "schedule": "auto"}
     report = explain(Model(2), batch(), (2, 4), "h100", shard=shard, options=options, suggest=False)
     (choice,) = report.choices
@@ -195,7 +195,7 @@ def test_a_part_of_the_memory_of_a_gpu() -> None:
     assert len(choice.chosen.policy.kept) == 3 and report.memory.peak_bytes + batch().nbytes == choice.chosen.peak_bytes
 
 
-# Graphs that are lowered and run, over pretended ranks.
+# Graphs that are lowered and run, over pretended ranks
 
 
 def sharded(depth: int = 3, flags: Mapping[str, bool | None] | None = None) -> Model:
@@ -212,7 +212,7 @@ def train(model: nn.Module, budget: Any, x: Tensor | None = None) -> tuple[Calla
 
 
 class Attention(Block):
-    """What draws random numbers, as far as a partitioner knows: it saves their state ahead of computing it again."""
+    """Attention, which a partitioner takes for random: it saves the generator's state for a recomputation."""
 
     def forward(self, x: Tensor) -> Tensor:
         heads = x.view(1, -1, 4, 16).transpose(1, 2)
@@ -241,7 +241,7 @@ class TestOneProcess:
     @pytest.mark.units_apart
     @few_trials
     def test_later_plans_are_held_to_the_budget(self) -> None:
-        """Full gradients that wait for the second microbatch are more than was chosen for."""
+        """Full gradients that wait for the second microbatch take more memory than the choice has counted."""
         few = torch.ones(8, 64)
         resharded = {"": True, **{f"blocks.{index}": True for index in range(6)}}
         _, captured = train(sharded(6, resharded), _LARGE, few)
@@ -275,7 +275,7 @@ class TestOneProcess:
             return captured.choices
 
         (first,) = choices(400)
-        # The budget is what a batch of this size takes.
+        # The budget is just enough for a batch of this size.
         fitting = batch().size(0)
         assert not choices(200) and not choices(int(0.98 * fitting))
         (second,) = choices(3 * fitting // 2)
@@ -300,7 +300,7 @@ class TestOneProcess:
         with torch.no_grad():
             compiled(torch.ones(16, 64))
             compiled(torch.ones(390, 64))
-            # As it is scheduled for 16 rows, one of more than 400 fits, too.
+            # The graph is scheduled for 16 rows, so it fits somewhat more than 400 rows, too.
             with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="too low for a forward"):
                 compiled(torch.ones(500, 64))
 
@@ -316,12 +316,12 @@ class TestOneProcess:
     def test_the_first_step_tells_what_the_optimizer_keeps(
         self, assumed: str, optimizer_class: Callable[..., torch.optim.Optimizer], fits: bool
     ) -> None:
-        """The second step has a choice of its own: a faster one where there is more room, one with fewer bytes where less."""
+        """The second step has its own choice: a faster step if there is more room, one with fewer bytes if there is less."""
         states = {"sgd": 0, "adamw": 2 * sum(param.numel() * 4 // 8 for param in Model(1).parameters())}
         _, captured = train(sharded(1), _LARGE)
         torch._dynamo.reset()
         frontier = captured.choices[0].frontier()
-        # What is assumed leaves a byte too little for the fastest step, and room with the real state; or the other way round.
+        # The fastest step lacks a byte with the assumed state and has room with the real one, or the other way round.
         budget = frontier[-1].peak_bytes - 1 if fits else frontier[-1].peak_bytes - states["adamw"]
         model = sharded(1)
         optimizer = optimizer_class(model.parameters(), lr=0.1)
@@ -344,13 +344,13 @@ class TestOneProcess:
 
     @pytest.mark.night
     def test_optimizers_are_added_up(self) -> None:
-        """Of parts of the model, as each makes its first step; and another one in their place, for all of it."""
+        """Optimizers of parts of the model add up, each from its first step on. One for the whole model replaces them."""
         model = sharded(1)
         _, captured = train(model, _LARGE)
         torch._dynamo.reset()
         names = dict(model.named_parameters())
         shards = {name: param.numel() * 4 // 8 for name, param in names.items()}
-        # Room for the momentum of either half, and not for both.
+        # Room for the momentum of either half, but not for both.
         halves = [[name for name in names if ("up" in name) == is_up] for is_up in (True, False)]
         most = max(sum(map(shards.__getitem__, half)) for half in halves)
         fastest = captured.choices[0].frontier()[-1].peak_bytes - 2 * sum(shards.values())
@@ -374,7 +374,7 @@ class TestOneProcess:
         (smaller,) = step(optimizers)
         assert smaller.chosen.peak_bytes <= smaller.limit < smaller.frontier()[-1].peak_bytes
         assert not step(optimizers)
-        # With nothing kept any more, there is room for the fastest step again.
+        # Without momentum, there is room for the fastest step again.
         optimizers[:] = [torch.optim.SGD(model.parameters(), lr=0.1)]
         assert not step(optimizers)
         (faster,) = step(optimizers)
@@ -393,7 +393,7 @@ class TestOneProcess:
     @few_trials
     @few_trials
     def test_a_forward_may_leave_units_out(self) -> None:
-        """Then their shards count, and gradients that other microbatches gave them; and the optimizer's state, if there is any."""
+        """Units that a forward leaves out count: shards, gradients from other microbatches, any optimizer state."""
         skipping = sharded(3)
         compiled, of_all = train(skipping, _LARGE)
         skipping.skipped = 1
@@ -402,7 +402,7 @@ class TestOneProcess:
         _, smaller = train(sharded(2), _LARGE)
         shard_bytes = sum(storage.nbytes for storage in cast(FSDPModule, skipping.blocks[1])._fsdp_unit.storages.values())
         (choice,), (other,) = without.choices, smaller.choices
-        # AdamW's state, which is what is assumed, is two shards more.
+        # AdamW's state, which is assumed, takes two more shards.
         expected = [trial.peak_bytes + (2 + 2) * shard_bytes for trial in other.trials]
         assert [trial.peak_bytes for trial in choice.trials] == expected
         assert len(of_all.choices) == 1
@@ -466,7 +466,7 @@ _CASE = Case("mlp", models.MLP, batch=functools.partial(regression_batch, sizes=
 
 @few_trials
 def train_within_budgets(lowering: str) -> list[tuple[Run, StepPolicy | None]]:
-    """Train without a budget, with one that is no constraint, and with the least possible; and what was chosen."""
+    """Train without a budget, with one that is no constraint, and with the least possible one; return runs and policies."""
     found: list[tuple[Run, StepPolicy | None]] = []
     budget = None
     for _ in range(3):
@@ -481,7 +481,7 @@ def train_within_budgets(lowering: str) -> list[tuple[Run, StepPolicy | None]]:
 
 @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.night)])
 def test_budgets_train_alike(lowering: str, rank_pools: RankPools) -> None:
-    """As one process does, and as without a budget; ranks choose the same."""
+    """Training is as in one process, and as without a budget. All ranks choose the same policies."""
     by_rank = rank_pools[2].run(train_within_budgets, lowering=lowering)
     without, large, least = ([found[index][0] for found in by_rank] for index in range(3))
     for runs in (large, least):

@@ -1,8 +1,8 @@
-"""``dp_mesh_dims``: parameters that are DTensors on all dimensions of a mesh, of which some are sharded over.
+"""``dp_mesh_dims``: parameters are DTensors on all dimensions of a mesh, and FSDP shards over some of the dimensions.
 
-Activations are DTensors on the same mesh. Either they are cut there, so that a gradient is a sum over the ranks that see
-different tokens; or each rank says that its own tokens are all, and gradients are averaged as without DTensors. DTensor may
-take ranks at their word, so that only FSDP2 tells what comes of that.
+Activations are DTensors on the same mesh. Either they are sharded there, and a gradient is a sum over ranks with different
+tokens. Or each rank declares its own tokens as replicated, and gradients are averaged as without DTensors. DTensor may trust
+such a declaration, so only FSDP2 can be the reference for it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.common.versions import needs_mesh_dims
 pytestmark = needs_mesh_dims
 
 _STEPS = 3
-# How tensor parallelism cuts the two products of a block; the rest is whole.
+# Dimensions by which tensor parallelism splits the two products of a block; the rest is whole.
 _CUTS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 
 
 @dataclass(frozen=True)
 class Split:
-    """A mesh, and of its dimensions those to shard over and to have replicas on; the rest is tensor parallel."""
+    """A mesh, with the dimensions to shard over and to replicate over. The other dimensions are tensor parallel."""
 
     sizes: dict[str, int]
     shard: str | tuple[str, ...]
@@ -57,7 +57,7 @@ class Split:
         return math.prod(size for name, size in self.sizes.items() if self.is_dp(name))
 
     def mesh(self) -> DeviceMesh:
-        # One for all runs: FSDP2 wants that of the parameters, not one that is equal.
+        # One mesh for all runs: FSDP2 wants the mesh of the parameters itself, not an equal one.
         return device_mesh(tuple(self.sizes.values()), tuple(self.sizes))
 
 
@@ -101,7 +101,7 @@ class Run:
 
 
 def train(name: str, system: str, factor: float | None, own_tokens: bool = False) -> Run:
-    """Executed by every rank."""
+    """Train for some steps. Runs on every rank."""
     split, model = _SPLITS[name], _build()
     mesh = split.mesh()
     _lay_out(model, split, mesh)
@@ -138,7 +138,7 @@ def train(name: str, system: str, factor: float | None, own_tokens: bool = False
 
 @functools.cache
 def reference(name: str) -> Run:
-    """One process in float64."""
+    """Return the run of one process in float64."""
     model, run = _build().double(), Run([], [], {}, {})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for step in range(_STEPS):
@@ -163,7 +163,7 @@ def _compare(run: Run, expected: Run, rtol: float) -> None:
 
 
 _UNCOMPILED = ("dp, tp",)
-# The other splits are compiled at night.
+# The other splits are compiled only in night runs.
 _COMPILED = ("two to shard over",)
 
 
@@ -176,7 +176,7 @@ _COMPILED = ("two to shard over",)
 )
 def test_parity(name: str, system: str, rank_pools: RankPools) -> None:
     pool = rank_pools[_SPLITS[name].world]
-    # Gradients are sums already.
+    # Gradients are sums already, so divide them by one.
     for run in pool.run(train, name=name, system=system, factor=1.0):
         _compare(run, reference(name), 2e-5)
     for own_tokens in (False, True):

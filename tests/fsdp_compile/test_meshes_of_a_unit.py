@@ -74,7 +74,7 @@ def train(system: str, flavours: Sequence[str], options: str) -> Any:
             )
             for system in ("fsdp2", "eager", "aot_eager", "inductor")
             for options in _OPTIONS
-            # FSDP2 makes its smaller groups of other ranks on each, and hangs.
+            # FSDP2 makes its smaller groups from other ranks on each rank, and hangs.
             if system != "fsdp2" or options != "reshard_after_forward=2"
         ),
     ],
@@ -87,7 +87,7 @@ def test_microbatches(system: str, flavours: Sequence[str], options: str, rank_p
         assert not isinstance(runs[0], str), runs[0]
         assert differences(runs, expected, 5e-2 if options == "bf16" else 1e-4) == [], name
         if name == "unsharded":
-            # Only the last microbatch reduces: of each of two units its weights, with their replicas, and its biases.
+            # Only the last microbatch reduces. Each of two units reduces its weights, with replicas, and its biases.
             assert runs[0].counts("reduce_scatter") == [0, 0, 0, 4] * 2
             if system != "fsdp2":
                 assert runs[0].counts("all_reduce") == [0, 0, 0, 2] * 2
@@ -106,7 +106,7 @@ def test_layout_and_graph(fake_ranks: None) -> None:
     with capture() as captured:
         torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})(torch.ones(1, 8)).sum().backward()
     (forward,), (backward,) = captured.forward, captured.backward
-    # Two parameters in each, without a copy ahead: they are neighbours in flat storage.
+    # Each gather has two parameters, without a copy before it: they are neighbours in flat storage.
     assert forward.readable().count("all_gather_into_tensor.default(") == 2
     assert "cat" not in forward.readable()
     assert backward.readable().count("reduce_scatter_tensor.default(") == 2

@@ -1,4 +1,4 @@
-"""Sharding on top of tensor parallelism equals training in one process, and torch's FSDP2 on top of the same.
+"""Sharding on top of tensor parallelism equals training in one process, and torch's FSDP2 on top of tensor parallelism.
 
 Four ranks, two by two; eight with replicas. Tolerances are those of ``test_parity.py``.
 """
@@ -59,21 +59,21 @@ from tests.fsdp_compile import test_comm_hooks
 
 
 def block_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """The blocks' two products, and of what stands in the root only the head."""
+    """Split the two products of each block and, of the root's parameters, only the head."""
     for block in model.get_submodule("blocks").children():
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     parallelize_module(model.get_submodule("head"), mesh, ColwiseParallel(output_layouts=Replicate()))
 
 
 def uneven_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Between the products activations stay DTensors, which know that nothing divides."""
+    """Split products whose sizes do not divide. Between products, activations stay DTensors, which know the uneven sizes."""
     for block in model.get_submodule("blocks").children():
         parallelize_module(block, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
     parallelize_module(model.get_submodule("head"), mesh, ColwiseParallel(output_layouts=Replicate()))
 
 
 class _Block(nn.Module):
-    """A block of attention and products whose heads can be cut."""
+    """A block of attention and products, whose heads can be split."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
 
 
 def sequence_parallel(model: nn.Module, mesh: DeviceMesh, head: ParallelStyle | None = None) -> None:
-    """As torchtitan lays out a decoder: activations between the products are cut along the sequence."""
+    """Lay out a decoder as torchtitan does: activations between the products are sharded along the sequence."""
     parallelize_module(
         model,
         mesh,
@@ -135,7 +135,7 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh, head: ParallelStyle | 
 
 
 def _tied(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Laying out a module gives it new parameters, so that users tie them afterwards."""
+    """Lay out a decoder, then tie its weights: layouts give modules new parameters, so users tie them afterwards."""
     sequence_parallel(model, mesh)
     model.get_submodule("head").weight = model.get_submodule("embedding").weight
 
@@ -147,7 +147,7 @@ def _tied_decoder(**sizes: int) -> nn.Module:
 
 
 def _loss_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Logits are a DTensor that is cut along the vocabulary, and so is what the loss computes of them."""
+    """Lay out a decoder whose logits, and the values that the loss computes from them, are sharded along the vocabulary."""
     sequence_parallel(
         model, mesh, head=ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
     )
@@ -182,7 +182,7 @@ class _Adapters(nn.Module):
 
 
 def _adapters_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """As peft lays out adapters: of a layer that is cut by columns only B is cut, of one that is cut by rows only A."""
+    """Lay out adapters as peft does: of a column-parallel layer only B is split, of a row-parallel layer only A."""
     columns = {"base": ColwiseParallel(), "b": ColwiseParallel()}
     rows = {"base": RowwiseParallel(), "a": RowwiseParallel()}
     for block in model.get_submodule("blocks").children():
@@ -203,7 +203,7 @@ def _breaks_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard_columns(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard) -> None:
-    """Of a product that is cut by rows, both cut the same dimension."""
+    """Shard columns. Of a row-parallel product, both parallelisms then split the same dimension."""
     shard_units(model, mesh, fully_shard, shard_placement_fn=lambda param: Shard(1) if param.ndim == 2 else None)
 
 
@@ -212,7 +212,7 @@ def _first_block_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard_rest_over_all(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard) -> None:
-    """The tensor parallel block over its own ranks, the rest over all of them."""
+    """Shard the tensor parallel block over its own ranks, and the rest over all ranks."""
     root = mesh._get_root_mesh()
     fully_shard(model.get_submodule("blocks.0"), mesh=mesh)
     everyone = root._flatten("everyone")
@@ -247,7 +247,7 @@ _one_block = partial(models.MLP, layers=1)
 _TABLE = [
     _mlp("mlp"),
     _decoder("decoder", clip_norm=0.1, inductor_worlds=(4,)),
-    # Nothing divides by two: ranks of the model parallel mesh have other sizes, and run other graphs.
+    # No size divides by two: ranks of the tensor parallel mesh have other sizes, and run other graphs.
     _mlp(
         "uneven",
         build=partial(models.MLP, dim=5, hidden=7, out=3, layers=1),
@@ -257,7 +257,7 @@ _TABLE = [
     _mlp("shard_columns", build=_one_block, shard=_shard_columns),
     _mlp("reshard_true", shard=partial(shard_units, reshard_after_forward=True)),
     _mlp("reshard_false", shard=partial(shard_units, reshard_after_forward=False)),
-    # FSDP2 makes its smaller groups of all ranks at once, of other ranks on each, and hangs.
+    # FSDP2 makes its smaller groups of all ranks at once, from other ranks on each rank, and hangs.
     _mlp("reshard_int", shard=partial(shard_units, reshard_after_forward=2), worlds=(8,), fsdp2=False),
     _mlp("hsdp", worlds=(8,), replicas=2),
     _mlp("frozen_in_part", build=_frozen_in_part),
@@ -281,7 +281,7 @@ CASES = {case.name: case for case in _TABLE}
 
 
 def run_case(name: str, system: str) -> Run:
-    """Executed by every rank."""
+    """Train a case. Runs on every rank."""
     with loss_parallel() if name == "loss_parallel" else contextlib.nullcontext():
         return train_with(CASES[name], system)
 
@@ -296,7 +296,7 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
     return functools.cache(lambda name, world: rank_pools[world].run(run_case, name=name, system="fsdp2"))
 
 
-# Cases with the graphs that differ between 1-D and 2-D meshes.
+# Cases whose graphs differ between 1-D and 2-D meshes.
 _COMPILED = {"mlp", "uneven"}
 
 
@@ -306,7 +306,7 @@ def _parameters() -> list[Any]:
         for world in case.worlds:
             systems = ["fsdp2"] * case.fsdp2 + ["eager", "aot_eager"] + ["inductor"] * (world in case.inductor_worlds)
             for system in systems:
-                # Through Inductor, test_nd_example.py has a decoder that is tensor parallel, too.
+                # test_nd_example.py trains a tensor parallel decoder through Inductor.
                 is_fixed = case.name in _COMPILED if system == "aot_eager" else system != "inductor"
                 marks = () if is_fixed and world == 4 else pytest.mark.night
                 parameters.append(pytest.param(case, world, system, marks=marks, id=f"{case.name}-{world}-{system}"))
@@ -336,14 +336,14 @@ def shard_beside(
     fully_shard: FullyShard,
     parallelize: Callable[[nn.Module, DeviceMesh], None] = block_parallel,
 ) -> None:
-    """Over all dimensions of a mesh but the last, on top of tensor parallelism over that."""
+    """Shard over all dimensions of a mesh but the last, on top of tensor parallelism over the last."""
     *names, last = mesh.mesh_dim_names or ()
     parallelize(model, mesh[last])
     shard_units(model, mesh[tuple(names)], fully_shard)
 
 
 def _batch_of_pair(index: int, rank: int, world: int) -> Batch:
-    """Two ranks share a batch."""
+    """Return a batch that two ranks share."""
     return regression_batch(index, rank // 2, world // 2)
 
 
@@ -366,7 +366,7 @@ def test_microbatches(system: str, rank_pools: RankPools) -> None:
             assert [number > 0 for number in runs[0].counts("reduce_scatter")] == [False, False, False, True] * 2
 
 
-# With replicas: frozen parameters and adapters, too. Flavours name four blocks.
+# Models for runs with replicas, frozen parameters and adapters included. They have four blocks, which flavours name.
 _WITH_REPLICAS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh], None]]] = {
     "frozen_in_part": (partial(_frozen_in_part, layers=4), block_parallel),
     "adapters": (partial(_Adapters, layers=4), _adapters_parallel),
@@ -420,13 +420,13 @@ def hooked_gradients(system: str, hook: str, shape: tuple[int, ...] = (2, 2)) ->
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((2, 2, 2), marks=pytest.mark.night)], ids=str)
 @pytest.mark.parametrize("system", ["eager", "aot_eager"])
 def test_communication_hooks(system: str, shape: tuple[int, ...], rank_pools: RankPools) -> None:
-    """They are called for the pieces, and reduce over the data parallel ranks."""
+    """Hooks are called with the pieces of parameters, and reduce over the data parallel ranks."""
     pool = rank_pools[math.prod(shape)]
     expected = pool.run(hooked_gradients, system="eager", hook="", shape=shape)[0]
     wanted: dict[str, Callable[[Tensor], Tensor]] = {
         "averages": lambda gradient: gradient,
         "doubles": lambda gradient: 2 * gradient,
-        # Ahead of the division.
+        # Added before the division.
         "adds_one": lambda gradient: gradient + 2 / math.prod(shape),
     }
     for hook, function in wanted.items():
@@ -448,7 +448,10 @@ _ON_MIXED_MESHES: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 
 
 def on_mixed_meshes(system: str) -> dict[str, list[Tensor] | str]:
-    """What happens to a model with a parameter that is no tensor parallel one: new values and gradients, or the error."""
+    """Clip or step a model in which some parameters are not tensor parallel; return values and gradients, or the error.
+
+    Runs on every rank.
+    """
     found: dict[str, list[Tensor] | str] = {}
     for name, apply in _ON_MIXED_MESHES.items():
         torch.manual_seed(0)
@@ -473,12 +476,12 @@ def test_mixed_meshes_are_as_with_fsdp2(rank_pools: RankPools) -> None:
             assert ours[name] == expected, name
         else:
             torch.testing.assert_close(ours[name], expected, msg=lambda text, name=name: f"{name}: {text}")
-    # torch computes no norm over tensors of several meshes: users clip those of each mesh, and combine the norms.
+    # torch computes no norm over tensors of several meshes: users take a norm for each mesh, and combine the norms.
     assert {name for name, found in theirs.items() if isinstance(found, str)} == {"clip_grad_norm_", "clip_grad_norm_, foreach"}
 
 
 class _Piece(nn.Linear):
-    """A layer of which a rank has some rows, three or two. What it computes with these need not meet what others do."""
+    """A layer of which a rank has two or three rows. The results of its forward may differ between ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ self.weight.to_local().t()).sum(-1, keepdim=True)  # type: ignore[operator]

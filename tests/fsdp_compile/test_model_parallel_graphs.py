@@ -1,4 +1,4 @@
-"""The graphs of sharding on top of tensor parallelism, with eight pretended ranks: four shards of two pieces."""
+"""Graphs of sharding on top of tensor parallelism, with eight pretended ranks: four shards of two pieces."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def graphs_of(blocks: int) -> Capture:
 
 
 def text_of(graph: CapturedGraph) -> str:
-    """The text of a graph, without what differs between versions of torch: device meshes, which are inputs from torch 2.12 on, and
-    the numbers in names, which count what was optimised away."""
+    """Return the text of a graph without parts that differ between versions of torch.
+
+    These are device meshes, which are inputs from torch 2.12 on, and numbers in names, which count optimised-away nodes.
+    """
     signature, body = graph.readable().split("\n", 1)
     names: dict[str, str] = {}
     numbers: Counter[str] = Counter()
@@ -62,7 +64,7 @@ def text_of(graph: CapturedGraph) -> str:
 @pytest.mark.usefixtures("fake_ranks")
 class TestGraphs(expecttest.TestCase):
     def test_forward_of_a_block(self) -> None:
-        """One gather of the block's pieces over "dp"; the model's own sum over "tp"."""
+        """The block's pieces have one gather over "dp". The sum over "tp" is the model's own."""
         self.assertExpectedInline(
             text_of(graphs_of(1).forward[0]),
             """\
@@ -153,7 +155,7 @@ wait reduce_scatter 0
 
 
 def collectives(text: str) -> list[str]:
-    """The collectives of a graph that is printed, each where it starts, and where it is waited for."""
+    """List the collectives of a printed graph at their starts, and the waits for them."""
     found, names = [], {}
     for line in text.splitlines():
         if "_c10d_functional" in line:
@@ -167,7 +169,7 @@ def collectives(text: str) -> list[str]:
 
 
 def test_gathers_start_ahead_of_the_sums_that_they_hide_behind(fake_ranks: None) -> None:
-    """The second block's parameters are on their way while the first computes, its sum over "tp" included."""
+    """The second block is gathered while the first one computes, and while the first one sums over "tp"."""
     gather, total = "all_gather_into_tensor over shard", "all_reduce over tp"
     summed = [total, f"wait {total}"]
     assert collectives(graphs_of(2).forward[0].readable()) == [
@@ -187,7 +189,7 @@ def test_a_report_names_what_the_model_communicates() -> None:
     assert report.mesh == {"shard": 4, "tp": 2}
     of_block = 2 * 256 * 512 * 4
     assert [unit.shard_bytes for unit in report.units if unit.shard_bytes] == [of_block // 8] * 3
-    # What a block's products sum over two ranks, forward; and backward, but for the first.
+    # Sums over two ranks of a block's products in forward, and in backward of all blocks but the first.
     assert report.total.all_reduced_bytes == (3 + 2) * 64 * 256 * 4
     with pytest.raises(ValueError, match="formulae for FSDP and HSDP alone"):
         _ = report.formulae

@@ -1,4 +1,4 @@
-"""The state of a model that is sharded on top of tensor or expert parallelism: as FSDP2's, and exchanged with it.
+"""State of a model that is sharded on top of tensor or expert parallelism: equal to FSDP2's, and exchanged with FSDP2.
 
 Four ranks, two by two. Jobs assert on the ranks themselves.
 """
@@ -80,13 +80,13 @@ def _mlp(seed: int = 0) -> nn.Module:
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    # The same batch on all ranks, for all ways to split them.
+    # All ranks have the same batch, in every way to split them.
     next_token_loss(model, token_batch(step, 0, 1)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-# --- What a state dict holds ----------------------------------------------------------------------
+# --- Contents of state dicts ----------------------------------------------------------------------
 
 
 def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +99,7 @@ def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 _STATES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh], None], dict[str, Any]]] = {
     "decoder": (_decoder, sequence_parallel, {}),
-    # Nothing divides, and the bias of the root is no DTensor.
+    # No size divides, and the bias of the root is no DTensor.
     "uneven": (_mlp, uneven_parallel, {}),
     "columns": (models.MLP, uneven_parallel, {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 2 else None}),
 }
@@ -158,14 +158,14 @@ Trained = tuple[Any, Callable[[int], Any]]
 
 
 def _tensor_parallel(system: str, shape: tuple[int, ...], seed: int = 0) -> Trained:
-    """A model, and forward and backward of a step, which accumulates gradients."""
+    """Return a model, and a function that runs forward and backward of a step and accumulates gradients."""
     model = _sharded(_decoder(seed), system, shape)
-    # The same batch on all ranks, for all ways to split them.
+    # All ranks have the same batch, in every way to split them.
     return model, lambda step: next_token_loss(model, token_batch(step, 0, 1)).backward()
 
 
 def _expert_parallel(system: str, flags: str, seed: int = 0) -> Trained:
-    """The model of the example, of which every second block has experts."""
+    """Return the example's model, in which every second block has experts, and a function that runs a step."""
     example = _EXPERTS.example()
     with patch.dict(os.environ, {"WORLD_SIZE": "4"}):
         args = example.parse_args([*flags.split(), "--system", "fsdp2" if system == "fsdp2" else "fsdp-compile"])
@@ -182,7 +182,7 @@ _BUILD: dict[str, Callable[..., Trained]] = {"tensor parallel": _tensor_parallel
 
 
 def exchange(path: str, build: str, saves: tuple[str, Any], loads: list[tuple[str, Any]]) -> None:
-    """Save one system's model after two steps, and resume it with others, on other meshes, for one more."""
+    """Save one system's model after two steps; resume it with others, on other meshes, for one more. Runs on every rank."""
     model, step = _BUILD[build](*saves)
     optimizer = adamw(model.parameters())
     for number in range(2):
@@ -241,7 +241,7 @@ def test_checkpoints_are_exchanged(name: str, rank_pools: RankPools, tmp_path: P
 
 
 def clipped(system: str) -> dict[str, Tensor]:
-    """Gradients whose norm is clipped over all meshes, as people do it: a norm for each mesh, which make one."""
+    """Return gradients clipped by the norm over all meshes, which users combine from a norm for each mesh."""
     model, step = _expert_parallel(system, "--dp 4 --ep 2")
     step(0)
     by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
@@ -265,13 +265,13 @@ def test_norms_of_experts_and_the_rest_are_clipped(system: str, rank_pools: Rank
 
 
 def full_state_of_first_rank() -> None:
-    """A full state dict of rank 0, model and optimizer, loads into a model that has another state."""
+    """Check that rank 0's full state dict of model and optimizer loads into a model with other state. Runs on every rank."""
     source = _sharded(_decoder())
     optimizer = adamw(source.parameters())
     _step(source, optimizer, 0)
     options = StateDictOptions(full_state_dict=True)
     expected = dict(_tensors(get_model_state_dict(source, options=options)))
-    # A copy: rank 0's optimizers would share the counts of steps.
+    # A copy, as rank 0's optimizers would share the counts of steps.
     moments = copy.deepcopy(get_optimizer_state_dict(source, optimizer, options=options))
     for key, tensor in _tensors(source.state_dict()):
         assert torch.equal(expected[key], _full(tensor)), key
@@ -308,7 +308,7 @@ def load(assign: bool, meta: bool) -> None:
     for key, parameter in model.named_parameters():
         assert (parameter is before[key]) is not assign
         assert torch.equal(_full(parameter), _full(state[key])), key
-    # Not only what is shown has the values, but also what forwards read.
+    # Forwards read the loaded values, too, not only the parameters that the model shows.
     batch = regression_batch(0, 0, 1, dim=6, out=3)
     for either in (model, expected):
         squared_error(either, batch).backward()
@@ -328,7 +328,7 @@ def save_a_shard() -> None:
         for tensor in (parameter.detach(), parameter.grad):
             buffer = io.BytesIO()
             torch.save(tensor.to_local(), buffer)
-            # No more than the shard: not the flat buffer that it lies in.
+            # Only the shard is saved, not the flat buffer that holds it.
             assert buffer.tell() < 2000 + tensor.to_local().nbytes
             assert torch.equal(torch.load(io.BytesIO(buffer.getvalue())), tensor.to_local()), key
             buffer = io.BytesIO()
@@ -365,7 +365,7 @@ def test_unshard_shows_the_tensor_parallel_parameters(rank_pools: RankPools) -> 
 
 
 def functional_call(given: str) -> None:
-    """Forward computes with the tensors that it is given, whole or laid out in any way, and gives them gradients."""
+    """Check that forward computes with given tensors, whole or in any layout, and gives them gradients. Runs on every rank."""
     twin = _mlp(seed=3)
     model = _sharded(_mlp(), parallelize=uneven_parallel)
     source = _sharded(_mlp(seed=3), parallelize=uneven_parallel)

@@ -1,4 +1,4 @@
-"""Sharding beside expert, context and pipeline parallelism equals training in one process, and torch's FSDP2 beside the same.
+"""Sharding beside expert, context and pipeline parallelism equals training in one process, and FSDP2 in the same split.
 
 The model is that of ``examples/train_nd.py``: a decoder with a mixture of experts in every second block.
 """
@@ -32,7 +32,7 @@ _STEPS = 5
 
 @dataclass
 class Run:
-    """Of each step the loss of the whole batch and the gradients; at the end the parameters, and how this rank has them."""
+    """Losses of the whole batch and gradients by step; final parameters, and their layouts on this rank."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -67,11 +67,11 @@ def _train(example: Any, model: nn.Module, step: Callable[[int], float]) -> Run:
 
 @dataclass(frozen=True)
 class Split:
-    """How many ranks there are, how they are split, and what experts the model has.
+    """The number of ranks, their split by the example's ``flags``, and the model's experts.
 
     Attributes:
-        grouped: their products are torch's ``grouped_mm``, in bfloat16.
-        one_unit: of a block, although its experts are sharded over other ranks than the rest.
+        grouped: The products of experts are torch's ``grouped_mm``, in bfloat16.
+        one_unit: A block is one unit, although its experts are sharded over other ranks than the rest.
     """
 
     world: int
@@ -82,7 +82,7 @@ class Split:
 
     def example(self) -> Any:
         example = fresh_module(_EXAMPLE)
-        # A dense block, and one with experts.
+        # One dense block, and one with experts.
         example.LAYERS, example.EXPERTS = 2, self.experts
         if self.grouped:
             example.Experts = type("GroupedExperts", (example.Experts,), {"forward": _grouped_forward})
@@ -108,7 +108,7 @@ def _build_of_one_unit_each(example: Any, args: Any, mesh: DeviceMesh) -> Any:
             mesh=dense,
             shard_placement_fn=lambda param, own=own: ShardPlacementResult(None, sparse) if param in own else None,
         )
-        # Of all gradients, as ranks of ep have different tokens.
+        # Divide all gradients by the dense ranks, as ranks of ep have different tokens.
         block.set_gradient_divide_factor(float(dense.size()))
         block.set_force_sum_reduction_for_comms(True)
     fully_shard(model, mesh=dense)
@@ -124,14 +124,14 @@ def _grouped_forward(experts: Any, tokens: Tensor, expert: Tensor) -> Tensor:
 
 
 def train_split(split: Split, system: str) -> Run:
-    """Executed by every rank."""
+    """Train the example's model. Runs on every rank."""
     example, flags = split.example(), f"{split.flags} {system}"
     with patch.dict(os.environ, {"WORLD_SIZE": str(dist.get_world_size())}):
         args = example.parse_args(flags.split())
     mesh = example.make_mesh(args)
     model = example.build(args, mesh)
     before = graphs_captured()
-    # Past its limit of recompilations Dynamo runs a frame eagerly, which would test nothing.
+    # Beyond its recompilation limit, Dynamo runs a frame eagerly, and the test would show nothing.
     with torch._dynamo.config.patch(capture_scalar_outputs=True, fail_on_recompile_limit_hit=True):
         if "--lowering" in flags:
             model.compile(backend="fsdp", options={"lowering": args.lowering}, fullgraph=True)
@@ -143,7 +143,7 @@ def train_split(split: Split, system: str) -> Run:
 
 @functools.cache
 def reference(split: Split) -> Run:
-    """One process, in float64, on all data."""
+    """Return the run of one process, in float64, on all data."""
     example = replace(split, grouped=False).example()
     model = example.Stage(0, 1, example.attend_alone, None)
     example.init_weights(model)
@@ -159,7 +159,7 @@ def reference(split: Split) -> Run:
 
 
 def differences(run: Run, expected: Run, rtol: float) -> list[str]:
-    """In what a rank's run differs; it has the parameters of a stage."""
+    """List the differences of a rank's run, which has the parameters of a stage."""
 
     def check(what: str, ours: Tensor, theirs: Tensor) -> None:
         error = relative_error(ours, theirs, 2)
@@ -194,7 +194,7 @@ _SPLITS = {
 }
 _SYSTEMS = {"eager": "--no-compile", "aot_eager": "--lowering aot_eager", "inductor": "--lowering inductor"}
 _WITH_INDUCTOR = ("EP x FSDP, grouped_mm", "CP x FSDP, ring of 2")
-# Tensor parallel layers are in test_model_parallel.py. The others combine these, or have more ranks.
+# Tensor parallel layers are tested in test_model_parallel.py. The other splits combine these, or have more ranks.
 _FIXED = {
     *((name, "aot_eager") for name in ("EP x FSDP, an expert on several ranks", "CP x FSDP, ring of 2")),
     ("EP x FSDP, grouped_mm", "inductor"),
@@ -231,7 +231,7 @@ def test_parity(name: str, system: str, rank_pools: RankPools, fsdp2_runs: Calla
     runs = rank_pools[split.world].run(train_split, split=split, system=_SYSTEMS[system])
     expected = reference(split)
     assert set().union(*(run.parameters for run in runs)) == expected.parameters.keys()
-    # A rounding in bfloat16 can send a token to another expert, if Inductor or float64 round elsewhere.
+    # If Inductor or float64 round elsewhere, a rounding in bfloat16 can send a token to another expert.
     to_fsdp2 = (0.2 if system == "inductor" else 1e-2) if split.grouped else 1e-5
     for run, other in zip(runs, theirs, strict=True):
         assert not differences(run, expected, 0.2 if split.grouped else 2e-5)

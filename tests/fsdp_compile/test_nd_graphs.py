@@ -24,14 +24,14 @@ _EXAMPLE = Path(__file__).parents[2] / "examples/train_nd.py"
 
 
 def communicates(graph: CapturedGraph) -> list[str]:
-    """The collectives of a graph over a dimension of the model's own, the waits for them, and the products in between."""
+    """List a graph's collectives over the model's own dimensions, the waits, and the products in between."""
     lines = [line.split(":")[0] for line in cuda_outline(graph).splitlines()]
     own = re.compile(r".* over (cp|ep)|wait \w+$|bmm|.*flex_attention(_backward)?")
     return [found.group() for found in map(own.match, lines) if found]
 
 
 def context_parallel(attend: Callable[..., Tensor], tokens: int) -> CudaCode:
-    """A block of which each of four ranks has a fourth of the sequence."""
+    """Return the code of a block of which each of four ranks has a fourth of the sequence."""
     example = fresh_module(_EXAMPLE)
     example.WIDTH, example.HEADS = 64, 4
 
@@ -45,7 +45,7 @@ def context_parallel(attend: Callable[..., Tensor], tokens: int) -> CudaCode:
 
 @pytest.mark.cuda
 def test_ring_on_cuda() -> None:
-    """Three hops for four parts, and the gradients' way back; one graph each, as on every rank."""
+    """Four parts take three hops in forward, and three for gradients in backward, in one graph each, as on every rank."""
     code = context_parallel(fresh_module(_EXAMPLE).attend_in_ring, 64)
     hop, part = ["all_to_all_single over cp", "wait all_to_all_single"], ["bmm"] * 2
     assert [communicates(graph) for graph in code.forward] == [[*hop, *part, *hop, *part, *hop, *part, *part]]
@@ -53,7 +53,7 @@ def test_ring_on_cuda() -> None:
 
 
 def attend_with_blocks(q: Tensor, k: Tensor, v: Tensor, cp: DeviceMesh) -> Tensor:
-    """A rank gathers all keys, and works on those blocks of its scores that its mask leaves."""
+    """Attend with all keys, gathered, in those blocks of this rank's scores that its mask leaves."""
     k, v = (
         DTensor.from_local(part, cp, [Shard(2)], run_check=False).full_tensor(grad_placements=[Partial()]) for part in (k, v)
     )
@@ -69,7 +69,7 @@ def attend_with_blocks(q: Tensor, k: Tensor, v: Tensor, cp: DeviceMesh) -> Tenso
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="its Inductor gives no source of a flex_attention")
 def test_flex_attention_on_cuda() -> None:
-    """Keys and values are gathered, and their gradients scattered; attention is one kernel each way, of Inductor's templates."""
+    """Keys and values are gathered, their gradients scattered. Attention is an Inductor template kernel each way."""
     code = context_parallel(attend_with_blocks, 256)
     kernel, gather = "triton_tem_fused_flex_attention", ["all_gather over cp", "wait all_gather"]
     assert [communicates(graph) for graph in code.forward] == [[*gather, *gather, kernel]]
@@ -81,7 +81,7 @@ MESH, TOKENS = {"edp": 2, "ep": 4}, 512
 
 
 def experts() -> tuple[nn.Module, Tensor, Callable[[Any, DeviceMesh], None]]:
-    """A mixture of four experts, its input on a rank, and what shards it."""
+    """Return a mixture of four experts, a rank's input, and a function that shards the model."""
     example = fresh_module(_EXAMPLE)
 
     def shard(model: Any, mesh: DeviceMesh) -> None:
@@ -97,15 +97,15 @@ def experts() -> tuple[nn.Module, Tensor, Callable[[Any, DeviceMesh], None]]:
 
 @pytest.mark.parametrize("captures_scalars", [True, False])
 def test_a_report_on_experts(captures_scalars: bool) -> None:
-    """It supposes how many tokens go to each, whether they are sizes in a graph, or numbers between two."""
+    """A report assumes the number of tokens of each expert, whether numbers are sizes in a graph or pass between two graphs."""
     model, tokens, shard = experts()
     with torch._dynamo.config.patch(capture_scalar_outputs=captures_scalars):
         evenly = functools.partial(explain, unknown_size=TOKENS // MESH["ep"])
         report = evenly(model, tokens, MESH, "h100", shard=shard, suggest=False)
     assert report.mesh == {"shard": 8, "ep": 4}
-    # Tokens to the experts, results back and their gradients; expert of each token; how many there are of each.
+    # Tokens to the experts, results back, and their gradients; the expert of each token; the number of tokens of each expert.
     exchanged = 3 * TOKENS * 32 * 4 + TOKENS * 8 + 4 * 8
-    # One expert a rank; the router's four rows are padded to one for each of eight ranks.
+    # A rank has one expert. The router's four rows are padded to one for each of eight ranks.
     expert, router = 2 * 32 * 64 * 4, 8 * 32 * 4
     assert report.total.scattered_bytes == exchanged * 3 / 4 + expert / 2 + router * 7 / 8
 

@@ -1,7 +1,8 @@
 """``CPUOffloadPolicy``: shards, gradients and the optimizer on the host.
 
-Against FSDP2 with the policy, and against the library without it, to the bit. On a mesh of CPUs, host and device are one, and
-nothing is copied; with the engine of :mod:`tests.common.copy_engine` they are two, and the graphs copy as on an accelerator.
+Training is compared with FSDP2 with the policy and, to the bit, with the library without it. On a mesh of CPUs, host and device
+are one, so nothing is copied. With the engine of :mod:`tests.common.copy_engine` they are two, and graphs copy as on an
+accelerator.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ def _memory(offload: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def train_case(name: str, system: str, offload: str) -> parity.Run:
-    """Executed by every rank."""
+    """Train a case. Runs on every rank."""
     options = {"backend": fsdp_backend, "options": {"lowering": system}}
     shard = partial(fully_shard_of(system), **_OFFLOADS[offload])
     with _memory(offload):
         return parity.train_sharded(CASES[name], shard, options if system not in ("eager", "fsdp2") else None)
 
 
-# Whatever the model is, what is copied is the storage of its units: these are in all systems, and the others in one.
+# Copies depend on the storage of units, not on the model. These cases run in all systems, the others in one.
 _IN_ALL_SYSTEMS = ("mlp", "scalar_parameters", "reshard_int")
 _IN_ONE = {
     *("bf16_mlp", "hsdp"),
@@ -122,7 +123,7 @@ def test_trains_as_fsdp2(name: str, world: int, system: str, rank_pools: RankPoo
 def train_flavours(
     system: str, mesh_shape: tuple[int, ...], offload: str, flavours: tuple[str, ...], policy: MixedPrecisionPolicy | None
 ) -> dict[str, Run]:
-    """Executed by every rank."""
+    """Train each flavour for two steps. Runs on every rank."""
     with _memory(offload):
         trainee = Trainee(system, mesh_shape, SMALL.build, partial(shard_units, **_OFFLOADS[offload]), policy)
         runs = {}
@@ -148,7 +149,7 @@ _BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 def test_accumulates(
     mesh_shape: tuple[int, ...], system: str, policy: MixedPrecisionPolicy | None, rank_pools: RankPools
 ) -> None:
-    """Also with hooks on parameters, which see the gradient of all microbatches so far."""
+    """Gradients accumulate as without copies. Hooks on parameters see the gradient of all microbatches so far."""
     pool = rank_pools[torch.Size(mesh_shape).numel()]
     given = {"mesh_shape": mesh_shape, "flavours": _FLAVOURS[mesh_shape], "policy": policy}
     found = pool.run(train_flavours, system=system, offload="copies", **given)
@@ -165,7 +166,7 @@ def test_accumulates(
 
 
 def events_of_steps(system: str) -> list[list[str]]:
-    """Executed by every rank: what an engine that is slow does in each of two steps."""
+    """Return the events of a slow copy engine in each of two steps. Runs on every rank."""
     with copying(2e5) as engine:
         torch.manual_seed(0)
         model = models.MLP()
@@ -188,8 +189,8 @@ def events_of_steps(system: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("system", ["aot_eager", "eager", "inductor"])
 def test_device_waits_late_and_host_once(system: str, rank_pools: RankPools) -> None:
-    """There is a copy for each of three gathers in forward and two in backward, and one for each reduction. In graphs, the next
-    one begins before the device waits for the one ahead of it. The host waits at the end of backward."""
+    """Each of three gathers in forward, of two in backward, and each reduction has a copy. In graphs, a copy begins before
+    the device waits for the previous one. The host waits at the end of backward."""
     begin, wait = "begin to_device", "device waits"
     to_device = [begin, wait] * 5 if system == "eager" else [begin, begin, wait, begin, wait, wait, begin, begin, wait, wait]
     for steps in rank_pools[2].run(events_of_steps, system=system):
@@ -254,7 +255,7 @@ _PREPARED: Mapping[str, tuple[Callable[[Any], None], Callable[..., Any] | None]]
 
 
 def train_prepared(names: list[str], offload: str) -> dict[str, list[Tensor]]:
-    """Executed by every rank."""
+    """Train with each of the preparations ``names``. Runs on every rank."""
     return {name: _train_two_steps(_PREPARED[name][0], offload, _PREPARED[name][1]) for name in names}
 
 
@@ -268,7 +269,7 @@ def test_trains_as_without_what_is_set(names: list[str], rank_pools: RankPools) 
 
 
 def train_with_policies_of_their_own(offload: str) -> list[Tensor]:
-    """Executed by every rank: blocks are on the host, the root is not."""
+    """Train with blocks on the host and the root on the device. Runs on every rank."""
 
     def shard(module: nn.Module, **options: Any) -> None:
         if isinstance(module, models.MLP):
@@ -292,7 +293,7 @@ def test_units_that_share_a_gather_share_a_copy(one_rank: None) -> None:
             torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})(torch.ones(3, 8)).sum().backward()
     assert [copy.kind for copy in engine.copies] == ["to_device", "to_device", "to_host"]
     (copied,) = captured.forward[0].graph_module.graph.find_nodes(op="call_function", target=copy_to_device)
-    # The runs of two blocks and of the root, none of which is joined with another on the host.
+    # The runs of two blocks and of the root. No run is joined with another on the host.
     assert [piece.name.split("_")[0] for piece in copied.args[0]] == ["run"] * 3
 
 
@@ -308,7 +309,7 @@ def test_gradients_that_autograd_returns_are_refused(one_rank: None) -> None:
 
 
 def save_and_go_on(path: str) -> None:
-    """Executed by every rank: state dicts are on the host, and what is loaded is what the next forward copies."""
+    """Check that state dicts are on the host, and that the next forward copies the loaded values. Runs on every rank."""
     with copying(1e9):
 
         def made(seed: int) -> tuple[Any, Any, torch.optim.Optimizer]:
@@ -402,7 +403,7 @@ def test_without_an_engine_nothing_is_copied(one_rank: None) -> None:
 
 @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_torch_finds_nothing_wrong_with_the_operators(lowering: str, one_rank: None) -> None:
-    """AOTAutograd looks for results that share memory with arguments, in the first call, and warns."""
+    """AOTAutograd does not warn, in the first call, of results that share memory with arguments."""
     with copying(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*custom operator")
         model = models.MLP()

@@ -1,5 +1,8 @@
-"""Activations that wait on the host, as ``MUST_CPU_OFFLOAD`` says: trained with the engine of :mod:`tests.common.copy_engine`,
-which copies in threads and leaves NaN where nothing has arrived, and without it, where host and device are one."""
+"""Activations that wait on the host by ``MUST_CPU_OFFLOAD``.
+
+The engine of :mod:`tests.common.copy_engine` copies in threads and leaves NaN where nothing has arrived. Without it, host and
+device are one.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ POLICIES: Mapping[str, Policy] = {
     "preferably tanh": ({_aten.tanh.default: CheckpointPolicy.PREFER_CPU_OFFLOAD}, CheckpointPolicy.MUST_SAVE),
     "saved": ({_aten.tanh.default: CheckpointPolicy.MUST_SAVE}, _RECOMPUTE),
     "products": (dict.fromkeys((_aten.mm.default, _aten.addmm.default), _OFFLOAD), _RECOMPUTE),
-    # Views, casts and parameters, too.
+    # Includes views, casts and parameters.
     "all": ({}, _OFFLOAD),
 }
 
@@ -58,7 +61,7 @@ class Checkpointed(nn.Module):
 
 
 def build(kind: Callable[..., nn.Module], policy: str) -> nn.Module:
-    """A model of which each block is a checkpoint."""
+    """Return a model in which each block is in a checkpoint."""
     model: Any = kind()
     model.blocks = nn.ModuleList([Checkpointed(block, policy) for block in model.blocks])
     return model
@@ -72,13 +75,13 @@ def _case(name: str, policy: str) -> Case:
     if name == "mlp":
         return Case(name, functools.partial(build, _MLP, policy), steps=2)
     if name == "lengths":
-        # Another length at each step: dynamic from the second on.
+        # Each step has another length, which is dynamic from the second step on.
         return Case(name, functools.partial(build, _MLP, policy), batch=_LENGTHS, steps=3)
     return Case(name, functools.partial(build, models.Transformer, policy), batch=token_batch, loss=next_token_loss, steps=2)
 
 
 def train_case(name: str, policy: str, lowering: str, copies: bool, params: bool = False) -> Run:
-    """Executed by every rank."""
+    """Train a case, and check that activations are copied if ``copies``. Runs on every rank."""
     torch._dynamo.reset()
     options: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": lowering}}
     with _memory(copies) as engine:
@@ -105,13 +108,13 @@ def _memory(copies: bool) -> contextlib.AbstractContextManager[Any]:
     ],
 )
 def test_trains_as_without(name: str, policy: str, lowering: str, params: bool, rank_pools: RankPools) -> None:
-    """Copies change no bit, also beside shards that are on the host."""
+    """Copies change no bit, even beside shards on the host."""
     given = {"name": name, "policy": policy, "lowering": lowering, "params": params}
     expected = rank_pools[2].run(train_case, copies=False, **given)
     compare(rank_pools[2].run(train_case, copies=True, **given), expected, 0.0)
 
 
-# One process.
+# One process
 
 
 def step(policy: str = "tanh", lowering: str = "aot_eager", **options: Any) -> tuple[Any, Callable[..., Tensor]]:
@@ -132,7 +135,7 @@ def _input(value: float = 1.0, rows: int = 3) -> Tensor:
 
 
 def _computed(graph: Graph) -> list[Any]:
-    """What a graph computes and copies, in order."""
+    """List the operations of a graph that compute and copy, in order."""
     return [node.target for node in graph.nodes if node.op == "call_function" and role(node) is None]
 
 
@@ -146,7 +149,7 @@ def one_step(policy: str = "tanh", lowering: str = "aot_eager", rows: int = 3, *
 @pytest.mark.usefixtures("one_rank")
 class TestOneProcess:
     def test_copies_are_prefetched_and_few_at_once(self) -> None:
-        """A layer's copy back begins where that of the layer before is waited for; two layers' copies are on their way."""
+        """A layer's copy to the device begins at the wait for the previous one. At most two layers' copies are in flight."""
         with copying(2e5) as engine:
             found, _ = one_step()
         begin_out, begin_in, wait = "begin to_host", "begin to_device", "device waits"
@@ -159,7 +162,7 @@ class TestOneProcess:
 
     @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
     def test_several_forwards_and_no_backward(self, lowering: str) -> None:
-        """Two forwards ahead of the backwards, in another order; one that is dropped; and a graph that is kept."""
+        """Of three forwards, one is dropped, and two run backward in another order, one of them twice on a retained graph."""
 
         def train() -> list[Tensor]:
             model, forward = step("tanh", lowering)
@@ -214,7 +217,7 @@ class TestOneProcess:
         assert not any("freed" in node.meta for node in backward.find_nodes(op="placeholder") if node.name in copied)
 
     def test_without_an_engine_nothing_is_copied(self) -> None:
-        """One memory: it is saved."""
+        """Host and device are one memory, so the activation is saved."""
         _, captured = one_step()
         assert "fsdp_host" not in captured.forward[0].readable() + captured.backward[0].readable()
         assert "aten.tanh" not in captured.backward[0].readable()
@@ -224,7 +227,7 @@ class TestOneProcess:
             _, captured = one_step("all")
         graph = captured.forward[0].graph_module.graph
         copied = [node.args[0].target for node in graph.find_nodes(op="call_function", target=offload)]
-        # What leaves a block is read by the next one; what leaves the last, by the root.
+        # The next block reads a block's output, and the root reads the last block's.
         assert set(copied) == {_aten.tanh.default, _aten.add.Tensor}
         waits = captured.backward[0].graph_module.graph.find_nodes(op="call_function", target=wait_copy)
         assert len(waits) == len(copied)
@@ -244,7 +247,7 @@ class TestOneProcess:
 
     @pytest.mark.night
     def test_a_budget_counts_what_an_execution_holds(self) -> None:
-        """The step that needs least, by policies that save and that offload: counted on the graphs, as they are executed."""
+        """The least budget equals the bytes that an execution of the graphs holds, for policies that save and that offload."""
         least, rows = {}, 256
         for policy in ("saved", "tanh"):
             with copying():
@@ -256,16 +259,16 @@ class TestOneProcess:
             assert choice.chosen.peak_bytes == choice.limit == least[policy]
             graphs = [graphs[0].graph_module.graph for graphs in (captured.forward, captured.backward)]
             forward, backward = (max(live for _, live in executed(graph)) for graph in graphs)
-            # In backward the caller may still hold what forward gave it.
+            # In backward the caller may still hold the output of forward.
             inside = max(forward, backward + rows * 4 * 4)
             resident = (
                 sum(unit.shard_bytes for unit in captured.census.units) + captured.census.other_bytes + _input(rows=rows).nbytes
             )
-            # An execution of one rank does not hold on to what a collective reads.
+            # An execution of one rank does not keep the inputs of collectives.
             assert 0 <= choice.chosen.peak_bytes - resident - inside <= 0.02 * choice.chosen.peak_bytes
             expected, _ = one_step(policy, rows=rows)
             assert all(map(torch.equal, found, expected))
-        # Two layers' values are on their way at most.
+        # At most two layers' values are on the device, as their copies are in flight.
         assert least["saved"] - least["tanh"] == rows * 16 * 4
 
 
@@ -292,7 +295,7 @@ class TestReport:
         value = 3 * 16 * 4
         by_unit = {unit.name: (unit.to_device_bytes, unit.to_host_bytes) for unit in report.units}
         assert by_unit == {"root": (0, 0)} | {f"blocks.{index}": (value, value) for index in range(3)}
-        # Forward ends when the last value is on the host; backward begins with the copies that it has to wait for.
+        # Forward ends when the last value is on the host. Backward begins with the copies that it has to wait for.
         copy_ns = {"to_host": 1000 + 200 * value, "to_device": 1000 + 500 * value}
         waited = {(one.kind, one.stage): one for one in report.exposures if one.kind in copy_ns}
         assert set(waited) == {("to_host", "forward"), ("to_device", "backward")}
@@ -313,7 +316,7 @@ class TestReport:
         assert "copy to the host" in (tmp_path / "report.html").read_text()
 
     def test_memory_is_freed_meanwhile(self) -> None:
-        """Between forward and backward, what is saved otherwise is on the host."""
+        """Between forward and backward, activations that would be saved are on the host."""
         saved, copied = (report_on(policy)._source for policy in ("saved", "tanh"))
         assert saved is not None and copied is not None
         held = [max(of.figures[0].memory.given_out[category] for category in [Category.ACTIVATIONS]) for of in (saved, copied)]
@@ -328,13 +331,13 @@ class TestReport:
         assert 0 < trainable <= shards
         assert report.memory.host_bytes == shards + 3 * trainable
         assert report.memory.categories["shards"] == report.memory.categories["optimizer state"] == 0
-        # Averaged gradients once; shards for each gather, in backward those that it reads.
+        # Averaged gradients are copied once, shards for each gather. Backward copies only shards that it reads.
         assert {unit.name: unit.to_host_bytes - unit.shard_bytes for unit in report.units} == dict.fromkeys(
             ("root", "blocks.0", "blocks.1", "blocks.2"), 0
         )
         assert all(unit.shard_bytes <= unit.to_device_bytes <= 2 * unit.shard_bytes for unit in report.units)
         assert report.total.to_device_bytes > shards
-        # The step ends when the gradients are there.
+        # The step ends when the gradients are on the host.
         last = report.exposures[-1]
         assert (last.kind, last.stage, last.exposed_ns > 0) == ("to_host", "backward", True)
         assert "not possible here: it does not know of copies of shards" in str(with_suggestions(report))

@@ -56,7 +56,7 @@ def _last_forward_first(model: Any, x: Tensor) -> None:
 
 
 def _one_forward_one_backward(model: Any, x: Tensor) -> None:
-    """As a pipeline stage: a forward ahead of each backward, and gradients reduced with the last."""
+    """Run as a stage of a pipeline: a forward before each backward, and gradients reduced in the last."""
     steps, pending = 4, []
     for step in range(steps + 1):
         if step < steps:
@@ -124,7 +124,7 @@ class Named(NamedTuple):
 
 
 class Structured(nn.Module):
-    """Units that hand each other tensors in a dataclass, in a dict of lists, in a named tuple."""
+    """Units that pass tensors to each other in a dataclass, in a dict of lists, and in a named tuple."""
 
     class Part(models.Block):
         def forward(self, inputs: Named) -> Named:  # type: ignore[override]
@@ -197,7 +197,7 @@ class TwoOutputs(nn.Module):
 
 @_systems
 def test_an_unused_output_is_as_with_plain_torch_compile(compiled: bool, one_rank: None) -> None:
-    """Uncompiled, parameters that only it needs have no gradient; compiled, zeros, sharded or not."""
+    """Parameters that only the unused output needs have no gradient uncompiled, and zeros compiled, sharded or not."""
     plain, model = TwoOutputs(), fully_shard(TwoOutputs(), mesh=device_mesh_of_one())
     if compiled:
         plain.compile(backend="aot_eager")
@@ -217,7 +217,7 @@ def device_mesh_of_one() -> Any:
 
 
 class InnerAndOuter(nn.Module):
-    """Around a sharded module one that is replicated, and in it one that is, too."""
+    """A sharded module with a replicated module around it and a replicated one inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def test_beside_ddp(rank_pools: RankPools) -> None:
 
 
 class Spectral(nn.Module):
-    """A complex weight, as spectral layers have it."""
+    """A module with a complex weight, as in spectral layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,5 +282,5 @@ def train_complex(compiled: bool) -> None:
 
 @_systems
 def test_complex_parameters(compiled: bool, rank_pools: RankPools) -> None:
-    """FSDP2 trains them over NCCL; over Gloo it has no collective for them."""
+    """FSDP2 trains complex parameters over NCCL, but has no collective for them over Gloo."""
     rank_pools[2].run(train_complex, compiled=compiled)

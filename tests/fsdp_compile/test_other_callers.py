@@ -1,5 +1,5 @@
-"""Callers that do otherwise than ``torch.compile(model, backend=fsdp_backend)`` and ``loss.backward()``: they get the right
-result, or an error."""
+"""Callers that do not use ``torch.compile(model, backend=fsdp_backend)`` and ``loss.backward()`` get right results or
+errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compile_whole(model: nn.Module, options: Any) -> Forward:
 
 
 def compile_blocks(model: nn.Module, options: Any) -> Forward:
-    """FSDP2's recipe."""
+    """Compile each block, as in FSDP2's recipe."""
     for block in model.get_submodule("blocks").children():
         block.compile(**options)
     return model
@@ -75,7 +75,7 @@ def test_any_backend_trains(how: str, backend: Any, rank_pools: RankPools) -> No
 
 
 def accumulate_without_sync() -> None:
-    """Flags mean with another backend what they mean with ours."""
+    """Check that flags mean the same with another backend as with the library's. Runs on every rank."""
     torch.manual_seed(0)
     model, reference = models.MLP(), models.MLP()
     reference.load_state_dict(model.state_dict())
@@ -121,7 +121,7 @@ SYSTEMS = ["uncompiled", "ours", "another backend"]
 
 @pytest.mark.parametrize("how", SYSTEMS)
 def test_unfrozen_later(how: str, one_rank: None) -> None:
-    """A parameter that is unfrozen by its module gets its gradient; one by itself does, or the call says that it does not."""
+    """A parameter unfrozen with its module gets a gradient. One unfrozen by itself does, too, or the next call raises."""
     model = make_mlp()
     model.requires_grad_(False)
     compiled = compile_with(model, how)
@@ -152,7 +152,7 @@ def ask_for_input_gradients(how: str) -> None:
 
     model.set_requires_gradient_sync(False)
     compiled(first).square().sum().backward()
-    # Neither accumulates, here in the middle of microbatches.
+    # Neither call accumulates, even in the middle of microbatches.
     hooked = []
     model.head.weight.register_post_accumulate_grad_hook(hooked.append)
     (gradient,) = torch.autograd.grad(compiled(x).square().sum(), x)
@@ -193,7 +193,7 @@ def test_a_graph_that_is_kept_runs_backward_again(how: str, one_rank: None) -> N
 
 @pytest.mark.parametrize("how", SYSTEMS)
 def test_gradients_of_parameters_are_refused_by_autograd(how: str, one_rank: None) -> None:
-    """As with FSDP2: outside of a forward they are no tensors of the graph."""
+    """As with FSDP2, parameters outside of a forward are no tensors of the graph."""
     model = make_mlp()
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(compile_with(model, how)(torch.randn(3, 8)).sum(), list(model.parameters()))
@@ -250,7 +250,7 @@ def checkpointed(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("hook", [saved_on_the_cpu, copied, checkpointed])
 @pytest.mark.parametrize("how", ["uncompiled", "ours", "ours, folded"])
 def test_saved_tensor_hooks(how: str, hook: Callable[[Any, Tensor], Tensor], one_rank: None) -> None:
-    """Backward gets another tensor than the shard that forward saved."""
+    """Backward gets another tensor than the shard that forward saved, and still finds the parameter."""
     torch.manual_seed(0)
     layers = 8 if how == "ours, folded" else 2
     model, reference = models.MLP(layers=layers), models.MLP(layers=layers)
@@ -267,7 +267,7 @@ def test_saved_tensor_hooks(how: str, hook: Callable[[Any, Tensor], Tensor], one
 
 @pytest.mark.parametrize("backend", [pytest.param(fsdp_backend, marks=pytest.mark.inductor), "aot_eager", None])
 def test_composable_checkpoint(backend: Any, one_rank: None) -> None:
-    """Blocks share a graph; what backward finds lies in the memory of the shards."""
+    """Blocks share a graph. The tensors that backward finds lie in the memory of the shards."""
     torch.manual_seed(0)
     model, reference = models.MLP(layers=3), models.MLP(layers=3)
     reference.load_state_dict(model.state_dict())
@@ -330,7 +330,7 @@ def test_composable_checkpoints_in_a_model_that_is_compiled_whole(
 
 
 class CheckpointedBlocks(nn.Module):
-    """As diffusers and accelerate have it: blocks are checkpointed here, and compiled one by one."""
+    """Blocks that are checkpointed by their parent and compiled one by one, as in diffusers and accelerate."""
 
     def __init__(self, layers: int = 10) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ _LENGTHS = ((2, 4), (2, 4), (2, 5), (3, 7), (2, 4))
 
 
 def train_lengths(model: nn.Module) -> tuple[list[Tensor], int]:
-    """Gradients of all steps, and the number of graphs that were compiled."""
+    """Return the gradients of all steps, and the number of compiled graphs."""
     torch._dynamo.utils.counters.clear()
     for batch, length in _LENGTHS:
         model(torch.linspace(-1, 1, batch * length * 8).view(batch, length, 8)).square().sum().backward()
@@ -364,7 +364,7 @@ def train_lengths(model: nn.Module) -> tuple[list[Tensor], int]:
 @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 @pytest.mark.parametrize("how", ["in place", "in place, before sharding", "wrapped"])
 def test_blocks_that_are_compiled_inside_of_checkpoints(how: str, lowering: str, one_rank: None) -> None:
-    """A recomputation runs the graphs of its forward: there are as many as of plain torch.compile, within Dynamo's limit of 8."""
+    """A recomputation runs the graphs of its forward: as many as with plain torch.compile, within Dynamo's limit of 8."""
     torch.manual_seed(0)
     model, reference = CheckpointedBlocks(), CheckpointedBlocks()
     reference.load_state_dict(model.state_dict())
@@ -387,7 +387,7 @@ def test_blocks_that_are_compiled_inside_of_checkpoints(how: str, lowering: str,
 
 
 def test_units_of_many_classes_that_are_compiled_one_by_one(one_rank: None) -> None:
-    """Dynamo compiles a function eight times, then no more: each class has one of its own."""
+    """Dynamo compiles a function at most eight times, so each class has a function of its own."""
     torch.manual_seed(0)
     model = nn.Sequential(*[type(f"Linear{index}", (nn.Linear,), {})(8, 8) for index in range(10)])
     for layer in model:
@@ -395,7 +395,7 @@ def test_units_of_many_classes_that_are_compiled_one_by_one(one_rank: None) -> N
         layer.compile(backend=fsdp_backend, options={"lowering": "aot_eager"})
     fully_shard(model)
     _, number = train_lengths(model)
-    # Per class: static, and with one and two sizes that change; the first layer's input needs no gradient.
+    # Per class there are graphs for static sizes, and for one and two dynamic sizes. The first layer's input needs no gradient.
     assert number == 30
 
 
@@ -436,7 +436,7 @@ class Dropout(nn.Module):
 
 @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_a_checkpoint_draws_the_same_numbers_again(lowering: str, one_rank: None) -> None:
-    """Of a linear function of the mask, forward's result is the gradient by the mask's scale."""
+    """Forward and recomputation draw the same mask if the loss is the weight times its gradient, plus biases."""
     torch.manual_seed(0)
     model: Any = Dropout()
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
@@ -447,14 +447,14 @@ def test_a_checkpoint_draws_the_same_numbers_again(lowering: str, one_rank: None
     compiled = torch.compile(forward, backend=fsdp_backend, options={"lowering": lowering})
     loss = compiled(torch.randn(4, 64), torch.ones(()))
     loss.backward()
-    # loss = sum(down.weight * its gradient) + sum of biases, whatever the mask is.
+    # For one mask, loss = sum(down.weight * its gradient) + sum of biases.
     bias = 4 * model.down.bias.full_tensor().sum()
     product = (model.down.weight.full_tensor() * model.down.weight.grad.full_tensor()).sum()
     torch.testing.assert_close(loss, product + bias, rtol=1e-4, atol=1e-4)
 
 
 class WithAttributes(nn.Parameter):
-    """A parameter that knows something."""
+    """A subclass of ``nn.Parameter``, as users write for attributes of their own."""
 
 
 def test_subclasses(one_rank: None) -> None:
@@ -475,7 +475,7 @@ def test_subclasses(one_rank: None) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_gather_of_the_users_own_is_refused(compiled: bool, one_rank: None) -> None:
-    """FSDP2 calls what the local tensor has, a plain tensor's included."""
+    """FSDP2 calls an ``fsdp_pre_all_gather`` of any local tensor, even a plain one; the library refuses it."""
     model: Any = fully_shard(models.MLP(layers=1), mesh=init_device_mesh("cpu", (1,)))
     local = model.head.weight._local_tensor
     local.fsdp_pre_all_gather = lambda *_: ((local.bfloat16(),), None)
@@ -514,7 +514,7 @@ def test_a_tied_parameter_is_not_taken_where_sharding_fails(one_rank: None, monk
     with monkeypatch.context() as patches, pytest.raises(MemoryError):
         patches.setattr("fsdp_compile.units.unit.Unit.allocate", MagicMock(side_effect=MemoryError))
         fully_shard(model, mesh=mesh)
-    # The unit of the embedding looks at all modules that register the parameter.
+    # The embedding's unit looks at all modules that register the parameter.
     model.embedding.to(torch.float64)
     assert not isinstance(model.head.weight, DTensor)
 

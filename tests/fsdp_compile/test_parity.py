@@ -63,7 +63,7 @@ def _frozen_in_part() -> nn.Module:
 
 def _frozen_units() -> nn.Module:
     model = models.MLP(layers=3)
-    # The first unit's input requires no gradient; the second of the frozen ones has to pass gradients on.
+    # The first unit's input requires no gradient. The second frozen unit has to pass gradients on.
     model.blocks[0].requires_grad_(False)
     model.blocks[2].requires_grad_(False)
     return model
@@ -168,7 +168,7 @@ _UNEVEN: dict[str, Any] = {"vocab": 13, "dim": 6, "heads": 3, "hidden": 7, "laye
 
 
 def _decoder(name: str, model: dict[str, Any] | None = None, **options: Any) -> Case:
-    """A case with a transformer of these dimensions."""
+    """Make a case of a transformer with the sizes in ``model``."""
     model = model or {}
     return Case(
         name,
@@ -231,7 +231,7 @@ _TABLE = [
         lowered_rtol={"inductor": 1e-1},
         inductor_worlds=(2,),
     ),
-    # Versions of torch differ in what it is reduced in.
+    # Versions of torch differ in the dtype of this reduction.
     Case(
         "bf16_alone",
         _one_block,
@@ -281,7 +281,7 @@ _OF_EACH_RANK = [
     Case("two_models", models.TwoModels, _shard_two, compile=_compile_children),
     # Units of both models go by the same names, in one graph.
     Case("two_models_in_one_graph", models.TwoModels, _shard_two),
-    # Two outermost units: without a name of their own, and laid out alike.
+    # Two outermost units have no names, and equal layouts.
     Case("outermost_units", models.Twins, _shard_parts, batch=partial(regression_batch, out=8)),
     Case("dynamic_batch", _one_block, batch=partial(regression_batch, sizes=(3, 5, 2, 6, 4))),
     Case("evaluation_no_grad", _one_block, evaluation=torch.no_grad),
@@ -296,7 +296,7 @@ CASES = {case.name: case for case in _TABLE}
 
 
 def run_case(name: str, system: str) -> Run:
-    """Executed by every rank."""
+    """Train a case. Runs on every rank."""
     return train_with(CASES[name], system)
 
 
@@ -307,13 +307,13 @@ def _reference(name: str, world: int) -> Run:
 
 @pytest.fixture(scope="session")
 def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
-    """FSDP2's results, which every system of a case is compared with."""
+    """A function that returns FSDP2's results, with which every system of a case is compared."""
     return functools.cache(lambda name, world: rank_pools[world].run(run_case, name=name, system="fsdp2"))
 
 
 # Through Inductor, a case for replicas, one for casts and one for recomputation: the others have the same kernels.
 _THROUGH_INDUCTOR = {"hsdp-4-inductor", "bf16_mlp-2-inductor", "checkpoint_around_units-2-inductor"}
-# On four ranks, the cases whose shards are others than on two. The others run on four at night, in one system.
+# Cases whose shards on four ranks differ from those on two. The others run on four ranks only at night, in one system.
 _OF_FOUR_RANKS = {"mlp", "uneven", "fewer_rows_than_ranks", "reshard_int", "hsdp", "hsdp_uneven"}
 
 
@@ -370,7 +370,7 @@ def _mutant(mutation: str, module: nn.Module, **options: Any) -> None:
 
 
 def run_mutant(name: str, mutation: str) -> Run:
-    """Executed by every rank."""
+    """Train a case with a mutant of FSDP2. Runs on every rank."""
     return train_sharded(CASES[name], partial(_mutant, mutation))
 
 

@@ -1,4 +1,5 @@
-"""The plan: estimates are those of reports, the search finds what fits, the lines do what they say, the command says what is wrong."""
+"""Planning: estimates equal reports, the search finds a plan that fits, printed lines shard as planned, the command names
+errors."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_estimates_what_a_report_says(policy: Policy) -> None:
     table = StepTable(explained._derivation()._step, hardware, "adamw")
     for sizes in ({}, {"S": 32, "B": 6}, {"S": 48, "T": 5}, {"M": 9} if policy.accumulation != "none" else {}):
         report, estimate = explained.at(**sizes), table.at(sizes)
-        # A kernel that does nothing but pad is rounded with another one.
+        # A kernel that only pads is rounded together with another one.
         assert estimate.time_s * 1e9 == pytest.approx(report.time_ns, rel=1e-3)
         assert sum(estimate.exposed_s.values()) * 1e9 == pytest.approx(report.exposed_ns, rel=1e-3, abs=10)
         assert estimate.peak_bytes == pytest.approx(report.memory.peak_bytes, rel=1e-3)
@@ -91,7 +92,7 @@ def test_estimates_what_a_report_says(policy: Policy) -> None:
 def test_finds_the_fastest_that_fits() -> None:
     model, tokens = given()
     search = Search(model, tokens, hardware_of("h100"), 64, 1e9, Policy(False, True, False))
-    # Only one policy, so that little is traced.
+    # Leave only one policy, so that little is traced.
     search._first = lambda: iter([search.base])  # type: ignore[method-assign]
     search._neighbours = lambda policy: iter([policy])  # type: ignore[method-assign]
     (best,) = search.best(8, 1)

@@ -1,4 +1,4 @@
-"""The hook that sends rounded gradients sums what plain torch sums of values rounded alike."""
+"""The hook that sends rounded gradients computes the same sums as plain torch does for values rounded alike."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMEL, _BLOCK = 21, 8
 
 def _gradient(rank: int, ranks: int, special: float = 0.0) -> Tensor:
     grad = torch.randn(ranks * _NUMEL, generator=torch.Generator().manual_seed(rank))
-    # A block of zeros; and one with a value that has to arrive.
+    # A block of zeros, and a block with a special value that has to arrive.
     grad[:_BLOCK] = 0
     if special and rank == 1:
         grad[_NUMEL + 2] = special
@@ -27,7 +27,7 @@ def _gradient(rank: int, ranks: int, special: float = 0.0) -> Tensor:
 
 
 def reduce(dtype: torch.dtype, special: float) -> Tensor:
-    """A job: what this rank gets of the average."""
+    """Return this rank's part of the average. Runs on every rank."""
     state = DefaultState(dist.group.WORLD)
     bound = bind_hook(state, QuantizedReduce(dtype, _BLOCK))
     assert bound.reduce is not None and bound.name == "QuantizedReduce"
@@ -55,12 +55,12 @@ def test_values(rank_pools: RankPools, dtype: torch.dtype, special: float) -> No
     results = rank_pools[4].run(reduce, dtype=dtype, special=special)
     for rank, result in enumerate(results):
         torch.testing.assert_close(result, _expected(rank, 4, dtype, special), rtol=1e-6, atol=1e-7, equal_nan=True)
-    # It arrives with who reduces it, and nowhere else.
+    # The special value arrives at the rank that reduces it, and nowhere else.
     assert [not result.isfinite().all() for result in results] == [False, bool(special), False, False]
 
 
 def train(lowering: str, hook: QuantizedReduce | None) -> tuple[dict[str, Tensor], list[tuple[torch.dtype, int]]]:
-    """A job: the gradients of a step, and what its reductions send."""
+    """Return the gradients of a step, and the dtype and bytes of each message of its reductions. Runs on every rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
     mesh = device_mesh((dist.get_world_size(),))
@@ -84,7 +84,7 @@ def test_in_a_graph(rank_pools: RankPools, lowering: str) -> None:
     grads, ((dtype, num_bytes),) = rank_pools[2].run(train, lowering=lowering, hook=QuantizedReduce())[0]
     assert dtype == torch.uint8 and num_bytes <= 0.27 * everything
     for name, grad in grads.items():
-        # Half a step of a 127th of the largest value.
+        # Half a step, where a step is a 127th of the largest value.
         error = (grad - exact[name]).abs().max() / exact[name].abs().max()
         assert 0 < error < 0.02, name
 
@@ -92,10 +92,10 @@ def test_in_a_graph(rank_pools: RankPools, lowering: str) -> None:
 def _hierarchical(
     shape: tuple[int, int], system: str, flag: str, by_chance: bool = False
 ) -> tuple[list[Tensor], dict[tuple[str, torch.dtype], int]]:
-    """A job: the gradients of two microbatches that are rounded over the replicas alone, and the bytes of each kind of message."""
+    """Return gradients of two microbatches rounded over replicas only, and the bytes of messages. Runs on every rank."""
     torch.manual_seed(0)
     mesh = device_mesh(shape)
-    # A unit with one parameter: blocks run through all that a bucket reduces. Rows of 7 are padded over shards and replicas.
+    # Units of one parameter, as rounding blocks run through a whole bucket. Rows of 7 are padded over shards and replicas.
     model = nn.Sequential(nn.Linear(7, 11, bias=False), nn.Tanh(), nn.Linear(11, 5, bias=False))
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
@@ -125,7 +125,7 @@ def _blocks_rounded(values: Tensor) -> Tensor:
 
 
 def _all_reduced(replicas: list[Tensor]) -> Tensor:
-    """Two roundings: of what is sent to who sums it, and of the averages."""
+    """Average replicas with two roundings: of the values that are sent to be summed, and of the averages."""
     count, numel = len(replicas), replicas[0].numel()
     padded = [torch.cat([flat, flat.new_zeros(-numel % count)]).view(count, -1) for flat in replicas]
     averages = [sum(_blocks_rounded(pieces[place]) for pieces in padded) / count for place in range(count)]
@@ -139,7 +139,7 @@ def _expected_hierarchical(shape: tuple[int, int], flag: str) -> list[Tensor]:
     replicas, shards = shape
 
     def averages(microbatch: int) -> list[list[Tensor]]:
-        """Of each replica, that of its shard group."""
+        """Return each replica's averages over its shard group."""
         grads = [
             torch.autograd.grad(model(_inputs(microbatch, rank)).square().sum(), params) for rank in range(replicas * shards)
         ]
@@ -175,7 +175,7 @@ def test_over_replicas_alone(rank_pools: RankPools, shape: tuple[int, int], syst
     results = rank_pools[shape[0] * shape[1]].run(_hierarchical, shape=shape, system=system, flag=flag)
     expected = _expected_hierarchical(shape, flag)
     for grads, _ in results:
-        # The same on all replicas, to the bit.
+        # All replicas have the same gradients, to the bit.
         assert all(map(torch.equal, grads, results[0][0]))
         for actual, wanted in zip(grads, expected, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
@@ -190,7 +190,7 @@ def test_by_chance_over_replicas(rank_pools: RankPools) -> None:
     plain = rank_pools[2].run(_hierarchical, **options)[0][0]
     for grad, other, rounded in zip(grads, others, plain, strict=True):
         assert torch.equal(grad, other) and not torch.equal(grad, rounded)
-        # Two steps of two microbatches.
+        # Two roundings in each of two microbatches.
         assert (grad - rounded).abs().max() < 4 * 2 / 127 * rounded.abs().max()
 
 

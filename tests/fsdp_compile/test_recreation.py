@@ -1,4 +1,4 @@
-"""A model that is gone leaves nothing behind: neither its tensors nor what was made to train it."""
+"""A deleted model leaves nothing behind: neither tensors nor the objects that were made to train it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import fsdp_compile
 from fsdp_compile import GatherPolicy, comm_hooks, fsdp_backend, fully_shard
 from tests.common import models
 
-# What torch never forgets, by type and number: each compiler that it was given, and the source of each graph that it wrote, as
-# it does for hooks that are new.
+# Objects that torch never frees, by type and number: for each compiler that it was given, and for the source of each graph that
+# it wrote. New hooks make it write new sources.
 _OF_A_COMPILER = {"_TorchCompileWrapper": 1, "dict": 2}
 _OF_A_SOURCE = ("tuple", "method", "partial")
 
@@ -67,7 +67,7 @@ def _train(way: str) -> None:
 
 
 def _living() -> Counter[str]:
-    """The objects there are, by the names of their types."""
+    """Count living objects by the names of their types."""
     for _ in range(3):
         gc.collect()
     return Counter(
@@ -81,7 +81,7 @@ def _living() -> Counter[str]:
     "way", [pytest.param(way, marks=[] if way in ("block by block", "uncompiled") else pytest.mark.night) for way in _WAYS]
 )
 def test_nothing_is_left(way: str, fake_ranks: None) -> None:
-    # The first ones fill caches of torch's and Python's; compiled code is kept for the next model of the same classes.
+    # The first models fill caches of torch and Python. Compiled code is kept for the next model of the same classes.
     for _ in range(3):
         _train(way)
         before, sources = _living(), len(linecache.cache)
@@ -91,5 +91,5 @@ def test_nothing_is_left(way: str, fake_ranks: None) -> None:
     compilers = {"uncompiled": 0, "block by block": 9}.get(way, 1)
     allowed = Counter({name: 3 * compilers * number for name, number in _OF_A_COMPILER.items()})
     allowed.update(dict.fromkeys(_OF_A_SOURCE, len(linecache.cache) - sources))
-    # What each model leaves is there three times.
+    # An object that each model leaves is there three times.
     assert not {name: number for name, number in (now - before - allowed).items() if number >= 3}

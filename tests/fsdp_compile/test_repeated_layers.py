@@ -1,4 +1,4 @@
-"""Layers that are traced once: the graphs and the results are those of layers that are traced one by one."""
+"""Layers that are traced once: graphs and results equal those of layers that are traced one by one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         if self.kind == "residual outside":
-            # Backward adds two gradients of the input to that of the residual.
+            # Backward adds two gradients of the input to the gradient of the residual.
             x = x * x.square().mean(-1, keepdim=True)
         y = torch.tanh(self.up(x.unflatten(0, (2, -1)))).flatten(0, 1)
         if self.kind == "constant":
@@ -83,13 +83,13 @@ class Model(nn.Module):
             if self.kind == "view of an input":
                 x = x + result[1]
             if self.kind == "several outputs":
-                # The last output is of no use to backward.
+                # Backward does not use the last output.
                 x = torch.where(result[1].any(), x, -x) + 0 * result[2].detach().sum()
-        # The gradient of the former is one number, seen as many.
+        # The gradient of ``x.sum()`` is one number, expanded.
         return x.sum() if self.kind == "expanded gradient" else (x * x).sum()
 
 
-#: Which can be traced once.
+#: Kinds of layers that can be traced once.
 FOLDED = [
     "plain",
     "cast",
@@ -115,14 +115,14 @@ def make_model(kind: str, units: bool = True) -> nn.Module:
         mesh = both["shard"]
         for layer in model.layers:
             parallelize_module(layer, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    # A tied parameter is the root's.
+    # A tied parameter belongs to the root.
     for layer in model.layers if units and kind != "tied parameter" else ():
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
 def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, train: bool = True) -> tuple[Capture, Any, int]:
-    """The captured graphs, the results, and how many layers were folded."""
+    """Compile and run; return the captured graphs, the results, and the number of folded layers."""
     folded = []
 
     def fold_and_count(gm: torch.fx.GraphModule) -> bool:
@@ -143,7 +143,7 @@ def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, trai
     return captured, (loss.detach(), gradients), len(folded)
 
 
-# Kinds that fold, and kinds that do not, each for another reason.
+# Kinds that fold, and kinds that do not fold for different reasons.
 _FIXED = ("plain", "several outputs", "tied parameter", "checkpoint", "tensor parallel", "written input", "unused result")
 
 
@@ -151,7 +151,7 @@ _FIXED = ("plain", "several outputs", "tied parameter", "checkpoint", "tensor pa
     "kind", [pytest.param(kind, marks=[] if kind in _FIXED else pytest.mark.night) for kind in FOLDED + TRACED_EACH]
 )
 def test_graphs_are_the_same(kind: str, fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of one model, as the names of process groups count.
+    # Both runs use one model, as names of process groups are numbered.
     model = make_model(kind)
     one_by_one, _, _ = run(model, monkeypatch, DEPTH + 1)
     model.zero_grad()
@@ -159,7 +159,7 @@ def test_graphs_are_the_same(kind: str, fake_ranks: None, monkeypatch: pytest.Mo
     assert folded == (DEPTH if kind in FOLDED else 0)
     assert operations(once.forward[0].graph_module.graph) == operations(one_by_one.forward[0].graph_module.graph)
     if kind in ("expanded gradient", "residual outside", "several outputs", "tied parameter"):
-        # A copy of the gradient, an addition ahead of another node, zeros for an output's gradient, sums in another order.
+        # Backward differs by a copy of the gradient, the place of an addition, zeros as a gradient, or the order of sums.
         return
     assert operations(once.backward[0].graph_module.graph) == operations(one_by_one.backward[0].graph_module.graph)
 
@@ -206,7 +206,7 @@ def test_layers_that_differ_are_traced_each(one_rank: None, monkeypatch: pytest.
 
 
 def test_a_fold_that_fails_is_undone(one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever goes wrong between the fold and the first lowering, the model compiles as it does without a fold."""
+    """If anything fails between the fold and the first lowering, the model compiles as without a fold."""
     _, expected, _ = run(make_model("plain"), monkeypatch, DEPTH + 1)
 
     def fail(*_: Any) -> None:

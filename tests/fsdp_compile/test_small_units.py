@@ -1,4 +1,4 @@
-"""Training where small units share collectives (:mod:`passes.auto.small_units`), as they do by default."""
+"""Training if small units share collectives (:mod:`passes.auto.small_units`), as they do by default."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.common.microbatches import (
 )
 from tests.fsdp_compile.test_large_parameters import check_pieces_around_a_threshold
 
-#: Every way to accumulate, of all units and of one by itself.
+#: Every way to accumulate, for all units and for one unit alone.
 _ACCUMULATE: Schedule = (
     Microbatch((all_reduce(False),)),
     Microbatch((sync(False, "blocks.0"), reshard_after_backward(False))),
@@ -38,7 +38,7 @@ _ACCUMULATE: Schedule = (
 
 
 def train(mesh_shape: tuple[int, ...], system: str, schedule: Schedule) -> Run:
-    """A job."""
+    """Train by a schedule. Runs on every rank."""
     return Trainee(system, mesh_shape, SMALL.build).train(SMALL, [schedule] * 2, sgd)
 
 
@@ -56,7 +56,7 @@ def test_trains_like_one_process(mesh_shape: tuple[int, ...], system: str, sched
     runs = rank_pools[world].run(train, mesh_shape=mesh_shape, system=system, schedule=schedule)
     found = differences(runs, reference(SMALL, world, [len(schedule)] * 2, sgd), 1e-5)
     assert not found, "\n".join(found)
-    # One for all units, each time.
+    # All units share one collective each time.
     assert runs[0].counts("all_gather", "forward")[0] == 1
     assert runs[0].counts("reduce_scatter", "backward")[-1] == 1
     assert runs[0].counts("all_reduce", "backward")[-1] == len(mesh_shape) - 1
@@ -69,7 +69,7 @@ def test_tensor_parallel_ranks_may_merge_others(lowering: str, rank_pools: RankP
 
 
 def _segments(merge_below: int) -> list[int]:
-    """How many segments forward and backward of nine equal layers have that differ."""
+    """Count the different segments in forward and in backward of nine equal layers."""
     torch._dynamo.reset()
     model = models.MLP(layers=9)
     for block in model.blocks:
@@ -86,6 +86,6 @@ def _segments(merge_below: int) -> list[int]:
 @pytest.mark.inductor
 def test_equal_units_share_kernels_as_if_they_were_apart(fake_ranks: None) -> None:
     together, apart = _segments(1 << 20), _segments(0)
-    # One may copy all of them in.
+    # One more segment may copy all units into a buffer.
     assert all(number <= least + 1 for number, least in zip(together, apart, strict=True)), (together, apart)
     assert max(apart) < 10

@@ -24,7 +24,7 @@ def make_model(mesh: DeviceMesh) -> Any:
 
 
 def share_a_group() -> None:
-    """Deterministically at once: one thread is within a forward's gathers when the other one asks for its own."""
+    """Run a forward in a second thread while the first holds the group, so that both communicate at once deterministically."""
     from fsdp_compile.runtime.course import eager_run
 
     model = make_model(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"))

@@ -1,4 +1,4 @@
-"""torchao's float8 training, beside FSDP2 with the same. Scales are computed in the emulation that torchao has for CPUs."""
+"""torchao's float8 training equals FSDP2 with the same. On CPU, torchao computes scales by emulation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("torchao")
 
 @dataclass(frozen=True)
 class Case:
-    """How a model trains: whether weights travel in float8, and whether scales are computed ahead."""
+    """A way to train: with weights gathered in float8 (``gathers``), and with scales computed in advance (``ahead``)."""
 
     system: str
     gathers: bool = True
@@ -61,7 +61,7 @@ def steps(model: Any, case: Case) -> list[Tensor]:
 
 
 def both(case: Case) -> tuple[list[Tensor], list[Tensor]]:
-    """A job: FSDP2's losses and gradients of each step, and ours."""
+    """Return FSDP2's losses and gradients of each step, and the library's. Runs on every rank."""
     torch._dynamo.reset()
     expected = steps(build(case, torch.distributed.fsdp.fully_shard), case)
     return expected, steps(build(case, fsdp_compile.fully_shard), case)
@@ -84,13 +84,13 @@ def both(case: Case) -> tuple[list[Tensor], list[Tensor]]:
 def test_float8_training_equals_fsdp2(case: Case, rank_pools: RankPools) -> None:
     for expected, found in rank_pools[2].run(both, case=case):
         for ours, theirs in zip(found, expected, strict=True):
-            # Where a sum is rounded otherwise, what it is rounded to in float8 may be the neighbour.
+            # A sum that is rounded differently may become the neighbouring float8 value.
             scale = theirs.abs().max()
             torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=0.02 if case.system == "inductor" else 1e-5)
 
 
 class Adapted(nn.Module):
-    """A layer with a frozen weight in four bits, and trained matrices of low rank beside it (QLoRA)."""
+    """A layer with a frozen weight in four bits, and trained low-rank matrices beside it (QLoRA)."""
 
     def __init__(self) -> None:
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
@@ -106,7 +106,7 @@ class Adapted(nn.Module):
 
 
 def adapt(system: str) -> list[list[Tensor]]:
-    """A job: the losses and gradients of FSDP2, and ours."""
+    """Return the losses and gradients of FSDP2, and those of the library. Runs on every rank."""
     torch._dynamo.reset()
     results = []
     for library in (torch.distributed.fsdp, fsdp_compile):
@@ -141,7 +141,7 @@ def test_frozen_weights_in_four_bits_equal_fsdp2s(system: str, rank_pools: RankP
 
 
 def test_quantized_weights_without_gathers_are_refused(fake_ranks: None) -> None:
-    """FSDP2 fails with them, too: they cannot be cut."""
+    """Quantised weights that cannot be split are refused; FSDP2 fails with them, too."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = nn.Sequential(nn.Linear(32, 32))

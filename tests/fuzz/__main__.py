@@ -36,7 +36,7 @@ dist.destroy_process_group()
 
 
 def run(pool: RankPool, case: Case, system: str, oracle: str) -> list[str]:
-    """Run a case, and return what differs, or the error that ranks end with, as lines."""
+    """Run a case. Return lines with the differences, or with the error that ended the ranks."""
     try:
         return list(pool.run(check, case=case, system=system, oracle=oracle)[0])
     except RankFailure as error:
@@ -44,7 +44,7 @@ def run(pool: RankPool, case: Case, system: str, oracle: str) -> list[str]:
 
 
 def kind_of(lines: list[str]) -> str:
-    """The kind of a failure: its error, or that there is a difference; empty: it is none."""
+    """Return the kind of a failure: its error or "difference"; empty if nothing failed."""
     if not lines:
         return ""
     errors = [line.strip() for line in lines if "Error: " in line or "did not finish" in line or "died" in line]
@@ -52,12 +52,12 @@ def kind_of(lines: list[str]) -> str:
 
 
 def is_of_fsdp2(pool: RankPool, case: Case, system: str) -> bool:
-    """Say whether whole parameters agree with the library and not with FSDP2."""
+    """Return whether whole parameters agree with the library, but not with FSDP2."""
     return not run(pool, case, system, "whole") and bool(run(pool, case, "fsdp2", "whole"))
 
 
 def script(case: Case, system: str, oracle: str) -> str:
-    """A script that runs a case by itself."""
+    """Return a script that runs one case."""
     return _SCRIPT.format(world=case.world, case=case, system=system, oracle=oracle)
 
 

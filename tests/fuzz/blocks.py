@@ -1,4 +1,4 @@
-"""Blocks of random models: each takes and gives ``[batch, length, DIM]``, and has one idea that sharding has to get right."""
+"""Blocks of random models: each maps ``[batch, length, DIM]`` to that shape, with one feature that sharding can get wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.common.subclasses import Wrapper
 
 from .case import Block, Model
 
-#: The width of hidden states. No number of ranks divides it evenly but two and three.
+#: The width of hidden states. Only 2, 3 or 6 ranks divide it evenly.
 DIM = 6
 VOCABULARY = 11
 MOST_LENGTH = 12
@@ -100,7 +100,7 @@ class Tied(nn.Module):
 
 
 class Looped(nn.Module):
-    """A layer that is called three times, and whose weight is read besides."""
+    """A layer that is called three times, and whose weight is also read without a call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Gains(nn.Module):
 
 
 class Held(nn.Module):
-    """Containers alone, and the weight of a child that is not called."""
+    """Parameters in a container, and the weight of a child that is not called; no others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Held(nn.Module):
 
 
 class Norms(nn.Module):
-    """Parameters of one dimension with defaults of ones and zeros, and positions up to the length."""
+    """The weight and bias of a norm, which start as ones and zeros, and positions that are cut to the length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Norms(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """A weight that is computed of two parameters."""
+    """A weight that is computed from two parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Nested(nn.Module):
 
 
 class Pieces(nn.Module):
-    """Takes a keyword, and gives a dict with an entry that nobody reads, and a number."""
+    """A part that takes a keyword argument, and returns a dict with a number and an entry that nothing reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Pieces(nn.Module):
 
 
 class Structured(nn.Module):
-    """A part that takes and gives more than one tensor."""
+    """A block around :class:`Pieces`, which takes and returns more than one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Parallel(MLP):
 
 
 class Whole(Wrapper):
-    """A subclass with a gather of its own, which gathers it as it is."""
+    """A subclass whose all-gather extension sends the values unchanged."""
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         rows = -(-outer_size[0] // mesh.size())
@@ -231,14 +231,14 @@ class Whole(Wrapper):
 
 
 class Extended(nn.Module):
-    """A weight with a gather of its own."""
+    """A layer whose weight has an all-gather extension."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(DIM, DIM)
 
     def extend(self) -> None:
-        """Make the weight a subclass."""
+        """Replace the weight by a :class:`Whole`."""
         self.layer.weight = nn.Parameter(Whole(self.layer.weight.detach()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ def _block(spec: Block) -> nn.Module:
 
 
 def network(spec: Model) -> Network:
-    """The model with the same values on every rank and in every run."""
+    """Build a model, with the same values on every rank and in every run."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Network(spec).to(getattr(torch, spec.dtype))

@@ -1,4 +1,4 @@
-"""A case: a model and a loop, as data that prints as the code that makes it."""
+"""Cases: a model and a training loop, as data that prints as the code that makes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _Data:
-    """Prints as the call that makes it, without what it has by default."""
+    """A dataclass that prints as the call that makes it, without arguments that have their defaults."""
 
     def __repr__(self) -> str:
         given = [(one.name, getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default]  # type: ignore[arg-type]
@@ -21,9 +21,10 @@ class Block(_Data):
 
     Attributes:
         kind: a key of :data:`.blocks.KINDS`.
-        checkpoint: "around" its call, "inside" of its forward, or none.
-        unit: "own"; "nested": and one inside of it; "with next": one of both; or none: a part of the root's.
-        reshard: its unit's ``reshard_after_forward``.
+        checkpoint: "around" the block's call, "inside" of its forward, or empty for no checkpoint.
+        unit: "own" (a unit), "nested" (the first child is another unit), "with next" (one unit with the next block), or empty
+            (the parameters are the root's).
+        reshard: the unit's ``reshard_after_forward``.
     """
 
     kind: str = "mlp"
@@ -38,12 +39,12 @@ class Model(_Data):
 
     Attributes:
         blocks: the blocks.
-        dtype: of its parameters.
-        tied: the head's weight is the embedding's.
-        again: the index of a block that is called once more behind the last one; None: none is.
+        dtype: the dtype of parameters, as a name.
+        tied: whether the head's weight is the embedding's.
+        again: the index of a block that is called once more after the last one; None: no block.
         policy: ``param_dtype`` and ``reduce_dtype`` of all units; None: no policy.
         reshard: the root's ``reshard_after_forward``.
-        cut_last: parameters are cut along their last dimension, where ranks divide that.
+        cut_last: whether parameters are sharded on their last dimension where the number of ranks divides it.
     """
 
     blocks: tuple[Block, ...]
@@ -60,10 +61,10 @@ class Micro(_Data):
     """A microbatch: forwards and one backward.
 
     Attributes:
-        sizes: batch and length on each rank.
-        skips: the indices of blocks that it leaves out, on all ranks.
-        forwards: how many forwards the loss is the sum of.
-        between: calls after the last forward and ahead of the backward.
+        sizes: (batch, length) for each rank with data of its own, or one pair for all ranks.
+        skips: the indices of blocks that the microbatch leaves out, on all ranks.
+        forwards: the number of forwards; the loss is the sum of theirs.
+        between: calls after the last forward and before the backward.
     """
 
     sizes: tuple[tuple[int, int], ...]
@@ -77,9 +78,9 @@ class Call(_Data):
     """A call of a method of a sharded module, such as ``set_requires_gradient_sync``.
 
     Attributes:
-        method: its name.
+        method: the name of the method.
         path: the module; empty: the root.
-        args, kwargs: what it takes; modules as :class:`Path`.
+        args, kwargs: the arguments; modules are given as :class:`Path`.
     """
 
     method: str
@@ -97,10 +98,10 @@ class Path(_Data):
 
 @dataclass(frozen=True, repr=False)
 class Step(_Data):
-    """The end of a step: gradients are compared, clipped if so, and the optimizer steps.
+    """The end of a step: gradients are recorded and clipped, and the optimizer steps.
 
     Attributes:
-        clip: the norm to clip to.
+        clip: the norm to clip to; None: no clipping.
     """
 
     clip: float | None = None
@@ -108,7 +109,7 @@ class Step(_Data):
 
 @dataclass(frozen=True, repr=False)
 class Evaluate(_Data):
-    """A forward without gradients, in ``inference_mode`` if so."""
+    """A forward without gradients: under ``inference_mode`` if ``inference``, else under ``no_grad``."""
 
     sizes: tuple[tuple[int, int], ...]
     inference: bool = False
@@ -116,7 +117,7 @@ class Evaluate(_Data):
 
 @dataclass(frozen=True, repr=False)
 class Freeze(_Data):
-    """``requires_grad_`` of a module's parameters."""
+    """A call of ``requires_grad_`` of a module."""
 
     path: str
     requires_grad: bool
@@ -124,7 +125,7 @@ class Freeze(_Data):
 
 @dataclass(frozen=True, repr=False)
 class Reload(_Data):
-    """Load a state dict, after other values have been written to what it is of.
+    """A state dict that is taken, and loaded after its tensors in the model or optimizer have been overwritten.
 
     Attributes:
         what: "model" (``state_dict``), "full" (torch's ``get_model_state_dict`` of full parameters), or "optimizer".
@@ -137,7 +138,7 @@ Event = Micro | Call | Step | Evaluate | Freeze | Reload
 
 
 def data_ranks(mesh: tuple[int, ...], features: tuple[str, ...]) -> int:
-    """Count the ranks of a mesh that have data of their own."""
+    """Return the number of ranks of a mesh that have data of their own."""
     return mesh[0] if "tensor parallel" in features else math.prod(mesh)
 
 
@@ -146,14 +147,14 @@ class Case(_Data):
     """A model, and a loop that trains it.
 
     Attributes:
-        mesh: its shape; two dimensions are replicas and shards.
+        mesh: the shape of the mesh; two dimensions are replicas and shards.
         model: the model.
         events: the loop.
         optimizer: a key of :data:`.execute.OPTIMIZERS`.
-        features: "offload", "rounded", "tensor parallel" (the mesh is of shards, and of ranks that cut layers), "by block" (each
-            block is compiled by itself), or keys of :data:`.execute.FEATURES`.
-        options: of ``torch.compile``, besides the lowering.
-        factor: what gradients are divided by; None: by the number of ranks with data of their own.
+        features: "offload", "rounded", "tensor parallel" (the mesh dimensions are shards and tensor-parallel ranks), "by block"
+            (each block is compiled by itself), or keys of :data:`.execute.FEATURES`.
+        options: options of ``torch.compile``, besides the lowering.
+        factor: the divide factor of gradients; None: the number of ranks with data of their own.
     """
 
     mesh: tuple[int, ...]

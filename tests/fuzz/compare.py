@@ -1,4 +1,4 @@
-"""Compares two systems' runs of a case."""
+"""The comparison of two systems' runs of a case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from .case import Case, Micro
 from .execute import Seen, execute
 
-# Of the largest entry of a tensor, and of the largest of all tensors: gradients that are nearly zero are sums of larger ones.
+# Relative to the largest entry of the tensor, and of all tensors: a gradient near zero may be a sum of large summands.
 _TOLERANCE = {"float64": (1e-8, 1e-10), "float32": (2e-3, 1e-4)}
 
 
@@ -39,7 +39,7 @@ def _tensors(
 
 
 def differences(case: Case, ours: Sequence[Seen], theirs: Sequence[Seen]) -> list[str]:
-    """Where two runs differ, event by event; of the first event that differs alone."""
+    """Return the differences of two runs in the first event that differs."""
     bound = _TOLERANCE["float32" if "float32" in (case.model.dtype, *(case.model.policy or ())) else "float64"]
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         found = []
@@ -57,9 +57,12 @@ def differences(case: Case, ours: Sequence[Seen], theirs: Sequence[Seen]) -> lis
 
 
 def check(case: Case, system: str, oracle: str = "whole") -> list[str]:
-    """Run a case with a system and with an oracle, "whole" or a system, and say what differs. Every rank calls this."""
+    """Run a case with a system and with an oracle, and return the differences on all ranks. Every rank calls this.
+
+    The oracle is "whole" or another system, as for :func:`.execute.execute`.
+    """
     found = differences(case, execute(case, system), execute(case, oracle))
-    # Ranks stop at the same case.
+    # Every rank gets all differences, so that ranks stop at the same case.
     everywhere: list[list[str]] = [[] for _ in range(case.world)]
     dist.all_gather_object(everywhere, found)
     return [f"rank {rank}: {line}" for rank, lines in enumerate(everywhere) for line in lines]

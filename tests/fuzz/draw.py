@@ -1,4 +1,4 @@
-"""Draws cases: a seed gives the same case on every machine."""
+"""Random cases: a seed gives the same case on every machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .blocks import KINDS, MOST_LENGTH
 from .case import Block, Call, Case, Evaluate, Event, Freeze, Micro, Model, Path, Reload, Step, data_ranks
 from .execute import OF_THE_LIBRARY, OPTIMIZERS
 
-# Kinds whose first child may be a unit inside of their own.
+# Kinds whose first child can be a nested unit.
 _HAVE_MODULES = ("mlp", "attention", "convolution", "experts", "lora", "looped", "nested", "structured", "target", "parallel")
 _LENGTHS = (2, 5, 8, MOST_LENGTH)
 
 
 class _Drawing:
-    """One case in the making."""
+    """A case that is being drawn."""
 
     def __init__(self, seed: int, mesh: tuple[int, ...], compiled: bool, oracle: str, is_small: bool):
         self.random = Random(seed)
@@ -33,7 +33,8 @@ class _Drawing:
         self.optimizer = self._optimizer()
         self.options = self._options()
         self.features = self._features()
-        # Sizes of ranks differ: each recompiles by itself. What is chosen by the sizes at hand has to be given larger ones then.
+        # If sizes differ between ranks, each rank recompiles by itself. Options that choose by sizes exclude that: without a
+        # given maximum, ranks could choose differently (docs/memory.md).
         chooses = dict(self.options).keys() & {"schedule", "memory_budget"}
         self.sizes_differ = self.maybe(0.2) and not chooses
         events: list[Event] = []
@@ -113,7 +114,7 @@ class _Drawing:
         return tuple(one() for _ in range(data_ranks(self.mesh, self.features))) if self.sizes_differ else (one(),)
 
     def _paths(self) -> list[str]:
-        """The modules that were passed to ``fully_shard``."""
+        """Return the paths of modules that are passed to ``fully_shard``; the root's is empty."""
         units = [f"blocks.{index}" for index, block in enumerate(self.model.blocks) if block.unit]
         grouped = {index + 1 for index, block in enumerate(self.model.blocks) if block.unit == "with next"}
         return ["", *(path for path in units if int(path.removeprefix("blocks.")) not in grouped)]
@@ -126,7 +127,7 @@ class _Drawing:
     def _between_steps(self) -> list[Event]:
         events: list[Event] = []
         if self.maybe(0.2):
-            # What FSDP2 gathers first in inference mode, it cannot gather into later.
+            # FSDP2 cannot gather into a buffer that it first allocated in inference mode.
             events.append(Evaluate(self._sizes(), self.maybe(0.5) and not self.with_fsdp2))
         if self.maybe(0.1):
             events.append(Reload(self.random.choice(("model", "full", "optimizer"))))
@@ -144,7 +145,7 @@ class _Drawing:
     def _call(self, between: bool = False) -> Call:
         path = self.random.choice(self._paths())
         kinds = ["sync", "sync", "reshard after backward", "last"]
-        # The automatic schedule chooses by itself what to prefetch, and refuses lists.
+        # The automatic schedule refuses prefetch lists.
         kinds += ["prefetch"] if ("schedule", "auto") not in self.options else []
         kinds += ["all-reduce"] if len(self.mesh) == 2 and "tensor parallel" not in self.features else []
         kinds += ["reshard after forward"] if not self.compiled or not between else []
@@ -160,7 +161,7 @@ class _Drawing:
         return Call(f"set_{name}", path, value, recurse)
 
     def _step(self) -> list[Event]:
-        """Microbatches of which the last reduces all, and the optimizer's step."""
+        """Draw microbatches, the last of which reduces all gradients, and the optimizer's step."""
         events: list[Event] = []
         may_skip = self._may_skip()
         microbatches = self.random.choice((1, 1, 2, 3))
@@ -190,13 +191,14 @@ class _Drawing:
 
 
 def draw(seed: int, mesh: tuple[int, ...], *, compiled: bool, oracle: str = "whole", is_small: bool = False) -> Case:
-    """The case of a seed.
+    """Draw the case of a seed.
 
     Args:
         seed: the seed.
-        mesh: the shape of its mesh.
-        compiled: whether it is to be compiled; a flag that traces anew is not set between a forward and its backward then.
-        oracle: what it is to be compared with. With "fsdp2" it has only what that has; with "eager", gathers that round.
-        is_small: of at most two blocks and two steps.
+        mesh: the shape of the mesh.
+        compiled: whether the case will be compiled. Then no flag that traces anew is set between a forward and its backward.
+        oracle: what the case will be compared with. For "fsdp2" it has only features of FSDP2; for "eager" it has rounded
+            gathers.
+        is_small: whether to draw at most two blocks and exactly two steps.
     """
     return _Drawing(seed, mesh, compiled, oracle, is_small).case()

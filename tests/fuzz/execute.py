@@ -1,4 +1,4 @@
-"""Runs a case with one system, on every rank, and notes what can be compared."""
+"""The run of a case with one system on every rank, which records losses, gradients and parameters for comparison."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .case import Call, Case, Evaluate, Event, Freeze, Micro, Model, Path, Reloa
 
 _adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
-#: Optimizers by name, made of parameters. All but those of :data:`OF_THE_LIBRARY` are torch's.
+#: By name: a function that makes an optimizer of parameters. All but those in :data:`OF_THE_LIBRARY` are torch's.
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
     "adamw": _adamw,
@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 OF_THE_LIBRARY = ("flat", "one buffer", "in backward", "offloaded")
 
 
-#: What a case may have besides: "offload" and "rounded", which are options of ``fully_shard``, and what is done to a sharded model.
+#: Features that are applied to a sharded model. Others, such as "offload" and "rounded", are options of ``fully_shard``.
 FEATURES: dict[str, Callable[[Any], None]] = {
     "hook": lambda model: model.register_comm_hook(
         fsdp_compile.comm_hooks.DefaultState(dist.group.WORLD), fsdp_compile.comm_hooks.reduce_scatter_hook
@@ -58,15 +58,15 @@ FEATURES: dict[str, Callable[[Any], None]] = {
 
 @dataclass
 class Seen:
-    """What one rank has seen of one event.
+    """The record of one event on one rank.
 
     Attributes:
         event: the event.
-        loss: of a microbatch or an evaluation.
-        norm: of the gradients, where they are clipped.
-        grads: at the end of a step: full gradients by name; None where there is none.
-        params: behind the step of the optimizer: full parameters by name.
-        local: after a microbatch: this rank's shards of gradients.
+        loss: the loss of a microbatch or an evaluation.
+        norm: the norm of the gradients, if they are clipped.
+        grads: full gradients by name at the end of a step; None for a parameter without a gradient.
+        params: full parameters by name after the step of the optimizer.
+        local: this rank's shards of gradients by name, after a microbatch.
     """
 
     event: Event
@@ -94,7 +94,7 @@ def _policy(spec: Model) -> MixedPrecisionPolicy | None:
 
 
 def shard(model: Network, case: Case, fully_shard: Callable[..., Any]) -> None:
-    """Shard a model as the case says."""
+    """Shard a model into the units of a case, with its options."""
     if "tensor parallel" in case.features:
         mesh = device_mesh(case.mesh, ("shard", "tp"))
         for layers in (module for module in model.modules() if isinstance(module, Parallel)):
@@ -131,7 +131,7 @@ def shard(model: Network, case: Case, fully_shard: Callable[..., Any]) -> None:
 
 
 class _Trainee:
-    """A model in a loop: sharded, or whole on the batches of all ranks."""
+    """A model in training: sharded, or whole on the batches of all ranks."""
 
     def __init__(self, case: Case, system: str):
         self.case = case
@@ -191,7 +191,11 @@ class _Trainee:
     def _losses(
         self, sizes: tuple[tuple[int, int], ...], forwards: int = 1, before_backward: Callable[[], None] | None = None
     ) -> float:
-        """This rank's loss. With ``before_backward`` also gradients, of the mean over all ranks."""
+        """Run forwards, and return this rank's loss.
+
+        If ``before_backward`` is given, call it and run backward as well. For a whole model, each rank's loss is divided by the
+        divide factor first.
+        """
         dtype = getattr(torch, self.case.model.dtype)
         self.index += 1
         losses = {}
@@ -229,7 +233,7 @@ class _Trainee:
         seen.params = {name: _full(param) for name, param in self.named.items()}
 
     def _reload(self, what: str) -> None:
-        # Parameters that no gradient has reached have no state.
+        # Not strict for optimizers: parameters that no gradient has reached have no state.
         options = StateDictOptions(full_state_dict=what == "full", strict=what != "optimizer")
         if what == "optimizer":
             states = get_optimizer_state_dict(self.model, self.optimizer, options=options)
@@ -270,14 +274,14 @@ def _full(tensor: Any) -> Tensor:
 
 
 def execute(case: Case, system: str) -> list[Seen]:
-    """Run a case with a system, and return what is seen of each event. Every rank calls this.
+    """Run a case with a system, and return the record of each event. Every rank calls this.
 
     Args:
         case: the case.
         system: "fsdp2"; "eager", the library uncompiled; a lowering; or "whole", whole parameters in this process alone.
     """
     torch._dynamo.reset()
-    # Past its limit Dynamo runs a frame eagerly, on each rank after other calls.
+    # Past its limit Dynamo runs a frame eagerly, on each rank after a different call.
     limits = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64)
     with limits if system in ("aot_eager", "inductor") else nullcontext():
         trainee = _Trainee(case, system)

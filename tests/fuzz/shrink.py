@@ -1,4 +1,4 @@
-"""Shrinks a case that fails: greedily, by cases that are simpler in one respect, as long as they fail alike."""
+"""Greedy shrinking of a failing case: simpler in one respect at a time, as long as it fails in the same way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .case import Block, Call, Case, Event, Micro, Model, Path, Step
 
 
 def _without_block(case: Case, index: int) -> Case | None:
-    """The case without a block of its model; None: an event needs it."""
+    """Return the case without a block of its model and without events of that block; None if no block would be left."""
     path = f"blocks.{index}"
 
     def renamed(name: str) -> str | None:
@@ -89,7 +89,10 @@ def _simpler_micros(micro: Micro) -> Iterator[Micro]:
 
 
 def is_sound(case: Case) -> bool:
-    """Say whether there is a microbatch, and the last one before each step reduces all: what it is compared with does so."""
+    """Return whether the case has a microbatch, and the last one before each step reduces all gradients.
+
+    Otherwise it could not agree with whole parameters, which always have all gradients.
+    """
     off: set[tuple[str, str]] = set()
     left = False
 
@@ -100,7 +103,7 @@ def is_sound(case: Case) -> bool:
             off.add((call.method, call.path))
             return
         found = {one for one in off if one[1] == call.path or (not call.path and dict(call.kwargs).get("recurse", True))}
-        # That a unit is to be reduced says so of its replicas, too.
+        # Turning gradient synchronisation of a unit on also turns on its all-reduce over replicas.
         methods = (call.method, "set_requires_all_reduce" if call.method == "set_requires_gradient_sync" else call.method)
         off.difference_update(one for one in found if one[0] in methods)
 
@@ -117,7 +120,7 @@ def is_sound(case: Case) -> bool:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases that are simpler in one respect, those first that are simpler by most."""
+    """Yield cases that are simpler in one respect, the largest simplifications first."""
     events = case.events
     half = len(events) // 2
     for part in (events[:half], events[half:]) if half > 1 else ():
@@ -147,12 +150,12 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 200) -> Case:
-    """The simplest case that was found to fail.
+    """Return the simplest failing case that is found.
 
     Args:
-        case: it fails.
-        fails: whether another one fails alike.
-        tries: how many to try at most.
+        case: a case that fails.
+        fails: returns whether another case fails in the same way.
+        tries: the largest number of cases to try.
     """
     while tries > 0:
         for candidate in simpler(case):

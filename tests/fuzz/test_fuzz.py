@@ -1,4 +1,4 @@
-"""Random models under random loops: fixed seeds, and that a fault would be found and shrunk."""
+"""Random models under random loops: fixed seeds show no difference, and faults are found and shrunk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .shrink import is_sound, shrink, simpler
 
 
 def check_seeds(seeds: range, mesh: tuple[int, ...], system: str, is_small: bool) -> dict[int, list[str]]:
-    """A job: what differs from whole parameters, by seed."""
+    """Return the differences from whole parameters by seed; a job for ranks."""
     cases = {seed: draw(seed, mesh, compiled=system != "eager", is_small=is_small) for seed in seeds}
     return {seed: found for seed, case in cases.items() if (found := check(case, system))}
 
@@ -38,11 +38,11 @@ def test_models(system: str, count: int, mesh: tuple[int, ...], first: int, rank
     assert rank_pools[world].run(check_seeds, seeds=seeds, mesh=mesh, system=system, is_small=False) == [{}] * world
 
 
-# That it would find something.
+# Faults are found.
 
 
 def check_with_fault(case: Case, method: str) -> bool:
-    """A job: whether it is noticed that whole parameters do not know of a call."""
+    """Return whether a call that whole parameters ignore shows as a difference; a job for ranks."""
     return bool(check(replace(case, events=(Call(method, "blocks.0", (1.0,)), *case.events)), "eager"))
 
 
@@ -61,7 +61,7 @@ def test_cases_are_equal_everywhere_and_print_as_code(seed: int) -> None:
 
 
 def test_shrinks_to_what_matters() -> None:
-    """A fault that needs a checkpointed block of one kind, and a flag of another one."""
+    """Shrinks a fault that needs a checkpointed block of one kind, and a call of a method of another block."""
 
     def fails(case: Case) -> bool:
         at = [f"blocks.{index}" for index, block in enumerate(case.model.blocks) if block.kind == "experts"]
@@ -81,7 +81,7 @@ def test_shrinks_to_what_matters() -> None:
 
 
 def test_what_is_simpler_is_valid() -> None:
-    """No event names a block that is not there, and none is skipped twice."""
+    """Events and ``again`` name only blocks that exist."""
     for seed in range(30):
         for case in simpler(draw(seed, (2,), compiled=False)):
             blocks = len(case.model.blocks)

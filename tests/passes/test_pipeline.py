@@ -8,7 +8,7 @@ from passes.pipeline import run_joint_passes, run_partitioner_passes
 
 
 def test_joint_graphs_need_not_be_sorted() -> None:
-    """Inductor's patterns put replacements where they match, and sort the graph at last; to look at it must not fail before."""
+    """Passes and printing accept a graph that Inductor's patterns have changed and not yet sorted."""
 
     def function(x: Tensor) -> Tensor:
         return x.relu().neg()

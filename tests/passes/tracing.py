@@ -32,7 +32,7 @@ class PassTestCase(expecttest.TestCase):
         self.addCleanup(dist.destroy_process_group)
 
     def trace(self, function: Callable[..., Any], *inputs: torch.Tensor, names: str = "") -> GraphModule:
-        """The graph of a function of tensors; ``names`` are those of its placeholders."""
+        """Trace a function of tensors; ``names`` are the names for its placeholders."""
         with FakeTensorMode() as mode:
             gm = make_fx(function)(*[mode.from_tensor(tensor) for tensor in inputs])
         for placeholder, name in zip(gm.graph.find_nodes(op="placeholder"), names.split(), strict=bool(names)):
@@ -43,12 +43,12 @@ class PassTestCase(expecttest.TestCase):
         return gm
 
     def text(self, graph: Graph) -> str:
-        """The graph as the goldens show it."""
+        """Return the graph as the goldens show it."""
         graph.lint()
         return graph_text(graph, {self.shard: "shard", self.replicate: "replicate"})
 
     def outline(self, graph: Graph) -> str:
-        """One line for each stretch of nodes with one role, compute by its operators."""
+        """Return one line for each run of nodes with one role and bucket, and for each operator of compute."""
         graph.lint()
         lines: list[str] = []
         for node in graph.nodes:

@@ -1,7 +1,7 @@
-"""Sharded modules: generated classes, parameters in shards and in full, and graphs to look at.
+"""Sharded modules: generated classes, sharded and full parameters, training, captured graphs and logs.
 
-What is only looked at runs in this process, on a ``fake`` process group; what is trained runs on two ranks,
-beside an unsharded twin that sees the batches of both, in float64.
+Tests that only inspect modules and graphs run in this process, on a ``fake`` process group. Tests that train run on two ranks
+in float64, and compare with an unsharded twin that sees the batches of both.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def test_classes(fake_ranks: None) -> None:
     assert type(model).__name__ == "FSDPMLP" and type(block).__name__ == "FSDPBlock"
     assert isinstance(model, models.MLP) and isinstance(model, FSDPModule)
     assert isinstance(block, models.Block) and isinstance(block, FSDPModule)
-    # It owns shards, but is no unit: code that looks at exact types finds it (initialisation, groups of an optimizer).
+    # A module that owns shards but is no unit keeps its class: initialisation and groups of optimizers test exact types.
     assert type(linear) is nn.Linear
     assert type(model.blocks) is nn.ModuleList
     assert type(model).__module__ == models.__name__
 
 
 def test_where_ours_stands_in_the_place_of_torchs(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As code does that is to shard with us and imports torch's names."""
+    """An instance check against torch's class holds even after code has put our ``FSDPModule`` in its place."""
 
     class Other(nn.Linear):
         pass
@@ -122,7 +122,7 @@ def test_containers(fake_ranks: None) -> None:
 
 
 def test_different_instances_of_a_class(fake_ranks: None) -> None:
-    """Parameters are an instance's own, not its class's."""
+    """Parameters belong to the instance, not to the class."""
     with_bias, without = fully_shard(nn.Linear(8, 8)), fully_shard(nn.Linear(8, 8, bias=False))
     assert isinstance(with_bias.bias, DTensor) and without.bias is None
     assert type(with_bias) is type(without)
@@ -150,7 +150,7 @@ def test_signature_of_patched_forward(fake_ranks: None) -> None:
 
 
 class _Looks(nn.Module):
-    """Notes what its parameters are while it runs, its child's included."""
+    """A module that records its parameters, and its child's, while it runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_parameters_inside_and_outside_of_forward(child_is_a_unit: bool, fake_ra
             assert parameter.is_leaf and parameter.to_local().shape == local
         module(torch.zeros(2, 8))
         full = {name: tensor for name, tensor in module.seen.items() if not isinstance(tensor, DTensor)}
-        # Also a child that is a unit of its own, and whose forward does not run (FSDP2 gives the parent shards then).
+        # Also full: parameters of a child unit, read outside of its forward. FSDP2 gives the parent shards there.
         shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
         assert shapes == {"own": (16, 8), "child": (8, 16), "child bias": (8,)}
         for tensor in full.values():
@@ -185,7 +185,7 @@ def test_parameters_inside_and_outside_of_forward(child_is_a_unit: bool, fake_ra
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_parameter_tied_across_trees(compiled: bool, fake_ranks: None) -> None:
-    """Each of two models reads the parameter in its own forward, whichever of them has it in a unit."""
+    """Both models read the parameter in their forwards, although only one of them has it in a unit."""
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     second.weight = first.weight
     fully_shard(first)
@@ -200,7 +200,7 @@ def test_parameter_tied_across_trees(compiled: bool, fake_ranks: None) -> None:
 
 
 def test_parameters_by_every_way(fake_ranks: None) -> None:
-    """Attribute, ``get_parameter``, iteration, ``state_dict``: outside of forward all are the same object."""
+    """Outside of forward, an attribute, ``get_parameter``, iteration and ``state_dict`` give the same object."""
     model = _sharded_mlp()
     weight = model.blocks[0].up.weight
     assert model.get_parameter("blocks.0.up.weight") is weight
@@ -239,7 +239,7 @@ def test_containers_of_parameters(fake_ranks: None) -> None:
 
 
 def test_replacing_a_parameter_is_noticed(fake_ranks: None) -> None:
-    """``module.weight = ...`` on a property without a setter must say what to do, not fail by accident."""
+    """Assigning to ``module.weight`` raises an error that names the parameter and says that it is sharded."""
     model = _sharded_mlp()
     with pytest.raises((AttributeError, ValueError, NotImplementedError), match=r"head\.weight is sharded"):
         model.head.weight = nn.Parameter(torch.zeros(4, 8))
@@ -250,7 +250,7 @@ def test_replacing_a_parameter_is_noticed(fake_ranks: None) -> None:
 
 class _Generates(models.MLP):
     def generate(self, x: Tensor, *, times: int = 2) -> Tensor:
-        """Applies the head's weight itself, outside of any forward."""
+        """Apply the head's weight directly, outside of any forward."""
         return F.linear(x, self.head.weight, self.head.bias) * times
 
     def describe(self) -> str:
@@ -267,9 +267,9 @@ def test_register_forward_method(fake_ranks: None) -> None:
     assert model.generate(torch.zeros(2, 8), times=3).shape == (2, 4)
     assert isinstance(model.head.weight, DTensor)
     assert inspect.signature(model.generate) == signature
-    # Others stay as they are.
+    # Methods that are not registered stay as they are.
     assert model.describe() == "DTensor"
-    # As in FSDP2: no complaint about a module that is not sharded, so that code can run on both.
+    # A module that is not sharded raises no error, as in FSDP2, so that code can run on both.
     register_fsdp_forward_method(nn.Linear(2, 2), "extra_repr")
 
 
@@ -277,7 +277,7 @@ def test_register_forward_method(fake_ranks: None) -> None:
 
 
 class _Attends(nn.Module):
-    """``nn.MultiheadAttention`` reads its child's ``out_proj.weight`` without calling the child."""
+    """A model with ``nn.MultiheadAttention``, which reads ``out_proj.weight`` without calling ``out_proj``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class _Attends(nn.Module):
 
 
 class _Remembers(nn.Module):
-    """``nn.LSTM`` keeps its weights in a list of its own besides."""
+    """A model with ``nn.LSTM``, which also keeps its weights in a list of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class _Remembers(nn.Module):
 
 
 class _WeightNorm(nn.Module):
-    """A parametrization makes the weight a property already, computed from parameters of another module."""
+    """A model whose weights are properties already: a parametrization computes them from parameters of another module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class _WeightNorm(nn.Module):
 
 
 class _ReadsChild(nn.Module):
-    """Applies the weight of a child of its own unit directly, beside a child that is another unit."""
+    """A model that reads the weight of ``head``, a child in its own unit. ``child`` is another unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class _BiasAndNone(nn.Module):
 
 
 class _Patched(nn.Module):
-    """A forward that was patched onto the instance, as quantisation and adapter libraries do."""
+    """A model with a forward patched onto an instance, as quantisation and adapter libraries do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ def train_subject(name: str, compiled: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     twin = subject.build().double()
-    # Built anew: a patched forward of a copy would still be that of the original.
+    # Built anew, not copied: the patched forward of a copy would still call the original.
     torch.manual_seed(0)
     model = subject.build().double()
     for unit in subject.units:
@@ -420,7 +420,7 @@ def test_trains_as_unsharded(name: str, compiled: bool, rank_pools: RankPools) -
 
 
 def capture_graphs(shape: tuple[int, ...], lowering: str) -> tuple[list[str], list[bool]]:
-    """The graphs as text, the same from two compilations and on all ranks; and whether there is code."""
+    """Return graphs as text, equal for two compilations and on all ranks, and whether each graph has code."""
     torch.manual_seed(0)
     model = models.MLP(dim=5, hidden=7, out=3, layers=1)
     shard_units(model, device_mesh(shape), fully_shard)
@@ -443,7 +443,7 @@ def capture_graphs(shape: tuple[int, ...], lowering: str) -> tuple[list[str], li
     if lowering == "inductor":
         assert all("all_gather" in graph.code for graph in captured.forward if graph.code)
         assert all("all_to_all_single" in graph.code for graph in captured.backward if graph.code)
-    # Nothing after the block is recorded.
+    # Graphs after the block are not recorded.
     with torch.no_grad():
         compiled(torch.ones(2, 5))
     assert (len(captured.forward), len(captured.backward)) == (1, 1)
@@ -475,7 +475,7 @@ def test_capture(shape: tuple[int, ...], lowering: str, rank_pools: RankPools) -
     replicated = [line for line in backward.splitlines() if "_c10d_functional.all_reduce" in line]
     assert len(replicated) == (2 if len(shape) == 2 else 0)
     assert all("'replicate'" in line for line in replicated)
-    # Inputs are called after their parameters.
+    # Inputs are named after their parameters.
     assert "shard_blocks_0_up_weight" in forward and "shard_head_bias" in forward
 
 
@@ -514,7 +514,7 @@ class _Logged:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> _Logged:
-    """The passes' log, and torch's structured trace, of a process that trains for a step."""
+    """The passes' log and torch's structured trace of a process that trains for a step."""
     program = """
         import torch, torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -575,7 +575,7 @@ def test_cleared_gradients_are_freed(fake_ranks: None) -> None:
 
 
 class _CastsInForward(nn.Module):
-    """As a router that makes sure of its precision."""
+    """A model that casts a layer in its forward, as a router does to ensure its precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -587,7 +587,7 @@ class _CastsInForward(nn.Module):
 
 
 def test_casting_to_the_same_dtype(one_rank: None) -> None:
-    """Outside of forward and in it, compiled in one graph; guards of the compiled graph refer to the parameters."""
+    """A cast to the same dtype keeps parameters, to which guards of the compiled graph refer, in forward and outside."""
     torch.manual_seed(0)
     alone = _CastsInForward()
     model = fully_shard(copy.deepcopy(alone), mesh=init_device_mesh("cpu", (1,)))
@@ -608,7 +608,7 @@ def test_casting_to_the_same_dtype(one_rank: None) -> None:
 
 
 def test_casting_gradients_alone(one_rank: None) -> None:
-    """A function that leaves parameters as they are need not leave their gradients."""
+    """``_apply`` may change gradients with a function that leaves parameters as they are."""
     model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
     model(torch.ones(2, 4)).sum().backward()
     grad = model.weight.grad.full_tensor()

@@ -1,4 +1,4 @@
-"""The table in the place of ``_parameters``: exact types, and every way to read a parameter, inside of forwards and outside.
+"""The table in the place of ``_parameters``: exact types of modules, and every way to read a parameter in and out of forwards.
 
 Training in these ways is compared in tests/fsdp_compile/test_parity.py (``reads_in_other_ways``).
 """
@@ -31,7 +31,7 @@ def _call(module: nn.Module, compiled: bool) -> Callable[..., Any]:
 
 
 class _Runs(nn.Module):
-    """Returns what a function finds in a linear layer while a forward runs."""
+    """A module whose forward returns what ``find`` reads from ``inner``."""
 
     def __init__(self, find: Callable[[nn.Module], Any]):
         super().__init__()
@@ -46,7 +46,7 @@ class _Runs(nn.Module):
 
 
 def test_initialisation_by_exact_type(one_rank: None) -> None:
-    """As torchtitan's and transformers' models do, after ``to_empty`` on a model of the meta device."""
+    """Initialisation by exact type works after ``to_empty`` on a meta model, as in torchtitan and transformers."""
 
     def initialise(module: nn.Module) -> None:
         if type(module) is nn.Linear:
@@ -62,7 +62,7 @@ def test_initialisation_by_exact_type(one_rank: None) -> None:
     model.apply(initialise)
     for name, param in model.named_parameters():
         if name == "bias":
-            continue  # of the model itself
+            continue  # a parameter of the model, which is no nn.Linear
         expected = torch.ones if name.endswith("weight") else torch.zeros
         torch.testing.assert_close(param.full_tensor(), expected(param.shape), msg=name)
 
@@ -92,7 +92,7 @@ _WAYS: dict[str, Callable[[Any], Tensor]] = {
 @both_ways
 @pytest.mark.parametrize("way", _WAYS)
 def test_reads_full(way: str, compiled: bool, one_rank: None) -> None:
-    """Also as a part of the graph, with its gradient."""
+    """Every way gives the full parameter, as a part of the graph that gets a gradient."""
     model = _Runs(lambda inner: _WAYS[way](inner).square().sum())
     weight = model.inner[0].weight.detach().clone()
     fully_shard(model)
@@ -106,7 +106,7 @@ def test_reads_full(way: str, compiled: bool, one_rank: None) -> None:
 @both_ways
 @pytest.mark.parametrize("unit", ["", "inner", "inner.0"])
 def test_penalty_over_all_parameters(unit: str, compiled: bool, one_rank: None) -> None:
-    """Parameters of other units count, too, and a tied parameter once."""
+    """The penalty includes parameters of other units, and a tied parameter once."""
     model = _Runs(lambda inner: sum(param.square().sum() for param in inner.parameters()))
     model.inner.append(nn.Linear(8, 8))
     model.inner[2].weight = model.inner[0].weight
@@ -126,7 +126,7 @@ def test_penalty_over_all_parameters(unit: str, compiled: bool, one_rank: None) 
 
 @both_ways
 def test_slices_of_a_list(compiled: bool, one_rank: None) -> None:
-    """torch registers them in a new list; a full parameter, which is no leaf, would be one without a gradient there."""
+    """torch registers the parameters of a slice in a new list, where a full parameter would become one without gradient."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -151,14 +151,14 @@ def test_slices_of_a_list(compiled: bool, one_rank: None) -> None:
 
 
 def test_a_new_container_of_full_parameters(one_rank: None) -> None:
-    """It would train copies, without a word."""
+    """A new container of full parameters raises: it would silently train copies."""
     model = fully_shard(_Runs(lambda inner: nn.ParameterDict({"weight": inner[0].weight})))
     with pytest.raises(ValueError, match="Cannot assign non-leaf Tensor"):
         model()
 
 
 def test_without_dynamos_shortcut(one_rank: None) -> None:
-    """Dynamo finds parameters and submodules by itself, too."""
+    """Without our patch, Dynamo finds parameters and submodules by itself."""
     model = _Runs(lambda inner: inner(inner[0].weight).sum())
     twin = copy.deepcopy(model)
     fully_shard(model)
@@ -172,7 +172,7 @@ def test_without_dynamos_shortcut(one_rank: None) -> None:
 
 
 def test_reads_after_unshard(one_rank: None) -> None:
-    """By name in full, iterated over as registered: optimizers and state dicts ask in that way."""
+    """Reads by name give full tensors. Iteration gives the registered DTensors, for optimizers and state dicts."""
     model = fully_shard(_Runs(lambda inner: inner[0].weight.sum()))
     linear = model.inner[0]
     model.unshard()
@@ -186,7 +186,7 @@ def test_reads_after_unshard(one_rank: None) -> None:
 
 
 def test_iteration_while_gathered_parameters_are_kept(one_rank: None) -> None:
-    """With ``reshard_after_forward=False``, where FSDP2 shows full tensors between forward and backward."""
+    """Iteration between forward and backward gives DTensors. FSDP2 shows full tensors there."""
     model = fully_shard(_Runs(lambda inner: inner[0].weight.sum()), reshard_after_forward=False)
     loss = model()
     assert all(isinstance(param, DTensor) for param in model.parameters())
@@ -235,7 +235,7 @@ def test_functional_call_puts_back_what_it_found(unsharded: bool, one_rank: None
 
 
 def test_functional_call_on_the_meta_device(one_rank: None) -> None:
-    """A parameter without memory is put back, too."""
+    """``functional_call`` also puts back a parameter without memory."""
     with torch.device("meta"):
         model = fully_shard(nn.Linear(8, 8))
     weight = model.weight
@@ -249,7 +249,7 @@ def test_functional_call_on_the_meta_device(one_rank: None) -> None:
 @both_ways
 @pytest.mark.parametrize("is_unit", [False, True])
 def test_functional_call_inside_of_a_forward(is_unit: bool, compiled: bool, one_rank: None) -> None:
-    """The tensor that is replaced there is a full one, which is not to outlive the forward."""
+    """``functional_call`` replaces a full parameter there, and puts it back. It must not outlive the forward."""
     model = _Runs(lambda inner: functional_call(inner, {"0.weight": 2 * inner[0].weight}, (torch.ones(1, 8),)).sum())
     twin = copy.deepcopy(model)
     if is_unit:
@@ -268,7 +268,7 @@ def test_functional_call_inside_of_a_forward(is_unit: bool, compiled: bool, one_
 
 @pytest.mark.parametrize("is_unit", [False, True])
 def test_parametrizations_are_merged(is_unit: bool, one_rank: None) -> None:
-    """Inside of an ``unshard()``, as FSDP2's users do for inference."""
+    """Parametrizations can be merged after ``unshard()``, as FSDP2's users do for inference."""
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
     x = torch.randn(2, 8)
     expected = model(x).detach()

@@ -1,4 +1,4 @@
-"""``PartialCPUOffloadPolicy``: on the host is what a limit for the device leaves no room for."""
+"""``PartialCPUOffloadPolicy``: a unit goes to the host if a limit for the device leaves no room for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.common.parity import FullyShard, Run, compare, shard_units, train_sha
 from tests.fsdp_compile.test_parity import CASES
 
 _RANKS = 8
-# Shards, gradients and two tensors of AdamW.
+# Shards, gradients and two tensors of AdamW's state.
 _COPIES = 4
 
 
@@ -36,7 +36,7 @@ def shard(model: nn.Module, policy: Any) -> list[Unit]:
 
 
 _BLOCK = 2 * 16 * 4 * _COPIES
-# Three rows of eight ranks, and a bias, count as one row for each rank.
+# A rank's padded shards of the head: a row of the weight, and an element of the bias.
 _ROOT = (16 + 1) * 4 * _COPIES
 
 
@@ -74,7 +74,7 @@ def test_a_failing_call_counts_nothing(fake_ranks: None) -> None:
 
 
 def test_rows_that_are_missing_count(fake_ranks: None) -> None:
-    """All ranks decide alike, the last ones, which have fewer rows, too. Scalars are whole on each."""
+    """Missing rows count as padding, so that all ranks decide alike. A scalar counts whole on each rank."""
     model = nn.Linear(4, 9, bias=False)
     model.scale = nn.Parameter(torch.ones(()))
     policy = PartialCPUOffloadPolicy(1000, optimizer=None)
@@ -93,27 +93,27 @@ def test_optimizers_that_are_none() -> None:
         PartialCPUOffloadPolicy("1GB", optimizer="lion")
 
 
-# Real ranks.
+# Training on real ranks.
 
 _CASE = CASES["mlp"]
 
 
 def shard_in_part(model: nn.Module, mesh: DeviceMesh, function: FullyShard) -> None:
-    """With room for the first block."""
+    """Shard with room on the device for the first block."""
     num_bytes = sum(param.nbytes for param in model.get_submodule("blocks.0").parameters())
     policy = PartialCPUOffloadPolicy(num_bytes // mesh.size() * _COPIES)
     shard_units(model, mesh, function, offload_policy=policy)
 
 
 def shard_by_hand(model: nn.Module, mesh: DeviceMesh, function: FullyShard) -> None:
-    """The same for FSDP2, which cannot pin memory on a machine without an accelerator."""
+    """Shard with FSDP2, the first block on the device. FSDP2 cannot pin memory on a machine without an accelerator."""
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     for name in ("blocks.0", "blocks.1", ""):
         function(model.get_submodule(name), mesh=mesh, **(offload if name != "blocks.0" else {}))
 
 
 def train(system: str) -> Run:
-    """Executed by every rank."""
+    """Train with ``system``. Every rank calls this."""
     if system == "fsdp2":
         return train_sharded(replace(_CASE, shard=shard_by_hand), torch.distributed.fsdp.fully_shard, None)
     options = {"backend": fsdp_backend, "options": {"lowering": system}} if system != "eager" else None

@@ -1,6 +1,6 @@
-"""The methods of ``ScheduleControls`` in graphs: where gathers and reductions stand, and what is lowered again.
+"""The methods of ``ScheduleControls``: where gathers and reductions start in graphs, and which calls lower graphs again.
 
-Graphs are looked at on a fake process group; where values matter, ranks are real. There torch's FSDP2 is the oracle.
+Tests of graphs run on a fake process group. Tests of values run on real ranks, and compare with FSDP2.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _AOT_EAGER: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "
 
 
 class Chain:
-    """A chain of linear layers, each a unit, with a root that has a layer of its own at the end."""
+    """A chain of linear layers, each a unit. The root has a layer of its own at the end."""
 
     def __init__(self, units: int = 4, *, compiled: bool = True, hsdp: bool = False, **policy: Any):
         names = ("replicate", "shard") if hsdp else ("shard",)
@@ -60,28 +60,28 @@ class Chain:
         self.forward: Callable[[Tensor], Tensor] = torch.compile(self.model, **_AOT_EAGER) if compiled else self.model
 
     def step(self) -> None:
-        # So that backward reads the first weight, too, and blocks are traced alike.
+        # With a gradient of the input, backward reads the first weight, too, and blocks are traced alike.
         self.forward(torch.ones(3, 8, requires_grad=True)).sum().backward()
         self.model.zero_grad()
 
     def prefetch(self, method: str, **lists: list[int]) -> None:
-        """Set lists, of which the keys are ``u0``, ``u1`` and so on."""
+        """Set prefetch lists. Keys ``u0``, ``u1`` and so on name units; the other units get empty lists."""
         for index, unit in enumerate(self.units):
             getattr(unit, method)([self.units[target] for target in lists.get(f"u{index}", [])])
 
 
 def traces(captured: Capture) -> int:
-    """How often Dynamo has traced."""
+    """Return the number of graphs that Dynamo has traced."""
     return sum(step.stage == "dynamo" for step in captured.passes)
 
 
 def lowered(captured: Capture) -> tuple[int, int]:
-    """How many forward and backward graphs were lowered."""
+    """Return the numbers of lowered forward and backward graphs."""
     return len(captured.forward), len(captured.backward)
 
 
 def communication(graph: CapturedGraph) -> str:
-    """Where a graph's communication starts and is waited for; compute is left out."""
+    """Return a line for each start and each wait of a graph's communication, in order. Compute is left out."""
     lines: list[str] = []
     for node in graph.graph_module.graph.nodes:
         line = f"{role(node)} {bucket(node)}"
@@ -91,7 +91,7 @@ def communication(graph: CapturedGraph) -> str:
 
 
 def gathered(graph: CapturedGraph) -> list[str]:
-    """The units that a graph gathers, in the order that their gathers start in."""
+    """Return the units that a graph gathers, in the order in which their gathers start."""
     return re.findall(r"start_gather ([\w.]+)", communication(graph))
 
 
@@ -187,7 +187,7 @@ def test_each_list_lowers_its_graph_once(fake_ranks: None) -> None:
 
 
 def test_default_is_the_next_unit_in_order(fake_ranks: None) -> None:
-    """As a list it lowers another graph, which is the same."""
+    """Lists that repeat the default lower other graphs, which are equal."""
     training = Chain(3)
     with capture() as captured:
         training.step()
@@ -204,7 +204,7 @@ def test_default_is_the_next_unit_in_order(fake_ranks: None) -> None:
 
 
 def test_kept_units_start_their_lists(fake_ranks: None) -> None:
-    """The graph that reuses unit 0 starts its list where it computes with it."""
+    """A graph that takes unit 0 without a gather starts the unit's list where it first computes with the unit."""
     training = Chain()
     training.units[0].set_reshard_after_backward(False)
     training.prefetch("set_modules_to_forward_prefetch", u0=[3])
@@ -215,7 +215,7 @@ def test_kept_units_start_their_lists(fake_ranks: None) -> None:
 
 
 def test_equal_blocks_share_graphs(fake_ranks: None, caplog: pytest.LogCaptureFixture) -> None:
-    """A list has nothing to start where another graph holds the listed units."""
+    """A list has no effect if another graph holds the listed units."""
     training = Chain(3, compiled=False)
     training.prefetch("set_modules_to_forward_prefetch", u0=[1], u1=[2])
     for unit in training.units:
@@ -249,7 +249,7 @@ def test_lists_stop_at_graph_breaks(fake_ranks: None) -> None:
 
 
 def test_lists_reach_units_of_another_root(fake_ranks: None) -> None:
-    """In a graph that holds both; in one that does not, they have no effect, as in FSDP2 where nothing comes of a prefetch."""
+    """A list starts units of another root in a graph that holds both roots. In other graphs it has no effect."""
     first, second = Chain(2, compiled=False), Chain(2, compiled=False)
     first.units[0].set_modules_to_forward_prefetch([second.units[1]])
     second.units[1].set_modules_to_backward_prefetch([first.units[1]])
@@ -275,7 +275,7 @@ def test_a_unit_called_root_is_not_the_root(fake_ranks: None) -> None:
         unit.set_modules_to_forward_prefetch([unit])
         compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
     assert gathered(captured.forward[0]) == ["root_2", "root"]
-    # Its list, which names no other unit, is not the root's.
+    # The unit's list names no other unit, so the root is no longer prefetched. The list is not taken for the root's.
     first, second = (communication(graph).splitlines() for graph in captured.forward)
     assert first.index("start_gather root") < first.index("finish_gather root_2")
     assert second.index("start_gather root") > second.index("finish_gather root_2")
@@ -293,14 +293,14 @@ def test_wrong_lists(fake_ranks: None) -> None:
 
 
 def issued(function: Callable[[], Any]) -> Collectives:
-    """The collectives that a call issues."""
+    """Return the numbers of collectives that ``function`` issues."""
     with count_collectives() as counts:
         function()
     return counts
 
 
 def is_full(*units: FSDPModule) -> list[bool]:
-    """Whether the weights of units read as full tensors."""
+    """Return, for each unit, whether its weight reads as a full tensor."""
     weights = [cast(nn.Linear, unit).weight for unit in units]
     assert all(isinstance(weight, DTensor) or weight.shape == (8, 8) for weight in weights)
     return [not isinstance(weight, DTensor) for weight in weights]
@@ -313,13 +313,13 @@ def test_unsharded_units_are_not_gathered(fake_ranks: None) -> None:
     assert issued(first.unshard).all_gather == 0
     handle = second.unshard(async_op=True)
     assert isinstance(handle, UnshardHandle)
-    # On its way, and not there yet.
+    # The second unit's gather is in flight.
     assert is_full(first, second) == [True, False]
     with capture() as captured:
         training.step()
         assert gathered(captured.forward[0]) == ["2", "root"]
         assert gathered(captured.backward[0]) == ["2", "1", "0"]
-        # The forward has waited, and freed both; the handle has nothing left to do.
+        # The forward has waited for the gather and freed both units. The handle has nothing left to do.
         handle.wait()
         assert is_full(first, second) == [False, False]
         training.step()
@@ -370,7 +370,7 @@ def test_kept_parameters_outlive_the_forward(fake_ranks: None) -> None:
 
 
 def _registered(module: nn.Module, name: str) -> nn.Parameter:
-    """The DTensor, also after ``unshard()``, in which reads by name give full tensors."""
+    """Return the DTensor, also after ``unshard()``, when reads by name give full tensors."""
     return dict(module.named_parameters())[name]
 
 
@@ -397,7 +397,7 @@ def test_what_is_written_is_gathered_again(fake_ranks: None) -> None:
 
 
 def test_what_is_written_while_its_gather_runs_is_stale(fake_ranks: None) -> None:
-    """Also if an earlier gather's value was there, and was found stale meanwhile."""
+    """A parameter written during a gather reads as a shard after the gather. One that was stale before reads in full."""
     unit = Chain(1).units[0]
     linear = cast(nn.Linear, unit)
     unit.unshard()
@@ -423,7 +423,7 @@ def test_an_uncompiled_forward_takes_what_is_unsharded(fake_ranks: None) -> None
     training = Chain(2, compiled=False)
     training.units[0].unshard()
     handle = training.units[1].unshard(async_op=True)
-    # The root's.
+    # The gather of the root.
     assert issued(lambda: training.forward(torch.ones(3, 8))).all_gather == 1
     assert handle is not None
     handle.wait()
@@ -438,7 +438,7 @@ def test_meta_parameters_cannot_be_unsharded(fake_ranks: None) -> None:
 
 
 class Mixed(nn.Module):
-    """Uneven rows, columns, a scalar, another dtype, and a parameter that the scalar stands between."""
+    """A model with uneven rows, columns, a scalar between other parameters, and another dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -449,7 +449,7 @@ class Mixed(nn.Module):
 
 
 def unshard_mixed(mesh_shape: tuple[int, ...], param_dtype: torch.dtype | None) -> list[str]:
-    """Executed by every rank: the names of what does not read as it should."""
+    """Unshard a model, and return the names of parameters that read wrong. Every rank calls this."""
     model = Mixed()
     expected = {name: value.detach().clone().to(param_dtype) for name, value in model.named_parameters()}
     unit = fully_shard(
@@ -477,7 +477,7 @@ def test_unsharded_values(mesh_shape: tuple[int, ...], param_dtype: torch.dtype 
 
 
 class Event:
-    """Counts its waits."""
+    """An event that counts its waits."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -520,7 +520,7 @@ def test_unshard_waits_for_the_event_and_the_forward_does(fake_ranks: None) -> N
 
 
 def test_there_may_be_no_event(fake_ranks: None) -> None:
-    """The current stream of a CPU records None."""
+    """The event may be None, which the current stream of a CPU records."""
     training = Chain(2)
     training.root.set_post_optim_event(torch.cpu.current_stream().record_event())
     training.step()
@@ -541,7 +541,7 @@ def test_backward_must_not_gather(fake_ranks: None) -> None:
     ):
         loss.backward()
     training.root.reset_iter_state()
-    # It keeps what backward reads, or backward gathers it.
+    # No error if the unit keeps its parameters for backward, or if backward may gather them.
     training.units[1].set_reshard_after_forward(False)
     training.step()
     training.units[1].set_reshard_after_forward(True)
@@ -598,7 +598,7 @@ def test_uncompiled_reductions_use_the_separate_group(fake_ranks: None, monkeypa
 
 
 def most_pending(graph: CapturedGraph) -> int:
-    """The most reduce-scatters that a graph has in flight."""
+    """Return the largest number of reduce-scatters that a graph has in flight."""
     pending = most = 0
     for node in graph.graph_module.graph.nodes:
         if node.target == torch.ops._c10d_functional.reduce_scatter_tensor.default:
@@ -650,7 +650,7 @@ def test_what_graphs_cannot_do(fake_ranks: None) -> None:
         root.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(NotImplementedError, match=r"set_symm_mem_for_comm: .*values of a compiled graph"):
         root.set_symm_mem_for_comm()
-    # FSDP2's default, which holds for every graph.
+    # False is FSDP2's default, and true of every graph.
     root.set_allocate_memory_from_process_group_for_comm(False)
     for async_op in (True, False):
         root._set_unshard_async_op(async_op)
@@ -669,7 +669,7 @@ def _shard_with_lists(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShar
     third.set_modules_to_backward_prefetch([second])
     third.set_unshard_in_backward(True)
     if isinstance(root, fsdp_compile.FSDPModule):
-        # torch has it from version 2.13 on.
+        # FSDP2 has both methods only from torch 2.13 on.
         root.set_separate_reduce_scatter_group()
         root.set_reduce_scatter_max_input_buffers(3)
 
@@ -683,7 +683,7 @@ def _unshard_ahead(forward: Forward, batch: Batch) -> Tensor:
     return squared_error(forward, batch)
 
 
-# Rows that two ranks share unevenly; gradients accumulate, so that units are unsharded while some wait.
+# Two ranks share rows unevenly. Gradients accumulate, so units are unsharded while gradients wait.
 _CASE = Case(
     "schedule_controls",
     partial(models.MLP, dim=5, hidden=7, out=3, layers=3),
@@ -696,7 +696,7 @@ _CASE = Case(
 
 
 def train(system: str) -> Run:
-    """Executed by every rank."""
+    """Train with ``system``. Every rank calls this."""
     if system == "fsdp2":
         return train_sharded(_CASE, torch.distributed.fsdp.fully_shard)
     return train_sharded(_CASE, fully_shard, None if system == "eager" else {**_AOT_EAGER, "options": {"lowering": system}})

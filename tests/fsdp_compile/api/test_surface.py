@@ -1,4 +1,4 @@
-"""The library's surface is that of the installed torch's FSDP2, and torch's own code takes our modules for FSDP2's."""
+"""The API matches FSDP2 of the installed torch, and torch's own code accepts our modules as FSDP2's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import Case, Forward, FullyShard, compare, shard_units, train_reference, train_sharded
 
-#: Those of FSDP1, which this library does not replace.
+#: Names of FSDP1, which this library does not replace.
 _FSDP1 = {
     "BackwardPrefetch",
     "CPUOffload",
@@ -73,7 +73,7 @@ def test_torch_takes_a_module_for_one_of_fsdp2(one_rank: None) -> None:
         assert isinstance(module, fsdp2.FSDPModule)
         assert fully_shard.state(module) is fsdp2.fully_shard.state(module) is not None
     assert not isinstance(model.head, fsdp2.FSDPModule)
-    # Methods of nn.Module are not those of torch's class.
+    # torch's FSDPModule shadows no method of nn.Module.
     assert model.to(torch.float64).head.weight.dtype is torch.float64
     fsdp2.share_comm_ctx([model, model.blocks[0]])
     fsdp_compile.share_comm_ctx([model, model.blocks[0]])
@@ -118,7 +118,7 @@ def test_either_registers_a_forward_method(register: Callable[..., None], one_ra
 
 
 def replicate_around() -> None:
-    """DDP reduces what is not sharded, beside a unit inside."""
+    """Wrap a model with a sharded block in DDP, and compare gradients with an unsharded model's."""
     torch.manual_seed(0)
     model, alone = models.MLP(), models.MLP()
     alone.load_state_dict(model.state_dict())
@@ -136,11 +136,11 @@ def test_replicate_around_a_sharded_module(rank_pools: RankPools) -> None:
     rank_pools[2].run(replicate_around)
 
 
-# Modules that torch.compile has wrapped already.
+# Modules that torch.compile has wrapped before they are sharded.
 
 
 def _replace_blocks(model: nn.Module, mesh: Any, shard: FullyShard) -> None:
-    """torchtitan's way: each block is replaced by what torch.compile gives of it, then sharded."""
+    """Put the compiled module in the place of each block, then shard it, as torchtitan does."""
     blocks: Any = model.get_submodule("blocks")
     for name, block in list(blocks.named_children()):
         blocks.register_module(name, torch.compile(block, backend="aot_eager"))
@@ -186,14 +186,11 @@ def test_a_compiled_model_is_sharded(one_rank: None) -> None:
         fully_shard(compiled, mesh=mesh())
 
 
-# Placements.
-
-
 # Backward that is finalised by hand.
 
 
 def finalize(system: str, mesh_shape: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients of two microbatches, the first of which does not synchronise, and those of one process."""
+    """Return gradients of two microbatches without synchronisation, after ``finalize_backward``, and those of one process."""
     torch.manual_seed(0)
     model: Any = models.MLP()
     alone = models.MLP()

@@ -1,4 +1,4 @@
-"""Compilers are kept busy: ranks share work, and wait for it as late as possible."""
+"""Kernels are compiled in the background: ranks share the work, and wait for it as late as possible."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_ranks_share_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         thread.start()
     for thread in ranks:
         thread.join(timeout=30)
-    # Each piece was made once, by the first rank to come; both have all, in the order of the requests.
+    # Each key was made once, by the first rank to come. Both ranks have all results, in the order of the requests.
     assert sorted(key for _, key in made) == keys
     assert {rank for rank, _ in made} == {0, 1}
     assert results[0] == results[1] == cache
@@ -77,7 +77,7 @@ def test_work_that_fails_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def fail() -> None:
-        # Not taken for a lock that another process holds.
+        # Must not be mistaken for a lock that another process holds.
         raise TimeoutError("no compiler")
 
     with pytest.raises(TimeoutError, match="no compiler"):
@@ -114,10 +114,10 @@ def test_a_probe_finds_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monke
     isa = next(isa for isa in supported_vec_isa_list if set(str(isa).split()) <= set(x86_isa_checker()))
     assert _compiles(isa, VecISA._avx_code)
     with monkeypatch.context() as patch:
-        # Asked once.
+        # The answer is cached: no compiler runs.
         patch.setattr(subprocess, "run", None)
         assert _compiles(isa, VecISA._avx_code)
-    # A compiler that does not know the flag, code that it cannot compile, and a torch without the function.
+    # Three reasons to fail: the compiler does not know the flag, the code is wrong, or torch lacks the function.
     with monkeypatch.context() as patch:
         patch.setattr(isa, "_arch_flags", "-mno_such_instructions")
         assert not _compiles(isa, VecISA._avx_code)
@@ -162,7 +162,7 @@ def test_inductor_probes_where_this_cannot(monkeypatch: pytest.MonkeyPatch) -> N
         background_kernels.probe_instruction_set.__wrapped__().join()
     assert asked == [[True, False]]
     assert len(warned) == 1
-    # And where there is nothing to replace, it is asked when Inductor wants to know.
+    # Without a check_build to replace, nothing is probed: Inductor probes when it needs to know.
     monkeypatch.delattr(VecISA, "check_build")
     with pytest.warns(UserWarning, match="no such check_build"):
         background_kernels.probe_instruction_set.__wrapped__().join()
@@ -170,7 +170,7 @@ def test_inductor_probes_where_this_cannot(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_failure_leaves_no_kernels_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward that could not be compiled is compiled anew when it is called again."""
+    """A backward whose compilation failed is compiled anew when it is called again."""
     torch._dynamo.reset()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

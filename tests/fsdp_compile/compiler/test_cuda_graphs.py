@@ -1,7 +1,8 @@
-"""``options={"cudagraphs": True}``: recordings give what programs give, also if tensors are held or moved.
+"""``options={"cudagraphs": True}``: recordings give the same results as programs, also if tensors are held or moved.
 
-On the CPU, where recordings are of operators instead of launches (:mod:`tests.common.replay`): what they read and write, and
-when, is the same. Both sides run the same operators in the same order, so that results have to be equal to the bit.
+These tests run on the CPU, and record operators instead of launches (:mod:`tests.common.replay`). Such a recording reads and
+writes the same memory as a CUDA graph, at the same times. With and without recordings, the same operators run in the same
+order, so results have to be equal to the bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.common.replay import Counts, ReplayRecorder, recordings_on_cpu
 
 pytestmark = pytest.mark.cuda
 
-# Those that differ in what is kept, where and from when to when.
+# Flavours that differ in which tensors are kept, where, and for how long.
 _FLAVOURS = ["unsharded_then_partial", "every_second_block_defers", "keep_unsharded", "flags_between"]
 
 _OPTIONS = {"lowering": "aot_eager", "cudagraphs": True}
@@ -42,7 +43,7 @@ def counts(one_rank: None) -> Iterator[Counts]:
 
 
 class Pair:
-    """The same model twice: with recordings and without."""
+    """Two equal models: one with recordings, one without."""
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         self.models: list[nn.Module] = []
@@ -55,7 +56,7 @@ class Pair:
             self.forwards.append(torch.compile(model, backend=fsdp_backend, options=options))
 
     def each(self, what: Callable[[nn.Module, Any], Any]) -> None:
-        """Do something with both; what it gives has to be equal, and gradients, parameters and buffers after it."""
+        """Call ``what`` for both models. Results have to be equal, and so have gradients, parameters and buffers after it."""
         given = []
         for model, forward in zip(self.models, self.forwards, strict=True):
             torch.manual_seed(1)
@@ -91,7 +92,7 @@ def _warm(pair: Pair, counts: Counts) -> None:
 
 
 def test_steps_replay(counts: Counts) -> None:
-    """Also with the loss of the step before in hand, and gradients dropped late."""
+    """Steps replay, also while the user holds the last step's loss and drops gradients late."""
     pair = Pair(models.MLP)
     _warm(pair, counts)
     held: dict[int, Tensor] = {}
@@ -119,8 +120,8 @@ def test_a_second_forward_before_the_backward(counts: Counts) -> None:
         return outs
 
     pair.each(two)
-    # The second forward finds the first one's activations held, and its backward takes what it gave; that of the first adds
-    # to gradients, which none before did.
+    # The second forward runs without a recording, as the first one's activations are held. So does the second
+    # backward, which is the first that adds to gradients.
     unrecorded, _, replayed = counts.take()
     assert (unrecorded, replayed) == (2, 2)
     pair.each(_zero)
@@ -164,7 +165,7 @@ def test_inference_between_steps(counts: Counts) -> None:
 
 
 def test_buffers_are_written_and_moved(counts: Counts) -> None:
-    """A replay writes to the present memory of what a program writes to: here, of buffers that were replaced."""
+    """A replay writes to the present memory of buffers, also after the user has replaced them."""
     pair = Pair(models.Buffers)
     _warm(pair, counts)
 
@@ -181,7 +182,7 @@ def test_buffers_are_written_and_moved(counts: Counts) -> None:
 
 
 def test_gradients_that_overlap_with_themselves(counts: Counts) -> None:
-    """The gradient of a sum is one number, seen as many."""
+    """The gradient of a sum is one number, expanded to all elements."""
     pair = Pair(models.MLP)
 
     def step(model: nn.Module, forward: Any) -> None:
@@ -194,7 +195,7 @@ def test_gradients_that_overlap_with_themselves(counts: Counts) -> None:
 
 
 def test_outputs_live_as_long_as_they_are_held(counts: Counts, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Large ones are lent. Who holds a view of one keeps it from being overwritten, and its memory in place."""
+    """Large outputs are lent. While a view of one is held, the output is not overwritten and its memory stays."""
     monkeypatch.setattr("fsdp_compile.compiler.cuda_graphs.SMALL_BYTES", 0)
     pair = Pair(models.MLP)
     with caplog.at_level(logging.WARNING):
@@ -206,7 +207,7 @@ def test_outputs_live_as_long_as_they_are_held(counts: Counts, monkeypatch: pyte
     del out
     for _ in range(2):
         pair.each(_step)
-    # Neither forward nor backward, each time.
+    # Neither forward nor backward replays, in both steps.
     assert counts.take() == (4, 0, 0)
     forward, backward = (record.getMessage() for record in caplog.records)
     assert "the forward graph that takes shard_blocks_0_up_weight first launched its kernels one by one" in forward
@@ -221,7 +222,7 @@ def test_outputs_live_as_long_as_they_are_held(counts: Counts, monkeypatch: pyte
 
 
 def test_graph_breaks(counts: Counts) -> None:
-    """Several graphs, of which one takes what another gives; some have no sharded parameter."""
+    """Steps of several graphs replay. One graph takes outputs of another, and some have no sharded parameter."""
     pair = Pair(models.GraphBreaks)
     for _ in range(3):
         pair.each(_step)
@@ -233,7 +234,7 @@ def test_graph_breaks(counts: Counts) -> None:
 
 @pytest.mark.night
 def test_microbatches(counts: Counts) -> None:
-    """Ways to accumulate, three steps of each on one model."""
+    """Flavours of gradient accumulation replay, three steps of each on one model."""
     trainees = [Trainee(system, (1, 1), GPT.build) for system in ("recorded", "aot_eager")]
     for name in _FLAVOURS:
         counts.take()
@@ -249,11 +250,11 @@ def test_microbatches(counts: Counts) -> None:
 
 
 def _train_both() -> Any:
-    """A job for ranks."""
+    """Train with and without recordings. Every rank calls this."""
     schedule = FLAVOURS["keep_unsharded"]
     calls = itertools.count(dist.get_rank())
     with recordings_on_cpu() as counts, pytest.MonkeyPatch.context() as patch:
-        # Every third call, and not in the same ones on all ranks.
+        # Every third call runs without a recording, and not the same calls on all ranks.
         patch.setattr(ReplayRecorder, "is_recording", lambda self: next(calls) % 3 == 0)
         trainees = [Trainee(system, (2,), SMALL.build) for system in ("recorded", "aot_eager")]
         runs = [trainee.train(SMALL, [schedule] * 3, count=False) for trainee in trainees]
@@ -261,14 +262,14 @@ def _train_both() -> Any:
 
 
 def test_ranks_differ_in_what_they_record(rank_pools: RankPools) -> None:
-    """It is for each rank to find out which of its calls a recording serves; they communicate alike all the same."""
+    """Each rank decides alone which of its calls replay a recording. All communicate alike."""
     for recorded, plain, (unrecorded, _, replayed) in rank_pools[2].run(_train_both):
         torch.testing.assert_close(recorded, plain, rtol=0, atol=0)
         assert unrecorded + replayed == 24 and replayed >= 8
 
 
 class TestProgram:
-    """A program by itself."""
+    """``RecordedProgram`` without a model."""
 
     @staticmethod
     def program(function: Callable[..., Sequence[Any]], recorder: type[ReplayRecorder] = ReplayRecorder) -> RecordedProgram:
@@ -277,7 +278,7 @@ class TestProgram:
         return RecordedProgram(lambda args: function(*args), recorder(), graph, "the graph")
 
     def test_outputs_that_are_inputs(self, counts: Counts) -> None:
-        """They stay the objects that they are; views of them are views of where they are now."""
+        """Outputs that are inputs stay the same objects. Views of inputs are views of their present memory."""
         program = self.program(lambda a, b: (a, b[1], None, a + b, 7, b))
         for _ in range(4):
             a, b = torch.randn(2, 3), torch.randn(2, 3)
@@ -298,14 +299,14 @@ class TestProgram:
         for _ in range(3):
             first, second = program([a])
             assert torch.equal(first, a) and torch.equal(second, (2 * a).view(3, 2))
-        # At the third call, those of the second were held.
+        # At the third call, outputs of the second were held.
         assert counts.take() == (2, 1, 1)
         assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
         del first
         assert torch.equal(program([a])[1], (2 * a).view(3, 2))
 
     def test_inputs_that_never_settle(self, counts: Counts) -> None:
-        """Two recordings take turns in lending to one: it copies rather than be recorded for each turn."""
+        """Two recordings take turns in lending to a third, which copies its inputs, rather than be recorded for each turn."""
         lenders = [self.program(lambda a: [a + 1]), self.program(lambda a: [a + 2])]
         reader = self.program(lambda a: [a * 3])
         a = torch.randn(2, 3)

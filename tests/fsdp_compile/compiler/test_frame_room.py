@@ -1,4 +1,4 @@
-"""What runs with room for its frames maps no memory for them, however deep it is called."""
+"""A function with room for its frames maps no memory for them, however deep it is called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CALLS = 300
 
 
 def faults_of_calls() -> int:
-    """How many pages a loop of calls asks the system for."""
+    """Return the number of page faults of a loop of calls."""
 
     def one() -> None:
         pass
@@ -26,7 +26,7 @@ def faults_of_calls() -> int:
 
 
 def most_faults(function: Callable[[], int]) -> int:
-    """Of a function that is called at all depths at which a chunk of frames may end."""
+    """Return the most page faults of ``function``, over all depths of calls at which a chunk of frames may end."""
 
     def at(depth: int) -> int:
         return max(function(), at(depth - 1)) if depth else 0

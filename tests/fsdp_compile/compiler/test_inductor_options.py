@@ -1,4 +1,4 @@
-"""Options and modes of Inductor beside those of ``fsdp_backend``."""
+"""Options and modes of Inductor, beside options of ``fsdp_backend``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_compile.compiler.options import Options
 from tests.common.microbatches import full
 from tests.common.replay import recordings_on_cpu
 
-# In generated code of every graph.
+# An option that changes the generated code of every graph.
 _NO_ASSERTS = {"size-asserts": False}
 
 
@@ -46,7 +46,7 @@ def step(compiled: Callable[[Tensor], Tensor], model: Any) -> list[Tensor]:
 
 
 def train(**arguments: Any) -> tuple[Capture, list[Tensor]]:
-    """Two microbatches, of which the first reduces nothing: variants of the graphs are lowered late."""
+    """Train two microbatches. The first reduces nothing, so that variants of the graphs are lowered late."""
     torch._dynamo.reset()
     model = sharded()
     compiled = torch.compile(model, backend=fsdp_backend, **arguments)
@@ -89,14 +89,14 @@ def test_a_pass_among_the_options_sees_the_graph(one_rank: None) -> None:
             return "look"
 
     train(options={"joint_custom_post_pass": Look()})
-    # Every layer, so repeated ones are not folded.
+    # The pass sees every layer, as repeated layers are not folded beside it.
     assert seen == [2]
 
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("mode", ["max-autotune-no-cudagraphs", "max-autotune", "reduce-overhead"])
 def test_modes_train(mode: str, one_rank: None) -> None:
-    """As without one. On the CPU, where there are no CUDA graphs, nobody is told so, as by Inductor."""
+    """Gradients equal those without a mode. As with Inductor, no warning says that the CPU has no CUDA graphs."""
     _, expected = train()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cudagraphs.*")
@@ -105,7 +105,7 @@ def test_modes_train(mode: str, one_rank: None) -> None:
 
 
 def test_cuda_graphs_are_those_of_this_backend(one_rank: None) -> None:
-    # Recordings on the CPU are of operators.
+    # On the CPU, operators are recorded.
     with recordings_on_cpu() as counts:
         assert Options.parse(None, "reduce-overhead").records_on(torch.device("cpu"))
         model = sharded()
@@ -166,6 +166,6 @@ def test_modes_are_torchs() -> None:
     assert Options.parse({}, "max-autotune").inductor == torch._inductor.list_mode_options("max-autotune")
     with pytest.raises(ValueError, match="There is no mode='fast'; there are: default"):
         Options.parse(None, "fast")
-    # It turns off passes over joint graphs.
+    # The mode turns off passes over joint graphs.
     with pytest.raises(ValueError, match="'use_joint_graph_passes'] = False of Inductor contradicts"):
         Options.parse(None, "lite")

@@ -1,4 +1,4 @@
-"""C++ kernels of one program in one library."""
+"""C++ kernels that share a library, within a program and among programs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _another(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _check_programs(cache: Path, apart: bool) -> list[int]:
-    """Compile two programs, with a library for each or one for both, and run them; the numbers of kernels in files."""
+    """Compile two programs, with a library for each or one for both, and run them. Return the numbers of kernels in files."""
     inputs = [torch.randn(4, 4), torch.randn(4, 4)]
     programs = {}
     with kernels_in_background() as end_library:
@@ -79,7 +79,7 @@ def _check_programs(cache: Path, apart: bool) -> list[int]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of Inductor's, and nothing that has failed."""
+    """An empty Inductor cache, and a process in which no library has failed to compile."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(kernel_library, "_fell_back", False)
     return tmp_path
@@ -97,7 +97,7 @@ def _unknown_form(template: str) -> str:
 
 
 def _no_two_functions(template: str) -> str:
-    """Of which C++ takes one function, but not a second."""
+    """Change a template so that a file with two functions does not compile."""
     return template.replace("static PyMethodDef py_methods", "static const int only_once = 0; static PyMethodDef py_methods")
 
 
@@ -118,7 +118,7 @@ def test_kernels_are_compiled_as_torch_does_where_a_library_cannot_be(
     monkeypatch.setattr(CppPythonBindingsCodeCache, "suffix_template", template)
     with inductor_config.patch(compile_threads=threads), pytest.warns(UserWarning, match=reason) as warned:
         _check_programs(cache, apart=True)
-        # Nothing is tried again.
+        # No library is tried again.
         torch._dynamo.reset()
         assert _check_programs(cache, apart=False) == files
     assert len([warning for warning in warned if "C++ kernels" in str(warning.message)]) == 1

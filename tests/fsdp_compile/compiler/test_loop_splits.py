@@ -1,4 +1,4 @@
-"""Kernels of Inductor's write all elements where a loop cannot be split into equal parts."""
+"""Inductor's kernels write all elements if a loop cannot be split into equal parts."""
 
 from __future__ import annotations
 

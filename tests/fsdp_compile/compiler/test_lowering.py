@@ -1,4 +1,4 @@
-"""A lowering that is none of the library's own: what it is asked, when, and what becomes of what it gives."""
+"""A lowering that is not the library's own: when its methods are called, and where its results are used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mark_outputs(graph: Graph) -> None:
 
 
 class Interpreted(Lowering):
-    """Interprets graphs."""
+    """A lowering that interprets graphs."""
 
     config_patches: ClassVar[Mapping[str, Any]] = {"fallback_random": True}
     final_passes = (mark_outputs,)
@@ -68,7 +68,7 @@ def test_a_third_lowering(one_rank: None) -> None:
     with capture() as captured:
         for _ in range(2):
             compiled(x).sum().backward()
-    # The second microbatch adds to gradients that are there: another plan of the backward graph.
+    # The second microbatch adds to existing gradients, which is another plan of the backward graph.
     assert log == [{"cpu"}, "forward", "backward", "backward"]
     assert [graph.code for graph in captured.forward + captured.backward] == ["# forward", "# backward", "# backward"]
     names = [entry.name for entry in captured.passes if entry.stage == "forward"]
@@ -93,6 +93,6 @@ def test_a_graph_in_which_nothing_is_sharded(one_rank: None) -> None:
 def test_names_make_lowerings(name: str) -> None:
     first, second = (LOWERINGS[name]() for _ in range(2))
     assert isinstance(first, Lowering)
-    # Each graph of Dynamo has its own.
+    # Each graph of Dynamo has a lowering of its own.
     assert first is not second
     assert Options.parse({"lowering": name}).lowering == name

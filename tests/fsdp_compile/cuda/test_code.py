@@ -1,4 +1,4 @@
-"""The code that is generated for CUDA, on a machine that needs no GPU: eight pretended H100s."""
+"""Code generated for CUDA on a machine without a GPU, for eight pretended H100s."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 class Block(nn.Module):
-    """Two weights of more than 1 MiB, also in half precision, and three small parameters."""
+    """A block with two weights of more than 1 MiB, also in half precision, and three small parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Model(nn.Module):
 def generate(
     mesh_shape: tuple[int, ...] = (8,), prepare: Callable[[Any], None] = lambda _: None, **policy: torch.dtype
 ) -> CudaCode:
-    """The code of a training step of the model above."""
+    """Generate the code of a training step of ``Model``."""
 
     def shard(model: Any, mesh: Any) -> None:
         for module in (*model.blocks, model):
@@ -111,7 +111,7 @@ every_case = pytest.mark.parametrize("case", _CASES)
 
 
 def launches(steps: list[Step], buffer: str) -> list[Step]:
-    """The steps that are no collective and write into a buffer."""
+    """Return the steps that write into ``buffer`` and are no collectives."""
     return [step for step in steps if step.name not in _COLLECTIVES and any(w.buffer == buffer for w in step.writes)]
 
 
@@ -131,7 +131,7 @@ def test_one_kernel_copies_in(case: str) -> None:
 
 
 def generate_rounded(dtype: torch.dtype, param_dtype: torch.dtype) -> CudaCode:
-    """The code of a training step that rounds all that it gathers and reduces."""
+    """Generate the code of a training step that rounds all gathered parameters and reduced gradients."""
 
     def shard(model: Any, mesh: Any) -> None:
         mp_policy = MixedPrecisionPolicy(param_dtype, torch.float32)
@@ -239,7 +239,7 @@ def test_collectives_keep_the_order_of_the_schedule(case: str) -> None:
 
 @pytest.mark.parametrize(("case", "kernels"), [("fp32", 0), ("bf16", 0), ("bf16 reduction", 1), ("fp16", 1), ("hook", 1)])
 def test_kernels_behind_a_reduction(case: str, kernels: int) -> None:
-    """NCCL averages; only a cast or a division in low precision needs one."""
+    """NCCL averages, so a kernel follows a reduction only for a cast or a division in low precision."""
     steps = cuda_steps(code_of(case).backward[0])
     reductions = [step for step in steps if step.name == "reduce_scatter"]
     assert len(reductions) == 3
@@ -451,7 +451,7 @@ wait all_reduce root
 
 
 def reductions_of(graph: CapturedGraph) -> str:
-    """The outline, without the compute and the gathers."""
+    """Return the outline of reductions, with their copy-ins and the kernels that read their results."""
     steps = cuda_steps(graph)
     reduced: set[str] = set()
     lines = []
@@ -483,7 +483,7 @@ _PLANS: dict[str, Callable[[Any], None]] = {
 
 
 def outline_of_plans() -> str:
-    """The backwards of one layer, two replicas of four shards, for each kind of plan."""
+    """Return outlines of the backward of one layer for each kind of plan, with two replicas of four shards."""
 
     def step(model: Any, x: Tensor) -> None:
         for prepare in _PLANS.values():
@@ -511,7 +511,7 @@ def test_a_kernel_that_does_not_compile_is_named() -> None:
 
 
 def state_of_torch() -> list[Any]:
-    """Attributes that are replaced while code is generated."""
+    """Return the attributes that are replaced while code is generated."""
     from torch._dynamo.device_interface import get_interface_for_device
     from torch._inductor.runtime import triton_helpers
     from torch.utils._triton import has_triton
@@ -552,13 +552,13 @@ def test_nothing_stays() -> None:
     assert state_of_torch() == before
     assert type(model) is nn.Linear
     torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
-    # Compiled and run for real afterwards.
+    # The model can be compiled and run for real afterwards.
     x = torch.ones(3, 8)
     torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), model(x))
 
 
 class Broken(nn.Module):
-    """Sharded parameters in one graph, none in the next."""
+    """A model with sharded parameters in its first graph, and none in the next."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The code that is generated for CUDA where activations wait on the host, on a machine that needs no GPU."""
+"""Code generated for CUDA on a machine without a GPU, for activations that wait on the host."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_copies_are_asynchronous_and_the_host_does_not_wait() -> None:
     generated = code()
     forward, backward = (cuda_steps(graphs[0]) for graphs in (generated.forward, generated.backward))
     out, back = copies(forward, "offload"), copies(backward, "fetch")
-    # Of each block the first product; of the last one, whose result the root reads, also the second.
+    # The first product of each block, and the second of the last block, whose result the root reads.
     shapes = [(16, 2048), (16, 2048), (16, 512)]
     assert [step.reads[0].shape for step in out] == shapes
     assert sorted(step.writes[0].shape or () for step in back) == sorted(shapes)

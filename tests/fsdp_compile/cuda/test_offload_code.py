@@ -1,4 +1,4 @@
-"""The code that is generated for CUDA where shards are kept on the host, on a machine that needs no GPU."""
+"""Code generated for CUDA on a machine without a GPU, for shards that are kept on the host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def generate(
     pin_memory: bool = True,
     **policy: torch.dtype,
 ) -> CudaCode:
-    """The code of a training step of a model on the host, and that shards, gradients and local tensors are there."""
+    """Generate the code of a training step of a model on the host. Assert that its shards and gradients are on the host."""
 
     def shard(model: Any, mesh: Any) -> None:
         options = {"mp_policy": MixedPrecisionPolicy(**policy), "offload_policy": CPUOffloadPolicy(pin_memory)}
@@ -53,7 +53,7 @@ def generate(
 
 
 def _microbatches(compiled: Any, x: torch.Tensor) -> None:
-    """The second finds gradients of the first."""
+    """Run two microbatches. The second adds to gradients of the first."""
     for _ in range(2):
         compiled(x).sum().backward()
 
@@ -85,18 +85,18 @@ def test_one_copy_for_a_bucket_and_direction(case: str) -> None:
         gathers = [step.label.split()[0] for step in copies(steps, "all_gather")]
         copied = copies(steps, "copy_to_device")
         assert [step.label for step in copied] == gathers
-        # Shards lie in one run of flat storage; nothing is cast or joined on the host.
+        # Shards lie in one run of flat storage, so nothing is cast or joined on the host.
         assert all(len(step.reads) == 1 and step.reads[0].dtype == step.writes[0].dtype == "f32" for step in copied)
         reductions = [step.label.split()[0] for step in copies(steps, "reduce_scatter")]
         assert sorted(step.label for step in copies(steps, "copy_to_host")) == sorted(reductions)
         names = [f"{step.name} {step.label}" for step in steps]
         for bucket, following in itertools.pairwise(gathers):
-            # The next copy is under way before the stream that computes waits for this one.
+            # The next copy starts before the compute stream waits for this one.
             assert names.index(f"copy_to_device {following}") < names.index(f"wait copy_to_device {bucket}")
         for bucket in gathers:
             started = next(index for index, name in enumerate(names) if name.startswith(f"all_gather {bucket} "))
             assert names.index(f"wait copy_to_device {bucket}") < started
-        # Only streams wait: a copy to the host is waited for behind the graph.
+        # Only streams wait in the graph. The host waits for a copy to the host after the graph.
         assert not any(name.startswith("wait copy_to_host") for name in names)
         assert all(word not in (graph.code or "") for word in (".item()", "synchronize(", ".cpu(", "non_blocking"))
 

@@ -1,4 +1,4 @@
-"""The structure of a written timeline: what a viewer relies on, and that its durations are those of the report."""
+"""The structure of a written timeline: viewers can read it, and its durations are those of the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trace_of(report: Report, folder: Path) -> list[dict[str, Any]]:
 
 
 def spans(events: list[dict[str, Any]]) -> dict[str, list[Span]]:
-    """Begin, end and name of the events of each track, in the order of the file."""
+    """Return begin (ns), end (ns) and name of the events of each track, in the order of the file."""
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     found: dict[str, list[Span]] = defaultdict(list)
     for event in events:
@@ -36,7 +36,7 @@ def spans(events: list[dict[str, Any]]) -> dict[str, list[Span]]:
 
 
 def leaves(track: list[Span]) -> list[Span]:
-    """The innermost events of a track, in which events nest; that they do is asserted."""
+    """Return the innermost events of a track. Assert that its events nest."""
     found: list[Span] = []
     open_spans: list[Span] = []
     parents: set[Span] = set()

@@ -1,4 +1,4 @@
-"""The report on a step: its numbers against independent counts, its graphs against those of a real run."""
+"""The report on a step: its numbers equal independent counts, and its graphs are those of a real run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GATHERED, GRADIENTS = Category.PARAMETERS.value, Category.GRADIENTS.value
 
 
 def build(checkpointed: bool = False) -> MLP:
-    """A model whose parameters eight ranks share evenly."""
+    """Build a model whose parameters eight ranks share evenly."""
     with torch.device("meta"):
         return MLP(DIM, HIDDEN, out=8, layers=LAYERS, checkpointed=checkpointed)
 
@@ -51,7 +51,7 @@ def two_microbatches(model: Any, x: Tensor) -> None:
 
 @functools.cache
 def report_of(case: str) -> Report:
-    """The report of a case."""
+    """Return the report of a case."""
     options: dict[str, dict[str, Any]] = {
         "h100": {},
         "cpu": {"hardware": "cpu"},
@@ -80,8 +80,11 @@ def two_microbatches_of_which_the_last_frees(model: Any, x: Tensor) -> None:
 
 
 def test_parameters_and_traffic_are_those_of_fsdp2() -> None:
-    """Of n ranks, each sends (n - 1) / n of the unsharded bytes. Blocks gather again what backward reads: both weights with
-    the bias that lies between them, and of the first block, whose input needs no gradient, the second weight alone."""
+    """Each of n ranks sends (n - 1) / n of the unsharded bytes.
+
+    Backward gathers what it reads of a block: both weights, with the bias that lies between them. The input of the first block
+    needs no gradient, so backward reads only its second weight.
+    """
     model, report = build(), report_of("h100")
     root = bytes_of(model) - sum(map(bytes_of, model.blocks))
     wanted = {"root": root, **{f"blocks.{index}": bytes_of(block) for index, block in enumerate(model.blocks)}}
@@ -99,12 +102,12 @@ def test_parameters_and_traffic_are_those_of_fsdp2() -> None:
 def test_replicas_all_reduce_shards() -> None:
     report = report_of("hsdp")
     assert report.mesh == {"shard": 8, "replicate": 2}
-    # Of two ranks, each sends as many bytes as the shard has.
+    # With two ranks, each sends as many bytes as the shard has.
     assert all(unit.all_reduced_bytes == unit.shard_bytes for unit in report.units)
 
 
 def test_flops_are_those_of_the_model() -> None:
-    """Counted by torch, of the model that nobody sharded."""
+    """Flops equal torch's count for the unsharded model."""
     with FlopCounterMode(display=False) as counter:
         build()(torch.empty(BATCH, DIM, device="meta")).sum().backward()
     report = report_of("h100")
@@ -124,7 +127,7 @@ def test_times_add_up(case: str) -> None:
 
 
 def test_every_call_counts() -> None:
-    """A microbatch that does not reduce gathers, and leaves full gradients for the next one."""
+    """A microbatch without a reduction gathers, too, and leaves full gradients for the next one."""
     once, twice = report_of("h100"), report_of("microbatches")
     assert [call.stage for call in twice.calls] == ["forward", "backward"] * 2
     assert twice.total.gathered_bytes == 2 * once.total.gathered_bytes
@@ -135,13 +138,13 @@ def test_every_call_counts() -> None:
 def test_kept_parameters_are_gathered_once() -> None:
     report = report_of("kept")
     assert report.total.gathered_bytes == bytes_of(build()) * 7 // 8
-    # All of them live at once, and once only.
+    # All parameters are live at once, each of them once.
     assert bytes_of(build()) <= report.memory.most[GATHERED] < 2 * bytes_of(build())
 
 
 @pytest.mark.night
 def test_a_backward_that_frees_kept_parameters_holds_ever_less_of_them() -> None:
-    """One that keeps them holds all to its end."""
+    """A backward that keeps them holds all of them until its end."""
 
     def gathered_in_last_backward(case: str) -> list[int]:
         source = report_of(case)._source
@@ -152,7 +155,7 @@ def test_a_backward_that_frees_kept_parameters_holds_ever_less_of_them() -> None
     freed, kept = map(gathered_in_last_backward, ("kept until the last", "kept"))
     assert (min(kept), freed[0]) == (bytes_of(build()), kept[0])
     assert freed == sorted(freed, reverse=True) and freed[-1] < bytes_of(build().blocks[0])
-    # Formulae count alike.
+    # Formulae give the same memory.
     report = report_of("kept until the last")
     assert report.at().memory == report.memory
 
@@ -184,7 +187,7 @@ def test_a_model_that_is_several_graphs() -> None:
 
 
 def test_sizes_that_change() -> None:
-    """The third size is traced as a symbol; it counts with its value."""
+    """The third size is traced as a symbol, and counts with its value."""
 
     def step(model: Any, x: Tensor) -> None:
         for size in (4, 8, BATCH):
@@ -198,13 +201,13 @@ def test_sizes_that_change() -> None:
 def test_compute_is_of_the_unit_whose_parameters_it_reads() -> None:
     report = report_of("h100")
     root, first, middle, last = (next(unit for unit in report.units if unit.name == name) for name in NAMES)
-    # Two products forward, four backward, three where the input needs no gradient; copies in and out, and tanh.
+    # Two products in forward, four in backward (three if the input needs no gradient), copies in and out, and tanh.
     assert middle.kernels == last.kernels > first.kernels > root.kernels > 2
     assert sum(unit.kernels for unit in report.units) == report.total.kernels
 
 
 def test_products_that_inductor_would_pad() -> None:
-    """Whether padding is worth it is measured on a GPU, which is not there."""
+    """Inductor measures on a GPU whether padding is worth it. ``explain`` must not, as it has no GPU."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1030, 1030), nn.ReLU(), nn.Linear(1030, 50257)).to(torch.bfloat16)
         report = explain(model, torch.empty(512, 1030, dtype=torch.bfloat16), (8,), "h100", suggest=False)
@@ -222,7 +225,7 @@ def test_outputs_without_a_gradient() -> None:
             return logits.square().sum(), logits
 
     def step(compiled: Any, x: Tensor) -> None:
-        # As of models that return the loss and the logits.
+        # The logits get no gradient, as in models that return the loss and the logits.
         compiled(x)[0].backward()
 
     with torch.device("meta"):
@@ -312,7 +315,7 @@ def test_attention_is_fused_on_a_gpu() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.empty(1, length, 32, dtype=dtype)
         report = explain(Model().to(dtype), x, (2,), "h100", suggest=False)
-        # Two heads' scores are nowhere written.
+        # The scores of two heads are never written to memory.
         assert report.memory.peak_bytes < 2 * length * length * dtype.itemsize
         assert set(report.flops) == {str(dtype).removeprefix("torch.")}
 
@@ -330,16 +333,16 @@ def test_checkpointed_attention_is_computed_again() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=False)
 
-    # To torch, attention is random, and checkpoints replay the states of a GPU's generator.
+    # torch takes attention for random, so that checkpoints replay the states of a GPU's generator.
     x = torch.empty(2, 128, 64, dtype=torch.bfloat16, device="meta")
     report = explain(Attention().to("meta", torch.bfloat16), x, (RANKS,), "h100", suggest=False)
     scores, linear = 2 * 2 * 2 * 2 * 128 * 128 * 32, 2 * 2 * 128 * 64 * 192
-    # Forward; in backward both once more, attention in 2.5 times the flops, and the gradient of the weight.
+    # Backward computes both again, then the gradients: attention's in 2.5 times its flops, the weight's in as many.
     assert [call.flops for call in report.calls] == [scores + linear, 3.5 * scores + 2 * linear]
 
 
 def explain_captured(reshard: bool | None = None) -> Report:
-    """What a captured step says of itself, in the world that there is."""
+    """Capture a step in the present world, and return its report."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MLP(DIM, HIDDEN, out=8, layers=LAYERS)
@@ -361,7 +364,7 @@ def explain_captured_as_text() -> str:
 
 @pytest.mark.night
 def test_says_of_a_model_what_its_run_says(rank_pools: RankPools) -> None:
-    """Two real ranks over Gloo, and the same step without any."""
+    """A prediction for two ranks equals the report of two real ranks over Gloo."""
     options = {"lowering": "aot_eager"}
     told = explain(build(), torch.empty(BATCH, DIM), (2,), "cpu", options=options, shard=shard_all, suggest=False)
     assert rank_pools[2].run(explain_captured_as_text) == [str(told)] * 2

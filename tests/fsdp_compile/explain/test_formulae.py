@@ -1,4 +1,4 @@
-"""Formulae are exact: what they say of other sizes is what tracing with these sizes says."""
+"""Formulae are exact: they give the numbers of other sizes that a trace with these sizes gives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Attention, so that something grows with the square of the sequence, and rows that few numbers of ranks divide."""
+    """A model with attention, whose cost grows with the square of the sequence, and rows that few numbers of ranks divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def accumulate(compiled: Any, tokens: Tensor) -> None:
-    """Four microbatches, of which the last reduces gradients."""
+    """Run four microbatches, of which the last reduces gradients."""
     for index in range(4):
         compiled.set_requires_gradient_sync(index == 3)
         compiled(tokens).backward()
@@ -67,8 +67,10 @@ def report(
 
 
 def check_report(evaluated: Report, traced: Report) -> None:
-    """Compare two reports: bytes of communication and flops are equal; memory and time nearly, as of a model as small as this
-    torch.compile decides by sizes what it saves, and padding decides which kernels there are."""
+    """Assert that two reports have equal communication (bytes) and flops, and nearly equal memory and time.
+
+    For a model this small, sizes decide what torch.compile saves, and padding decides which kernels there are.
+    """
     assert evaluated.memory.peak_bytes == pytest.approx(traced.memory.peak_bytes, rel=5e-2)
     assert evaluated.flops == traced.flops
     for one, other in zip(evaluated.units, traced.units, strict=True):
@@ -79,7 +81,7 @@ def check_report(evaluated: Report, traced: Report) -> None:
 
 
 def check_formulae(explained: Report, traced: Report, values: dict[str, int]) -> None:
-    """Compare expressions, evaluated, with what was counted."""
+    """Assert that evaluated expressions equal the numbers of a traced report."""
     formulae = explained.formulae
     numbers = {**formulae.values, **{symbol: values[symbol.name] for symbol in formulae.values if symbol.name in values}}
 
@@ -108,7 +110,7 @@ def test_evaluates_to_what_a_trace_says(explained: Report) -> None:
 
 
 class Stack(nn.Module):
-    """Layers, and nothing beside them."""
+    """A model of layers, without parameters of the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +156,7 @@ def test_says_what_dominates_at_other_sizes(explained: Report) -> None:
     there = explained.at(S=512)
     formulae = there.formulae
     assert float(formulae.step_s.subs(formulae.values)) * 1e9 == pytest.approx(there.time_ns, rel=1e-3)
-    # Steps from rank to rank: the time to start gathers and reductions is most of it.
+    # With 512 ranks, most of the time is the startup of gathers and reductions, which grows with the number of ranks.
     terms = [line for line in str(formulae).splitlines() if line.strip().endswith("ms")]
     assert "L_(gather,S)" in terms[0]
     assert there.at(S=8).time_ns == explained.time_ns
@@ -188,7 +190,7 @@ def test_evaluates_to_what_a_trace_says_anywhere(hardware: str, data: st.DataObj
     sizes = {
         "S": data.draw(st.integers(2, 24)),
         "R": data.draw(st.integers(2, 4)),
-        # One is a number to torch.compile: what it saves of a batch of one may be a byte or two less.
+        # Not one, which is a constant to torch.compile: for a batch of one, it may save a byte or two less.
         "B": data.draw(st.integers(2, 9)),
         "T": data.draw(st.integers(2, _LENGTH)),
     }
@@ -200,7 +202,7 @@ def test_evaluates_to_what_a_trace_says_anywhere(hardware: str, data: st.DataObj
 @pytest.mark.night
 @pytest.mark.parametrize("options", [{"schedule": "auto"}, {"lowering": "aot_eager"}], ids=["auto", "aot_eager"])
 def test_evaluates_other_schedules(options: dict[str, Any]) -> None:
-    # The sequence alone differs, which does not change what the automatic schedule decides for sizes this small.
+    # Only the sequence differs. At sizes this small, the automatic schedule decides the same.
     assert str(report(options=options).at(T=20)) == str(report(length=20, options=options))
 
 
@@ -221,7 +223,7 @@ def test_is_readable(explained: Report) -> None:
     text = str(explained.formulae)
     assert re.search(r"^total\n  shards +[0-9.]+ KiB/S\n  gathers send +[0-9.]+ KiB\*\(S-1\)/S$", text, re.MULTILINE)
     assert re.search(r"^  flops +504\*B\*T\^2 \+ 1.325e\+04\*B\*T$", text, re.MULTILINE)
-    # Where S divides all rows, nothing is padded.
+    # S divides all rows, so nothing is padded.
     assert "//" not in text
     assert "Max" not in text
     assert re.search(r"^  S +8 +ranks that a parameter is sharded over$", text, re.MULTILINE)
@@ -235,7 +237,7 @@ def test_refuses_what_it_does_not_depend_on(explained: Report) -> None:
         explained.at(R=2)
     with pytest.raises(ValueError, match="S=1 must be a whole number, at least 2"):
         explained.at(S=1)
-    # The table of positions is too short for it.
+    # The table of positions is too short for 65 tokens.
     with pytest.raises(ValueError, match=r"At B=3, T=65 the model does something else than it did when it was traced"):
         explained.at(T=65)
 
@@ -286,7 +288,7 @@ def test_warns_where_symbols_change_the_graph() -> None:
             return wide.sum() if x.size(0) == 1 else self.layer(wide).sum()
 
     with torch.device("meta"):
-        # A batch of one is traced with two, as torch.compile takes one for a number.
+        # A batch of one is traced as a batch of two, as torch.compile takes one for a constant.
         explained = explain(Branches(), torch.empty(1, 8), (8,), "h100", suggest=False)
     with pytest.warns(UserWarning, match="torch.compile makes other graphs of it"):
         explained.at()

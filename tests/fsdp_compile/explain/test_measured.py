@@ -1,4 +1,4 @@
-"""A measured step beside a predicted one: real ranks over Gloo, and traces of a GPU that was not there."""
+"""A measured step beside a predicted one: real ranks over Gloo, and made-up traces of a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DELAY_S = 0.2
 
 
 class Training:
-    """A model that trains, whose first step was explained."""
+    """A model that trains. Its first step was captured and explained."""
 
     def __init__(self, mesh: Any, options: dict[str, Any], layers: int = 2) -> None:
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ class Training:
 def measure_on_ranks(options: dict[str, Any], folder: str) -> dict[str, Any] | None:
     training = Training(device_mesh((2,)), options)
     training.step()
-    # The other rank is late for its backward, which this one can only wait for.
+    # The second rank is late for its backward, so the first rank waits in its own.
     is_first = dist.get_rank() == 0
     profiler = training.profile(delay_s=0.0 if is_first else _DELAY_S)
     waited = sum(event.cpu_time_total for event in profiler.key_averages() if event.key == "_c10d_functional::wait_tensor")
@@ -80,7 +80,7 @@ def measure_on_ranks(options: dict[str, Any], folder: str) -> dict[str, Any] | N
 
 
 def check(measured: Measured) -> None:
-    """What holds of every measured step."""
+    """Assert that graphs, waits, collectives and times of a measured step add up."""
     picture, report = measured.picture, measured.report
     compute = [span for span in picture.tracks[COMPUTE] if span.kind is not Kind.OPTIMIZER]
     for call, graph in zip(measured.calls, picture.compute(Kind.GRAPH), strict=True):
@@ -97,7 +97,7 @@ def check(measured: Measured) -> None:
 @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_two_ranks(lowering: str, rank_pools: RankPools, tmp_path: Path) -> None:
     found, _ = rank_pools[2].run(measure_on_ranks, options={"lowering": lowering}, folder=str(tmp_path))
-    # Counted by torch from the same profile.
+    # torch counts waits in the same profile.
     assert sum(found["exposed_ns"]) == pytest.approx(found["waited_ns"], rel=1e-3, abs=1e4)
     assert found["exposed_ns"][1] > 0.9 * _DELAY_S * 1e9 > found["exposed_ns"][0]
     assert found["optimizer_ns"] > 0
@@ -161,11 +161,11 @@ def test_a_profile_of_another_model(training: Training) -> None:
         training.report.beside(other.profile())
 
 
-# A GPU.
+# Traces of a GPU.
 
 
 def trace_of_gpu(report: Report, path: Path) -> None:
-    """A trace in which a GPU does what a report predicts, at these times, and the host has long launched all of it."""
+    """Write a trace in which a GPU does what ``report`` predicts, at the predicted times, long after the host's launches."""
     events, correlations, host = [], itertools.count(1), 0
 
     def event(category: str, name: str, begin_ns: int, duration_ns: int, **args: Any) -> None:
@@ -213,7 +213,7 @@ def test_gpu_that_does_what_is_predicted(case: str, tmp_path: Path) -> None:
 
 
 def test_gpu_whose_link_is_slow(tmp_path: Path) -> None:
-    """The last collective takes longer by a known time, which nothing hides."""
+    """The last collective takes longer by a known time, which no compute hides."""
     report = report_of("h100")
     trace_of_gpu(report, tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())

@@ -1,4 +1,4 @@
-"""Figures and pages of a step: what they show is what its tracks have, and nothing in them is markup that should be text."""
+"""Figures and pages of a step: they show the step's tracks, and names in them are never taken for markup."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VOID = {"meta", "link"}
 
 
 class Page(HTMLParser):
-    """The elements of a page and its text; that every element is closed is asserted."""
+    """The elements and the text of a page. Parsing asserts that every element is closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Page(HTMLParser):
             self.text.append((self._open[-1] if self._open else "", data))
 
     def rects(self, kind: Kind) -> list[tuple[str, int, int]]:
-        """The name, begin and duration of stretches of a kind."""
+        """Return name, begin (ns) and duration (ns) of the rectangles of a kind."""
         found = [about for tag, about in self.elements if tag == "rect" and about["class"] == kind.value]
         return [(about["data-name"], *map(int, about["data-ns"].split())) for about in found]  # type: ignore[misc]
 
@@ -151,7 +151,7 @@ def test_figure(tmp_path: Path) -> None:
         report.plot(tmp_path / f"step.{suffix}")
     png, svg = (tmp_path / "step.png").read_bytes(), (tmp_path / "step.svg").read_text()
     assert struct.unpack(">I", png[16:20]) == (1600,)
-    # Matplotlib says in comments what it draws as curves.
+    # Matplotlib draws text as curves, and writes the text into comments.
     comments = set(re.findall(r"<!-- (.*?) -->", svg))
     assert {"units", "group shard", "forward 0", "backward 1", "exposed", "gather", "reduction"} <= comments
     assert {"blocks.1", *report.memory.categories} <= comments

@@ -1,4 +1,4 @@
-"""Clipping over flat gradients beside torch's."""
+"""Clipping over flat gradients, compared with torch's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_gradients_below_the_norm_stay(one_rank: None) -> None:
 
 
 def test_few_tensors_and_one_message(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor for each buffer of gradients, and an all-reduce for the group that shards."""
+    """The norm takes one tensor for each buffer of gradients, and one all-reduce over the group of shards."""
     model = _model(init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard")))
     _backward(model)
     tensors, messages = [], []
@@ -84,7 +84,7 @@ def test_few_tensors_and_one_message(fake_ranks: None, monkeypatch: pytest.Monke
     monkeypatch.setattr(clip, "_norm", count)
     monkeypatch.setattr(dist, "all_reduce", note)
     norm = clip_grad_norm_(model.parameters(), 1.0)
-    # On the first rank, no parameter has padding but ``head``'s.
+    # On the first rank, only parameters of ``head`` have padding.
     assert 0 < len(tensors) <= 4 and all(type(tensor) is Tensor for tensor in tensors)
     mesh = model.bias.device_mesh
     assert messages == [(1, mesh.get_group("shard"))]
@@ -92,7 +92,7 @@ def test_few_tensors_and_one_message(fake_ranks: None, monkeypatch: pytest.Monke
 
 
 class _Operators(TorchDispatchMode):
-    """Counts operators on tensors."""
+    """A counter of operators on tensors."""
 
     count = 0
 
@@ -123,7 +123,7 @@ def _in_buffer(flat: Tensor, offset: int, numel: int) -> Tensor:
 
 
 def test_neighbours_are_one_tensor() -> None:
-    """Whatever their order; not across gaps, buffers or dtypes, nor with tensors that lie in no buffer or have gaps."""
+    """Neighbours in a buffer are merged in any order. Gaps, other buffers or dtypes, and tensors in no buffer stay apart."""
     values, others = torch.arange(12.0), torch.arange(4.0)
     pieces = [_in_buffer(values, offset, 2) for offset in (2, 0, 4, 8)]
     whole = [_in_buffer(others, offset, 2) for offset in (2, 0)]
@@ -164,7 +164,7 @@ def _transpose(grad: Any) -> None:
 
 @pytest.mark.parametrize("change", [_replace_local, _set_data, _in_place, _transpose])
 def test_gradients_that_were_changed(change: Callable[[Any], None], one_rank: None) -> None:
-    """What is clipped is what a gradient's local tensor is now, and nothing else."""
+    """Clipping reads and writes the present local tensor of a gradient, and nothing else."""
     model, twin = (_model(init_device_mesh("cpu", (1,))) for _ in range(2))
     for each in (model, twin):
         _backward(each)
@@ -196,7 +196,7 @@ def test_padding_does_not_count() -> None:
             param.grad.to_local().fill_(1.0)
         count = sum(param.grad.to_local().numel() for param in model.parameters())
         torch.testing.assert_close(_full(clip_grad_norm_(model.parameters(), 1e9)), torch.tensor(count**0.5))
-        # The last rank has no rows of the head's.
+        # The last rank has no rows of the head.
         assert not model.head.weight.grad.to_local().numel()
         assert _full(clip_grad_norm_(model.head.parameters(), 1.0)) == 0
         assert _full(clip_grad_norm_(model.head.parameters(), 1.0, math.inf)) == 0
@@ -205,7 +205,7 @@ def test_padding_does_not_count() -> None:
 
 
 def test_plain_tensors_and_half_precision(one_rank: None) -> None:
-    """Together with DTensors; the norm of 300 has a square that float16 has not."""
+    """Plain tensors are clipped together with DTensors. The square of a norm of 300 overflows in float16."""
     mesh = init_device_mesh("cpu", (1,))
     sharded = fsdp_compile.fully_shard(nn.Linear(2, 2, bias=False, dtype=torch.float16), mesh=mesh)
     plain = nn.Parameter(torch.zeros(4, dtype=torch.float16))
@@ -233,7 +233,7 @@ def test_norm_that_is_not_finite(value: float, one_rank: None) -> None:
 
 
 def test_one_parameter_twice(one_rank: None) -> None:
-    """It counts twice and is scaled twice, as with torch's."""
+    """A parameter that is given twice counts twice and is scaled twice, as with torch's function."""
     model, twin = (_model(init_device_mesh("cpu", (1,))) for _ in range(2))
     for each in (model, twin):
         _backward(each)
@@ -247,7 +247,7 @@ def test_one_parameter_twice(one_rank: None) -> None:
 
 
 def train() -> None:
-    """A compiled model with flat steps and clipping, beside FSDP2's with torch's; and gradients on two meshes."""
+    """Compare flat steps and clipping with torch's on FSDP2, then clip gradients on two meshes. Every rank calls this."""
     mesh = device_mesh((2,))
     model, twin = _model(mesh), _model(mesh, torch.distributed.fsdp.fully_shard)
     compiled = torch.compile(model, backend=fsdp_compile.fsdp_backend, options={"lowering": "aot_eager"})
@@ -267,7 +267,7 @@ def train() -> None:
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
         for param, other in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(param.to_local(), other.to_local(), rtol=1e-5, atol=1e-7)
-    # A summand on each rank, a shard on another mesh, and a tensor that all ranks have.
+    # A Partial gradient, a shard on another mesh, and a plain tensor that is equal on all ranks.
     values = torch.arange(4.0)
     summand, shard, plain = (nn.Parameter(torch.zeros(4)) for _ in range(3))
     whole = functools.partial(DTensor.from_local, device_mesh=mesh, run_check=False)

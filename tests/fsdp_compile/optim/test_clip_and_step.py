@@ -1,4 +1,4 @@
-"""``clip_and_step``: what the two calls do, to the bit, and where one look at the gradients is enough."""
+"""``clip_and_step``: the results of two calls, to the bit, with one check of the gradients if nothing changes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _two_calls(optimizer: torch.optim.Optimizer, *options: Any) -> Tensor:
 
 
 class _Twins:
-    """Two models alike, one of which is stepped by one call."""
+    """Two equal models: the first is stepped by ``clip_and_step``, the second by two calls."""
 
     def __init__(self, make: Callable[..., Any], *, is_exact: bool = True):
         self.is_exact = is_exact
@@ -81,14 +81,14 @@ class _Twins:
         if value is None or expected is None:
             assert value is expected
         else:
-            # Gradients of several buffers are added up in the order of their addresses.
+            # The norm sums gradients of several buffers in the order of their addresses.
             tolerances = {"rtol": 0.0, "atol": 0.0} if self.is_exact else {"rtol": 1e-5, "atol": 1e-6}
             torch.testing.assert_close(_full(value), _full(expected), **tolerances)
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What looks at kept gradients have found."""
+    """The results of checks whether gradients are the kept ones."""
     found: list[bool] = []
     are = KeptGradients.are
 
@@ -150,7 +150,7 @@ def test_changes_are_seen(change: Callable[[nn.Module], None], one_rank: None) -
 
 @pytest.mark.parametrize("where", ["of the optimizer", "of all", "another step"])
 def test_code_ahead_of_steps_may_change_gradients(where: str, one_rank: None) -> None:
-    """It does so behind clipping, as with two calls."""
+    """Hooks and wrappers of ``step`` change gradients after clipping, as with two calls."""
     twins = _Twins(_one_buffer, is_exact=False)
     twins.step(0)
     twins.step(1)
@@ -197,7 +197,7 @@ def test_schedulers_are_told_and_look_no_more(one_rank: None, looks: list[bool])
 
 
 def test_an_error_steps_nothing(one_rank: None, looks: list[bool]) -> None:
-    """And the next step looks at what there is then."""
+    """An error in clipping steps nothing. The next step checks the gradients anew."""
     twins = _Twins(_one_buffer, is_exact=False)
     for number in range(2):
         twins.step(number)
@@ -213,7 +213,7 @@ def test_an_error_steps_nothing(one_rank: None, looks: list[bool]) -> None:
 
 
 def test_beside_a_plain_parameter(one_rank: None) -> None:
-    """It is stepped as it is, and clipped with the rest."""
+    """A plain parameter is stepped as it is, and clipped with the others."""
     plain = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     pairs = [(_model(), param) for param in plain]
     optimizers = [_one_buffer([*model.parameters(), param], lr=0.1) for model, param in pairs]
@@ -232,7 +232,7 @@ def test_parameters_are_no_optimizer(one_rank: None) -> None:
 
 
 def train(one_call: bool, mesh_shape: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Norms, and parameters at the end; FSDP2 without ``one_call``."""
+    """Return the norms and the final parameters, of FSDP2 without ``one_call``. Every rank calls this."""
     mesh = device_mesh(mesh_shape)
     torch.manual_seed(0)
     model = models.MLP(hidden=15)

@@ -1,4 +1,4 @@
-"""The bytes that optimizers keep: asked of them once they have stepped, the same on all ranks."""
+"""The bytes of optimizer state: counted after an optimizer's first step, assumed before, and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_compile.optim.device_state import device_state_bytes, on_first_steps
 from fsdp_compile.units.sharded_param import ShardedParam, params_with_memory
 
 _RANKS = 8
-# Rows that eight ranks cannot share equally, and fewer rows than ranks: rank 0 has the largest shards.
+# Eight ranks cannot share 9 or 3 rows equally. Rank 0 has the largest shards.
 _SHAPES = ((16, 4), (9, 4), (3, 4))
 
 
@@ -62,7 +62,7 @@ def test_is_what_it_keeps(
     optimizer = optimizer_class(given, **options) if make == "torch" else flat_optimizer(optimizer_class, given, **options)
     assert device_state_bytes(params, lambda param: 0.5 * param.padded_numel) == padded_elements(params) // 2
     step(optimizer)
-    # As on the rank with the largest shards, which this is, and as if all of its rows were there.
+    # Padding counts: bytes are those of rank 0, which has all rows of its padded shards.
     assert device_state_bytes(params, unknown) == 4 * tensors * padded_elements(params)
 
 
@@ -77,7 +77,7 @@ def test_gradients_that_stay_count(optimizer_class: Any, params: list[ShardedPar
 
 
 def test_what_has_not_stepped_is_assumed(params: list[ShardedParam]) -> None:
-    """Some parameters have an optimizer of their own, which steps later, and one has had no gradient."""
+    """Assumed bytes count for a parameter without a gradient so far, and for one without an optimizer."""
     first = torch.optim.SGD([param.param for param in params[:2]], momentum=0.9)
     params[0].param.grad = torch.ones_like(params[0].param)
     first.step()
@@ -86,7 +86,7 @@ def test_what_has_not_stepped_is_assumed(params: list[ShardedParam]) -> None:
 
 
 def test_two_optimizers_of_a_parameter_both_count(params: list[ShardedParam]) -> None:
-    """As where one has taken the place of another that is still there."""
+    """An optimizer that has taken the place of another counts beside it while the other still exists."""
     first, second, third = (torch.optim.SGD([param.param for param in params], momentum=momentum) for momentum in (0.9, 0.9, 0))
     for optimizer in (first, second, third):
         step(optimizer)
@@ -116,7 +116,7 @@ def test_first_steps_are_told_of_once(params: list[ShardedParam]) -> None:
 
 
 def test_a_subclass_counts_with_all_that_it_holds(params: list[ShardedParam]) -> None:
-    """Such as few bits for each element, and scales. Where rows are missing, as if they were there."""
+    """All inner tensors count, such as quantised elements and scales. Missing rows count as padding."""
     optimizer = torch.optim.SGD([params[1].param], momentum=0.9)
     step(optimizer)
     local = optimizer.state[params[1].param]["momentum_buffer"]._local_tensor

@@ -1,7 +1,7 @@
-"""Optimizers over flat storage beside torch's own on the same model, which has to have the same values to the bit.
+"""Optimizers over flat storage give the values of torch's own, to the bit, on an equal model.
 
-Gradients are set by hand after a first backward has laid them out, on the first or the last of eight pretended ranks: the last
-has padding.
+Gradients are written by hand into the memory where a backward has left them. Tests run as the first or the last of eight
+pretended ranks; the last has padding.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=[0, 7], ids=["first rank", "last rank"])
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
-    """One of eight ranks; collectives do nothing."""
+    """The first or the last of eight pretended ranks; collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=8)
     yield request.param
     dist.destroy_process_group()
 
 
 def _model(fully_shard: Callable[..., Any] = fsdp_compile.fully_shard, hidden: int = 15, **options: Any) -> nn.Module:
-    """Rows of ``up`` are 15 on eight ranks: the last has one and a row of padding."""
+    """Make a model in which ``up`` has 15 rows for eight ranks: the last rank has one row and a row of padding."""
     torch.manual_seed(0)
     model = models.MLP(hidden=hidden)
     shard_units(model, init_device_mesh("cpu", (8,)), fully_shard, **options)
@@ -63,7 +63,7 @@ def _model(fully_shard: Callable[..., Any] = fsdp_compile.fully_shard, hidden: i
 
 
 def _backward(model: nn.Module, step: int, without: tuple[str, ...] = ()) -> None:
-    """Gradients that depend on the step and the parameter alone, in the memory where a backward leaves them."""
+    """Run a backward, and overwrite its gradients in place with values that depend only on the step and the parameter."""
     model.zero_grad()
     model(torch.ones(2, 8)).sum().backward()
     for index, (name, param) in enumerate(model.named_parameters()):
@@ -75,7 +75,7 @@ def _backward(model: nn.Module, step: int, without: tuple[str, ...] = ()) -> Non
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """As usual: no weight decay for vectors. So neighbours are in different groups."""
+    """Return two groups, the second without weight decay for vectors. So neighbours in storage are in different groups."""
     params = list(model.parameters())
     return [
         {"params": [param for param in params if param.dim() > 1]},
@@ -111,7 +111,7 @@ def _pair(fully_shard: Any = fsdp_compile.fully_shard) -> tuple[nn.Module, nn.Mo
 
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
 def test_same_as_torch(kind: type[torch.optim.Optimizer], rank: int) -> None:
-    """Beside FSDP2, with groups, a schedule, and a parameter that is first stepped later, and later on not."""
+    """Values equal those of torch's optimizer on FSDP2, with groups, a schedule, and steps without some gradients."""
     model, twin = _pair(torch.distributed.fsdp.fully_shard)
     options = {"lr": 1e-2, **_OPTIONS.get(kind.__name__, {})}
     make: Any = kind
@@ -141,7 +141,7 @@ _MODES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "options"), _MODES, ids=str)
 def test_same_as_torch_in_other_modes(name: str, options: dict[str, Any], fake_ranks: None) -> None:
-    """Fused kernels round what their vectors leave over otherwise, and what is left over depends on where a tensor ends."""
+    """Fused kernels are only close: they round the elements after the last full vector in another way."""
     model, twin = _pair()
     kind = getattr(torch.optim, name)
     options = {"lr": 1e-2, **options}
@@ -202,14 +202,14 @@ def test_a_step_takes_one_tensor_for_each_unit(fake_ranks: None) -> None:
 
 @pytest.mark.parametrize("options", [None, {}, {"merge_below": 0}], ids=str)
 def test_gradients_in_order_are_not_copied(options: dict[str, Any] | None, fake_ranks: None) -> None:
-    """A compiled backward computes them last layer first; they land in the order of storage, like those of an uncompiled one."""
+    """A compiled backward computes the last layer's gradients first, but gradients land in the order of storage."""
     model = _deep(2)
     optimizer = flat_optimizer(torch.optim.SGD, model.parameters())
     forward: Any = model
     if options is not None:
         forward = torch.compile(model, backend=fsdp_compile.fsdp_backend, options={"lowering": "aot_eager", **options})
     for _ in range(2):
-        # The second one is added to the first.
+        # The second gradient is added to the first.
         forward(torch.ones(2, 8)).sum().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         optimizer.step()
@@ -230,7 +230,7 @@ _ORDERS = {"storage": (0, 1, 2), "reverse": (2, 1, 0), "other": (1, 2, 0)}
 @pytest.mark.parametrize("kind", ["whole", "in part", "gaps", "two buffers", "two that touch", "no buffer"])
 @pytest.mark.parametrize("order", _ORDERS)
 def test_gradients_in_any_order(order: str, kind: str, fake_ranks: None) -> None:
-    """Of a buffer or part of one, with a gap between them, of two buffers, and of none; copied unless they lie as they should."""
+    """Gradients are copied unless they lie in one buffer, or a part of it, in the order of storage and without gaps."""
     model, twin = (fsdp_compile.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))) for _ in range(2))
     twin.load_state_dict(model.state_dict())
     optimizers = [flat_optimizer(torch.optim.SGD, model.parameters()), torch.optim.SGD(twin.parameters())]
@@ -260,7 +260,7 @@ def test_gradients_in_any_order(order: str, kind: str, fake_ranks: None) -> None
 
 
 def _compiled(layers: int) -> tuple[nn.Module, Any]:
-    """A model of one unit, whose number of parameters alone depends on that of its layers."""
+    """Make and compile a model of one unit. ``layers`` changes only its number of parameters."""
     torch.manual_seed(0)
     model = models.MLP(hidden=16, layers=layers)
     fsdp_compile.fully_shard(model, mesh=init_device_mesh("cpu", (8,)))
@@ -268,7 +268,7 @@ def _compiled(layers: int) -> tuple[nn.Module, Any]:
 
 
 class _Operators(TorchDispatchMode):
-    """Counts operators on tensors."""
+    """A counter of operators on tensors."""
 
     count = 0
 
@@ -279,7 +279,7 @@ class _Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
 def test_work_does_not_grow_with_the_number_of_parameters(options: dict[str, Any], fake_ranks: None) -> None:
-    """Neither operators nor calls of Python functions, of clipping and a step on gradients of a new backward."""
+    """Clipping and a step take as many operators and Python calls for a large model as for a small one."""
     counts = []
     for layers in (2, 6):
         model, forward = _compiled(layers)
@@ -315,13 +315,13 @@ def _saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_state_dicts_to_torch_and_back(rank: int) -> None:
-    """Of a flat optimizer, into torch's on FSDP2, into a new flat one; each goes on like one that was never saved."""
+    """A flat optimizer's state loads into torch's on FSDP2, and torch's into a new flat one. Training goes on as before."""
     model, twin = _pair(torch.distributed.fsdp.fully_shard)
     flat: Any = flat_optimizer(torch.optim.AdamW, groups_of(model), lr=1e-2)
     plain = torch.optim.AdamW(groups_of(twin), lr=1e-2)
     for step in range(6):
         if step == 2:
-            # What was loaded is not written to.
+            # Saved and loaded, so that the optimizers share no tensors.
             plain.load_state_dict(_saved_and_loaded(flat.state_dict()))
         if step == 4:
             flat = flat_optimizer(torch.optim.AdamW, groups_of(model), lr=1.0)
@@ -343,12 +343,12 @@ def test_each_parameter_is_saved_alone(fake_ranks: None) -> None:
 
 
 def test_distributed_state_dict(fake_ranks: None) -> None:
-    """By ``torch.distributed.checkpoint.state_dict``, into an optimizer that has made no step."""
+    """``torch.distributed.checkpoint.state_dict`` loads state into an optimizer that has made no step."""
     model, twin = _pair()
     first, second = (flat_optimizer(torch.optim.AdamW, each.parameters(), lr=1e-2) for each in (model, twin))
     _backward(model, 0)
     first.step()
-    # Loading takes tensors as they are.
+    # Saved and loaded, as loading takes tensors without copying them.
     state = _saved_and_loaded(get_optimizer_state_dict(model, first))
     assert "blocks.0.up.weight" in state["state"]
     twin.load_state_dict(model.state_dict())
@@ -451,7 +451,7 @@ def _write_scalar(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize("change", [_replace_value, _remove_values, _write_scalar])
 @pytest.mark.parametrize("held", ["entry", "state", "state dict"])
 def test_changes_by_what_was_held_for_long(held: str, change: Callable[[dict[str, Any]], None], fake_ranks: None) -> None:
-    """Nobody asks the optimizer for its state when it is changed: that was two steps before."""
+    """State is changed through objects that were taken from the optimizer two steps before."""
     model, twin = _pair()
     optimizers: list[Any] = [
         flat_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2),
@@ -479,7 +479,7 @@ def test_counts_of_steps_that_were_held_follow(fake_ranks: None) -> None:
     optimizer = flat_optimizer(torch.optim.AdamW, model.parameters())
     _backward(model, 0)
     optimizer.step()
-    # Of the memory alone, which nothing can be counted of.
+    # A detached tensor shares only the memory, so no reference count shows that it is held.
     held = optimizer.state[model.bias]["step"].detach()
     for count in range(2, 5):
         _backward(model, 0)
@@ -586,7 +586,7 @@ def _backward_of(forward: Callable[[Tensor], Tensor], batch: Tensor) -> None:
     ],
 )
 def test_changes_of_gradients(change: Callable[[nn.Module, Callable[[], None]], None], one_rank: None) -> None:
-    """Between a compiled backward and the step, in the third step of six; two models take turns."""
+    """Gradients are changed between a compiled backward and the step, in the third step of six. Two models take turns."""
     made = []
     for flat in (True, False):
         torch.manual_seed(0)
@@ -616,7 +616,7 @@ def _set_gradients(model: nn.Module, step: int) -> None:
 
 
 def test_parameters_that_are_not_sharded(fake_ranks: None) -> None:
-    """An ignored parameter is a plain tensor, which torch's lists of tensors do not take beside DTensors."""
+    """An ignored parameter is a plain tensor, which torch's foreach functions do not take beside DTensors."""
     torch.manual_seed(0)
     alone = models.MLP()
     model, twin = copy.deepcopy(alone), copy.deepcopy(alone)
@@ -635,7 +635,7 @@ def test_parameters_that_are_not_sharded(fake_ranks: None) -> None:
 
 
 def test_parameters_with_extensions(fake_ranks: None) -> None:
-    """Their local tensors are subclasses, which are stepped as they are; what else is in the unit is a run."""
+    """Parameters whose local tensors are subclasses are stepped as they are. The others of the unit are a run."""
     made = []
     for flat in (True, False):
         torch.manual_seed(0)
@@ -661,7 +661,7 @@ def test_parameters_with_extensions(fake_ranks: None) -> None:
 
 
 def test_beside_tensor_parallelism(fake_ranks: None) -> None:
-    """Parameters on two dimensions of a mesh are members of runs, too, those that one of them does not cut among them."""
+    """Parameters on two dimensions of a mesh are in runs, also those that tensor parallelism replicates."""
     made = []
     for flat in (True, False):
         torch.manual_seed(0)
@@ -739,7 +739,7 @@ def test_hooks_and_closure(fake_ranks: None) -> None:
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
 def test_grad_scaler(options: dict[str, Any], fake_ranks: None) -> None:
-    """An overflow skips a step, and the count of steps with it."""
+    """An overflow skips a step, which the count of steps leaves out."""
     model, twin = _pair()
     optimizers = [
         flat_optimizer(torch.optim.AdamW, model.parameters(), **options),
@@ -772,7 +772,7 @@ def test_compiled_step(fake_ranks: None) -> None:
 
 
 def test_copies_and_pickles(fake_ranks: None) -> None:
-    """Of an optimizer of plain parameters, which are copied with it."""
+    """A copy of an optimizer of plain parameters has copies of the parameters."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(3)) for _ in range(2)]
     optimizer = flat_optimizer(torch.optim.AdamW, params)

@@ -1,4 +1,4 @@
-"""Updates in backward, beside FSDP2 and a step of torch's optimizer after backward."""
+"""Updates in backward, compared with FSDP2, and with a step of torch's optimizer after backward."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def _make(kind: str, in_backward: bool, params: Iterable[nn.Parameter]) -> torch
 
 
 def run_case(name: str, system: str, kind: str, in_backward: bool) -> Run:
-    """Executed by every rank."""
+    """Train a case with ``system``. Every rank calls this."""
     run = train_with(_case(name, kind, in_backward), system)
     if in_backward:
         assert not any(run.gradients.values()) or name == "ignored_params", run.gradients
-    # Those of the other are compared by their effects.
+    # Updates in backward leave no gradients to compare, so the other system's are seen only in parameters.
     run.gradients, run.layout, run.local_gradients = {}, {}, {}
     return run
 
@@ -64,7 +64,7 @@ def _case(name: str, kind: str, in_backward: bool = False) -> Case:
 
 _ALL = CASES | {f"model parallel {name}": case for name, case in MODEL_PARALLEL.items()}
 
-# A model, an optimizer, how many ranks.
+# The name of a case, an optimizer, and the number of ranks.
 _CASES = [
     ("mlp", "adamw", 2),
     ("mlp", "amsgrad", 2),
@@ -96,7 +96,7 @@ _CASES = [
 ]
 _UNCOMPILED = {"mlp", "uneven", "hsdp", "bf16_mlp", "shard_columns", "tied_in_root", "ignored_params"}
 _INDUCTOR = {("mlp", "adamw", 2), ("mlp", "sgd", 2), ("bf16_mlp", "adamw", 2), ("hsdp", "adamw", 4)}
-# One model in each system; others whose updates have other inputs: two dtypes, ignored parameters, recomputation, replicas.
+# A model in each system, and others with other inputs of updates: two dtypes, ignored parameters, recomputation, replicas.
 _FIXED = {
     *(("mlp", "adamw", 2, system) for system in ("eager", "aot_eager", "inductor")),
     *((name, "adamw", 2, "aot_eager") for name in ("bf16_mlp", "ignored_params", "checkpoint_around_units")),
@@ -174,7 +174,7 @@ def _assert_close(found: Tensor, expected: Tensor, what: str) -> None:
     assert error <= 1e-5 * torch.linalg.vector_norm(expected) + 1e-8, f"{what} differs by {error}"
 
 
-#: Does what a step is, ahead of the optimizer's: given the model, what to call, and the number of the step.
+#: Runs a step up to ``optimizer.step()``. Arguments: the model, its forward, and the number of the step.
 Drive = Callable[[Any, Any, int], None]
 
 
@@ -193,7 +193,7 @@ def _compare(
     ranks: int | tuple[int, ...] = 1,
     **options: Any,
 ) -> None:
-    """Train two equal models, one of which is updated in backward."""
+    """Train two equal models, one of them with updates in backward, and compare them."""
     found = []
     for in_backward in (True, False):
         model = _model(build, ranks, **options)
@@ -212,7 +212,7 @@ def _compare(
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """As usual: no weight decay for vectors. So neighbours in storage are updated apart."""
+    """Return groups with other options for vectors, so that neighbours in storage are updated apart."""
     params = list(model.parameters())
     return [
         {"params": [param for param in params if param.dim() > 1]},
@@ -225,7 +225,7 @@ def test_groups(one_rank: None) -> None:
 
 
 def test_settings_are_inputs_of_the_graph(one_rank: None) -> None:
-    """The schedule changes learning rate and momentum from step to step; nothing is lowered for that."""
+    """The schedule changes learning rate and momentum in each step, without lowering another graph."""
     found = []
     for in_backward in (True, False):
         model = _model()
@@ -246,7 +246,7 @@ def test_settings_are_inputs_of_the_graph(one_rank: None) -> None:
 
 
 def test_state_dicts_go_to_and_from_torch(one_rank: None) -> None:
-    """Loaded in the middle of training, into an optimizer that has stepped, and one that has not; then written to, and deleted."""
+    """State dicts load in the middle of training, in both directions. Later, state is written to, replaced and deleted."""
     model, twin = _model(), _model()
     optimizer, reference = _adamw(model.parameters()), _adamw(twin.parameters(), in_backward=False)
     forward, other = _compiled(model), _compiled(twin)
@@ -278,7 +278,7 @@ def test_state_dicts_go_to_and_from_torch(one_rank: None) -> None:
 
 
 def test_step_steps_what_has_a_gradient(one_rank: None) -> None:
-    """As torch.distributed.checkpoint asks for, which makes states with gradients of zeros."""
+    """``step`` updates parameters with a gradient: torch.distributed.checkpoint makes states by a step on zeros."""
     model, twin = _model(), _model()
     optimizer, reference = _adamw(model.parameters()), _adamw(twin.parameters(), in_backward=False)
     forward, other = _compiled(model), _compiled(twin)
@@ -384,7 +384,7 @@ def test_a_backward_that_needs_old_values_raises(one_rank: None) -> None:
 
 
 class _CallsTwice(nn.Module):
-    """Calls one block twice, with another in between, and reads a parameter of it beside."""
+    """A model that calls a block twice, with another in between, and reads a parameter of that block directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ def test_graphs_that_share_parameters(checkpointed: bool, one_rank: None) -> Non
 
 
 class _Target(nn.Module):
-    """Reads a parameter without gradients, and then with them."""
+    """A layer that reads its parameters first without gradients, then with them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -428,7 +428,7 @@ class _Target(nn.Module):
 
 
 class _Targets(nn.Module):
-    """Units of which a checkpoint recomputes a part, or which it does not."""
+    """Two units. If ``checkpointed``, a checkpoint inside each recomputes its layer."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -448,7 +448,7 @@ def test_a_first_read_that_needs_no_gradients(checkpointed: bool, lowering: str,
 
 
 def test_a_graph_waits_for_the_others(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or its update is too early: the comparison above notices."""
+    """Without its notes about other graphs, a graph updates too early, and ``test_graphs_that_share_parameters`` fails."""
     monkeypatch.setattr(gradients, "note_forward", lambda params: None)
     monkeypatch.setattr("fsdp_compile.runtime.planned_graph.note_forward", lambda params: None)
     monkeypatch.setattr("fsdp_compile.runtime.planned_graph.note_backward", lambda params: None)
@@ -504,13 +504,13 @@ def test_beside(prepare: Callable[[Any], None], lowering: str, one_rank: None) -
 
 
 def test_a_parameter_that_is_frozen_for_a_step(one_rank: None) -> None:
-    """Counts of steps differ from then on."""
+    """The parameter's count of steps differs from then on."""
     _compare(_freezes, steps=4)
 
 
 @pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
 def test_an_optimizer_of_some_parameters(lowering: str, one_rank: None) -> None:
-    """A unit with some of each is updated when backward ends."""
+    """A unit of which the optimizer has only some parameters is updated when backward ends."""
     found = []
     for in_backward in (True, False):
         model = _model()
@@ -575,10 +575,10 @@ def _lists(model: Any) -> None:
 
 def on_ranks(what: str) -> None:
     if what == "large parameters":
-        # Each is reduced, and so updated, by itself.
+        # A large parameter is reduced, and so updated, by itself.
         _compare(build=_large, ranks=2, steps=2)
     elif what == "rounded gathers":
-        # What they need lies between shards.
+        # Rounding pads shards, so flat storage has padding between them.
         _compare(ranks=2, gather_policy=fsdp_compile.GatherPolicy())
     elif what == "prefetch lists":
         _compare(ranks=2, prepare=_lists)
@@ -600,7 +600,7 @@ def test_on_ranks(what: str, world: int, rank_pools: RankPools) -> None:
 
 
 def save_and_resume(path: str) -> None:
-    """Four steps straight, or two steps, a checkpoint, and two steps of a model that has loaded it."""
+    """Compare four steps with two steps, a checkpoint, and two steps of a model that loads it. Every rank calls this."""
     straight, resumed = (_model(ranks=dist.get_world_size()) for _ in range(2))
     for model, saves in ((straight, False), (resumed, True)):
         optimizer = _adamw(model.parameters())
@@ -640,7 +640,7 @@ def _captured(in_backward: bool, layers: int = 3, lowering: str = "aot_eager") -
 
 
 def test_updates_are_behind_reductions(fake_ranks: None) -> None:
-    """One for each unit, as soon as its reduction is waited for."""
+    """Each unit has one update, as soon as its reduction is waited for."""
     lines: list[str] = []
     for node in _captured(True).backward[0].graph_module.graph.nodes:
         line = f"{role(node)} {bucket(node)}"
@@ -659,7 +659,7 @@ def test_updates_are_behind_reductions(fake_ranks: None) -> None:
 
 @pytest.mark.inductor
 def test_an_update_is_one_kernel(fake_ranks: None) -> None:
-    """With the division of the reduction: no reduced gradient is written."""
+    """The kernel includes the division of the reduction, so no reduced gradient is written."""
     code = _captured(True, lowering="inductor").backward[0].code
     program = code.split("\n\n")[0].splitlines()
     waits = [
@@ -668,12 +668,12 @@ def test_an_update_is_one_kernel(fake_ranks: None) -> None:
     assert len(waits) == 4
     for index in waits:
         call = next(line for line in program[index:] if "segment_" in line)
-        # It gives nothing out.
+        # The call returns nothing.
         assert call.strip().startswith("segment_")
 
 
 def test_gradients_never_exist_all_at_once(fake_ranks: None) -> None:
-    """Bytes of gradients, full and reduced, while a backward of six equal layers runs."""
+    """While a backward of six equal layers runs, gradients (full and reduced) never need more bytes than 1.5 layers."""
     peaks, given_out, totals = {}, {}, {}
     for in_backward in (True, False):
         captured = _captured(in_backward, layers=6).backward[0]
@@ -682,7 +682,7 @@ def test_gradients_never_exist_all_at_once(fake_ranks: None) -> None:
         peaks[in_backward] = max(breakdown.timeline[Category.GRADIENTS])
         given_out[in_backward] = breakdown.given_out[Category.GRADIENTS]
         totals[in_backward] = max(total for total, _ in captured.live_bytes().timeline)
-    # A layer of 280 parameters, padded for eight ranks.
+    # A layer of 280 elements, which eight ranks divide.
     layer = 280 * 4
     assert given_out[True] == 0 and given_out[False] >= 6 * layer / 8
     assert peaks[True] < 1.5 * layer

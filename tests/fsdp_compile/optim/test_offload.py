@@ -1,7 +1,7 @@
-"""Optimizers whose states are on the host, beside flat ones and torch's own, which have to have the same values to the bit.
+"""Optimizers with states on the host give the values of flat optimizers and of torch's own, to the bit.
 
-With an engine that copies in threads and leaves NaN where nothing has arrived. What is begun when, and what is on the device
-together, is counted with one that copies at once.
+Tests of values use an engine that copies in threads, and leaves NaN where nothing has arrived. Tests of the order of copies,
+and of bytes on the device, use an engine that copies at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _model(shard: Callable[..., Any] = fully_shard, hidden: int = 1024, world: int = 8, **options: Any) -> nn.Module:
-    """On eight ranks, a block is a run of 2177 elements, and the root one of 17: a block is cut into five parts."""
+    """Make a model. On eight ranks, a block is a run of 2177 elements, cut into five parts, and the root a run of 17."""
     torch.manual_seed(0)
     model = models.MLP(hidden=hidden)
     shard_units(model, device_mesh((world,)) if world < 8 else init_device_mesh("cpu", (world,)), shard, **options)
@@ -58,7 +58,7 @@ def _model(shard: Callable[..., Any] = fully_shard, hidden: int = 1024, world: i
 
 
 def _set_gradients(model: nn.Module, step: int, without: Sequence[str] = ()) -> None:
-    """Gradients that depend on the step, the parameter and the rank alone."""
+    """Set gradients that depend only on the step, the parameter and the rank."""
     for index, (name, param) in enumerate(model.named_parameters()):
         generator = torch.Generator().manual_seed(1000 * dist.get_rank() + 100 * step + index)
         param.grad = None if name in without else torch.zeros_like(param)
@@ -80,11 +80,11 @@ def _assert_same(model: nn.Module, other: nn.Module, optimizer: Any, other_optim
 
 
 class _AtOnce:
-    """An engine that copies at once, and holds no memory.
+    """An engine that copies at once, and keeps no memory alive.
 
     Attributes:
-        events: what was begun and waited for, each with the number of the copy in its direction; users add others.
-        peak: the most bytes of results and of sources on the device that were alive when a copy began.
+        events: starts of copies and waits for them, each with the number of the copy in its direction. Tests add others.
+        peak: the most bytes of copies' results and sources on the device that were alive when a copy began.
     """
 
     def __init__(self) -> None:
@@ -142,8 +142,10 @@ def at_once() -> Iterator[_AtOnce]:
 
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
 def test_same_as_torch(kind: type[torch.optim.Optimizer], fake_ranks: None) -> None:
-    """Beside FSDP2, with groups, a schedule, and parameters that are first stepped later, and later on not. What a user has got
-    hold of has arrived when a step returns."""
+    """Values equal those of torch's optimizer on FSDP2, with groups, a schedule, and steps without some gradients.
+
+    State that the user holds has arrived on the host when a step returns.
+    """
     model, twin = _model(), _model(torch.distributed.fsdp.fully_shard)
     options = {"lr": 1e-2, **_OPTIONS.get(kind.__name__, {})}
     make: Any = kind
@@ -172,7 +174,7 @@ _MODES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "options"), _MODES, ids=str)
 def test_same_as_a_flat_optimizer(name: str, options: dict[str, Any], fake_ranks: None) -> None:
-    """Also by fused kernels, which a cut run gives other ends of tensors."""
+    """Values are equal also for fused kernels, although a cut run gives them other ends of tensors."""
     kind, threads = getattr(torch.optim, name), torch.get_num_threads()
     model, twin = _model(), _model()
     torch.set_num_threads(1)
@@ -190,7 +192,7 @@ def test_same_as_a_flat_optimizer(name: str, options: dict[str, Any], fake_ranks
 
 
 def train_and_save(world: int, path: str) -> None:
-    """Executed by every rank: beside torch's AdamW on FSDP2, and from each to the other by a checkpoint."""
+    """Train beside torch's AdamW on FSDP2, and load a checkpoint of each into the other. Every rank calls this."""
 
     def made(shard: Callable[..., Any], make: Callable[..., Any], **options: Any) -> tuple[nn.Module, Any]:
         model = _model(shard, world=world, hidden=256)
@@ -245,7 +247,7 @@ def test_ranks_and_checkpoints(world: int, rank_pools: RankPools, tmp_path: Any)
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
 def test_grad_scaler(options: dict[str, Any], fake_ranks: None) -> None:
-    """An overflow skips a step, and the count of steps with it, of each part of a run."""
+    """An overflow skips a step, which the count of steps of each part of a run leaves out."""
     model, twin = _model(), _model()
     with copying(1e9):
         optimizers = [
@@ -268,7 +270,7 @@ def test_grad_scaler(options: dict[str, Any], fake_ranks: None) -> None:
 
 
 def test_hooks_and_closure(fake_ranks: None, at_once: _AtOnce) -> None:
-    """Once for a step of many buckets."""
+    """Hooks and the closure are called once for a step of many buckets."""
     model = _model()
     optimizer = offload_optimizer(torch.optim.AdamW, model.parameters(), bytes_in_flight=_SMALL)
     called: list[str] = []
@@ -290,8 +292,11 @@ def test_hooks_and_closure(fake_ranks: None, at_once: _AtOnce) -> None:
 def test_a_bucket_is_fetched_while_the_one_before_is_stepped(
     fake_ranks: None, at_once: _AtOnce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One copy each way for a bucket, of all that is kept. The device waits for a fetch ahead of the step, and for what was
-    given back ahead of the second fetch after it; the host at the end alone."""
+    """A bucket has one copy in each direction, of all of its state.
+
+    The device waits for a fetch before the bucket's step, and for a return before the second fetch after it. The host waits
+    only at the end.
+    """
     step = torch.optim.AdamW._init_group
 
     def noted(self: Any, group: Any, *args: Any) -> Any:
@@ -303,7 +308,7 @@ def test_a_bucket_is_fetched_while_the_one_before_is_stepped(
     optimizer = offload_optimizer(torch.optim.AdamW, model.blocks.parameters(), bytes_in_flight=_SMALL)
     _set_gradients(model, 0)
     optimizer.step()
-    # Of each block, 512 of 1021 elements, and the rest.
+    # A block has 1021 elements: one bucket of 512, and one of the rest.
     assert [event for event in at_once.events if event.startswith("fetch")] == []
     assert at_once.events.count("step") == 4
     at_once.events.clear()
@@ -319,7 +324,7 @@ def test_a_bucket_is_fetched_while_the_one_before_is_stepped(
 
 
 def test_what_is_on_the_device_is_bounded(fake_ranks: None, at_once: _AtOnce) -> None:
-    """Of a model with states of many times that, in the first step, which makes them, and in others."""
+    """The bound holds for states of many times that size, in the first step, which makes them, and in later ones."""
     model = _model(hidden=4096)
     optimizer = offload_optimizer(torch.optim.AdamW, model.parameters(), bytes_in_flight=_SMALL)
     kept = sum(2 * local_of(param).nbytes for param in model.parameters())
@@ -327,7 +332,7 @@ def test_what_is_on_the_device_is_bounded(fake_ranks: None, at_once: _AtOnce) ->
     for step in range(3):
         _set_gradients(model, step)
         optimizer.step()
-        # The rest is for gradients. The first step fetches nothing.
+        # The other quarter is for gradients. The first step fetches nothing.
         assert at_once.peak == _SMALL // 4 * (3 if step else 2)
         assert all(param.grad is not None for param in model.parameters())
         at_once.peak = 0
@@ -356,7 +361,7 @@ def test_gradients_in_order_of_a_bucket_alone(
 
 @pytest.mark.parametrize("hidden", [240, 4096], ids=["whole runs", "parts"])
 def test_gradients_that_lie_in_order_are_not_copied(hidden: int, fake_ranks: None, at_once: _AtOnce) -> None:
-    """Those of an uncompiled backward; if one of them is replaced, there are copies of its bucket's."""
+    """Gradients of an uncompiled backward lie in order. If one is replaced, those of its bucket are copied."""
     model, twin = _model(hidden=hidden), _model(hidden=hidden)
     optimizers = [
         offload_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, bytes_in_flight=_SMALL),
@@ -376,7 +381,7 @@ def test_gradients_that_lie_in_order_are_not_copied(hidden: int, fake_ranks: Non
 
 
 def test_streams(fake_ranks: None) -> None:
-    """Of a step on a device that has some. A fetch waits for the memory of what was given back; the host at the end alone."""
+    """On a device with streams, a fetch waits for the memory of a returned bucket. The host waits only at the end."""
     with logged_streams() as log:
         model: Any = _model(hidden=480)
         optimizer = offload_optimizer(torch.optim.AdamW, model.blocks.parameters(), bytes_in_flight=_SMALL)
@@ -412,7 +417,7 @@ def test_without_memory_of_its_own_nothing_is_copied(fake_ranks: None, monkeypat
 
 
 def test_a_step_that_fails(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves no copy in flight, and of a run that it has not stepped whole no state that is not there."""
+    """A step that fails leaves no copy in flight. A run that it has not stepped whole keeps no incomplete state."""
     models_ = _model(), _model()
     model, twin = (each.get_submodule("blocks") for each in models_)
     step, calls = torch.optim.AdamW._init_group, []
@@ -446,7 +451,7 @@ def test_a_step_that_fails(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_a_step_that_fails_has_fetched(fake_ranks: None, at_once: _AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device waits for what was fetched ahead: its memory is free when the step is left."""
+    """The device waits for buckets that were fetched early, so that their memory is free when the step raises."""
     model = _model()
     optimizer = offload_optimizer(torch.optim.AdamW, model.parameters(), bytes_in_flight=_SMALL)
     _set_gradients(model, 0)
@@ -460,7 +465,7 @@ def test_what_a_step_that_fails_has_fetched(fake_ranks: None, at_once: _AtOnce, 
 
 @pytest.mark.parametrize("pin_memory", [True, False])
 def test_memory_that_is_pinned(pin_memory: bool, fake_ranks: None, at_once: _AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two runs and two tensors each, when they are made, and when they were loaded; in the same memory from then on."""
+    """States of two runs, two tensors each, are pinned when they are made or loaded, and then keep their memory."""
     model: Any = _model()
     optimizer = offload_optimizer(torch.optim.AdamW, model.blocks.parameters(), pin_memory=pin_memory)
     asked: list[bool] = []
@@ -562,13 +567,13 @@ def test_state_dicts_to_torch_and_back(fake_ranks: None) -> None:
                 _set_gradients(each, step)
                 optimizer.step()
             _assert_same(model, twin, ours, theirs)
-    # Hooks of users see tensors.
+    # Hooks of users see DTensors.
     assert len(seen) == 2 * len(list(model.parameters()))
     assert all(isinstance(entry["exp_avg"], DTensor) for entry in seen)
 
 
 def test_what_is_loaded_is_put_on_the_host(fake_ranks: None, at_once: _AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on the device of its parameter: with a host that can be told from it. In the dtype of its parameter, as torch does."""
+    """State goes to the host, here meta, and not to its parameter's device. It gets its parameter's dtype, as with torch."""
     model = _model(ignored_params=set())
     optimizer = offload_optimizer(torch.optim.AdamW, model.parameters())
     _set_gradients(model, 0)
@@ -611,7 +616,7 @@ def test_copies_and_pickles(fake_ranks: None) -> None:
 
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
 def test_bytes_are_known_ahead(kind: type[torch.optim.Optimizer], fake_ranks: None, at_once: _AtOnce) -> None:
-    """Of a model that fits into a bucket, with a parameter that is ignored, and one that is frozen."""
+    """Bytes are known before the first step, here of a model in one bucket, with an ignored and a frozen parameter."""
     torch.manual_seed(0)
     model: Any = models.MLP(hidden=15)
     model.blocks[0].up.bias.requires_grad_(False)
@@ -677,7 +682,7 @@ def test_parameters_with_extensions(fake_ranks: None) -> None:
 
 
 def test_a_gradient_that_is_laid_out_otherwise(fake_ranks: None) -> None:
-    """Its parameter leaves its run, with its state, and comes back."""
+    """The gradient's parameter leaves its run, with its state, and comes back."""
     model, twin = _model(hidden=15), _model(hidden=15)
     with copying(1e9):
         optimizers = [offload_optimizer(torch.optim.AdamW, model.parameters()), torch.optim.AdamW(twin.parameters())]
@@ -695,7 +700,7 @@ def test_a_gradient_that_is_laid_out_otherwise(fake_ranks: None) -> None:
 
 
 def test_states_of_a_parameter_that_leaves_its_run() -> None:
-    """They go to the parameter's device, where torch steps it: here from the host to one that stands for it."""
+    """States move to the parameter's device, where torch steps it: here from the CPU to meta, which stands for a device."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -727,7 +732,7 @@ def test_options_that_are_refused() -> None:
 
 
 def test_parameters_that_are_refused(fake_ranks: None) -> None:
-    """The group is not added."""
+    """A group with a refused parameter is not added."""
     on_host, updated = _model(hidden=15, offload_policy=CPUOffloadPolicy()), _model(hidden=15)
     optimizer_in_backward(torch.optim.AdamW, updated.parameters())
     optimizer = offload_optimizer(torch.optim.AdamW, _model(hidden=15).parameters())

@@ -1,4 +1,4 @@
-"""``flat_optimizer(one_buffer=True)``: what flat optimizers have to do at all, and what the buffers add to it."""
+"""``flat_optimizer(one_buffer=True)``: the tests of flat optimizers, and tests of the buffers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _one_buffer = functools.partial(flat_optimizer, one_buffer=True)
 
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests of flat optimizers, too."""
+    """One buffer for all units, also in the imported tests of flat optimizers."""
     monkeypatch.setattr(test_flat_optimizer, "flat_optimizer", _one_buffer)
 
 
@@ -80,7 +80,7 @@ def _batch(step: int, seed: int = 0) -> Tensor:
 
 
 class _Sizes(TorchDispatchMode):
-    """Notes the operators that write in place, and the sizes of what they write to."""
+    """A record of operators and the number of elements of their first operand, unless it is a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,9 +94,9 @@ class _Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("way", _WAYS)
 def test_a_model_is_one_tensor(way: str, fake_ranks: None) -> None:
-    """For torch's step, and for clipping, from the second step on."""
+    """torch's step and clipping take the model as one tensor, from the second step on."""
     torch.manual_seed(0)
-    # Four ranks divide all rows into words of 16 bytes: padding would part neighbours.
+    # Shards over four ranks are multiples of 16 bytes, so that no padding lies between neighbours.
     model = models.MLP(16, 32, 16, layers=3)
     shard_units(model, init_device_mesh("cpu", (2, 4)), fsdp_compile.fully_shard)
     optimizer: Any = _one_buffer(torch.optim.SGD, model.parameters(), momentum=0.9)
@@ -114,7 +114,7 @@ def test_a_model_is_one_tensor(way: str, fake_ranks: None) -> None:
 
 @pytest.mark.parametrize("way", _WAYS)
 def test_gradients_are_the_same_tensors_in_each_step(way: str, one_rank: None) -> None:
-    """Where nobody holds one, so that what backward does about them is one copy for all that it reduces at once."""
+    """Gradients that nobody holds are the same objects in each step. So a backward makes one copy for each reduction."""
     model = _model()
     optimizer = _one_buffer(torch.optim.SGD, model.parameters(), lr=0.1)
     forward = _forward(model, way)
@@ -154,7 +154,7 @@ def _elsewhere(grad: Any) -> Any:
 @pytest.mark.parametrize("held", [_whole, _local, _view, _detached, _elsewhere])
 @pytest.mark.parametrize("way", ["eager", "apart"])
 def test_gradients_that_are_held_stay(way: str, held: Callable[[Any], Any], one_rank: None) -> None:
-    """As with gradients of several losses that are combined later: each backward begins without any."""
+    """A gradient that the user holds is not overwritten, as when gradients of several losses are combined later."""
     model, twin = _model(), _model()
     optimizer: Any = _one_buffer(torch.optim.SGD, model.parameters(), lr=1e-3)
     reference = torch.optim.SGD(twin.parameters(), lr=1e-3)
@@ -176,7 +176,7 @@ def test_gradients_that_are_held_stay(way: str, held: Callable[[Any], Any], one_
             del found
         for param, other in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(local_of(param), local_of(other), rtol=1e-6, atol=1e-7)
-    # Nobody holds it any more.
+    # The gradient is held no more.
     assert model.blocks[1].down.weight.grad is None
     model(_batch(0)).sum().backward()
     (buffer,) = optimizer._buffers
@@ -220,13 +220,13 @@ def test_buffers_go_with_the_optimizer(one_rank: None) -> None:
     del optimizer
     gc.collect()
     assert buffer() is None
-    # Gradients land as they do elsewhere.
+    # Gradients land as they do without the optimizer.
     model(_batch(1)).sum().backward()
     assert model.bias.grad is not None
 
 
 def test_each_gradient_and_shard_has_a_storage_of_its_own(one_rank: None) -> None:
-    """What torch would save, or copy, of it."""
+    """torch saves and copies the whole storage of a tensor, so each has one of its own."""
     model = _model()
     optimizer = _one_buffer(torch.optim.AdamW, model.parameters())
     for step in range(2):
@@ -257,7 +257,7 @@ def _assert_close(model: nn.Module, twin: nn.Module) -> None:
 
 @pytest.mark.parametrize("way", ["eager", "merged"])
 def test_microbatches(way: str, one_rank: None) -> None:
-    """Reduced each, or at the end alone; gradients of the second are added to those of the first."""
+    """Each microbatch is reduced, or the last alone. Gradients are added to those of earlier microbatches."""
     made = list(_twins(way))
     for step in range(4):
         for model, forward, optimizer in made:
@@ -291,7 +291,7 @@ def test_cast_frozen_and_thawed(way: str, one_rank: None) -> None:
 
 
 def test_a_model_without_memory_yet(one_rank: None) -> None:
-    """The optimizer is made ahead of its values."""
+    """The optimizer is made before the parameters have memory."""
     with torch.device("meta"):
         model = models.MLP(hidden=16)
     shard_units(model, init_device_mesh("cpu", (1,)), fsdp_compile.fully_shard)
@@ -310,7 +310,7 @@ def test_a_model_without_memory_yet(one_rank: None) -> None:
 
 
 def test_two_optimizers_share_units(one_rank: None) -> None:
-    """Weights and biases are neighbours, and gradients of both are reduced together."""
+    """One optimizer has weights, the other biases: neighbours in storage, whose gradients are reduced together."""
     made = []
     for kind in (_one_buffer, None):
         model = _model()
@@ -327,7 +327,7 @@ def test_two_optimizers_share_units(one_rank: None) -> None:
 
 
 def test_two_optimizers_have_one_unit_in_common(one_rank: None) -> None:
-    """It stays where the first has moved it, so that neither has to cut runs anew in each step."""
+    """The unit stays where the first optimizer has moved it, so that neither has to cut runs anew in each step."""
     made = []
     for kind in (_one_buffer, None):
         model = _model()
@@ -351,12 +351,12 @@ def test_two_optimizers_have_one_unit_in_common(one_rank: None) -> None:
 
 
 def train(shape: tuple[int, ...], lowering: str | None, **options: Any) -> None:
-    """With clipping and microbatches, beside FSDP2's model, optimizer and clipping."""
+    """Train with clipping and microbatches, beside FSDP2 with torch's optimizer and clipping. Every rank calls this."""
     mesh = device_mesh(shape)
     made = []
     for fully_shard in (fsdp_compile.fully_shard, torch.distributed.fsdp.fully_shard):
         torch.manual_seed(0)
-        # Rows that ranks do not divide.
+        # Ranks do not divide the 15 rows.
         model = models.MLP(hidden=15, layers=8)
         shard_units(model, mesh, fully_shard, **options)
         made.append(model)

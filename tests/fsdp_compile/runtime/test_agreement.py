@@ -1,4 +1,4 @@
-"""Ranks that disagree raise, all of them and soon. Threads stand for ranks, but for one job of real ones."""
+"""Ranks that disagree raise, all of them and soon. Threads stand for ranks, except in the last tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GATHER, _SCATTER, _REDUCE = (
 
 
 class Ranks:
-    """Threads, each a rank with its own view of the store."""
+    """Threads that stand for ranks, each with its own view of the store."""
 
     def __init__(self, stores: Sequence[dist.Store], timeout_s: float = 20.0, warn_after_s: float = 20.0):
         ranks = range(len(stores))
@@ -45,7 +45,7 @@ class Ranks:
         ]
 
     def each(self, jobs: Sequence[Callable[[Ballot], None] | None]) -> list[str]:
-        """The errors of ranks that do their jobs; an empty string where there is none, also for ranks without a job."""
+        """Run each rank's job. Return the error of each rank, or an empty string if it has none, or no job."""
         with ThreadPoolExecutor(len(jobs)) as pool:
             return list(pool.map(self._outcome, self.ballots, jobs))
 
@@ -86,7 +86,7 @@ def test_ranks_that_agree_and_then_do_not(kind: str, tmp_path: Path) -> None:
 
 
 def _error(ranks: Ranks, *graphs: Program) -> str:
-    """The error that all ranks raise alike."""
+    """Return the error, which all ranks must raise alike within seconds."""
     start = time.monotonic()
     errors = ranks.agree(*graphs)
     assert time.monotonic() - start < 5
@@ -159,7 +159,7 @@ def test_rank_that_comes_too_late_raises_as_well(store: dist.Store) -> None:
     ranks = Ranks([store] * 2, timeout_s=0.1)
     error = ranks.agree(_graph(_GATHER), None)[0]
     assert ranks.agree(None, _graph(_GATHER)) == ["", error]
-    # From there on, they are in step.
+    # From then on, the ranks are in step.
     assert ranks.agree(*[_graph(_GATHER)] * 2) == ["", ""]
 
 
@@ -193,13 +193,13 @@ def test_what_is_over_leaves_only_the_last_verdict(store: dist.Store) -> None:
 def test_process_group_made_anew_with_the_same_store(store: dist.Store) -> None:
     first = Ranks([store] * 2)
     assert first.agree(*[_graph(_GATHER)] * 2) == ["", ""]
-    # The verdict of the first life says nothing about the second.
+    # The verdict in the first process group says nothing about the second.
     error = _error(Ranks([store] * 2), _graph(_GATHER), _graph(_SCATTER))
     assert "at collective 1:" in error
 
 
 def _seconds_to(raise_error: Callable[[], Any]) -> tuple[str, float]:
-    """The error, and how long it took."""
+    """Return the error, or an empty string, and the seconds that the call took."""
     start = time.monotonic()
     try:
         raise_error()
@@ -209,7 +209,10 @@ def _seconds_to(raise_error: Callable[[], Any]) -> tuple[str, float]:
 
 
 def _disagree(mesh_shape: tuple[int, ...]) -> list[tuple[str, float]]:
-    """Executed by every rank; the last one is at odds with the others."""
+    """Return the outcomes of three calls. Every rank calls this.
+
+    In a forward and in a backward, the last rank differs from the others. In the last backward, no rank does.
+    """
     mesh = device_mesh(mesh_shape)
     is_odd = dist.get_rank() == dist.get_world_size() - 1
 
@@ -219,7 +222,7 @@ def _disagree(mesh_shape: tuple[int, ...]) -> list[tuple[str, float]]:
             fully_shard(module, mesh=mesh)
         return model, torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
 
-    # That they have agreed on other graphs, also on one without communication over replicas, is no excuse.
+    # Ranks agree on other graphs first, also on one without communication over replicas. They must disagree all the same.
     _, compiled = trainee(width=12)
     compiled(torch.ones(2, 4)).sum().backward()
     _, compiled = trainee(width=16 if is_odd else 8)
@@ -234,14 +237,17 @@ def _disagree(mesh_shape: tuple[int, ...]) -> list[tuple[str, float]]:
 
 
 def _disagree_beside_tensor_parallel() -> tuple[str, float]:
-    """Executed by every rank; the last one is at odds with the one that it shards with, and not with its neighbour."""
+    """Return the outcome if rank 3 differs from rank 1, with which it shards, but not from its neighbour in ``tp``.
+
+    Every rank calls this.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh["dp"])
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
-    # Its gradient is summed over the ranks of tp, in backward.
+    # The input's gradient is summed over the ranks of tp, in backward.
     x = torch.ones(2, 4, requires_grad=True)
     compiled(x).sum().backward()
     if dist.get_rank() == 3:
@@ -265,7 +271,7 @@ def test_real_ranks(mesh_shape: tuple[int, ...], rank_pools: RankPools) -> None:
     world = 2 * len(mesh_shape)
     others = "rank 0" if world == 2 else "rank 2"
     for size, flag, recovered in rank_pools[world].run(_disagree, mesh_shape=mesh_shape):
-        # With replicas, the first two ranks share no group with the odd one, or only the second.
+        # With replicas, rank 0 shares no group with the odd rank, and rank 1 only the group of replicas.
         assert f"{others}: all_gather_into_tensor 20 x float32 over shard, bucket 0" in size[0]
         assert f"rank {world - 1}: all_gather_into_tensor 40 x float32 over shard, bucket 0" in size[0]
         assert f"{others}: all_to_all_single 36 x float32 over shard, bucket 2" in flag[0]

@@ -1,4 +1,4 @@
-"""One rank runs something else than the others: every rank raises, within seconds. What all ranks do together is no error."""
+"""If one rank runs another program than the others, every rank raises within seconds. If all ranks deviate alike, none does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EAGER_TOO = Program("unshard of bias outside of a compiled graph", [], ["[1]"],
 
 
 class Ranks:
-    """The courses of threads that are ranks of one group."""
+    """Courses of threads that stand for ranks of one group."""
 
     def __init__(self, number: int = 2):
         store = dist.HashStore()
@@ -44,7 +44,7 @@ class Ranks:
         self._now = 0.0
 
     def run(self, *programs: Program | None) -> list[str]:
-        """The errors of ranks that each begin a program, or none where it is None; an empty string where there is no error."""
+        """Begin a program on each rank, or nothing where it is None. Return each rank's error, or an empty string."""
         with ThreadPoolExecutor(len(programs)) as pool:
             return list(pool.map(self.run_alone, range(len(programs)), programs))
 
@@ -62,12 +62,12 @@ class Ranks:
         return ""
 
     def asks(self, rank: int, program: Program) -> contextlib.AbstractContextManager[Any]:
-        """The rank waits for the others to run this program, while the context lasts."""
+        """Make the rank seem to wait in a comparison of ``program``, for the duration of the context."""
         ballot = self.courses[rank].ballot
         return patch.object(ballot, "asking", (ballot.passed + 1, str(program)))
 
     def look(self) -> list[str]:
-        """The failures that ranks have found after their watchdogs looked at each other for ten seconds."""
+        """Run the watchdogs for ten pretended seconds. Return the failure that each rank has found, or an empty string."""
         for _ in range(10):
             self._now += 1
             for course in self.courses:
@@ -82,7 +82,7 @@ def no_connections() -> Iterator[None]:
 
 
 def _in_step(number: int = 2, steps: int = 2) -> Ranks:
-    """Ranks that have run some steps together."""
+    """Return ranks that have run some steps together."""
     ranks = Ranks(number)
     for program in [_FORWARD, _BACKWARD] * steps:
         assert ranks.run(*[program] * number) == [""] * number
@@ -98,14 +98,14 @@ def test_only_what_is_new_asks() -> None:
     with _comparisons() as compare:
         for program in (_FORWARD, _BACKWARD, _FORWARD, _BACKWARD):
             ranks.run(program, program)
-        # Each graph, and forward after backward; on both ranks.
+        # Each graph, and forward after backward, on both ranks.
         assert compare.call_count == 2 * 3
         for program in (_FORWARD, _BACKWARD, _FORWARD):
             ranks.run(program, program)
         assert compare.call_count == 2 * 3
         for program in (_EAGER, _EAGER_TOO, _EAGER, _BACKWARD, _FORWARD, _EAGER):
             ranks.run(program, program)
-        # From graph to operator and back; not between operators.
+        # From a graph to an operator and back, but not between operators.
         assert compare.call_count == 2 * 5
 
 
@@ -127,7 +127,7 @@ def test_both_ask_for_something_else() -> None:
 def test_both_ask_for_the_same_after_something_else() -> None:
     ranks = _in_step()
     for rank, program in enumerate((_FORWARD, _BACKWARD)):
-        # As if nothing had compared them.
+        # As if the ranks had not compared these programs.
         ranks.courses[rank].push(ranks.courses[rank].know(program))
     errors = ranks.run(_EAGER, _EAGER)
     assert errors[0] == errors[1]
@@ -163,7 +163,7 @@ def test_what_both_ran_before_at_other_places() -> None:
     ranks = _in_step()
     for program in (_FORWARD, _OTHER_BACKWARD, _FORWARD, _BACKWARD, _FORWARD):
         ranks.run(program, program)
-    # No rank compares.
+    # Both programs are known, so no rank compares.
     assert ranks.run_alone(0, _BACKWARD) == ranks.run_alone(1, _OTHER_BACKWARD) == ""
     failure, other = ranks.look()
     assert failure == other
@@ -186,7 +186,7 @@ def test_a_question_that_was_answered_is_of_the_past() -> None:
     ranks = _in_step()
     with ranks.asks(0, _EAGER):
         assert ranks.look() == ["", ""]
-    # The post still says that the first rank asks.
+    # The first rank's post still says that it waits in a comparison.
     ranks.courses[0].thread = 0
     assert ranks.run(_EAGER, _EAGER) == ["", ""]
     ranks.courses[0].thread = 0
@@ -217,12 +217,12 @@ def test_many_ranks_compare_themselves_with_some() -> None:
 
 # Real ranks.
 
-# A second or two; much more where many processes share a core.
+# Usually a second or two; much more where many processes share a core.
 _SOON_S = 20
 
 
 class Model(nn.Module):
-    """Layers of equal size, so that messages of one would fit another."""
+    """A model of layers of equal size, so that messages of one would fit another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,14 +239,14 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def rank_pools() -> Iterator[RankPools]:
-    """Pools of these tests' own: ranks that disagree close connections, also of groups that others go on with."""
+    """Pools for these tests alone: ranks that disagree close connections, also of groups that other tests use."""
     pools = RankPools()
     yield pools
     pools.close()
 
 
 def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    """With groups of its own, which are of no more use afterwards."""
+    """Make a mesh with groups of its own, as ranks that disagree make groups unusable."""
     if len(shape) == 1:
         return DeviceMesh.from_group(dist.new_group(list(range(shape[0]))), "cpu")
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
@@ -279,7 +279,7 @@ _DEVIATIONS: dict[str, Callable[[Model, Any], None]] = {
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """Restores the settings that deviations change."""
+    """Restore, after the block, the settings that deviations change."""
     limit = torch._dynamo.config.recompile_limit
     try:
         yield
@@ -297,7 +297,7 @@ def _trainee(mesh: DeviceMesh) -> tuple[Model, Any]:
 
 
 def _outcome(step: Callable[[], Any]) -> tuple[str, float]:
-    """The error, and how long it took."""
+    """Return the error, or an empty string, and the seconds that the step took."""
     start = time.monotonic()
     try:
         step()
@@ -307,7 +307,7 @@ def _outcome(step: Callable[[], Any]) -> tuple[str, float]:
 
 
 def _deviate(mesh_shape: tuple[int, ...], name: str, odd_ranks: Sequence[int]) -> list[tuple[str, float]]:
-    """Executed by every rank: two steps alike, then some of the ranks deviate."""
+    """Run two equal steps, then two in which ``odd_ranks`` deviate. Return the outcomes of these. Every rank calls this."""
     model, compiled = _trainee(_mesh(mesh_shape))
     for _ in range(2):
         compiled(torch.ones(2, 8)).sum().backward()
@@ -325,7 +325,7 @@ _SIDES = {
     "_force_eager": (_OPERATOR, f"forward {_GRAPH}"),
     "_break_graph": (f"forward {_GRAPH} (about", f"forward {_GRAPH}; 2: all_gather"),
     "_keep_gradients": ("backward graph that begins with 1: all_gather", "; 3: all_to_all_single 72 x float32 over shard"),
-    # In a graph that Dynamo traced, operators know no units.
+    # Operators in a graph that Dynamo traced know only the parameter, not its unit.
     "_freeze": ("unshard of first.weight outside of a compiled graph", f"forward {_GRAPH}"),
 }
 
@@ -342,7 +342,7 @@ def test_one_rank_deviates(rank_pools: RankPools, name: str, odd_rank: int) -> N
     odd, others = _SIDES[name]
     for first, second in rank_pools[2].run(_deviate, mesh_shape=(2,), name=name, odd_ranks=[odd_rank]):
         _check(first[0], {f"rank {odd_rank}": odd, f"rank {1 - odd_rank}": others})
-        # The groups are of no more use, and everything says why.
+        # The groups are unusable now, and every call raises the reason.
         _check(second[0], {f"rank {odd_rank}": odd})
         assert max(first[1], second[1]) < _SOON_S
 
@@ -350,14 +350,14 @@ def test_one_rank_deviates(rank_pools: RankPools, name: str, odd_rank: int) -> N
 @pytest.mark.parametrize("odd_ranks", [[3], pytest.param([2, 3], marks=pytest.mark.night)])
 def test_with_replicas(rank_pools: RankPools, odd_ranks: list[int]) -> None:
     for (error, seconds), _ in rank_pools[4].run(_deviate, mesh_shape=(2, 2), name="_force_eager", odd_ranks=odd_ranks):
-        # Where both of a shard group deviate, it is the replicas that disagree.
+        # If both ranks of a shard group deviate, the replicas disagree.
         operator = _OPERATOR if len(odd_ranks) == 1 else "outside of a compiled graph"
         assert "RanksDisagree" in error and operator in error and "ward graph that begins with" in error
         assert seconds < _SOON_S
 
 
 def _alternate() -> list[tuple[str, float]]:
-    """Executed by every rank: all know two kinds of backward; then each chooses another one."""
+    """Run two kinds of backward alike, then another kind on each rank. Return the outcomes. Every rank calls this."""
     model, compiled = _trainee(_mesh((2,)))
     outcomes = []
     for synchronised in (True, False, True, True, False, False, True, dist.get_rank() == 0):
@@ -374,7 +374,7 @@ def test_ranks_choose_among_known_graphs(rank_pools: RankPools) -> None:
 
 
 def _return() -> list[tuple[str, float]]:
-    """Executed by every rank: all run uncompiled for a while; then one compiles again, and later one gathers ahead."""
+    """Run uncompiled alike, then compiled on one rank. Later, call ``unshard`` on one rank. Every rank calls this."""
     outcomes = []
     model, compiled = _trainee(_mesh((2,)))
     with _settings():
@@ -401,7 +401,7 @@ def test_ranks_that_were_allowed_to_run_uncompiled(rank_pools: RankPools) -> Non
 
 
 class Counter:
-    """Comparisons in the context."""
+    """A counter of comparisons in the context."""
 
     def __enter__(self) -> Counter:
         self._patch = _comparisons()
@@ -418,7 +418,10 @@ class Counter:
 
 
 def _together(name: str, late_s: float) -> int:
-    """Executed by every rank: all deviate alike, one of them late, and train right. Returns the comparisons of the last step."""
+    """Deviate on all ranks, one of them late, and check gradients. Every rank calls this.
+
+    Return the number of comparisons in the last step.
+    """
     model, compiled = _trainee(device_mesh((2,)))
     reference = Model()
     reference.load_state_dict({key: value.full_tensor() for key, value in model.state_dict().items()})

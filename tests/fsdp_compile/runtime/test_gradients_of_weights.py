@@ -1,4 +1,4 @@
-"""Gradients of weights that ``autograd.grad`` returns, apart from those of inputs, as in pipelines without bubbles.
+"""Gradients of weights that ``autograd.grad`` computes apart from those of inputs, as in zero-bubble pipelines.
 
 ``tests/fsdp_compile/test_composition.py`` has whole pipelines.
 """
@@ -33,7 +33,7 @@ def _loss(model: nn.Module) -> Tensor:
 
 
 def _finish(model: nn.Module) -> None:
-    """What a schedule does behind the last microbatch."""
+    """Reduce gradients as a pipeline schedule does after the last microbatch."""
     stage: Any = PipelineStage(model, 0, 1, torch.device("cpu"), group=dist.group.WORLD)
     stage.perform_reduce_grad(1)
 

@@ -1,4 +1,4 @@
-"""Units in forwards that are not compiled: what they communicate, beside FSDP2, and what of them is in memory when."""
+"""Units in uncompiled forwards: they communicate as FSDP2's do, and one unit is in memory at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.fsdp_compile.test_parity import CASES
 
 pytestmark = pytest.mark.units_apart
 
-# Gloo has no reduce-scatter; an exchange of pieces takes its place.
+# Gloo has no reduce-scatter; an all-to-all takes its place.
 _KINDS = {
     "_allgather_base_": "gather",
     "all_gather_into_tensor": "gather",
@@ -43,7 +43,7 @@ _KINDS = {
 
 
 class _Counts(TorchDispatchMode):
-    """Counts collectives. ``CommDebugMode``, which does, too, loses its way where a module is called twice or recomputed."""
+    """A counter of collectives. ``CommDebugMode`` goes wrong if a module is called twice or recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Counts(TorchDispatchMode):
 
 
 def counted(work: Callable[[], Any]) -> dict[str, int]:
-    """The collectives that are issued while something runs, by kind."""
+    """Return the numbers of collectives that ``work`` issues, by kind."""
     with _Counts() as counts:
         work()
     return dict(counts.kinds)
@@ -69,7 +69,10 @@ def counted(work: Callable[[], Any]) -> dict[str, int]:
 def change_reshard(
     fully_shard: FullyShard, before: bool | int, after: bool, gather_policy: GatherPolicy | None = None
 ) -> list[torch.Tensor]:
-    """Gradients of a step with checkpoints around units, whose flag changes between forward and backward."""
+    """Return gradients of a step with checkpoints around units.
+
+    ``set_reshard_after_forward`` is called between forward and backward.
+    """
     torch.manual_seed(0)
     model: Any = models.MLP(checkpointed=True)
     policy = {"gather_policy": gather_policy} if gather_policy else {}
@@ -81,7 +84,7 @@ def change_reshard(
 
 
 def change_reshard_in_both(before: bool | int, after: bool) -> None:
-    """Executed by every rank."""
+    """Compare with FSDP2, and rounded gathers with a run in which the flag stays. Every rank calls this."""
     theirs = change_reshard(torch.distributed.fsdp.fully_shard, bool(before), not before)
     torch.testing.assert_close(change_reshard(fully_shard, before, after), theirs)
     policy, kept = GatherPolicy(torch.int8), bool(before)
@@ -99,7 +102,7 @@ def test_reshard_after_forward_changes_between_forward_and_backward(
 
 
 def communicate(name: str, fully_shard: FullyShard) -> list[dict[str, int]]:
-    """The communication of two steps of a case of ``test_parity.py``: forward, backward, forward, backward."""
+    """Return the collectives of two steps of a case of ``test_parity.py``: forward, backward, forward, backward."""
     case = CASES[name]
     torch.manual_seed(0)
     model = case.build()
@@ -156,7 +159,7 @@ def test_torchs_mode_sees_each_unit(rank_pools: RankPools) -> None:
 
 
 def accumulate(fully_shard: FullyShard, reshard_after_forward: bool | None, keep: bool, scatter_only: bool) -> list[Any]:
-    """The communication of three microbatches, of which the last synchronises."""
+    """Return the collectives of three microbatches, of which the last synchronises."""
     torch.manual_seed(0)
     model: Any = models.MLP()
     world = dist.get_world_size()
@@ -197,7 +200,7 @@ def test_accumulates_as_fsdp2(world: int, flags: dict[str, bool], rank_pools: Ra
 
 
 class _Watched(nn.Module):
-    """A block that notes how many full parameters of others are alive when it runs."""
+    """A block that records how many full weights are alive when its forward and its backward run."""
 
     def __init__(self, alive: list[int]) -> None:
         super().__init__()
@@ -222,12 +225,12 @@ def _noted(gathered: Gathered) -> None:
 
 def _full_weights() -> int:
     gc.collect()
-    # Biases are smaller.
+    # Biases, of 8 elements, do not count.
     return len({storage._cdata for ref in _weights if (storage := ref()) is not None and storage.nbytes() > 8 * 4})
 
 
 def memory(around: str, frozen: bool, tensor_parallel: bool = False) -> tuple[list[int], int]:
-    """How many full weights of a chain of blocks are in memory in each forward, in each backward, and after all."""
+    """Return how many full weights of a chain of blocks are alive in each forward and backward, and after them."""
     alive: list[int] = []
     model: Any = nn.Sequential(*(_Watched(alive) for _ in range(4)))
     model.requires_grad_(not frozen)
@@ -274,14 +277,14 @@ def test_one_tensor_parallel_unit_is_in_memory_at_a_time(around: str, frozen: bo
 
 def _assert_one_unit_at_a_time(found: list[tuple[list[int], int]]) -> None:
     for alive, afterwards in found:
-        # Forwards first. A gradient arrives ahead of the gather that it causes.
+        # The first four are forwards. In backward, none may be alive: a gradient arrives before the gather that it causes.
         assert alive[:4] == [1, 1, 1, 1]
         assert max(alive) == 1
         assert afterwards == 0
 
 
 def reshard_by_hand(fully_shard: FullyShard) -> tuple[list[Any], list[Tensor]]:
-    """FSDP2's test_manual_reshard_with_reshard_after_forward_false, with gradients."""
+    """Run FSDP2's test_manual_reshard_with_reshard_after_forward_false. Return collectives and gradients."""
     torch.manual_seed(0)
     model: Any = models.MLP()
     shard_units(model, device_mesh((2,)), fully_shard, reshard_after_forward=False)
@@ -367,7 +370,7 @@ def _an_error_in_forward(unit: Any) -> None:
 def test_gathers_and_reductions(name: str, gathers: int, reductions: int, rank_pools: RankPools) -> None:
     for counts in rank_pools[2].run(gathers_of, name=name):
         assert counts.get("reduce-scatter", 0) == reductions
-        # Those that full_tensor() of a test does are DTensor's.
+        # More gathers are those of ``full_tensor()`` in the functions above.
         assert counts["gather"] >= gathers
 
 
@@ -382,7 +385,7 @@ def gradient_of_the_input_alone() -> None:
 
 
 def test_gradient_of_the_input_alone(rank_pools: RankPools) -> None:
-    """Nothing is reduced, whose end would free the parameters."""
+    """Parameters are freed although no reduction runs, whose end frees them otherwise."""
     rank_pools[2].run(gradient_of_the_input_alone)
 
 
@@ -413,7 +416,7 @@ def test_backward_may_do_without(rank_pools: RankPools) -> None:
 
 
 class SharesTable(nn.Module):
-    """Checkpointed blocks that are given a parameter of the root, as DeBERTa's are."""
+    """A model that passes a parameter of the root to checkpointed blocks, as DeBERTa does."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -461,13 +464,13 @@ def write_between() -> str:
 
 
 def test_a_parameter_that_was_written_between(rank_pools: RankPools) -> None:
-    """FSDP2 would go on with the new values, and give gradients of neither; torch alone raises, too."""
+    """Backward raises, as torch does. FSDP2 would use the new values, and its gradients would fit neither old nor new ones."""
     for message in rank_pools[2].run(write_between):
         assert "Parameter up.weight was written after a forward whose backward needs it" in message
 
 
 def others_may_step() -> None:
-    """As a GAN does: another model's optimizer steps between forward and backward."""
+    """Step another model's optimizer between forward and backward, as a GAN does."""
     unit = _unit(reshard_after_forward=True)
     other = nn.Linear(2, 2)
     loss = unit(torch.ones(2, 8)).square().sum()
@@ -481,7 +484,7 @@ def test_other_optimizers_may_step_between(rank_pools: RankPools) -> None:
 
 
 class Experts(nn.Module):
-    """A rank uses the expert that it is told, as a router would."""
+    """A model that uses the expert that each rank passes, as a router would choose."""
 
     def __init__(self) -> None:
         super().__init__()

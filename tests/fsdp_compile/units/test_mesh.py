@@ -17,7 +17,7 @@ from tests.common.distributed import RankPools
 
 
 def test_communicators_are_made_before_the_first_graph(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's, of every group that a graph will use: those of the mesh, of the smaller gathers, of the reductions."""
+    """NCCL's communicators are made for the groups of the mesh, of smaller gathers, and of separate reductions."""
     connected: list[list[int]] = []
 
     class Backend:
@@ -47,7 +47,7 @@ def test_communicators_are_made_before_the_first_graph(fake_ranks: None, monkeyp
 
 
 def test_groups_of_one_world_do_not_serve_in_another() -> None:
-    """Names of groups are numbers that begin anew: that of a smaller gather can be that of another group in the next world."""
+    """Names of groups are numbers that restart with each world, so another group can have the name of an old smaller gather."""
 
     def ranks_of_smaller_gathers() -> list[int]:
         model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
@@ -63,7 +63,7 @@ def test_groups_of_one_world_do_not_serve_in_another() -> None:
 
 
 def train_on(groups: int) -> None:
-    """On a mesh made of process groups, as on one that made its own."""
+    """Train on a mesh made of process groups, and on one that made its own. Compare gradients. Every rank calls this."""
     shape, names = ((2,), ("shard",)) if groups == 1 else ((1, 2), ("replicate", "shard"))
     own = init_device_mesh("cpu", shape, mesh_dim_names=names)
     found: Any = own.get_group() if groups == 1 else own.get_all_groups()

@@ -1,6 +1,6 @@
-"""Tensors that users hold of a sharded model have storages of their own, in the memory that the model works with.
+"""Tensors that a sharded model shows to users have storages of their own, over the memory that the model works with.
 
-It is saved, copied and compiled as what it is, and neither more nor less of it than it is.
+So such a tensor can be saved, copied and compiled, and exactly its own elements are.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def test_shared_memory_is_refused() -> None:
 
 
 def _locals(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The local tensor of each parameter, and of each gradient, with the DTensor."""
+    """Yield the name, the local tensor and the DTensor of each parameter and of each gradient."""
     for name, parameter in model.named_parameters():
         yield name, parameter._local_tensor, parameter
         if parameter.grad is not None:
@@ -145,7 +145,7 @@ def _assert_own_storages(model: nn.Module, when: str) -> None:
 
 
 def _assert_in_flat_memory(model: Any) -> None:
-    """Parameters lie in their unit's storages, and so the memory is there once."""
+    """Assert that parameters lie in their unit's storages, so that their memory exists once."""
     units = {module._fsdp_unit for module in model.modules() if hasattr(module, "_fsdp_unit")}
     for unit in units:
         for sharded in unit.params:
@@ -256,7 +256,7 @@ def test_state_dict_outlives_the_model(one_rank: None) -> None:
     state = model.state_dict()
     del model
     gc.collect()
-    # Memory that was free would be taken by these.
+    # These tensors would take the memory of shards if it were free.
     others = [torch.full_like(value, 7.0) for value in expected for _ in range(8)]
     for value, wanted in zip(state.values(), expected, strict=True):
         assert torch.equal(value.to_local(), wanted)
@@ -327,7 +327,7 @@ def test_graph_that_writes_what_it_reads_is_refused(one_rank: None) -> None:
 
 
 def test_graph_that_reads_both_is_right(one_rank: None) -> None:
-    """The graph writes no parameter, but the statistics of a normalisation."""
+    """A graph may read a parameter and its shard if it writes neither. This one writes statistics of a normalisation."""
     torch.manual_seed(0)
     model = models.Buffers()
     fully_shard(model, mesh=_mesh_of_one())
@@ -398,7 +398,7 @@ def save_and_load(compiled: bool) -> None:
     _train(model, optimizer, compiled, range(3))
     state = model.state_dict()
     data, optimizer_data = _saved(state), _saved(optimizer.state_dict())
-    # An archive has some 700 bytes for each tensor, and two of DTensor's metadata.
+    # An archive adds some 700 bytes for each tensor. Two more tensors are metadata of DTensors.
     local_bytes = sum(_local(value).nbytes for value in state.values())
     assert local_bytes > 2 * 1300 * len(state)
     assert local_bytes < len(data) < local_bytes + 1300 * len(state)
@@ -423,7 +423,7 @@ def save_and_load(compiled: bool) -> None:
         model.load_state_dict(copied)
         optimizer.load_state_dict(_loaded(optimizer_data))
         model.zero_grad()
-    # A copy is one.
+    # The copy shares no memory with the model.
     before = {name: _local(value).clone() for name, value in copied.items()}
     _train(model, optimizer, compiled, range(4, 5))
     _assert_equal_locals(copied, before)
@@ -439,7 +439,7 @@ def save_to_safetensors(path: str) -> None:
     _train(model, adamw(model.parameters()), False, range(1))
     file = f"{path}/{dist.get_rank()}.safetensors"
     expected = {name: _local(value) for name, value in model.state_dict().items()}
-    # With refusals of its own: of tensors in one storage, and of storages that hold more than the tensor.
+    # safetensors refuses tensors that share a storage, and storages that hold more than the tensor.
     safetensors.torch.save_file(expected, file)
     _assert_equal_locals(safetensors.torch.load_file(file), dict(sorted(expected.items())))
     assert Path(file).stat().st_size < sum(value.nbytes for value in expected.values()) + 200 * len(expected)
@@ -450,7 +450,7 @@ def test_safetensors(rank_pools: RankPools, tmp_path: Path) -> None:
 
 
 def checkpoint(path: str, compiled: bool, saves: str, loads: str) -> None:
-    """Saved in the background while the model trains on; what is loaded is what was there at the call."""
+    """Save in the background while the model trains on. Loading gives the values at the call. Every rank calls this."""
     systems: dict[str, FullyShard] = {"ours": fully_shard, "fsdp2": torch.distributed.fsdp.fully_shard}
     model = _sharded(0, systems[saves])
     optimizer = adamw(model.parameters())
@@ -490,10 +490,10 @@ _OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 }
 
 
-# torch's cache of compiled graphs knows a DTensor by its full shape: it gives a rank the graph of another that has fewer rows.
+# torch's cache of graphs tells DTensors apart by full shapes, so a rank could get the graph of a rank with fewer rows.
 @torch._functorch.config.patch(enable_autograd_cache=False)
 def compiled_step(compiled: bool, name: str, backend: str) -> None:
-    """The model, clipping and the optimizer, each compiled by itself, beside the same without a compiler."""
+    """Train with clipping and the optimizer compiled, and the model if ``compiled``, beside a run without a compiler."""
     models = [_sharded(), _sharded()]
     optimizers = [_OPTIMIZERS[name](model.parameters()) for model in models]
     forwards = [torch.compile(models[0], **_EAGER_LOWERING) if compiled else models[0], models[1]]

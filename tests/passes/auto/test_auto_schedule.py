@@ -21,21 +21,21 @@ from tests.passes.tracing import PassTestCase
 
 
 def machine(latency_s: float, bytes_per_s: float = 1e8, taken_s: float = 0.0) -> Hardware:
-    """A slow machine: a product of 64 x 8 by 8 x 8 takes 8.2 us. Kernels and memory cost next to nothing."""
+    """Return a slow machine: a product of 64 x 8 by 8 x 8 takes 8.2 us; kernels and memory cost next to nothing."""
     link = Link(latency_s, bytes_per_s, taken_s)
     links = Links(link, link, link)
     return Hardware("slow", {"float32": 1e9}, 1e15, 1e-9, 8, links, links)
 
 
-#: A weight of 8 x 8 is gathered in 2.3 us, hardly any of which is latency.
+#: Gathers a weight of 8 x 8 in 2.3 us, with hardly any latency.
 FAST_LINK = machine(latency_s=1e-7)
-#: It takes 12 us, nearly all of which is latency.
+#: Gathers a weight of 8 x 8 in 12 us, nearly all of it latency.
 LATE_LINK = machine(latency_s=1e-5)
 
 
 class TestAutoSchedule(PassTestCase):
     def forward_graph(self, *layers: int) -> GraphModule:
-        """A chain of units, with so many products each."""
+        """Trace a chain of units; ``layers`` are the numbers of products, one weight each, of the units."""
 
         def forward(x, *shards):
             remaining = iter(shards)
@@ -48,7 +48,7 @@ class TestAutoSchedule(PassTestCase):
         return self.trace(forward, torch.zeros(64, 8), *[torch.zeros(1, 8) for _ in range(sum(layers))])
 
     def backward_graph(self, units: int, **policy: str) -> GraphModule:
-        """A chain of products, of each of which a gradient is reduced."""
+        """Trace a chain of products with gathered weights, and reduce a gradient of each."""
 
         def backward(grad, x, *shards):
             reduced = []
@@ -68,7 +68,7 @@ class TestAutoSchedule(PassTestCase):
         )
 
     def schedule(self, gm: GraphModule, hardware: Hardware, limit: int | None = None, plan: Plan | None = None) -> str:
-        """One line for each stretch of nodes with one role, and one for each product."""
+        """Schedule a graph. Return one line for each run of nodes with one role and bucket, and one for each product."""
         is_backward = bool(reduction_buckets(gm.graph))
         plan = plan or self.plan(gm.graph)
         run_passes(gm, plan, is_backward=is_backward, auto=AutoSchedule(hardware, limit))
@@ -142,7 +142,7 @@ mm
         )
 
     def test_small_gathers_merge_where_they_take_time_from_compute(self) -> None:
-        # All of them would hide, but for the first.
+        # Apart, all gathers but the first would be hidden.
         self.assertExpectedInline(
             self.schedule(self.forward_graph(1, 1, 1, 1), machine(latency_s=2e-6, taken_s=4e-6)),
             """\
@@ -169,7 +169,7 @@ mm
         assert Grouping((((0, 0), (3, 0)), ((1, 0),), ((2, 0),)), ()) in found
 
     def test_a_large_unit_splits(self) -> None:
-        # Only the first piece is waited for: the others hide behind its product.
+        # Only the first piece is exposed: products hide the others.
         self.assertExpectedInline(
             self.schedule(self.forward_graph(4), FAST_LINK),
             """\
@@ -323,7 +323,7 @@ finish_reduce 2
             self.schedule(gm, FAST_LINK, plan=Plan(gathers, prefetch=(("", ("1",)), ("1", ()))))
         with pytest.raises(ValueError, match="set_reduce_scatter_max_input_buffers was called"):
             self.schedule(gm, FAST_LINK, plan=Plan(gathers, max_pending_reductions=1))
-        # Nothing is half applied.
+        # Refused settings leave the graph unchanged.
         assert len(gather_buckets(gm.graph)) == 2
 
     def test_leaves_a_graph_without_buckets_alone(self) -> None:

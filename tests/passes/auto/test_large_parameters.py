@@ -14,7 +14,7 @@ from passes.transforms.gradient_sync import synchronize_gradients
 from passes.transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
 from tests.passes.tracing import PassTestCase
 
-# A matrix of 1 MiB, and one that is a row smaller.
+# A matrix of 1 MiB, and one with a row less on each of the eight ranks.
 _LARGE, _SMALL = [512, 512], [504, 512]
 
 
@@ -25,13 +25,13 @@ def _hook(gradient: torch.Tensor, output: torch.Tensor) -> None:
 class TestLargeParameters(PassTestCase):
     def setUp(self) -> None:
         super().setUp()
-        # The fake group has no arithmetic; it can stand for any backend.
+        # The fake backend computes nothing, so it can stand for any backend.
         pretend = patch("passes.collectives.gloo.backend_of", lambda group, device: "gloo")
         pretend.start()
         self.addCleanup(pretend.stop)
 
     def forward_graph(self, units: int = 1, dim: int = 0) -> GraphModule:
-        """Units of a norm's weight and two matrices."""
+        """Trace a chain of units, each with a norm's weight and two matrices."""
 
         def forward(x, *shards):
             for unit in range(units):
@@ -47,7 +47,7 @@ class TestLargeParameters(PassTestCase):
         return self.trace(forward, torch.zeros(3, 512), *shards, names=f"x {names}")
 
     def backward_graph(self, units: int = 1) -> GraphModule:
-        """Gradients of a matrix that is large, one that is not, and a norm's weight."""
+        """Trace the gradients of units, each with a large matrix, a smaller one and a norm's weight."""
 
         def backward(large, small, *shards):
             reduced = []

@@ -1,4 +1,4 @@
-"""The search and the choice among its trials, on their own: what trials say of graphs is tested on whole models."""
+"""The search for a policy and the choice among trials, with made-up trials. Real trials are tested on whole models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_nothing_fits() -> None:
         Choice.of([trial(10, 5), trial(8, 7)], 7)
 
 
-# The search, of steps whose bytes and time are sums.
+# The search, for steps whose bytes and time are sums.
 
 
 def open_choices(num_nodes: int = 100, offloads: tuple[int, ...] = (), in_nodes: tuple[str, ...] = ()) -> OpenChoices:
@@ -61,8 +61,11 @@ def open_choices(num_nodes: int = 100, offloads: tuple[int, ...] = (), in_nodes:
 
 
 def attempt_with(seed: int, activations: int = 1) -> Callable[[StepPolicy], Trial]:
-    """Bytes and time of units, stretches, cheap operators and so many activations of each stretch, each what a random model
-    says."""
+    """Return a function that tries a policy on a random model of a step.
+
+    Bytes and time are sums of random numbers: of kept units, recomputed stretches, cheap operators, and ``activations``
+    activations of each stretch.
+    """
     numbers = random.Random(seed)
     kept = {unit: (numbers.randint(1, 100), -numbers.randint(1, 100)) for unit in "abcd"}
     again = {number: (-numbers.randint(1, 100), numbers.randint(1, 100)) for number in range(4)}
@@ -72,14 +75,14 @@ def attempt_with(seed: int, activations: int = 1) -> Callable[[StepPolicy], Tria
 
     def attempt(policy: StepPolicy) -> Trial:
         parts: list[Sequence[int]] = [kept[unit] for unit in policy.kept] + [again[number] for number in policy.recomputed]
-        # A copy in a node takes a fourth, and saves what it saves of the time.
+        # A copy within a node takes a fourth of the bytes, and saves ``saved`` percent of the time.
         parts += [
             (kept[unit][0] // 4, kept[unit][1] * saved // 100) for unit, saved in in_nodes.items() if unit in policy.in_nodes
         ]
         parts += [cheap] if policy.activation_budget == RECOMPUTE_CHEAP else []
         can_wait = []
         for number, values in copied.items():
-            # Of what is computed again, only what it begins with is saved.
+            # A recomputed stretch saves only its input.
             saved = [(values[0][0] // 4, values[0][1] // 4)] if number in policy.recomputed else values
             for place, (nbytes, copying) in enumerate(saved):
                 can_wait.append(Activation(number, place, f"{number}.{place}", nbytes))
@@ -111,7 +114,7 @@ def every_policy(choices: OpenChoices) -> list[StepPolicy]:
     ids=["device", "host", "nodes"],
 )
 def test_search_comes_close_to_the_best(offloads: tuple[int, ...], in_nodes: tuple[str, ...], policies: int, seed: int) -> None:
-    """Of all budgets, those of a knapsack with sizes at random, which is worse than layers are."""
+    """For each budget, the search is compared with the best of all policies. Random sizes are harder than equal layers."""
     attempt, choices = attempt_with(seed), open_choices(30, offloads, in_nodes)
     best = [attempt(policy) for policy in every_policy(choices)]
     assert len(best) == len({trial.policy for trial in best}) == policies
@@ -134,7 +137,7 @@ def test_large_graphs_are_tried_less() -> None:
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.night) for seed in range(5, 20))])
 def test_the_host_makes_no_step_slower(seed: int) -> None:
-    """What is found without it is there with it, also where little is tried."""
+    """Policies that are found without a host are also found with one, even if few policies are tried."""
     attempt = attempt_with(seed)
     without, granted = (search(open_choices(500, offloads), attempt) for offloads in ((), (0, 1, 2, 3)))
     assert len(without) < len(granted) and set(without) < set(granted)
@@ -151,7 +154,7 @@ def small_choices(num_nodes: int = 10, host_bytes: int = 1 << 20) -> OpenChoices
 
 
 def with_every_activation(attempt: Callable[[StepPolicy], Trial], policies: Sequence[StepPolicy]) -> list[Trial]:
-    """Trials by which anything of what is saved waits on the host."""
+    """Try policies with every subset of their waiting activations on the device."""
     found = []
     for whole in map(attempt, policies):
         for size in range(len(whole.waiting) + 1):
@@ -163,8 +166,10 @@ def with_every_activation(attempt: Callable[[StepPolicy], Trial], policies: Sequ
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.night) for seed in range(2, 6))])
 @pytest.mark.parametrize(("host_bytes", "least_found"), [(1 << 20, 0.95), (150, 0.75)], ids=["large host", "small host"])
 def test_search_finds_single_activations(host_bytes: int, least_found: float, seed: int) -> None:
-    """Of all subsets of three activations for each stretch, the best within a budget. With a host that holds a part of what is
-    saved, which are two knapsacks, it is found less often."""
+    """The search finds the best of all subsets of three activations for each stretch.
+
+    If the host holds only some of them, there are two limits to fill, and the best is found less often.
+    """
     attempt, choices = attempt_with(seed, activations=3), small_choices(host_bytes=host_bytes)
     policies = every_policy(choices)
     best = with_every_activation(attempt, [one for one in policies if one.offloaded in ((), choices.offloads)])
@@ -181,8 +186,10 @@ def test_search_finds_single_activations(host_bytes: int, least_found: float, se
 
 
 def test_parts_of_what_all_stretches_save() -> None:
-    """The largest of each stretch, as far as they are within a third or two thirds of its bytes: at least where none is larger
-    than that. Not where stretches are computed again, or only some wait."""
+    """Each stretch sends its largest activations that fit into a third, or two thirds, of its bytes.
+
+    There are no such policies if stretches are recomputed, or if only some of them wait on the host.
+    """
     choices = small_choices()
     sizes = {0: (10, 50, 30), 1: (90, 5, 5)}
 
@@ -200,7 +207,7 @@ def test_parts_of_what_all_stretches_save() -> None:
 
 
 def test_grid_of_the_host() -> None:
-    """What is saved of the first stretches waits there; or what those begin with that are computed again."""
+    """In the grid, the first stretches wait on the host: all that they save, or the inputs if they are recomputed."""
     choices = open_choices(offloads=(0, 1, 2, 3))
     added = choices.grid()[len(open_choices().grid()) :]
     assert {one.kept for one in added} == {("d",), ("d", "c", "b", "a")}
@@ -223,7 +230,7 @@ def test_what_is_near() -> None:
 
 
 def test_activations_that_are_near() -> None:
-    """Equal ones of all stretches stay on the device, or single ones, or wait again; or two change places."""
+    """Neighbours move a single activation, or equal ones of all stretches, to or from the host; or they exchange two."""
     choices = small_choices()
     each = {number: [Activation(number, place, f"{number}.{place}", 10) for place in range(2)] for number in range(2)}
     policy = choices.policy("ba", (), SAVE, (0, 1), on_device=[each[0][1]])
@@ -235,16 +242,16 @@ def test_activations_that_are_near() -> None:
     found = {one.on_device for one in same if one.offloaded == (0, 1)}
     alone = {(each[0][1], one) for one in each[1]}
     assert found == {(), (each[0][0],), (each[0][1],), *alone, *((one,) for one in each[1])}
-    # Of a stretch of which nothing waits, nothing is said.
+    # A stretch without waiting activations has no activation in ``on_device``.
     assert {one.on_device for one in same if one.offloaded == (1,)} == {(), (each[1][0],)}
     assert {one.on_device for one in same if one.offloaded == (0,)} == {(each[0][1],)}
-    # Of a stretch that changes, nothing is left of this.
+    # A stretch that changes has none there either.
     assert {one.on_device for one in near if one.recomputed == (0,)} == {()}
     assert {one.on_device for one in near if one.recomputed == (1,)} == {(each[0][1],)}
 
 
 def test_what_is_near_in_nodes() -> None:
-    """A unit is gathered as a whole, kept within the node, or not at all: each changes to either, and so do any two."""
+    """A unit is kept whole, kept within the node, or not kept. Neighbours change one unit, or any two, in any way."""
     choices = open_choices(in_nodes=("d", "c", "b", "a"))
     policy = choices.policy(("d",), (), SAVE, in_nodes=("c",))
     assert policy == StepPolicy(("d",), ("c", "b", "a"), (), 4, SAVE, (), ("c",))
@@ -258,6 +265,6 @@ def test_what_is_near_in_nodes() -> None:
 
 
 def test_nothing_open() -> None:
-    """The user has decided about all units, and torch's own setting about activations: one step."""
+    """One policy is tried if the user has decided about all units, and torch's own setting about activations."""
     choices = OpenChoices((), (), 3, (0.5,), 100)
     assert [trial.policy for trial in search(choices, attempt_with(0))] == [StepPolicy((), (), (), 3, 0.5)]

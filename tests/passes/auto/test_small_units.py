@@ -14,7 +14,7 @@ from passes.pipeline import run_passes
 from passes.transforms.bucket import gather_buckets, reduction_buckets, regroup, whole_buckets
 from tests.passes.tracing import PassTestCase
 
-#: A weight of 8 x 8 in float32.
+#: The bytes of a weight of 8 x 8 in float32.
 _WEIGHT = 256
 
 
@@ -24,7 +24,7 @@ def _hook(gradient: torch.Tensor, output: torch.Tensor) -> None:
 
 class TestSmallUnits(PassTestCase):
     def forward_graph(self, *rows: int) -> GraphModule:
-        """A chain of units, each a weight of so many rows."""
+        """Trace a chain of units, each with a weight of ``rows`` x 8."""
 
         def forward(x, *shards):
             for unit, (shard, size) in enumerate(zip(shards, rows, strict=True)):
@@ -36,7 +36,7 @@ class TestSmallUnits(PassTestCase):
         return self.trace(forward, torch.zeros(3, 8), *[torch.zeros(size // 8, 8) for size in rows], names=f"x {names}")
 
     def backward_graph(self, *rows: int) -> GraphModule:
-        """The gradients of as many units."""
+        """Trace the reductions of units, each with a gradient of ``rows`` x 8."""
 
         def backward(*args):
             grads, shards = args[: len(rows)], args[len(rows) :]
@@ -50,7 +50,7 @@ class TestSmallUnits(PassTestCase):
         return self.trace(backward, *inputs)
 
     def merged(self, gm: GraphModule, below: int, plan: Plan | None = None) -> str:
-        """The buckets that gather, or those that reduce."""
+        """Return the names of a graph's buckets after merging: of gathers, or of reductions if there are no gathers."""
         gathers, reductions = gather_buckets(gm.graph), reduction_buckets(gm.graph)
         plan = plan or Plan()
         plan = replace(
@@ -114,7 +114,7 @@ def forward(self, x: "f32[3, 8]", weight_0: "f32[1, 8]", weight_1: "f32[1, 8]", 
         assert self.merged(self.backward_graph(8, 64, 8, 8), 3 * _WEIGHT) == "0+2+3 1"
 
     def test_the_rule_knows_no_number_of_ranks(self) -> None:
-        """Nine rows of eight: a rank holds two, or one, of which gathers make sixteen."""
+        """The bytes of nine rows count as nine, although eight padded shards of two rows make sixteen."""
         assert self.merged(self.forward_graph(9, 9), 9 * 32) == "0 1"
         assert self.merged(self.forward_graph(9, 9), 9 * 32 + 1) == "0+1"
 

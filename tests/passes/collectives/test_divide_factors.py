@@ -11,12 +11,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 from passes.collectives.divide_factors import Averaging, DivideFactors, gradient_divide_factors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# torch 2.11 makes the operator with a function that builds without NCCL lack.
+# In torch 2.11 a function makes the operator; builds without NCCL lack the function.
 HAS_PREMUL_SUM = hasattr(dist, "_make_nccl_premul_sum") or callable(dist.ReduceOp.PREMUL_SUM)
 
 
 class _Group:
-    """A process group, as far as both functions use it."""
+    """A process group with the one method that both functions use."""
 
     def __init__(self, size: int):
         self._size = size
@@ -47,7 +47,7 @@ def test_equals_torch(dtype: torch.dtype, force_sum: bool) -> None:
             ours = gradient_divide_factors(*groups, dtype, factor, force_sum)
             if ours.reduce_scatter_op == "premul_sum" and not HAS_PREMUL_SUM:
                 continue
-            # The device decides about MTIA alone, which only sums.
+            # The device matters for MTIA alone, which only sums.
             before, after, reduce_scatter, all_reduce = _get_gradient_divide_factors(*groups, dtype, "cuda", factor, force_sum)  # type: ignore[arg-type]
             case = (shards, replicas, factor)
             assert (ours.predivide, ours.postdivide) == (before, after), case
@@ -83,7 +83,7 @@ class TestAveraging:
         both = Averaging(divides_gradient=True, divides_result=True)
         assert averaging(torch.float16, 4, 2) == (both, (4.0, 2.0))
         assert averaging(torch.float16, 3, 2) == (both, (4.0, 1.5))
-        # Nothing is left to divide by 1.
+        # A division by 1 is left out.
         assert averaging(torch.float16, 2) == (Averaging(divides_gradient=True), (2.0,))
         assert averaging(torch.float16, 3) == (both, (2.0, 1.5))
 
@@ -104,6 +104,6 @@ class TestAveraging:
         assert len(structures) == 1
 
     def test_users_factor_on_a_backend_that_averages(self) -> None:
-        # Functional collectives have no operator that scales: the shard is divided, before anything is added to it.
+        # Functional collectives have no operator that scales, so the shard is divided, before anything is added to it.
         assert averaging(torch.float32, 4, 2, factor=6.0) == (Averaging(divides_scattered=True), (6.0,))
         assert averaging(torch.float32, 4, 2, factor=4.0) == (Averaging(divides_scattered=True), (4.0,))

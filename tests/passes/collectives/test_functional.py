@@ -19,7 +19,7 @@ from tests.passes.tracing import PassTestCase
 class TestBackends(PassTestCase):
     def test_only_nccl_averages(self) -> None:
         assert not supports_averaging(self.shard, torch.device("cpu"))
-        # The fake backend stands for the one that would serve the device.
+        # The fake backend stands for the usual backend of the device.
         assert supports_averaging(self.shard, torch.device("cuda"))
 
     def test_averaging_follows_the_backend(self) -> None:
@@ -46,12 +46,12 @@ class TestDivision:
 
     def test_decompression_keeps_what_the_reduction_has(self) -> None:
         reduced = finish_reduction(torch.ones(2, dtype=torch.bfloat16), [torch.tensor(3.0)], grad_dtype=torch.float32)
-        # Divided in the dtype of the reduction, as torch does, and cast then.
+        # It is divided in the dtype of the reduction, as in torch, and then cast.
         assert torch.equal(reduced, torch.full((2,), 1 / 3, dtype=torch.bfloat16).float())
 
 
 def _keep_many_in_flight(rounds: int) -> None:
-    """Executed by every rank."""
+    """Start eight gathers and two reductions before waiting for any, in each round; a job for ranks."""
     gloo.install("cpu")
     group = device_mesh((2,)).get_group().group_name
     for _ in range(rounds):
@@ -66,5 +66,5 @@ def _keep_many_in_flight(rounds: int) -> None:
 
 @pytest.mark.night
 def test_gloo_survives_collectives_in_flight(rank_pools: RankPools) -> None:
-    # With torch's own kernel of the functional all-gather, a rank aborts within some thousand rounds (see passes.collectives.gloo).
+    # With torch's own kernel of the all-gather, a rank aborts within some thousand rounds (see passes.collectives.gloo).
     rank_pools[2].run(_keep_many_in_flight, rounds=2000)

@@ -24,7 +24,7 @@ def _set_opposite(group: ProcessGroup, wanted: bool) -> None:
 
 
 def _gather_many(opposite: bool) -> None:
-    """Executed by every rank: gathers of several sizes and dtypes are in flight, and the last is waited for first."""
+    """Start gathers of several sizes and dtypes, and wait for the last one first; a job for ranks."""
     group = device_mesh((4,)).get_group()
     _set_opposite(group, opposite)
     whats = [(1, torch.float32), (200_000, torch.float32), (3, torch.bfloat16), (0, torch.float32), (70_000, torch.int8)]
@@ -36,7 +36,7 @@ def _gather_many(opposite: bool) -> None:
 
 
 def _exchange_unevenly(opposite: bool) -> None:
-    """Executed by every rank: rank i sends rank j a matrix of so many rows, of some none."""
+    """Exchange matrices: rank i sends ``rows[i][j]`` rows, or none, to rank j; a job for ranks."""
     group = device_mesh((4,)).get_group()
     _set_opposite(group, opposite)
     rows = [[0, 3, 1, 2], [5, 1, 0, 0], [1, 1, 1, 40_000], [0, 0, 2, 1]]
@@ -59,7 +59,7 @@ def test_collectives_in_flight_do_not_mix(rank_pools: RankPools, opposite: bool)
 
 
 class Channel:
-    """Writes down what is sent over a group."""
+    """A backend that logs sends and receives."""
 
     def __init__(self, name: str, log: list[str]):
         self._name, self._log = name, log
@@ -72,7 +72,7 @@ class Channel:
 
 
 class Group:
-    """Rank 1 of three."""
+    """A group of three ranks, as rank 1 sees it."""
 
     def __init__(self, channel: Channel):
         self._channel = channel
@@ -95,7 +95,8 @@ def test_no_connection_carries_data_both_ways(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gloo, "register_work", lambda *_: None)
     values = list(torch.ones(3, 2))
     gloo._exchange(values, values, group, torch.ones(1))
-    # Up over the one, down over the other; and no permission to send waits behind data.
+    # Data for higher ranks go over the group, for lower ranks over its opposite. Receives come first: they permit others to
+    # send, and these permissions must not wait for data.
     assert log == [
         "receive from 0 over the group",
         "receive from 2 over its opposite",

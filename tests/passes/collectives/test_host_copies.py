@@ -1,4 +1,4 @@
-"""Copies between host and device: what the operators give, and which stream waits for which."""
+"""Copies between host and device: results of the operators, and which stream waits for which."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def log() -> Iterator[list[str]]:
 
 def test_streams_of_a_copy_to_the_device(log: list[str]) -> None:
     copied = start_copy_to_device([torch.ones(4), torch.ones(2)], device="cpu")
-    # Memory for it comes from the stream that computes, whose earlier work may still use it.
+    # The result's memory comes from the compute stream, whose earlier work may still use it.
     assert log == [
         "in waits for main",
         "on in:",
@@ -91,7 +91,7 @@ def test_streams_of_a_copy_to_the_host(log: list[str]) -> None:
 
 
 def test_streams_of_tensors_that_are_written_back(log: list[str]) -> None:
-    """What is read is the caller's to keep until the device waits."""
+    """Values are not recorded on the stream: the caller keeps them alive until the device waits."""
     values = [torch.ones(4), torch.ones(2)]
     begun = engine(CPU).write_back(values, [torch.empty(4), torch.empty(2)])
     copies = ["copy 4 without blocking", "copy 2 without blocking"]

@@ -15,7 +15,7 @@ def test_assemble_inverts_disassemble(shape: tuple[int, ...], dim: int, world_si
     pieces = disassemble(full, dim, world_size)
     assert pieces.shape == (world_size, torch.Size(padded_shard_shape(shape, dim, world_size)).numel())
     assert torch.equal(assemble(pieces, shape, dim), full)
-    # Also from pieces that lie among others' in a bucket.
+    # Pieces can also be columns of a larger bucket.
     assembled = assemble(torch.cat([pieces, pieces], dim=1)[:, : pieces.size(1)], shape, dim)
     assert torch.equal(assembled, full)
     assert assembled.is_contiguous()

@@ -1,4 +1,4 @@
-"""Groups that only their own ranks make."""
+"""Process groups that only their own ranks make."""
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,14 @@ def _sum_over(group: dist.ProcessGroup) -> float:
 
 
 def _groups_of_stages() -> None:
-    """Executed by every rank: the first stage, of ranks 0 and 1, has groups that the second has not."""
+    """Make three groups in the stage of ranks 0 and 1, one in the other stage, and groups of all ranks; a job for ranks."""
     rank = dist.get_rank()
     stage, of_stage = ((0, 1), 3.0) if rank < 2 else ((2, 3), 12.0)
     for purpose in ("first", "second", "second")[: 3 if rank < 2 else 1]:
         group = new_local_group(stage, purpose)
         connect(group.group_name, torch.device("cpu"))
         assert _sum_over(group) == of_stage
-    # In torch's numbering the ranks would now wait for each other under two names.
+    # With torch's numbering of groups, the stages would now wait for each other under different names.
     names = []
     for _ in range(2):
         group = new_local_group((0, 1, 2, 3), "all stages")

@@ -1,4 +1,4 @@
-"""Rows of bytes hold what was rounded, and no more than they have to."""
+"""Bytes of rounded gathers: they decode to the rounded values, and are no more than needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size
 
 
 def travel(shards: Sequence[Tensor], policy: GatherPolicy, dtype: torch.dtype, ranks: int = 2) -> tuple[list[Tensor], int]:
-    """What arrives from the last of some ranks that send the same, and how many bytes each sends."""
+    """Send equal shards from all ranks. Return the shards that arrive from the last rank, and the bytes of each rank."""
     numels = [shard.numel() for shard in shards]
     paddings = policy.paddings(numels)
     flat = torch.cat([torch.nn.functional.pad(shard.flatten(), (0, gap)) for shard, gap in zip(shards, paddings, strict=True)])
@@ -57,7 +57,7 @@ def test_what_has_one_dimension_arrives_as_it_is(dtype: torch.dtype, kept: torch
 @pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_overflow_arrives(dtype: torch.dtype, value: float) -> None:
-    """In its own group, whose other values it makes NaN; the next group is as it would be without."""
+    """An overflow makes its whole group NaN, and no other group."""
     shard = torch.arange(16.0).view(2, 8)
     shard[0, 3] = value
     (arrived,), _ = travel([shard], GatherPolicy(dtype, 8), torch.float32)
@@ -68,7 +68,7 @@ def test_overflow_arrives(dtype: torch.dtype, value: float) -> None:
 @pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("scale", [4, "row", "tensor"])
 def test_zeros_and_values_that_are_hardly_any(dtype: torch.dtype, scale: int | str) -> None:
-    """A shard may be nothing but padding; and the largest value of a group may be below all normal numbers."""
+    """Shards can be all padding, and the largest value of a group can be subnormal."""
     zeros, denormal = torch.zeros(2, 4), torch.full((2, 4), 1e-40)
     arrived, _ = travel([zeros, denormal], GatherPolicy(dtype, scale), torch.float32)
     assert torch.equal(arrived[0], zeros)

@@ -21,7 +21,7 @@ from passes.fx.emit import emit
 from tests.common.distributed import RankPools
 from tests.passes.tracing import WORLD_SIZE, PassTestCase
 
-# Under names of this module: nothing that is replaced in torch.distributed would reach them.
+# Bound to names of this module, so that replacing functions in torch.distributed would not reach them.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -54,7 +54,7 @@ def exchanged(grad: Tensor, output: Tensor) -> None:
 
 
 def quantized(grad: Tensor, output: Tensor) -> None:
-    """Eight bits an element: every rank sends each other its shard and a scale, and sums what it receives."""
+    """Reduce in int8: send each rank its shard and a scale, and sum the received shards."""
     scale = grad.abs().amax() / 127
     received = torch.empty_like(grad, dtype=torch.int8)
     dist.all_to_all_single(received, (grad / scale).round().to(torch.int8))
@@ -449,7 +449,7 @@ _IN_PLACE = [scaled_sum, of_rank_one]
 
 
 def _run_eager_and_traced() -> list[tuple[str, Tensor, Tensor, bool]]:
-    """Per hook its name, what it gives eagerly, what its graph gives, and whether both left the input alone."""
+    """Return for each hook: its name, its eager result, its graph's result, and whether both left the input alone."""
     functions = {hook.__name__: functools.partial(apply_reduce_hook, hook, world_size=2) for hook in _REDUCE}
     functions |= {hook.__name__: functools.partial(apply_in_place_hook, hook) for hook in _IN_PLACE}
     results = []

@@ -1,4 +1,4 @@
-"""Code that is traced once for equal tensors: its copies share memory as they would if each had been traced."""
+"""Traces that are replayed for equal tensors: replayed nodes share memory as newly traced ones would."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def storage(node: Node) -> tuple[int, int]:
 
 @pytest.mark.parametrize("begins", [[(0, 0), (0, 8)], [(0, 0), (1, 0)], [(0, 16), (1, 8)], [(0, 8), (0, 0)], [(0, 0), (0, 16)]])
 def test_inputs_in_one_storage_or_several(begins: list[tuple[int, int]]) -> None:
-    """Neighbours in one storage are traced; then others of their shapes and strides, wherever they lie."""
+    """The trace for neighbours in one storage is replayed for tensors of equal shapes and strides, at any place."""
     graph = Graph()
     with FakeTensorMode(), replaying_traces():
         for places in ([(0, 0), (0, 8)], begins):

@@ -1,4 +1,4 @@
-"""What is replaced of torch's is known to be there, and comes back."""
+"""Functions of torch that the library replaces: the installed torch has them, and they are restored."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_other_methods_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernels() -> list[str]:
-    """The kernels of the operators that some are installed for, each with the place where it was registered."""
+    """Return the registered kernels of each operator in ``KERNELS``, with the places of registration."""
     return [torch._C._dispatch_dump(operator) for operator in KERNELS]
 
 
@@ -75,7 +75,7 @@ def test_torch_has_its_kernels_again(one_rank: None) -> None:
     patches.uninstall()
     assert kernels() == torchs
     patches.uninstall()
-    # The next model has them installed again.
+    # The next model installs them again.
     assert torch.equal(train("aot_eager"), first)
     assert kernels() == ours
 

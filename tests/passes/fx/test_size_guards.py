@@ -15,7 +15,7 @@ from passes.fx.size_guards import Assumptions, InputSizes, SizeGuard, deciding_b
 
 
 class Compilation:
-    """A graph of two inputs, ``[batch, length]`` and ``length``, traced with 3 and 5, after the guards of its frame were built."""
+    """A graph whose frame already has its guards. Its inputs ``[batch, length]`` and ``length`` were traced with 3 and 5."""
 
     def __init__(self) -> None:
         self.shape_env = ShapeEnv()
@@ -39,7 +39,7 @@ class Compilation:
         return next(node.meta["val"] for node in self.gm.graph.nodes if node.op == "call_function").shape[0]
 
     def lower(self, args: tuple[Any, ...], decide: Callable[[], Any]) -> tuple[Any, list[Any]]:
-        """What a late lowering for a call decides, and what it relies on."""
+        """Run ``decide`` as in a late lowering for a call. Return its result, and the conditions that no guard checks yet."""
         with taking_guards(self.shape_env):
             assumptions = Assumptions(self.shape_env, is_late=True)
             with deciding_by(self.sizes.of(args), self.gm, self.shape_env):
@@ -80,7 +80,7 @@ def test_a_late_lowering_leaves_no_trace() -> None:
         return int(compilation.length), bool(compilation.flat > 14)
 
     assert compilation.lower(call(2, 8), specialise)[0] == (8, True)
-    # Also in the sizes of the graph, which remember what they are simplified to.
+    # Sizes of the graph remember their simplified form; that is undone as well.
     assert isinstance(compilation.length, SymInt) and not compilation.flat.node.expr.is_number
     assert (compilation.length.node.hint, compilation.flat.node.hint) == (5, 15)
     after = {name: str(value) for name, value in vars(compilation.shape_env).items() if name in before}

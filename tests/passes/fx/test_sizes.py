@@ -1,4 +1,4 @@
-"""What sizes count as."""
+"""Values of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.fx.torch_internals.core import FakeTensorMode
 
 @pytest.fixture
 def rows() -> Tensor:
-    """Of six rows and ten columns, both dynamic, in float32."""
+    """A float32 tensor of six rows and ten columns, both dynamic."""
     return FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(6, 10), static_shapes=False)
 
 
@@ -36,7 +36,7 @@ def test_symbols_without_a_value_count_as_traced(rows: Tensor) -> None:
 
 
 def test_symbols_that_are_no_size_of_their_own(rows: Tensor) -> None:
-    """Such as lengths that a graph only sees times the batch."""
+    """A graph may see a symbol only within a product, such as a length times the batch."""
     with rows.fake_mode:  # type: ignore[attr-defined]
         product = rows.new_empty(rows.shape[0] * rows.shape[1])
     sizes = DynamicSizes.of([product])

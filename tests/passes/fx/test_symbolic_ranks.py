@@ -1,4 +1,4 @@
-"""Collectives with the number of ranks as a symbol have the sizes that they have with any number."""
+"""Collectives that are traced with a symbol for the number of ranks have the right sizes for any number."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_sizes_are_those_of_any_number_of_ranks(fake_ranks: None, write: Any, is
             patch.setattr("passes.collectives.gloo._pretending", [True])
         with symbolic_ranks(env, {group(): ("S", 8)}) as symbols:
             values = write(graph, mode)
-        # 8 divides one of the shapes, 5 neither.
+        # The first dimensions are 13 and 8: 8 ranks and 2 ranks divide one of them, 5 ranks neither.
         for ranks in (8, 5, 2):
             dist.destroy_process_group()
             dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
@@ -64,7 +64,7 @@ def test_sizes_are_those_of_any_number_of_ranks(fake_ranks: None, write: Any, is
                 sizes = [num_bytes(value.meta["val"]) for value in values]
             counted = [num_bytes(value.meta["val"]) for value in write(Graph(), FakeTensorMode())]
             assert sizes == counted
-    # What stood for torch's collectives is not in the graph.
+    # The operators that stand in for torch's collectives while tracing are not in the graph.
     assert {
         node.target.namespace for node in graph.nodes if node.op == "call_function" and hasattr(node.target, "namespace")
     } <= {

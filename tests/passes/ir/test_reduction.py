@@ -12,7 +12,7 @@ def _name(operand: Operand | None) -> str:
 
 
 def _outline(reduction: Reduction, *, replicas: bool = False, is_scattered: bool = False) -> str:
-    """A line for each stage: its role, function and operands."""
+    """Return a line for each stage: its role, function and operands."""
     found = stages(
         reduction,
         dims=[0],

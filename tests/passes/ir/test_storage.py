@@ -7,7 +7,10 @@ from tests.passes.tracing import WORLD_SIZE, PassTestCase
 
 class TestGaps(PassTestCase):
     def gaps(self, *shards: tuple[int, int]) -> list[int]:
-        """What is gathered along behind each of the shards, which are given by offset and size; those at -1 lie nowhere."""
+        """Return the elements that are gathered along after each shard.
+
+        Shards are given as (offset, size). A shard with offset -1 is not in flat storage.
+        """
 
         def forward(*inputs):
             return [
@@ -26,7 +29,7 @@ class TestGaps(PassTestCase):
         assert self.gaps((0, 32), (41, 32)) == [0, 0]
 
     def test_gaps_of_a_run_count_together(self) -> None:
-        # 4 are an eighth of 32; 8 would be more than an eighth of 52, where another run begins.
+        # 4 are an eighth of 32. The second gap would make 8 of 52, more than an eighth, so another run begins there.
         assert self.gaps((0, 16), (20, 16), (40, 16), (57, 8)) == [4, 0, 1, 0]
 
     def test_what_lies_nowhere_ends_a_run(self) -> None:

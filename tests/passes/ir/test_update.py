@@ -1,4 +1,4 @@
-"""The arithmetic of updates beside torch's optimizers."""
+"""The arithmetic of updates, compared with torch's optimizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CASES: list[tuple[str, Update, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "update", "options"), _CASES, ids=lambda value: str(value) if isinstance(value, str) else "")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_same_as_torch(name: str, update: Update, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """With a learning rate that changes, and gradients that shrink, which ``amsgrad`` tells apart."""
+    """The learning rate changes, and gradients shrink, so that ``amsgrad`` makes a difference."""
     torch.manual_seed(0)
     theirs = torch.randn(64, dtype=dtype)
     ours = [theirs.clone(), *(torch.zeros(64, dtype=dtype) for _ in update.states)]
@@ -47,7 +47,7 @@ def test_same_as_torch(name: str, update: Update, options: dict[str, Any], dtype
 
 
 def test_narrow_parameters_are_rounded_once() -> None:
-    """A learning rate below what the dtype tells from its neighbour counts as it is."""
+    """The learning rate keeps its precision; only the result is rounded to the parameter's dtype."""
     param, grad = torch.ones(1, dtype=torch.bfloat16), torch.full((1,), 100.0, dtype=torch.bfloat16)
     numbers = numbers_tensor((0.0, 0.0, 1.0, -0.10007), torch.bfloat16, param.device)
     (found,) = updated(param, grad, numbers, [], update=Update("sgd"))

@@ -26,7 +26,7 @@ class TestNodes(PassTestCase):
         assert nodes_of(gm.graph, Role.START_REDUCE) == {first: [sin, cos], second: [exp]}
         assert nodes_of(gm.graph, Role.FINISH_REDUCE) == {}
         assert (role(sin), bucket(exp)) == (Role.START_REDUCE, second)
-        # The first node of each copy-in.
+        # Kernels begin at the first node of each copy-in.
         assert kernel_boundaries(gm.graph) == {sin, exp}
 
     def test_nodes_of_the_model_do_no_work(self) -> None:

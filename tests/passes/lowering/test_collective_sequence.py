@@ -49,7 +49,7 @@ class TestCollectiveSequence(PassTestCase):
             summed, gathered = fc.all_reduce_coalesced([x, y], "sum", self.replicate)
             largest = fc.all_reduce(summed, "max", other)
             first = fc.broadcast(gathered, 0, other)
-            # Ranks may exchange different numbers of rows.
+            # Sizes are left out, as ranks may exchange different numbers of rows.
             exchanged = fc.all_to_all_single(largest, [1] * 6 + [0, 0], [1] * 6 + [0, 0], self.shard)
             return exchanged, first
 
@@ -78,7 +78,7 @@ class TestCollectiveSequence(PassTestCase):
 
 
 def _bucket(text: str) -> BucketName | None:
-    """The bucket that prints as ``text``; None for the empty one."""
+    """Return the bucket that prints as ``text``; None if ``text`` is empty."""
     parts = (part.partition("/") for part in text.split("+"))
     return BucketName(tuple((name, int(piece) if piece else None) for name, _, piece in parts)) if text else None
 
@@ -93,7 +93,7 @@ def _digest(*buckets: str) -> str:
 
 class TestIdentities:
     def test_sizes_count_over_the_groups_that_compare(self) -> None:
-        """As of tensor parallel ranks whose pieces are of unequal size: their shard groups are others."""
+        """Tensor-parallel ranks may have pieces of unequal size, as their shard groups differ."""
         pair = [
             [Collective(f"all_gather {size} x float32 over shard", None, str(size), "all_gather float32 over shard")]
             for size in (4, 3)

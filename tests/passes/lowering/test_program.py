@@ -15,7 +15,7 @@ _c10d = torch.ops._c10d_functional
 
 class TestProgram(PassTestCase):
     def graph(self) -> GraphModule:
-        """Compute, a reduction in flight over compute, compute."""
+        """Trace compute, an all-reduce in flight over more compute, and compute that reads both results."""
 
         def forward(x, y):
             reduced = _c10d.all_reduce(x.exp(), "sum", self.shard)
@@ -56,7 +56,7 @@ def call(args):
     def test_an_all_reduce_of_a_scattered_shard_makes_no_copy(self) -> None:
         def forward(x, y):
             scattered = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", 8, self.shard))
-            # The caller owns the input.
+            # The caller owns ``y``, so its all-reduce must not write in place.
             reduced = _c10d.all_reduce(scattered, "sum", self.replicate), _c10d.all_reduce(y, "sum", self.replicate)
             return [_c10d.wait_tensor(each) for each in reduced]
 

@@ -21,7 +21,7 @@ _all_reduce = torch.ops._c10d_functional.all_reduce.default
 
 class TestSegments(PassTestCase):
     def layers(self, number: int) -> GraphModule:
-        """A chain of equal units, gathered one ahead."""
+        """Trace a chain of equal units; each gather starts one unit early."""
 
         def forward(x, *shards):
             for index, shard in enumerate(shards):
@@ -90,7 +90,7 @@ def forward(self, wait_tensor: "f32[64]", x: "f32[3, 8]"):
         assert len(segments) == 2
 
     def test_copy_ins_hold_no_parameters(self) -> None:
-        """Of gradients, the norm's needs the unit's parameters last."""
+        """A copy-in is a segment of its own, after the last one that reads parameters (here for the gradient of ``scale``)."""
 
         def backward(grad, x, *shards):
             full_weight, full_scale = (
@@ -157,7 +157,7 @@ def forward(self, grad: "f32[3, 8]", x: "f32[3, 8]", weight: "f32[1, 8]", scale:
             return x + ones
 
         outer, segments = cut_into_segments(self.trace(forward, torch.zeros(4), names="x"))
-        # One module, so that neither takes the other's.
+        # Both calls run one module, which makes the constant, so neither takes it from the other.
         assert list(segments) == ["segment_0"]
         assert len(outer.find_nodes(op="call_module", target="segment_0")) == 2
         assert not outer.find_nodes(op="call_function", target=torch.ops.aten.full.default)
@@ -183,7 +183,10 @@ def forward(self, grad: "f32[3, 8]", x: "f32[3, 8]", weight: "f32[1, 8]", scale:
         assert segment.graph_module.graph.output_node().meta["user_visible_output_idxs"] == [0]
 
     def test_views_are_made_of_what_a_segment_gives_out(self) -> None:
-        """Also where it reads them itself, and where they are views of its inputs. But it gives out those without gaps."""
+        """A segment returns bases, and the program makes the views, also of inputs and for views that the segment reads itself.
+
+        Views without gaps, such as ``t``, are returned as they are.
+        """
 
         def forward(x, y):
             first, second = (x * 2).t().split(2)
@@ -270,7 +273,7 @@ graph():
     %getitem_1 : [num_users=1] = call_function[target=operator.getitem](args = (%segment_1, 0), kwargs = {})
     return getitem_1""",
         )
-        # The values that the second reads have sizes [2 * s] only.
+        # The second segment's tensors have only the size 2 * s, so s is an input.
         assert len(segments["segment_1"].graph_module.graph.find_nodes(op="placeholder")) == 2
 
     def test_inductors_cache_tells_bounds_of_sizes_apart(self) -> None:

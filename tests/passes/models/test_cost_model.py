@@ -20,19 +20,19 @@ _c10d = torch.ops._c10d_functional
 
 _NEAR = Links(Link(10e-6, 1e9), Link(20e-6, 1e9), Link(30e-6, 1e9))
 _FAR = Links(*[Link(100e-6, 1e8)] * 3)
-#: A flop a nanosecond (two in bfloat16), ten bytes a nanosecond, a microsecond for each kernel; nodes of four ranks. Copies of
-#: two bytes a nanosecond to the device, one to the host.
+#: One flop a nanosecond (two in bfloat16), ten bytes a nanosecond, a microsecond for each kernel; nodes of four ranks. Copies
+#: take two bytes a nanosecond to the device, one to the host.
 HARDWARE = Hardware("test", {"float32": 1e9, "bfloat16": 2e9}, 1e10, 1e-6, 4, _NEAR, _FAR, host=HostLink(3e-6, 2e9, 1e9, 1e10))
 
 
 class TestCostModel(PassTestCase):
     def costs(self, function: Callable[..., Any], *inputs: torch.Tensor) -> str:
-        """The nodes that cost something, in nanoseconds."""
+        """Return the nodes that cost something, with their time in nanoseconds."""
         graph = self.trace(function, *inputs).graph
         return "".join(f"{node.name} {ns}\n" for node, ns in node_ns(graph, HARDWARE).items() if ns)
 
     def test_products_cost_flops_or_bytes(self) -> None:
-        # 2 * 4 * 64 * 32 flops and a kernel; the half in bfloat16; for a single column, the bytes of 1 x 1000 by 1000 x 1.
+        # In float32, 2 * 4 * 64 * 32 flops and a kernel; in bfloat16, half the time for flops; for the last product, its bytes.
         def function(a, b, row, column):
             return a @ b, a.bfloat16() @ b.bfloat16(), (row @ column)
 
@@ -49,7 +49,7 @@ mm_2 3000
         )
 
     def test_a_chain_between_products_is_one_kernel(self) -> None:
-        # 1000 floats are read once: 0.4 us, and a kernel. What only the chain reads does not move, a number is next to nothing.
+        # 1000 floats are read once: 0.4 us, and a kernel. Values inside the chain stay in registers; the result is one number.
         def chain(x):
             return x.relu().exp().sum().cos(), x.view(10, 100).t()
 
@@ -111,7 +111,7 @@ _scaled_dot_product_flash_attention_for_cpu 5096
         times = [ns for node, ns in node_ns(graph, hardware).items() if ns]
         flops = 2 * 2 * 64 * 64 * 16
         assert times == [1000 + flops, 1000 + 2 * flops]
-        # By definition, both count whole.
+        # ``node_flops`` counts masked scores as well.
         assert [product for node in graph.nodes if (product := node_flops(node))] == [("float32", flops)] * 2
 
     def test_collectives_cost_latency_and_traffic(self) -> None:
@@ -142,7 +142,7 @@ _scaled_dot_product_flash_attention_for_cpu 5096
 
         graph = self.trace(hide, torch.zeros(8), torch.zeros(64, 64)).graph
         timeline = simulate(list(graph.nodes), Costs.of(graph, hardware))
-        # 2 ns for each of 7/8 of 256 bytes, and a launch each.
+        # 5 us, and 2 ns for each of the 7/8 of 256 bytes. The gather's launch and the product's kernel take 1 us each.
         taken = 5000 + 2 * 224
         assert (timeline.exposed, timeline.total) == (0, 1000 + taken + 1000 + 2 * 64**3)
         # Where no compute runs beside a collective, the time that it takes from compute does not count.
@@ -178,7 +178,7 @@ _scaled_dot_product_flash_attention_for_cpu 5096
         moved = [node for node in graph.nodes if node.name != "mm"]
         timeline = simulate(moved, Costs.of(graph, HARDWARE))
         assert timeline.exposed == 2 * 102_240 - 2000
-        # The first waits for what is left of it, the second for all of it.
+        # The first wait lasts for the rest of its gather, the second for a whole gather.
         first, second = timeline.waits
         assert timeline.waits[first] == (102_240 - 2000, first.all_input_nodes[0])
         assert timeline.waits[second] == (102_240, second.all_input_nodes[0])
@@ -196,7 +196,7 @@ _scaled_dot_product_flash_attention_for_cpu 5096
             "copy_to_host": (3_000 + 8_000, "to_host", "to_host"),
             "offload": (3_000 + 8_000, "to_host", "to_host"),
         }
-        # Compute launches them, and their waits are free.
+        # Compute takes a launch for each copy; waits are free.
         assert {node.name: ns for node, ns in costs.compute.items() if ns} == dict.fromkeys(
             ("copy_to_device", "fetch", "copy_to_host", "offload"), 1000
         )
@@ -221,12 +221,12 @@ _scaled_dot_product_flash_attention_for_cpu 5096
         # The product hides all copies, and nothing slows the gather down.
         assert set(timeline.waits) == {node["wait_tensor"]}
         assert timeline.ends[node["all_gather_into_tensor"]] == costs.transfer[node["all_gather_into_tensor"]]
-        # Without it the waits hold compute up: where they stand, and for as long as is left.
+        # Without the product, each wait holds compute up until its copy ends.
         timeline = simulate([one for one in order if one.name != "mm"], costs)
         arrives = timeline.arrives[node["wait_copy"]]
         assert timeline.waits[node["wait_copy"]] == (begins + 5_048 - arrives, node["fetch"])
         assert timeline.waits[node["wait_offload"]] == (15_192 - (begins + 5_048), node["offload_1"])
-        # The first one out was over before the second.
+        # The first copy to the host ended before the second.
         assert node["wait_offload_1"] not in timeline.waits
 
     def test_a_graph_ends_when_its_gradients_are_on_the_host(self) -> None:
@@ -271,7 +271,7 @@ _scaled_dot_product_flash_attention_for_cpu 5096
         q = torch.zeros(2, 2, 64, 16)
         graph = self.trace(attend, q, q, q).graph
         plain, with_scores = (node_ns(graph, replace(HARDWARE, score_s=score_s)) for score_s in ({}, {"float32": 1e-9}))
-        # All of them in forward, half in the backward that is causal.
+        # All scores count in forward, half of them in the backward, which is causal.
         assert [with_scores[node] - plain[node] for node in graph.nodes if plain[node]] == [4 * 64 * 64, 2 * 64 * 64]
 
     def test_operations_count_where_they_take_longer_than_memory(self) -> None:
@@ -296,11 +296,11 @@ _scaled_dot_product_flash_attention_for_cpu 5096
         graph = self.trace(function, torch.zeros(8, 8)).graph
         plain, host = (node_ns(graph, hardware) for hardware in (HARDWARE, replace(HARDWARE, segment_s=1e-3, graph_s=1e-1)))
         more = {node.name: host[node] - plain[node] for node in graph.nodes if host[node] != plain[node]}
-        # One segment ahead of the collective, one beside it, one behind the wait.
+        # One segment before the collective, one beside it, one after the wait.
         placed = {node.name: node for node in graph.nodes}
         assert list(placed).index("all_reduce") < list(placed).index("mm") < list(placed).index("wait_tensor")
         assert more == {"exp": 10**6, "mm": 10**6, "mul": 10**6, "output": 10**8}
-        # A graph that does not communicate is none of the library's.
+        # A graph without collectives is not lowered by the library, so the host's time does not count.
         alone = self.trace(lambda x: x @ x, torch.zeros(8, 8)).graph
         assert node_ns(alone, replace(HARDWARE, graph_s=1e-1)) == node_ns(alone, HARDWARE)
 

@@ -60,9 +60,9 @@ def test_large_messages_reach_the_rate_of_what_they_cross() -> None:
     ring = H100.within_node.all_gather.bytes_per_s
     for kind in KINDS:
         assert bus_rate(kind, 8) == pytest.approx(ring, rel=1e-3)
-        # A ring through nodes leaves each of them by all adapters; the eight of a node are as fast as NVLink, or it limits.
+        # A ring through nodes leaves each node by its eight adapters. These limit the rate, unless NVLink is slower.
         assert bus_rate(kind, 32) == pytest.approx(min(ring, 8 * 47e9), rel=2e-3)
-        # A group of every eighth rank has one adapter on each node, of every fourth rank two.
+        # A group of every eighth rank has one adapter on each node, a group of every fourth rank two.
         assert bus_rate(kind, 4, 8) == pytest.approx(ring / 8, rel=1e-3)
         assert bus_rate(kind, 4, 4) == pytest.approx(ring / 4, rel=1e-3)
 
@@ -86,7 +86,7 @@ def test_close_to_published_measurements(hardware: Hardware, size: int, mib: int
 
 
 def test_starting_dominates_small_messages_at_scale() -> None:
-    # NCCL's ring has a step for each rank, its tree two for each doubling of the nodes.
+    # NCCL's ring has a step for each rank, its tree two steps for each doubling of the number of nodes.
     rings = [H100.transfer_s("all_gather", 1e3, GroupLayout(size)) for size in (1024, 16_384)]
     assert rings[1] == pytest.approx(16 * rings[0], rel=0.05)
     trees = [H100.transfer_s("all_reduce", 1e3, GroupLayout(size)) for size in (1024, 16_384)]
@@ -120,7 +120,7 @@ def test_a_link_without_a_library_costs_what_was_measured() -> None:
     hardware = Hardware("test", {"float32": 1e9}, 1e10, 0.0, 2, links, links)
     assert hardware.transfer_s("all_gather", 1e6, GroupLayout(2)) == pytest.approx(1e-4 + 1e-3)
     assert hardware.transfer_s("all_gather", 1e6, GroupLayout(6)) == pytest.approx(1e-4 + 4e-5 + 1e-3)
-    # Half of the node's network for every second rank.
+    # A group of every second rank has half of the node's network.
     assert hardware.transfer_s("all_gather", 1e6, GroupLayout(2, 2)) == pytest.approx(1e-4 + 2e-3)
     assert hardware.knee_bytes("all_gather", GroupLayout(2)) == pytest.approx(1e5)
 

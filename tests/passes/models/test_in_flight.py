@@ -18,7 +18,7 @@ def test_groups_on_one_wire_share_it() -> None:
     flight: InFlight[str] = InFlight()
     flight.start("gather", 0, 100, "shard", "network")
     flight.start("reduce", 40, 100, "replicate", "network")
-    # Alone for 40, then at half the rate for the 60 that are left; 40 of the other are left then.
+    # The gather runs alone for 40, then its last 60 at half the rate. The reduction then has 40 left.
     assert flight.end("gather") == 160
     assert flight.end("reduce") == 200
 
@@ -49,6 +49,6 @@ def test_a_wire_is_busy_for_the_sum_of_what_it_carries() -> None:
         for index, duration in enumerate(durations):
             flight.start(index, 0, duration, f"group {chance.randrange(3)}", "network")
         flight.finish()
-        # Whole nanoseconds round up, by less than the groups that share, each time that one ends.
+        # Times are rounded up to whole nanoseconds whenever a transfer ends, by less than one for each of the three groups.
         assert sum(durations) <= max(flight.ends.values()) <= sum(durations) + 3 * len(durations)
         assert all(flight.ends[index] - flight.begins[index] >= duration for index, duration in enumerate(durations))

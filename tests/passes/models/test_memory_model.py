@@ -30,7 +30,7 @@ _c10d = torch.ops._c10d_functional
 
 class TestMemoryModel(PassTestCase):
     def timeline(self, graph: Graph) -> str:
-        """All bytes and those of parameters at each node."""
+        """Return a line for each node: all live bytes, and the bytes of parameters."""
         live = live_bytes(graph)
         return "".join(
             f"{name}: {total} ({parameters})\n" for name, (total, parameters) in zip(live.nodes, live.timeline, strict=True)
@@ -125,7 +125,7 @@ output: 32 (0)
         assert live_bytes(gm.graph).peak == 40
 
     def test_casts_of_a_copy_in_never_live_unless_they_are_all_of_it(self) -> None:
-        """Gradients of 8 elements are reduced in a wider dtype: two together, whose copy-in casts them, and one by itself."""
+        """Two gradients are reduced together, and their copy-in does the cast. A third is reduced alone, so its cast lives."""
 
         def backward(grad, *shards):
             units = ("up", "up", "down")
@@ -189,7 +189,7 @@ output: 4 (0)
         )
 
     def test_categories(self) -> None:
-        """A backward graph that reads a saved activation and a saved parameter, and reduces a gradient."""
+        """Backward reads a saved activation and a shard, and reduces a gradient."""
 
         def backward(shard, saved, tangents):
             full = unshard(shard, "w", [8, 8], self.shard, unit="up")
@@ -209,7 +209,7 @@ output: 4 (0)
         assert totals == [total for total, _ in live.timeline]
         assert list(memory.timeline[Category.PARAMETERS]) == [parameters for _, parameters in live.timeline]
         most = {category: max(row) for category, row in memory.timeline.items()}
-        # The gradient of the input is as large as what was saved, and as the gradient of the output.
+        # The saved activation, the output's gradient and the input's gradient have 512 bytes each; at most two live at once.
         assert most[Category.ACTIVATIONS] == 3 * 512 - 512
         assert most[Category.GRADIENTS] >= 8 * 8 * 4
         assert memory.given_out[Category.ACTIVATIONS] == 512 and memory.given_out[Category.GRADIENTS] == 8 * 4
@@ -227,12 +227,12 @@ output: 4 (0)
         assert list(memory.timeline[Category.ACTIVATIONS]) == [0, 0, 40, 40]
 
     def of_kernels(self, gm: GraphModule) -> list[int]:
-        """All bytes at each node, where nodes that fuse are one kernel."""
+        """Return the live bytes at each node, with nodes that fuse counted as one kernel."""
         memory = MemoryModel(gm.graph, unwritten(gm.graph), kernels(gm.graph)).breakdown(list(gm.graph.nodes))
         return [sum(held) for held in zip(*memory.timeline.values(), strict=True)]
 
     def test_a_kernel_holds_what_it_reads_beside_what_it_writes(self) -> None:
-        """The saved value has its last reader ahead of the node whose value is written, but in the same kernel."""
+        """The saved value is last read before the node that is written, but in the same kernel."""
         gm = self.trace(
             lambda saved, tangents: (saved.sin() * tangents + tangents.exp(),),
             *(torch.zeros(10) for _ in range(2)),
@@ -247,7 +247,7 @@ output: 4 (0)
             return (product.relu() * 2,)
 
         gm = self.trace(function, torch.zeros(4, 4), names="x")
-        # x is the caller's.
+        # The caller holds x, so only the product counts, which the kernel writes over.
         assert max(self.of_kernels(gm)) == 64
 
         gm = self.trace(lambda x: ((x @ x).relu().to(torch.int32),), torch.zeros(4, 4), names="x")
@@ -260,7 +260,7 @@ output: 4 (0)
             return (product.relu() * _c10d.wait_tensor(started),)
 
         gm = self.trace(function, torch.zeros(4, 4), torch.zeros(4, 4), names="x y")
-        # The product, the result and what was reduced.
+        # The product, the result and the all-reduced value.
         assert max(self.of_kernels(gm)) == 3 * 64
 
     def test_saved_views_of_a_value_are_one_storage(self) -> None:
@@ -279,7 +279,7 @@ output: 4 (0)
         backward.output(())
         mark_freed_inputs(backward, [])
         model = MemoryModel(backward)
-        # The whole product lives, to which both point.
+        # Both views keep the whole product alive.
         assert live_bytes(backward).peak == 64 and product.meta["val"].nbytes == 64
         assert model.breakdown(list(backward.nodes)).taken[Category.ACTIVATIONS] == 64
 
@@ -295,7 +295,7 @@ output: 4 (0)
             assert MemoryModel(gm.graph).breakdown(list(gm.graph.nodes)).taken[Category.GRADIENTS] == taken
 
     def test_copies_of_random_programs_hold_what_their_execution_holds(self) -> None:
-        """Random programs of kernels, views and copies, executed beside what the model says of each node."""
+        """The model agrees at each node with the execution of random programs of kernels, views and copies."""
         for seed in range(20):
             graph = self.trace(functools.partial(_random_program, random.Random(seed)), torch.zeros(6, 4)).graph
             model = live_bytes(graph)
@@ -321,7 +321,7 @@ output: 4 (0)
             "fetch": {Category.ACTIVATIONS: 40},
             "exp": {Category.ACTIVATIONS: 40, Category.WORKING: 40},
             "copy_to_host": {Category.WORKING: 40},
-            # Until the host has waited for it.
+            # The source of the copy lives until the host has waited.
             "output": {Category.WORKING: 40},
         }
         assert not any(breakdown.given_out.values())

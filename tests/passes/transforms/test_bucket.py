@@ -12,7 +12,7 @@ from tests.passes.tracing import PassTestCase
 class TestBucketGathers(PassTestCase):
     def test_one_gather_for_a_unit(self) -> None:
         def forward(bias, weight, x):
-            # Read in another order than they lie in storage.
+            # The order of reads is not the order in storage.
             full_bias = unshard(bias, "up.bias", [16], self.shard, unit="up", offset=8)
             full_weight = unshard(weight, "up.weight", [16, 4], self.shard, unit="up", offset=0)
             return torch.addmm(full_bias, x.relu(), full_weight.t())
@@ -79,7 +79,7 @@ def forward(self, rows: "f32[2, 4]", columns: "f32[3, 2]"):
         )
 
     def test_resharding_waits_for_a_reader(self) -> None:
-        """As views do: where operators stand at the top, gathers need not."""
+        """``reshard`` operators at the top of a graph, like views, do not pull gathers to the top."""
 
         def forward(first, second, x):
             one = unshard(first, "first", [8, 8], self.shard, unit="first")
@@ -171,7 +171,7 @@ def forward(self, scale: "f32[]", unread: "f32[2]", x: "f32[3]"):
 
 class TestKeptParameters(PassTestCase):
     def planned(self, *plan: Gather) -> tuple[str, Interface]:
-        """The forward graph of two units, and what its plan adds to it."""
+        """Bucket the forward of two units by a plan. Return the graph's text and its interface."""
 
         def forward(bias, weight, down, x):
             up = torch.addmm(
@@ -192,7 +192,7 @@ class TestKeptParameters(PassTestCase):
 
     def test_kept_parameters_go_out(self) -> None:
         text, interface = self.planned(Gather.KEEP, Gather.GATHER)
-        # In the order of storage, not in that of the graph.
+        # In the order of storage, not of the graph.
         assert interface.outputs == [FullParameter(0, 0), FullParameter(0, 1)]
         assert interface.inputs == []
         self.assertExpectedInline(

@@ -11,7 +11,11 @@ from tests.passes.tracing import PassTestCase
 
 class TestFlatStorage(PassTestCase):
     def run_passes(self, offsets: tuple[int, int, int], **policy: torch.dtype) -> tuple[str, list[InputSlot]]:
-        """The graph of a unit of three parameters of eight elements a shard, which lie at these offsets."""
+        """Run the passes on a unit with three shards of eight elements at ``offsets``.
+
+        Returns:
+            The graph's text before the first wait, and the inputs that were added.
+        """
 
         def forward(a, b, c):
             return [
@@ -52,7 +56,7 @@ def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0
         )
 
     def test_a_gap_splits_a_run(self) -> None:
-        # As in backward, which does not read what lies at 8.
+        # As in a backward that does not read the parameter at offset 8.
         text, runs = self.run_passes((0, 16, 24))
         assert runs == [StorageRun(1, 16, 16)]
         self.assertExpectedInline(
@@ -68,7 +72,7 @@ def forward(self, shard_a: "f32[8]", shard_b: "f32[8]", shard_c: "f32[8]", run_0
     def test_a_small_gap_is_gathered_along(self) -> None:
         def forward(a, b, x):
             weight = unshard(a, "a", [64], self.shard, unit="up", offset=0)
-            # A bias of two elements a shard lies between, which nothing reads.
+            # Between them lies a bias with two elements in each shard, which nothing reads.
             return weight * x, unshard(b, "b", [64], self.shard, unit="up", offset=10) * x
 
         gm = self.trace(forward, torch.zeros(8), torch.zeros(8), torch.zeros(64), names="shard_a shard_b x")

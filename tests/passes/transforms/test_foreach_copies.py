@@ -20,7 +20,7 @@ from tests.passes.tracing import PassTestCase
 
 class ForeachTestCase(PassTestCase):
     def trace_on(self, device: str, function: Callable[..., Any], *shapes: list[int], names: str) -> Graph:
-        """The graph of a function of tensors of these shapes."""
+        """Trace a function of tensors with these shapes on a pretended device; ``names`` are the names for placeholders."""
         with FakeTensorMode() as mode:
             inputs = [FakeTensor(mode, torch.empty(shape, device="meta"), torch.device(device)) for shape in shapes]
             gm = make_fx(function)(*inputs)

@@ -70,7 +70,7 @@ class SyncTestCase(PassTestCase):
         replicas: bool = False,
         **policy: torch.dtype,
     ) -> tuple[str, Interface]:
-        """The backward graph of a unit with a weight and a bias, and what the plan adds to it."""
+        """Synchronize the gradients of a weight and a bias of one unit. Return the graph's text and its interface."""
         options: dict[str, Any] = {"replicate_group": self.replicate} if replicas else {}
 
         def backward(grad, x, weight, bias):
@@ -85,7 +85,7 @@ class SyncTestCase(PassTestCase):
         return self.text(gm.graph), interface
 
     def assert_made(self, text: str, expected: str) -> None:
-        """Compare what the plan adds to the graph, but for plain copies of gradients into their bucket."""
+        """Compare the lines that the plan adds to the graph, without plain copies of gradients into their bucket."""
         lines = [line for line in text.splitlines()[1:] if re.sub(r': "[^"]*"', "", line) not in _OF_ALL]
         self.assertExpectedInline("".join(f"{line}\n" for line in lines), expected, skip=1)
 
@@ -115,7 +115,7 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
         )
 
     def test_order_of_the_plan(self) -> None:
-        """Of what becomes a flat shard: there, gradients lie otherwise than the graph computes them."""
+        """Reduced buckets have the order that is given. Gradients that stay unsharded keep the order of the graph."""
         for sync in Sync:
             text, interface = self.synchronized(Reduction(sync), orders=[(1, 0)])
             if sync is Sync.NONE:
@@ -428,7 +428,7 @@ class TestScatter(SyncTestCase):
 
 class TestHooks(SyncTestCase):
     def compress(self, grad: Tensor, output: Tensor) -> None:
-        """Reduces in bfloat16, and averages."""
+        """Reduce in bfloat16, and average."""
         small = grad.to(torch.bfloat16).div_(8)
         reduced = torch.empty_like(output, dtype=torch.bfloat16)
         dist.reduce_scatter_tensor(reduced, small)
@@ -517,7 +517,7 @@ def forward(self, grad: "f32[16, 4]", shard: "f32[16, 4]"):
 
         text, interface = self.synchronized(Reduction(comm_hook=local))
         assert "_c10d_functional" not in text
-        # Not shared memory: later microbatches add to it in place.
+        # The memory must not be shared, as later microbatches add to the gradient in place.
         assert [str(node.target) for node in interface.output_nodes] == ["aten.clone.default"]
 
     def test_work_behind_a_hooks_collective_belongs_to_the_finish(self) -> None:
@@ -721,7 +721,7 @@ class TestSharedMemory(PassTestCase):
     """Later microbatches add to full gradients in place, so their memory must not be shared."""
 
     def outputs(self, function: Any, *shapes: tuple[int, ...]) -> list[str]:
-        """The operators that compute the full gradients that a graph gives out."""
+        """Return the operators that compute the full gradients among a graph's outputs."""
         gm = self.trace(function, *map(torch.zeros, shapes))
         interface = _synchronize(gm.graph, *[Reduction(Sync.NONE)] * len(reduction_buckets(gm.graph)))
         gm.graph.lint()
@@ -750,7 +750,7 @@ class TestSharedMemory(PassTestCase):
         assert self.outputs(backward, (16,), (2,), (1, 4)) == ["aten.relu.default", "aten.clone.default"]
 
     def test_pieces_of_one_tensor(self) -> None:
-        # They do not overlap, but how they lie is not known here.
+        # The pieces do not overlap, but the pass does not know their places.
         def backward(x, a, b):
             first, second = x.relu().chunk(2)
             return [self.reduce(first, a), self.reduce(second, b)]
@@ -785,7 +785,7 @@ class TestUpdates(SyncTestCase):
     MOMENTUM = Update("sgd", has_momentum=True)
 
     def test_neighbours_in_storage_are_updated_together(self) -> None:
-        """The bias, whose gradient is there first, lies behind the weight."""
+        """In storage the bias comes after the weight, although its gradient is computed first."""
         updates = [Place(8, 2, self.MOMENTUM, 0), Place(0, 8, self.MOMENTUM, 0)]
         text, interface = self.synchronized(self.AVERAGED, updates=updates)
         assert interface.reduction_groups == [((0, 1), (0, 0))]
@@ -816,7 +816,7 @@ class TestUpdates(SyncTestCase):
         )
 
     def test_what_is_not_alike_is_updated_apart(self) -> None:
-        """Steps of other numbers, other arithmetic, or with something between them in storage."""
+        """Updates with different numbers or arithmetic, or with a gap between them in storage, are separate."""
         for second in (Place(8, 2, Update("sgd"), 1), Place(8, 2, self.MOMENTUM, 0), Place(9, 2, Update("sgd"), 0)):
             text, interface = self.synchronized(self.AVERAGED, updates=[second, Place(0, 8, Update("sgd"), 0)])
             runs = [slot for slot in interface.inputs if isinstance(slot, UpdatedRun)]

@@ -55,7 +55,7 @@ def forward(self, grad: "f16[16, 4]", shard: "bf16[2, 4]"):
         )
 
     def test_gradient_is_cast_as_soon_as_it_exists(self) -> None:
-        # Autograd runs reductions last, and one that waits for its cast would hide behind nothing.
+        # Autograd runs reductions last. If their casts came last as well, no compute would hide a reduction.
         def backward(first, second, shard_a, shard_b):
             grad = first.relu()
             later = grad.exp()

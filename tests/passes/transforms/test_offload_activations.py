@@ -24,7 +24,11 @@ class _IsTraced(Exception):
 
 class TestOffloadActivations(PassTestCase):
     def partitioned(self, policy: CheckpointPolicy | None, operator: Any) -> tuple[str, Graph, Graph]:
-        """Three layers of two products: tags in the joint graph after the first half, and the graphs after the second."""
+        """Run the pass on three layers of two products, and partition them.
+
+        Returns:
+            The text of the joint graph with its tags, and the forward and backward graphs with copies.
+        """
         found: list[Any] = []
 
         def layer(x, shard, unit):
@@ -66,7 +70,7 @@ class TestOffloadActivations(PassTestCase):
         return "\n".join(line.strip() for line in text.splitlines() if "  # " in line) + "\n"
 
     def test_copies(self) -> None:
-        """Views of what waits on the host are made again. The first layer's copy is waited for ahead of the third's."""
+        """Views of offloaded values are recomputed. The first layer's copy is waited for before the third's starts."""
         text, forward, backward = self.partitioned(CheckpointPolicy.MUST_CPU_OFFLOAD, torch.ops.aten.sigmoid.default)
         self.assertExpectedInline(
             self.tags(text),
@@ -194,7 +198,7 @@ def forward(self, primals_1: "f32[1, 8]", primals_2: "f32[1, 8]", primals_3: "f3
         for operator, policy in ((torch.ops.aten.add.Tensor, CheckpointPolicy.PREFER_CPU_OFFLOAD), (unshard, None)):
             text, forward, _ = self.partitioned(policy or CheckpointPolicy.MUST_CPU_OFFLOAD, operator)
             copied = [node.args[0].name for node in forward.nodes if str(node.target) == "fsdp_host.offload.default"]
-            # The last addition's result is the function's.
+            # The result of the last addition is an output.
             self.assertEqual(copied, ["add", "add_1"] if policy else [])
             self.assertNotIn("OFFLOAD", text)
 
@@ -206,7 +210,10 @@ def forward(self, primals_1: "f32[1, 8]", primals_2: "f32[1, 8]", primals_3: "f3
 
 class TestOffloadSaved(PassTestCase):
     def marked(self, saved: tuple[str, ...], outputs: tuple[str, ...] = (), least: int = 1, engine: bool = True) -> list[str]:
-        """What goes to the host of what a graph of two sigmoids saves, of which all but the second may wait."""
+        """Return the names of the saved values that go to the host, from a graph of three sigmoids.
+
+        All values but the second sigmoid's may wait there.
+        """
 
         def function(x):
             first = x.sigmoid()
@@ -233,7 +240,7 @@ class TestOffloadSaved(PassTestCase):
         self.assertEqual(self.marked(("sigmoid_2", "sigmoid_1", "t")), ["sigmoid_2", "t"])
 
     def test_memory_that_has_to_stay(self) -> None:
-        """Saved twice, the function's own output, or an input: a copy would free nothing."""
+        """Values stay if their memory is saved twice, or belongs to an output or an input: a copy would free nothing."""
         self.assertEqual(self.marked(("view", "t")), [])
         self.assertEqual(self.marked(("t", "sigmoid_2"), outputs=("view",)), ["sigmoid_2"])
         self.assertEqual(self.marked(("x_1",)), [])

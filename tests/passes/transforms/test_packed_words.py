@@ -26,7 +26,7 @@ _ROOT = BucketName.of_unit("root")
 def graph_of(
     function: Callable[..., Tensor], values: Sequence[Tensor], device: str = "cuda:0", role: Role = Role.START_GATHER
 ) -> Graph:
-    """The graph that a pass leaves of ``function(list of values)``, as if they were on a device."""
+    """Return a graph in which a pass has written ``function(values)``, with the values on a pretended device."""
     with FakeTensorMode() as mode:
         like = [torch.empty(value.shape, dtype=value.dtype, device="meta") for value in values]
         inputs = [FakeTensor(mode, value, torch.device(device)) for value in like]
@@ -44,13 +44,13 @@ def run(graph: Graph, values: Sequence[Tensor]) -> Tensor:
 
 
 def reads_twice(graph: Graph) -> bool:
-    """Whether groups are still looked through number by number."""
+    """Return whether the largest value of a group is still found number by number."""
     (largest,) = {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.amax.default)}
     return largest.target != torch.ops.aten.maximum.default
 
 
 def encoding(policy: GatherPolicy, dtype: torch.dtype) -> Callable[[Sequence[Tensor]], Tensor]:
-    """What rounds shards, padded to blocks, and sends what is not rounded in a dtype."""
+    """Return a function that encodes shards, padded to blocks. Shards that are not rounded are sent in ``dtype``."""
 
     def encode(shards: Sequence[Tensor]) -> Tensor:
         gaps = policy.paddings([shard.numel() for shard in shards])
@@ -61,7 +61,7 @@ def encoding(policy: GatherPolicy, dtype: torch.dtype) -> Callable[[Sequence[Ten
 
 
 def shards_of(dtype: torch.dtype) -> list[Tensor]:
-    """Shards with large, small and negative numbers, and, in one of them each, a group of zeros, infinities and NaN."""
+    """Make shards with large, small and negative numbers. One has zeros, another has infinities and NaN."""
     generator = torch.Generator().manual_seed(3)
     shards = [10.0 ** torch.randint(-6, 6, shape, generator=generator) for shape in _SHAPES]
     shards = [shard * torch.randn(shard.shape, generator=generator) for shard in shards]

@@ -19,7 +19,11 @@ class _IsTraced(Exception):
 
 class TestRecomputeStretches(PassTestCase):
     def partitioned(self, count: int, *, tagged: bool = False) -> tuple[str, list[str], Graph, Graph]:
-        """Three layers of two products: the joint graph's forward after the pass, its stretches, and what is made of it."""
+        """Recompute the first ``count`` stretches of three layers of two products, and partition the graph.
+
+        Returns:
+            The text of the joint graph with its tags, the nodes of each stretch, and the forward and backward graphs.
+        """
         found: list[Any] = []
 
         def layer(x, shard, unit):

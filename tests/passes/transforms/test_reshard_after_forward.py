@@ -16,7 +16,7 @@ class _IsTraced(Exception):
 
 class TestReshardAfterForward(PassTestCase):
     def partitioned(self, **policy: Any) -> tuple[Graph, Graph]:
-        """Forward and backward graphs of ``relu(x @ w.t()) @ w`` after the pass and the partitioner."""
+        """Return the forward and backward graphs of ``relu(x @ w.t()) @ w`` after the pass and the partitioner."""
         graphs: list[Graph] = []
 
         def forward(shard, x):
@@ -119,7 +119,7 @@ def forward(self, primals_1: "f32[2, 4]", primals_2: "f32[3, 4]", t: "f32[4, 16]
         )
 
     def test_smaller_group_keeps_its_bytes(self) -> None:
-        # Two neighbours of eight ranks, so four of eight rows each: 8 elements, rounded to a byte, and the bytes of a scale.
+        # The eight ranks send a row each: 8 elements of a byte, and a scale of 4 bytes. Two neighbours keep four rows each.
         forward, backward = self.partitioned(post_forward_group=self.replicate, sent_as="int8:8")
         self.assertExpectedInline(
             self.text(forward),

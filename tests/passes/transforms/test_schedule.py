@@ -18,7 +18,7 @@ from tests.passes.tracing import PassTestCase
 
 class TestSchedule(PassTestCase):
     def forward_graph(self, units: int) -> GraphModule:
-        """A chain of units, one product each."""
+        """Trace a chain of units, one product each."""
 
         def forward(x, *shards):
             for index, shard in enumerate(shards):
@@ -30,7 +30,7 @@ class TestSchedule(PassTestCase):
         return self.trace(forward, torch.zeros(3, 8), *shards)
 
     def backward_graph(self, units: int, **policy: str) -> GraphModule:
-        """A chain of gradients, each reduced."""
+        """Trace a chain of gradients, each of which is reduced."""
 
         def backward(grad, *shards):
             reduced = []
@@ -42,7 +42,7 @@ class TestSchedule(PassTestCase):
         return self.trace(backward, torch.zeros(8, 8), *[torch.zeros(1, 8) for _ in range(units)])
 
     def synchronize(self, graph: Graph, reduction: Reduction | None = None) -> None:
-        """Give every bucket the same plan."""
+        """Synchronize the gradients of every bucket by the same ``reduction``."""
         interface = Interface(graph)
         synchronize_gradients(graph, [reduction or Reduction()] * len(reduction_buckets(graph)), interface)
         interface.finish()
@@ -87,7 +87,7 @@ relu
         )
 
     def test_copies_begin_where_the_copy_before_has_arrived(self) -> None:
-        """The third and the last of four units are on the host: the bus is theirs from the top on, and from the third's gather."""
+        """Units 2 and 3 are on the host. The copy of unit 2 starts at the top, that of unit 3 at the gather of unit 2."""
 
         def forward(x, *shards):
             for index, shard in enumerate(shards):
@@ -124,7 +124,7 @@ relu
         )
 
     def gathers(self, gm: GraphModule, lists: Mapping[str, Sequence[str]], plan: Sequence[Gather] | None = None) -> str:
-        """The outline of a graph after bucketing and scheduling its gathers with these lists."""
+        """Bucket and schedule the gathers of a graph with these prefetch lists. Return its outline."""
         interface = Interface(gm.graph)
         prefetches = find_prefetches(gm.graph, list(lists.items()))
         bucket_gathers(gm.graph, plan, interface)
@@ -192,7 +192,7 @@ relu
         )
 
     def test_uneven_lists(self) -> None:
-        """The first unit starts two, the second starts what it lists though that is in flight, and the third, three."""
+        """The first unit lists two units, the second one that is already in flight, and the third lists three."""
         self.assertExpectedInline(
             self.gathers(self.forward_graph(6), {"0": ["1", "2"], "1": ["2"], "2": ["3", "4", "5"]}),
             """\
@@ -247,7 +247,7 @@ relu
         )
 
     def test_lists_hold_their_order_and_what_has_run_stays(self) -> None:
-        """Twice the same unit, units that are gathered already, and the unit itself."""
+        """Lists may name a unit twice, units that are already gathered, and their own unit."""
         self.assertExpectedInline(
             self.gathers(self.forward_graph(4), {"0": ["2", "1", "2"], "1": ["0", "1", "3"]}),
             """\
@@ -515,7 +515,7 @@ accumulate 1
 
 
 def _most_pending(graph: Graph) -> int:
-    """The most reduce-scatters in flight at once."""
+    """Return the most reduce-scatters that are in flight at once."""
     pending = most = 0
     for node in graph.nodes:
         pending += node.target == torch.ops._c10d_functional.reduce_scatter_tensor.default
@@ -526,8 +526,11 @@ def _most_pending(graph: Graph) -> int:
 
 class TestUpdates(PassTestCase):
     def scheduled(self, numels: Sequence[int]) -> list[str]:
-        """The operators of a backward in which the first unit, of parameters of so many elements, is read after its gradients,
-        when two others have reduced theirs."""
+        """Schedule a backward that updates parameters. Return its outline.
+
+        It gathers the parameters of the first unit, with ``numels`` elements in a shard, after their gradients and those of two
+        other units.
+        """
 
         offsets = [sum(numels[:index]) for index in range(len(numels))]
 
@@ -562,11 +565,11 @@ class TestUpdates(PassTestCase):
         return self.outline(gm.graph).splitlines()
 
     def test_no_update_is_ahead_of_the_end_of_a_gather(self) -> None:
-        """Of one shard; and of two, which are gathered as a run of storage."""
+        """Neither for a single shard, nor for two that are gathered as a run of storage."""
         for numels in ([4], [2, 3]):
             lines = self.scheduled(numels)
-            # The reduction ends where the second unit after it begins to reduce.
+            # The reduction is waited for before the second unit after it starts to reduce.
             assert lines.index("finish_reduce a") < lines.index("start_reduce c") < lines.index("finish_gather a")
             assert lines.index("finish_gather a") < lines.index("update a")
-            # Nothing keeps the others from it.
+            # Nothing delays the updates of other units.
             assert lines.index("finish_reduce b") + 1 == lines.index("update b")

@@ -66,7 +66,7 @@ class Model(nn.Module):
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 fully_shard(model.up, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-compiled = torch.compile(model, backend=fsdp_backend, options={"merge_below": 0})  # small units stay apart
+compiled = torch.compile(model, backend=fsdp_backend, options={"min_bucket_bytes": 0})  # small units stay apart
 compiled(torch.ones(3, 8)).sum().backward()
 ```
 
@@ -121,7 +121,7 @@ def compile_model() -> Capture:
         fully_shard(model.up, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         with capture() as captured:
-            torch.compile(model, backend=fsdp_backend, options={"merge_below": 0})(torch.ones(3, 8)).sum().backward()
+            torch.compile(model, backend=fsdp_backend, options={"min_bucket_bytes": 0})(torch.ones(3, 8)).sum().backward()
         return captured
 
 
@@ -282,7 +282,7 @@ mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
 parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 fully_shard(model.up, mesh=mesh["dp"], reshard_after_forward=True)
 fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
-compiled = torch.compile(model, backend=fsdp_backend, options={"merge_below": 0})
+compiled = torch.compile(model, backend=fsdp_backend, options={"min_bucket_bytes": 0})
 compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
 ```
 """
@@ -296,7 +296,7 @@ def tensor_parallel() -> list[str]:
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model.up, mesh=mesh["dp"], reshard_after_forward=True)
         fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
-        compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager", "merge_below": 0})
+        compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager", "min_bucket_bytes": 0})
         with capture() as captured:
             compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
         names = {mesh.get_group("dp").group_name: "shard", mesh.get_group("tp").group_name: "tp"}

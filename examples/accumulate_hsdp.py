@@ -172,8 +172,8 @@ def main(rank: int, lowering: str, init_method: str) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    # merge_below=0, as the table counts by unit, and units are small enough to share collectives.
-    forward = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering, "merge_below": 0})
+    # min_bucket_bytes=0, as the table counts by unit, and units are small enough to share collectives.
+    forward = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering, "min_bucket_bytes": 0})
 
     rows: list[list[str]] = []
     norms: list[float] = []

@@ -9,7 +9,7 @@ from passes.collectives.traced_hook import HookNotTraceable
 from . import comm_hooks
 from .api.module import FSDPModule, register_fsdp_forward_method
 from .api.partial_offload import PartialCPUOffloadPolicy
-from .api.replace import replacing_fsdp2
+from .api.patch_fsdp2 import patch_fsdp2
 from .api.schedule_controls import share_comm_ctx
 from .api.sharding import fully_shard, sync_module_states
 from .compiler.backend import fsdp_backend
@@ -56,8 +56,8 @@ __all__ = [
     "gradient_divide_factors",
     "offload_optimizer",
     "optimizer_in_backward",
+    "patch_fsdp2",
     "register_fsdp_forward_method",
-    "replacing_fsdp2",
     "share_comm_ctx",
     "sync_module_states",
 ]

@@ -38,7 +38,7 @@ MeshShape = Sequence[int] | Mapping[str, int]
 
 
 def check_arguments(caller: str, model: nn.Module, mesh_shape: MeshShape, shard: Callable[..., Any]) -> None:
-    """Check arguments that public functions pass on to :func:`played_step`.
+    """Check arguments that public functions pass on to :func:`dry_step`.
 
     Args:
         caller: name of the public function, for messages.
@@ -97,7 +97,7 @@ def train(compiled: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def played_step(
+def dry_step(
     model: nn.Module,
     inputs: Any,
     mesh_shape: MeshShape,

@@ -243,7 +243,7 @@ def run_passes(
     final_passes: Sequence[Callable[[Graph], None]] = (),
     observer: Observer = log_pass,
     auto: AutoSchedule | None = None,
-    merge_below: int = 0,
+    min_bucket_bytes: int = 0,
 ) -> Interface:
     """Run the passes over a prepared forward or backward graph, for one plan. In place.
 
@@ -254,7 +254,7 @@ def run_passes(
         final_passes: passes that the lowering adds, in order.
         observer: called after every pass.
         auto: chooses buckets and issue points by the cost model; None: the default schedule.
-        merge_below: a unit of at least so many bytes has collectives of its own (:mod:`passes.auto.small_units`); 0: all do.
+        min_bucket_bytes: the bytes from which on a unit has collectives of its own (:mod:`passes.auto.small_units`); 0: all do.
 
     Returns:
         The extra inputs and outputs of the graph.
@@ -269,7 +269,7 @@ def run_passes(
     def observe(pass_name: str) -> contextlib.AbstractContextManager[None]:
         return _observed(graph, stage, pass_name, observer)
 
-    grouping = merge_small_units(graph, plan, separate_large_parameters(graph, plan), merge_below)
+    grouping = merge_small_units(graph, plan, separate_large_parameters(graph, plan), min_bucket_bytes)
     if auto is not None:
         _refuse_explicit_schedule(plan)
         grouping = find_grouping(graph, plan, grouping, auto, lambda trial, choice: _try(trial, plan, choice, is_backward))

@@ -58,14 +58,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Apply the marks ``units_apart`` and those that allow Inductor, for the duration of a test."""
-    default = small_units.MERGE_BELOW_BYTES
+    default = small_units.MIN_BUCKET_BYTES
     if item.get_closest_marker("units_apart"):
-        small_units.MERGE_BELOW_BYTES = 0
+        small_units.MIN_BUCKET_BYTES = 0
     inductor_use.is_allowed = any(item.get_closest_marker(name) for name in _WITH_INDUCTOR)
     try:
         return (yield)
     finally:
-        small_units.MERGE_BELOW_BYTES = default
+        small_units.MIN_BUCKET_BYTES = default
         collect_once()
 
 

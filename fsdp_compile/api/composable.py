@@ -19,8 +19,8 @@ from torch import nn
 
 from passes.fx.torch_internals.distributed import REGISTRY_KEY, STATE_KEY, RegistryItem
 
-from ..runtime.gradients import call_hooks, reduce_pending, take_unreduced
-from ..runtime.uncompiled import Forward
+from ..runtime.gradients import call_hooks, collect_unreduced, reduce_pending
+from ..runtime.uncompiled import UncompiledForward
 from ..units.unit import Unit
 from .casts import cast_inputs, cast_output
 
@@ -52,7 +52,7 @@ class ParamGroup:
 
     def post_backward(self) -> None:
         """Reduce the gradients that wait, and free gathered parameters, as the unit's flags say."""
-        self.took_unreduced = bool(take_unreduced(self._unit))
+        self.took_unreduced = bool(collect_unreduced(self._unit))
         landed = reduce_pending(self._unit)
         self.has_reduced = bool(landed)
         call_hooks(landed)
@@ -72,7 +72,7 @@ class UnitState:
         self._fsdp_param_group = ParamGroup(unit)
         self._fsdp_param_groups = [self._fsdp_param_group]
         self._comm_ctx: Any = None
-        self._forwards: list[tuple[bool, Forward, Any]] = []
+        self._forwards: list[tuple[bool, UncompiledForward, Any]] = []
 
     @property
     def _state_ctx(self) -> UnitState:
@@ -87,7 +87,7 @@ class UnitState:
 
         After an exception before :meth:`_post_forward`, ``reset_iter_state()`` recovers.
         """
-        forward = Forward(self._unit, module)
+        forward = UncompiledForward(self._unit, module)
         args, kwargs = cast_inputs(self._unit.mp_policy, args, kwargs)
         self._forwards.append((self._unit.scope.active, forward, (args, kwargs)))
         self._unit.scope.active = True

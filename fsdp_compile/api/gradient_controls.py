@@ -22,7 +22,7 @@ from passes.collectives.traced_hook import apply_in_place_hook, draws_random_num
 from passes.fx.torch_internals.core import FakeTensorMode
 
 from ..comm_hooks import BoundHook, bind_hook
-from ..runtime.gradients import call_hooks, discard, in_backward, reduce_pending, take_unreduced
+from ..runtime.gradients import call_hooks, collect_unreduced, discard, in_backward, reduce_pending
 from ..runtime.hook_tensors import hook_parameter
 from ..torch_versions import RESET_DISCARDS_GRADIENTS, GradientReductionHandle, reduce_dtype
 from ..units.unit import Unit
@@ -113,7 +113,7 @@ class GradientControls(Controls):
             raise RuntimeError(LEFT_OUT)
         for unit in reversed(scope.units):
             if unit.flags.reduce_grads:
-                take_unreduced(unit)
+                collect_unreduced(unit)
                 call_hooks(reduce_pending(unit))
             if unit.flags.reshard_after_backward:
                 unit.drop_full()

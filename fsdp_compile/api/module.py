@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from passes.fx.torch_internals.dynamo import OptimizedModule
 
-from ..compiler.traced_forwards import note_traced_forward
-from ..runtime.uncompiled import Forward, is_recomputing
+from ..compiler.traced_forwards import note_outermost_forward
+from ..runtime.uncompiled import UncompiledForward, is_recomputing
 from ..units.sharded_param import ShardedParam, shard_attribute
 from ..units.unit import MovedError, Scope, Unit
 from .casts import cast_inputs, cast_output
@@ -49,7 +49,7 @@ def set_scope(module: nn.Module, scope: Scope) -> None:
 
 def _apply(module: nn.Module, original: Callable[..., Any], fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Call ``module._apply``, and make units follow the parameters that it moves or casts."""
-    if is_compiling() and _leaves(fn, module):
+    if is_compiling() and _leaves_unchanged(fn, module):
         # A router may cast itself to its own precision in forward. The code below cannot be traced.
         return module
     with _SyncAfterApply(unit_of(module)), _HideUnchanged(module, fn) as applied:
@@ -81,7 +81,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _leaves(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
+def _leaves_unchanged(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
     """Return whether ``fn`` leaves all tensors of a module and of modules inside unchanged, as ``to`` their own dtype does.
 
     ``fn`` gets shards in the place of parameters, as torch refuses to replace a parameter that guards refer to.
@@ -214,7 +214,7 @@ class FSDPModule(GradientControls, ScheduleControls):
 @torch.compiler.assume_constant_result
 def _begin_traced_forward(is_of_root: bool) -> bool:
     """Record, while Dynamo traces, that an outermost forward begins, and whether it is the forward of a root."""
-    note_traced_forward(is_of_root=is_of_root)
+    note_outermost_forward(is_of_root=is_of_root)
     return True
 
 
@@ -231,7 +231,7 @@ def _in_unit(forward: Callable[..., Any]) -> Callable[..., Any]:
         was_active = scope.active
         unit = self._fsdp_unit
         policy = unit.mp_policy
-        uncompiled = None if is_compiling() else Forward(unit, self)
+        uncompiled = None if is_compiling() else UncompiledForward(unit, self)
         if not was_active:
             # Not written if it is True already: torch 2.11 traces no write inside of a checkpoint.
             scope.active = True

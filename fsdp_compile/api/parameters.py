@@ -59,7 +59,7 @@ class ShardedParameters(MutableMapping[str, Any]):
             return self.registered[name]
         if type(found) is not tuple:
             # A tensor that stands in the parameter's place.
-            return self.sharded[name].compute_with(found)
+            return self.sharded[name].convert_replacement(found)
         if len(found) == 3:
             shard, args, kwargs = found
             return unshard(shard, *args, **kwargs)
@@ -70,7 +70,7 @@ class ShardedParameters(MutableMapping[str, Any]):
         registered, sharded = self.registered[name], self.sharded[name]
         is_active, found = self.scope.active, getattr(self, shard_attribute(name))
         if isinstance(found, Tensor):
-            return sharded.compute_with(found) if is_active else found
+            return sharded.convert_replacement(found) if is_active else found
         is_recomputed = not is_active and is_recomputing()
         if not is_active and not is_recomputed:
             shown = sharded.state.shown(sharded.param)

@@ -14,7 +14,7 @@ from ..compiler.byte_sizes import bytes_of, is_size
 from ..compiler.optimizer_state import Optimizer
 
 
-class Piece(NamedTuple):
+class UnshardedParam(NamedTuple):
     """A parameter before sharding.
 
     Attributes:
@@ -71,12 +71,12 @@ class PartialCPUOffloadPolicy(OffloadPolicy):
         pin_memory = self._on_host.pin_memory
         return f"{type(self).__name__}({self.device_bytes}, optimizer={self._optimizer.name!r}, pin_memory={pin_memory})"
 
-    def decide(self, pieces: Iterable[Piece]) -> tuple[CPUOffloadPolicy | None, int]:
+    def decide(self, pieces: Iterable[UnshardedParam]) -> tuple[CPUOffloadPolicy | None, int]:
         """Return the policy of a unit with these parameters, and the bytes that it adds to :attr:`bytes_on_device`."""
         size = sum(map(self._size, pieces))
         return (None, size) if self.bytes_on_device + size <= self.device_bytes else (self._on_host, 0)
 
-    def _size(self, piece: Piece) -> int:
+    def _size(self, piece: UnshardedParam) -> int:
         numel = padded_shard_numel(piece.shape, piece.dim, piece.ranks)
         num_bytes = numel * piece.dtype.itemsize
         return num_bytes + (num_bytes + round(self._optimizer.state_of_shard(numel, num_bytes)) if piece.is_trained else 0)

@@ -20,7 +20,7 @@ from passes.fx.torch_internals.distributed import concatenate_meshes
 from passes.fx.torch_internals.dynamo import OptimizedModule
 
 from ..compiler import registered_attributes
-from ..runtime.owner import attach
+from ..runtime.eager_hooks import attach
 from ..torch_versions import check_policy
 from ..units.extension import check_extension, is_extension
 from ..units.mesh import ShardingMesh
@@ -30,7 +30,7 @@ from ..units.unit import Unit
 from .composable import is_fsdp2s, register, state_of
 from .module import FSDPModule, add_methods, make_unit, set_scope, shard_parameters, swap_class_of_wrapper, unit_of
 from .parameters import ShardedParameters, replace_functions, sharded_params_of
-from .partial_offload import PartialCPUOffloadPolicy, Piece
+from .partial_offload import PartialCPUOffloadPolicy, UnshardedParam
 
 M = TypeVar("M", bound=nn.Module)
 # Its result may be torch's ShardPlacementResult, which torch 2.11 lacks.
@@ -226,18 +226,19 @@ def _check_offload_policy(policy: Any) -> None:
         )
 
 
-def _offload(policy: OffloadPolicy, cuts: dict[nn.Parameter, _Cut]) -> tuple[CPUOffloadPolicy | None, int]:
+def _offload(policy: OffloadPolicy, cuts: dict[nn.Parameter, ParamSharding]) -> tuple[CPUOffloadPolicy | None, int]:
     """Return the offload policy of a unit, and the bytes that the unit adds to a partial policy's ``bytes_on_device``."""
     if not isinstance(policy, PartialCPUOffloadPolicy):
         return (policy if isinstance(policy, CPUOffloadPolicy) else None), 0
     pieces = [(param, _piece(param), cut) for param, cut in cuts.items()]
     return policy.decide(
-        Piece(piece.shape, piece.dtype, cut.dim, cut.mesh.shard_size, param.requires_grad) for param, piece, cut in pieces
+        UnshardedParam(piece.shape, piece.dtype, cut.dim, cut.mesh.shard_size, param.requires_grad)
+        for param, piece, cut in pieces
     )
 
 
 def _check_copied(
-    found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut], gather_policy: GatherPolicy | None
+    found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, ParamSharding], gather_policy: GatherPolicy | None
 ) -> None:
     """Check that each parameter is of a kind that can be kept on the host, and copied to the device for its gather."""
     for param, owners in found.items():
@@ -301,7 +302,7 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
             piece = _piece(param)
             if is_extension(piece):
                 check_extension(param, prefix + name)
-            elif _has_ways_of_its_own(piece):
+            elif _overrides_operators(piece):
                 raise NotImplementedError(
                     f"Parameter {prefix}{name} is a {type(piece).__name__}, a tensor subclass with operators of its own, "
                     "which a shard would lose, and without fsdp_pre_all_gather and fsdp_post_all_gather. Add it to "
@@ -341,7 +342,7 @@ def _piece(param: Tensor) -> Tensor:
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
-def _has_ways_of_its_own(param: Tensor) -> bool:
+def _overrides_operators(param: Tensor) -> bool:
     """Return whether a parameter's class overrides operators, rather than only adding attributes to ``nn.Parameter``."""
     kind = type(param)
     if issubclass(kind, FakeTensor):
@@ -350,7 +351,7 @@ def _has_ways_of_its_own(param: Tensor) -> bool:
     return overrides or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-class _Cut(NamedTuple):
+class ParamSharding(NamedTuple):
     """The sharding of a parameter.
 
     Attributes:
@@ -369,7 +370,7 @@ def _cuts(
     mesh: ShardingMesh,
     shard_placement_fn: ShardPlacementFn | None,
     dp_mesh_dims: object | None,
-) -> dict[nn.Parameter, _Cut]:
+) -> dict[nn.Parameter, ParamSharding]:
     meshes = {mesh.mesh: mesh}
     cuts = {}
     for param, owners in found.items():
@@ -385,7 +386,7 @@ def _cuts(
             if mesh_info.mesh not in meshes:
                 meshes[mesh_info.mesh] = ShardingMesh.of(mesh_info.mesh)
             own = meshes[mesh_info.mesh]
-        cuts[param] = _Cut(_shard_dim(param, name, own, placement), own, ModelParallel.of(param, dp_mesh_dims))
+        cuts[param] = ParamSharding(_shard_dim(param, name, own, placement), own, ModelParallel.of(param, dp_mesh_dims))
     return cuts
 
 
@@ -408,7 +409,7 @@ def _kinds(dims: Any) -> list[tuple[str, ...]]:
     return [some for some in (tuple(dims.replicate_names), tuple(dims.shard_names)) if some]
 
 
-def _check_dims(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut], mesh: DeviceMesh | None) -> None:
+def _check_dims(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, ParamSharding], mesh: DeviceMesh | None) -> None:
     """Check that parameters are DTensors on ``mesh``, and replicated on the dimensions that ``dp_mesh_dims`` names."""
     for param, owners in found.items():
         name, layout = owners[0][2], cuts[param].layout
@@ -456,7 +457,7 @@ def _shard_dim(param: nn.Parameter, name: str, mesh: ShardingMesh, placement: ob
     return dim
 
 
-def _check_meshes(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut]) -> None:
+def _check_meshes(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, ParamSharding]) -> None:
     for param, owners in found.items():
         dim, mesh, layout = cuts[param]
         if layout is None:
@@ -479,7 +480,7 @@ def _check_meshes(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _
 
 
 def _check_extensions(
-    found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut], reshard_after_forward: bool | int | None
+    found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, ParamSharding], reshard_after_forward: bool | int | None
 ) -> None:
     for param, owners in found.items():
         if not is_extension(param):
@@ -522,7 +523,7 @@ def _check_dtypes(found: dict[nn.Parameter, _Owners]) -> None:
 
 
 def _install(
-    unit: Unit, inner: Iterable[nn.Module], found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, _Cut]
+    unit: Unit, inner: Iterable[nn.Module], found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, ParamSharding]
 ) -> None:
     """Replace full parameters by sharded ones in the modules that own them, and give modules in ``inner`` their methods."""
     owned: dict[nn.Module, dict[str, ShardedParam]] = {}

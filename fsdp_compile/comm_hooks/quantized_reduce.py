@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from passes.collectives.layout import padding_to
-from passes.collectives.rounded_gather import LARGEST, SCALE, numbers_of, restore_groups, round_groups
+from passes.collectives.rounded_gather import LARGEST, SCALE, reinterpret, restore_groups, round_groups
 from passes.collectives.stochastic_rounding import round_groups_by_chance
 from passes.fx.torch_internals.distributed import DefaultState
 
@@ -105,4 +105,4 @@ class QuantizedReduce:
         padded = numel + padding_to(self.block, numel)
         rounded, scales = received.split([padded, padded // self.block * SCALE.itemsize], dim=1)
         groups = rounded.view(self.dtype).unflatten(1, (-1, self.block))
-        return restore_groups(groups, numbers_of(scales, SCALE)).flatten(1)[:, :numel]
+        return restore_groups(groups, reinterpret(scales, SCALE)).flatten(1)[:, :numel]

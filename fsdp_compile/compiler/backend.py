@@ -37,15 +37,15 @@ from passes.pipeline import (
 )
 from passes.transforms.offload_activations import will_offload
 
-from ..runtime.course import Run
-from ..runtime.graph_inputs import Owners, sharded_param
+from ..runtime.collective_log import CheckedProgram
+from ..runtime.graph_inputs import ParameterRegistry, sharded_param
 from ..runtime.planned_graph import BoxedFunction, PlannedGraph, boxed
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .capture import observer, snapshot
+from .collector import collector_paused
 from .cuda_graphs import Recorders
-from .frame_room import with_room_for_frames
-from .garbage import collector_paused
+from .frame_chunks import in_large_frame_chunk
 from .inductor_options import CUDAGRAPHS, asks_for_cudagraphs
 from .lowering import Lowering
 from .machine import find_hardware
@@ -75,7 +75,7 @@ def fsdp_backend(
     return compile_with(LOWERINGS[parsed.lowering](), gm, example_inputs, parsed)
 
 
-@with_room_for_frames
+@in_large_frame_chunk
 @collector_paused()
 def compile_with(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     """Compile a graph as :func:`fsdp_backend` does, with a given lowering.
@@ -99,10 +99,10 @@ def _compile(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[Any],
     # compile_fx consumes its graph. This copy can still run operator by operator.
     uncompiled = snapshot(gm)
     params = {names: sharded_param(example_inputs[index]) for index, names in shards.items()}
-    owners = Owners(params)
+    registry = ParameterRegistry(params)
     is_whole = holds_whole_forwards(gm, dict.fromkeys(param.unit for param in params.values()))
-    compiled = _Compilation(example_inputs, options, lowering, params, owners, is_whole=is_whole).run(gm)
-    return _check_parameters(compiled, uncompiled, shards, owners)
+    compiled = _Compilation(example_inputs, options, lowering, params, registry, is_whole=is_whole).run(gm)
+    return _check_parameters(compiled, uncompiled, shards, registry)
 
 
 def _compile_unsharded(
@@ -119,7 +119,7 @@ def _compile_unsharded(
     # The library records programs. If Inductor's own option asks for CUDA graphs, Inductor records this unsharded graph.
     is_recorded = options.cudagraphs and not asks_for_cudagraphs(options.inductor)
     compiled = None if is_recorded else lowering.compile_unsharded(gm, example_inputs)
-    return compiled or _Compilation(example_inputs, options, lowering, {}, Owners({})).run(gm)
+    return compiled or _Compilation(example_inputs, options, lowering, {}, ParameterRegistry({})).run(gm)
 
 
 @functools.cache
@@ -165,7 +165,7 @@ def _unique_name(name: str, taken: set[str]) -> str:
 
 
 def _check_parameters(
-    compiled: Callable[..., Any], uncompiled: GraphModule, shards: dict[int, tuple[str, str]], owners: Owners
+    compiled: Callable[..., Any], uncompiled: GraphModule, shards: dict[int, tuple[str, str]], registry: ParameterRegistry
 ) -> Callable[..., Any]:
     """Wrap ``compiled`` so that each call notices parameters that were swapped, frozen or unfrozen since the trace.
 
@@ -179,7 +179,7 @@ def _check_parameters(
         for names, param in zip(shards.values(), params, strict=True):
             param.check_gather()
             param.check_registered()
-            owners.note(names, param)
+            registry.note(names, param)
         if torch.is_grad_enabled():
             changed = [param.sync_requires_grad() for param in params]
             if any(changed):
@@ -228,7 +228,7 @@ class _Compilation:
         options: the backend's options.
         lowering: makes functions of the forward and the backward graph.
         params: the sharded parameters that the graph reads, by (unit name, parameter name) in the graph.
-        owners: finds the parameters that a call's inputs belong to.
+        registry: finds the parameters that a call's inputs belong to.
         is_whole: whether the graph holds all that a call of the model computes.
     """
 
@@ -238,7 +238,7 @@ class _Compilation:
         options: Options,
         lowering: Lowering,
         params: Mapping[tuple[str, str], ShardedParam],
-        owners: Owners,
+        registry: ParameterRegistry,
         *,
         is_whole: bool = False,
     ):
@@ -247,12 +247,12 @@ class _Compilation:
         self._params = dict(params)
         self._other_groups = {name: role for param in params.values() for name, role in param.other_groups.items()}
         self._lowering = lowering
-        self._owners = owners
+        self._registry = registry
         device = next((param.mesh.device for param in params.values()), None)
         _check_offload(options, params.values())
         if any(param.updater is not None for param in params.values()):
             _refuse_updates(options)
-        self._merge_below = options.small_unit_bytes
+        self._min_bucket_bytes = options.small_unit_bytes
         self._options = options
         self._auto = options.auto_schedule(device) if device is not None else None
         self._recorders = Recorders(device) if options.records_on(device) else None
@@ -326,7 +326,7 @@ class _Compilation:
             self._config_patches,
             kwargs,
             self._auto,
-            self._merge_below,
+            self._min_bucket_bytes,
             self._recorders,
             self._other_groups,
             self._budget,
@@ -335,9 +335,9 @@ class _Compilation:
             gm,
             functools.partial(self._lower, prepared),
             is_backward=prepared.is_backward,
-            owners=self._owners,
+            registry=self._registry,
             can_keep=not kwargs.get("is_inference", False),
-            can_merge=self._auto is not None or bool(self._merge_below),
+            can_merge=self._auto is not None or bool(self._min_bucket_bytes),
         )
         if not prepared.is_backward:
             planned.lower_ahead(self._params)
@@ -345,7 +345,7 @@ class _Compilation:
 
     def _lower(
         self, prepared: PreparedGraph, plan: Plan, args: Sequence[Any] | None
-    ) -> tuple[BoxedFunction, Interface, Run, SizeGuard | None]:
+    ) -> tuple[BoxedFunction, Interface, CheckedProgram, SizeGuard | None]:
         if plan.updates:
             # The optimizer may have been made after the model was compiled.
             _refuse_updates(self._options)
@@ -354,9 +354,9 @@ class _Compilation:
     def _schedule(self, gm: GraphModule, is_backward: bool) -> tuple[Graph, Interface]:
         """Run all passes over a graph, in place, for the plan of its first call. Return the graph and its interface."""
         run_preparing_passes(gm, self._lowering.preparing_passes, is_backward=is_backward, observer=ignore_pass)
-        merges = self._auto is not None or bool(self._merge_below)
+        merges = self._auto is not None or bool(self._min_bucket_bytes)
         planned = PlannedGraph(
-            gm, _never_lowered, is_backward=is_backward, owners=self._owners, can_keep=True, can_merge=merges
+            gm, _never_lowered, is_backward=is_backward, registry=self._registry, can_keep=True, can_merge=merges
         )
         # As in PreparedGraph.lower.
         with unset_fake_temporarily(), torch.no_grad():
@@ -367,7 +367,7 @@ class _Compilation:
                 final_passes=self._lowering.final_passes,
                 observer=ignore_pass,
                 auto=self._auto,
-                merge_below=self._merge_below,
+                min_bucket_bytes=self._min_bucket_bytes,
             )
         return gm.graph, interface
 
@@ -382,7 +382,7 @@ def _check_offload(options: Options, params: Iterable[ShardedParam]) -> None:
     Raises:
         ValueError: parameters are on the host, and the automatic schedule or CUDA graphs are on.
     """
-    chosen = _asked_for(options, "schedule", "cudagraphs")
+    chosen = _first_enabled(options, "schedule", "cudagraphs")
     for param in params:
         if chosen is not None and param.unit.copies:
             value = getattr(options, chosen)
@@ -399,7 +399,7 @@ def _refuse_updates(options: Options) -> None:
     Raises:
         ValueError: a memory budget, the automatic schedule or CUDA graphs are on.
     """
-    chosen = _asked_for(options, "memory_budget", "schedule", "cudagraphs")
+    chosen = _first_enabled(options, "memory_budget", "schedule", "cudagraphs")
     if chosen is not None:
         raise ValueError(
             f"options[{chosen!r}] = {getattr(options, chosen)!r} does not know of updates in backward (optimizer_in_backward). "
@@ -421,7 +421,7 @@ def _check_activation_offload(options: Options) -> None:
         )
 
 
-def _asked_for(options: Options, *names: str) -> str | None:
+def _first_enabled(options: Options, *names: str) -> str | None:
     """Return the first of these options that is on."""
     is_set = {
         "memory_budget": options.memory_budget is not None,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from passes.collectives.layout import padded_shard_numel
-from passes.ir.symbolic_shards import Piece
+from passes.ir.symbolic_shards import StoredParam
 
 from ..runtime.call import Call
 from ..units.sharded_param import ShardedParam
@@ -41,7 +41,7 @@ class UnitFacts:
     shard_bytes: int
     trainable: int
     trainable_bytes: int
-    layout: Sequence[tuple[Piece, bool]]
+    layout: Sequence[tuple[StoredParam, bool]]
     is_copied: bool = False
 
     @staticmethod
@@ -60,7 +60,7 @@ class UnitFacts:
 
 
 @dataclass(frozen=True)
-class Held:
+class GradientCounts:
     """Gradients that units hold between calls, counted for any number of ranks.
 
     Attributes:
@@ -98,7 +98,7 @@ class GraphCall:
     compilation: object
     units: Mapping[str, str]
     gradient_bytes: int
-    gradients: Held
+    gradients: GradientCounts
     parameter_bytes: int
     released: Mapping[str, int]
 
@@ -143,7 +143,7 @@ class Census:
         """Return the bytes of all models' present gradients, without those on the host."""
         return sum(_gradient_bytes(unit) for unit in self._units())
 
-    def gradients(self) -> Held:
+    def gradients(self) -> GradientCounts:
         """Count all models' present gradients, without reduced ones on the host, for any number of ranks."""
         whole, shards = 0, Counter[tuple[tuple[int, ...], int, int]]()
         for unit in self._units():
@@ -152,7 +152,7 @@ class Census:
                 whole += 0 if unsharded is None else unsharded.nbytes
                 for itemsize in (value.dtype.itemsize for value in (local, partial) if value is not None):
                     shards[tuple(param.shape), param.dim, itemsize] += 1
-        return Held(whole, shards)
+        return GradientCounts(whole, shards)
 
     def parameter_bytes(self) -> int:
         """Return the bytes of parameters that are gathered at present."""
@@ -163,8 +163,8 @@ class Census:
         return (unit for scope in self._scopes for unit in scope.units)
 
 
-def _piece(param: ShardedParam) -> Piece:
-    return Piece(tuple(param.shape), param.dim, param.local.dtype, param.offset, param.alignment)
+def _piece(param: ShardedParam) -> StoredParam:
+    return StoredParam(tuple(param.shape), param.dim, param.local.dtype, param.offset, param.alignment)
 
 
 def _bytes_of_extension(param: ShardedParam) -> int:

@@ -19,7 +19,7 @@ from passes.models.memory_model import LiveBytes, live_bytes
 from passes.pipeline import Observer, graph_text, log_pass
 
 from ..runtime.call import Call
-from ..runtime.course import eager_observers
+from ..runtime.collective_log import eager_observers
 from ..runtime.planned_graph import BoxedFunction, PlannedGraph, Variant, call_observers
 from .calls import Census, GraphCall
 
@@ -119,7 +119,7 @@ class Capture:
         extra = inputs[len(inputs) - len(variant.inputs) :]
         freed = call.released(variant.inputs, is_backward=planned.is_backward)
         released = {extra[index].name: nbytes for index, nbytes in freed.items()}
-        self.calls.append(GraphCall(graph, planned.is_backward, planned.owners, units, *held, released))
+        self.calls.append(GraphCall(graph, planned.is_backward, planned.registry, units, *held, released))
 
     def _observe_eager(self, what: str) -> None:
         self.outside.append(what)

@@ -11,7 +11,7 @@ from passes.fx.torch_internals.inductor import inductor_config, list_mode_option
 #: The name of Inductor's option for CUDA graphs.
 CUDAGRAPHS = "triton.cudagraphs"
 
-_PLACED = "fsdp_backend places and joins collectives itself: see options['schedule'] and options['merge_below']"
+_PLACED = "fsdp_backend places and joins collectives itself: see options['schedule'] and options['min_bucket_bytes']"
 # Options that would have no effect, or undo a pass of this backend: for each, a test for bad values, and the reason.
 _CONTRADICTING: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "freezing": (bool, "parameters that are frozen into the code cannot be sharded"),

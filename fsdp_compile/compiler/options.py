@@ -45,8 +45,8 @@ class Options:
             state for each element of a parameter, or None.
         hardware: only with "auto" or ``memory_budget``: hardware numbers, or the path of a file that ``fsdp_compile.calibrate``
             wrote. None: the file that a calibration left, or a table.
-        merge_below: units with fewer bytes of parameters share collectives; 0: no unit does. None: the default,
-            :data:`passes.auto.small_units.MERGE_BELOW_BYTES`.
+        min_bucket_bytes: units with fewer bytes of parameters share collectives; 0: no unit does. None: the default,
+            :data:`passes.auto.small_units.MIN_BUCKET_BYTES`.
         cudagraphs: record forward and backward as CUDA graphs (see :mod:`fsdp_compile.compiler.cuda_graphs`).
         inductor: settings of Inductor by their names in its configuration, given among the other options or as a mode. With
             "aot_eager", which generates no code, most have no effect.
@@ -59,7 +59,7 @@ class Options:
     host_budget: int | str | None = None
     optimizer: str | float | None = "adamw"
     hardware: Hardware | str | os.PathLike[str] | None = None
-    merge_below: int | None = None
+    min_bucket_bytes: int | None = None
     cudagraphs: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,9 +89,11 @@ class Options:
                 raise ValueError(f"options[{name!r}] must be one of {choices}, not {getattr(parsed, name)!r}.")
         parsed._check_schedule()
         parsed._check_budget()
-        below = parsed.merge_below
+        below = parsed.min_bucket_bytes
         if below is not None and (not isinstance(below, int) or isinstance(below, bool) or below < 0):
-            raise ValueError(f"options['merge_below'] must be a number of bytes, an int, 0 to merge no units, not {below!r}.")
+            raise ValueError(
+                f"options['min_bucket_bytes'] must be a number of bytes, an int, 0 to merge no units, not {below!r}."
+            )
         if not isinstance(parsed.cudagraphs, bool):
             raise ValueError(f"options['cudagraphs'] must be True or False, not {parsed.cudagraphs!r}.")
         return parsed
@@ -169,7 +171,7 @@ class Options:
     @property
     def small_unit_bytes(self) -> int:
         """The bytes of parameters from which on a unit has collectives of its own."""
-        return small_units.MERGE_BELOW_BYTES if self.merge_below is None else self.merge_below
+        return small_units.MIN_BUCKET_BYTES if self.min_bucket_bytes is None else self.min_bucket_bytes
 
     def auto_schedule(self, device: torch.device) -> AutoSchedule | None:
         """Return the machine and limit for scheduling graphs on a device; None: the default schedule.

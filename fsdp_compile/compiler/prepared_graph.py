@@ -24,12 +24,12 @@ from passes.ir.plan import Plan
 from passes.lowering.collective_sequence import collective_sequence
 from passes.pipeline import run_passes, run_preparing_passes
 
-from ..runtime.course import SHARDING_ROLES, Run, agree_on_graph
+from ..runtime.collective_log import SHARDING_ROLES, CheckedProgram, agree_on_graph
 from ..runtime.planned_graph import BoxedFunction, boxed
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
+from .collector import collector_paused
 from .cuda_graphs import Recorders
-from .frame_room import with_room_for_frames
-from .garbage import collector_paused
+from .frame_chunks import in_large_frame_chunk
 from .lowering import Lowering
 from .memory_budget import StepBudget
 
@@ -45,7 +45,7 @@ class PreparedGraph:
         config_patches: settings of Inductor.
         inductor_kwargs: keywords that ``compile_fx`` gives to ``compile_fx_inner``.
         auto: the machine and limit to schedule for; None: the default schedule.
-        merge_below: the bytes of parameters from which on a unit has collectives of its own.
+        min_bucket_bytes: the bytes of parameters from which on a unit has collectives of its own.
         recorders: record programs as CUDA graphs; None: programs are not recorded.
         other_groups: process groups of other parallelisms: the name that a parallelism gives to each, by the group's own name.
         budget: the budget of the step, to which every lowered graph is held; None: there is none.
@@ -61,7 +61,7 @@ class PreparedGraph:
         config_patches: dict[str, Any],
         inductor_kwargs: Mapping[str, Any],
         auto: AutoSchedule | None,
-        merge_below: int,
+        min_bucket_bytes: int,
         recorders: Recorders | None,
         other_groups: Mapping[str, str],
         budget: StepBudget | None = None,
@@ -72,7 +72,7 @@ class PreparedGraph:
         self._inductor_kwargs = inductor_kwargs
         self.is_backward = bool(inductor_kwargs.get("is_backward"))
         self._auto = auto
-        self._merge_below = merge_below
+        self._min_bucket_bytes = min_bucket_bytes
         self._budget = budget
         self._recorders = recorders
         self._group_names = _group_names(gm.graph, other_groups)
@@ -83,8 +83,10 @@ class PreparedGraph:
         run_preparing_passes(gm, lowering.preparing_passes, is_backward=self.is_backward, observer=observer())
         self._sizes = InputSizes(gm.graph)
 
-    @with_room_for_frames
-    def lower(self, plan: Plan, args: Sequence[Any] | None) -> tuple[BoxedFunction, Interface, Run, SizeGuard | None]:
+    @in_large_frame_chunk
+    def lower(
+        self, plan: Plan, args: Sequence[Any] | None
+    ) -> tuple[BoxedFunction, Interface, CheckedProgram, SizeGuard | None]:
         """Make a function of the graph for a plan.
 
         Args:
@@ -141,7 +143,7 @@ class PreparedGraph:
                 final_passes=self._lowering.final_passes,
                 observer=observer(),
                 auto=self._auto,
-                merge_below=self._merge_below,
+                min_bucket_bytes=self._min_bucket_bytes,
             )
             return gm, interface, assumptions.added()
 
@@ -189,7 +191,7 @@ def _group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
     Call it before the passes replace the operators.
     """
     used = dict.fromkeys(group_of(node) for node in graph.nodes if starts_collective(node))
-    names = {group: _of_the_model(name) for group, name in others.items() if group in used}
+    names = {group: _avoid_role_name(name) for group, name in others.items() if group in used}
     specs: list[Unshard | ReduceGrad] = [Unshard.of(node) for node in unshards(graph.nodes)]
     specs += [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]
     for spec in specs:
@@ -198,10 +200,10 @@ def _group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
         names[getattr(spec, "post_forward_group", "")] = "post_forward"
     names.pop("", None)
     # Groups of meshes without parameters, such as the mesh of context parallel.
-    return names | {group: _of_the_model(name) for group in used if group not in names and (name := dimension_of(group))}
+    return names | {group: _avoid_role_name(name) for group in used if group not in names and (name := dimension_of(group))}
 
 
-def _of_the_model(name: str) -> str:
+def _avoid_role_name(name: str) -> str:
     """Return the name that another parallelism gives to a group, changed if it is also a role in sharding."""
     return f"{name} of the model" if name in SHARDING_ROLES else name
 

@@ -15,7 +15,7 @@ from ..units.unit import Unit
 _of_parts: weakref.WeakSet[TracingContext] = weakref.WeakSet()
 
 
-def note_traced_forward(*, is_of_root: bool) -> None:
+def note_outermost_forward(*, is_of_root: bool) -> None:
     """Note that Dynamo traces the forward of a unit, with no forward of another unit around it.
 
     Args:

@@ -25,7 +25,7 @@ from ..compiler.capture import Capture, snapshot
 from ..compiler.inductor_lowering import InductorLowering
 from ..compiler.lowering import Lowering
 from ..compiler.options import LOWERINGS, Options
-from ..dry_run import MeshShape, check_arguments, played_step, shard_layers, train
+from ..dry_run import MeshShape, check_arguments, dry_step, shard_layers, train
 from ..runtime.planned_graph import boxed
 from .outline import triton_kernels
 from .pretend import device_of, pretend_cuda, source_of
@@ -160,7 +160,7 @@ def cuda_code(
     with (
         pretend_cuda(device),
         inductor_config.patch(_INDUCTOR_CONFIG),
-        played_step(model, inputs, mesh_shape, "cuda", **given) as captured,
+        dry_step(model, inputs, mesh_shape, "cuda", **given) as captured,
     ):
         code = CudaCode(**vars(captured), arch=arch)
     if ptx:

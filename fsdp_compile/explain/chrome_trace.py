@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .tracks import COMPUTE, Held, Picture, Span, lanes
+from .tracks import COMPUTE, MemorySample, Picture, Span, lanes
 
 Event = dict[str, Any]
 
@@ -51,7 +51,7 @@ def _event(span: Span, process: int, thread: int) -> Event:
     return {"ph": "X", "pid": process, "tid": thread, "name": span.name, "cat": span.kind.value, **times, "args": args}
 
 
-def _counter(held: Held, process: int) -> Event:
+def _counter(held: MemorySample, process: int) -> Event:
     return {"ph": "C", "pid": process, "tid": 0, "name": "memory", "ts": held.at_ns / 1e3, "args": held.num_bytes}
 
 

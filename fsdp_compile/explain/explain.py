@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from passes.collectives.gloo import pretending_gloo
-from passes.fx.sizes import UNKNOWN_SIZE, supposing
+from passes.fx.sizes import UNKNOWN_SIZE, assume_unknown_size
 from passes.fx.torch_internals.aot import partitioners
 from passes.fx.torch_internals.core import pytree, unset_fake_temporarily
 from passes.fx.torch_internals.dynamo import TorchDynamoException
@@ -31,7 +31,7 @@ from ..compiler.lowering import Lowering
 from ..compiler.options import LOWERINGS, Options
 from ..cuda.attention import fused_attention
 from ..cuda.pretend import device_of, pretend_cuda
-from ..dry_run import MeshShape, check_arguments, played_step, shard_layers, train
+from ..dry_run import MeshShape, check_arguments, dry_step, shard_layers, train
 from .exposure import milliseconds
 from .formulae import Derivation
 from .make_report import hardware_of, make_report
@@ -120,8 +120,8 @@ def explain(
             chosen.setdefault("hardware", machine)
         if has_budget:
             chosen.setdefault("optimizer", optimizer)
-        played = _played(machine, model, inputs, mesh_shape, shard=shard, step=step, options=chosen)
-        with supposing(unknown_size), played as captured:
+        played = _simulated_step(machine, model, inputs, mesh_shape, shard=shard, step=step, options=chosen)
+        with assume_unknown_size(unknown_size), played as captured:
             found = _tokens(inputs, captured) if tokens is None else tokens
             return make_report(captured, machine, tokens=found, optimizer=optimizer)
 
@@ -188,12 +188,14 @@ def symbolic_step(
     if chosen.get("schedule") == "auto":
         chosen.setdefault("hardware", hardware)
     marked = marking(step, symbolic.traced)
-    with _played(hardware, model, symbolic.inputs, mesh_shape, shard=shard, step=marked, options=chosen) as captured:
+    with _simulated_step(hardware, model, symbolic.inputs, mesh_shape, shard=shard, step=marked, options=chosen) as captured:
         return SymbolicStep(captured, symbolic, hardware, optimizer)
 
 
 @contextlib.contextmanager
-def _played(hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: MeshShape, **given: Any) -> Iterator[Capture]:
+def _simulated_step(
+    hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: MeshShape, **given: Any
+) -> Iterator[Capture]:
     """Run a step on the pretended machine, and yield the capture while the step's process groups exist."""
     is_cpu = hardware.name == "cpu"
     with contextlib.ExitStack() as stack:
@@ -203,7 +205,7 @@ def _played(hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: MeshS
             stack.enter_context(pretend_cuda(device_of(_ARCHS.get(hardware.name, _PREFERRED)), triton=False))
             stack.enter_context(fused_attention())
             stack.enter_context(_without_generators())
-        played = played_step(model, inputs, mesh_shape, "cpu" if is_cpu else "cuda", backend=_backend, **given)
+        played = dry_step(model, inputs, mesh_shape, "cpu" if is_cpu else "cuda", backend=_backend, **given)
         try:
             captured = stack.enter_context(played)
         except TorchDynamoException as error:

@@ -144,7 +144,7 @@ class _Machine:
     def communication_s(self, kind: str, traffic: Any, role: str, layout: GroupLayout) -> Any:
         """Return the seconds of a collective, by the algorithm that is fastest at the report's sizes."""
         sent = self.number(traffic)
-        ways = self._hardware.ways(kind, layout) if layout.size > 1 else []
+        ways = self._hardware.algorithms(kind, layout) if layout.size > 1 else []
         if not ways:
             return sympy.Integer(0)
         way = min(ways, key=lambda way: way.startup_s + sent / way.bytes_per_s)
@@ -174,7 +174,7 @@ def make_formulae(step: SymbolicStep, values: Mapping[str, int], report: Report,
         report: the report on the step at ``values``.
         optimizer: as for :func:`fsdp_compile.explain`.
     """
-    return _Making(step, values, report, Optimizer.of(optimizer)).make()
+    return _FormulaeBuilder(step, values, report, Optimizer.of(optimizer)).make()
 
 
 class Derivation:
@@ -221,7 +221,7 @@ class Derivation:
         return make_formulae(self._step, self._values, self.at({}), self._optimizer)
 
 
-class _Making:
+class _FormulaeBuilder:
     """A maker of the formulae of one step."""
 
     def __init__(self, step: SymbolicStep, values: Mapping[str, int], report: Report, optimizer: Optimizer):

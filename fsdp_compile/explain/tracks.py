@@ -73,7 +73,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Held:
+class MemorySample:
     """The bytes by category that live from a moment on."""
 
     at_ns: int
@@ -96,7 +96,7 @@ class Picture:
     title: str
     total_ns: int
     tracks: Mapping[str, Sequence[Span]]
-    memory: Sequence[Held] = ()
+    memory: Sequence[MemorySample] = ()
 
     def compute(self, *kinds: Kind) -> list[Span]:
         """Return the spans of some kinds on the track of compute."""
@@ -169,7 +169,7 @@ def legible(spans: Sequence[Span], fits: Callable[[str, int], bool], visible_ns:
 def predicted(report: Report, source: Source) -> Picture:
     """Make the picture of the step that a report predicts."""
     tracks: dict[str, list[Span]] = {COMPUTE: []}
-    memory: list[Held] = []
+    memory: list[MemorySample] = []
     # Exposures are listed in the order of waits.
     reasons = iter([exposure.reason for exposure in report.exposures])
     for index, (call, figures, of_call) in enumerate(zip(source.calls, source.figures, report.calls, strict=True)):
@@ -224,7 +224,7 @@ def _pieces(call: GraphCall, figures: GraphFigures, begin: int, reasons: Iterato
             yield unit, Span(name, Kind.KERNEL, arrives, figures.costs.compute[node])
 
 
-def _memory(source: Source, index: int, begin: int) -> Iterator[Held]:
+def _memory(source: Source, index: int, begin: int) -> Iterator[MemorySample]:
     figures, around = source.figures[index], source.memory.around[index]
     rows = {category.value: row for category, row in figures.memory.timeline.items()}
     shown: Sequence[int] = ()
@@ -233,4 +233,4 @@ def _memory(source: Source, index: int, begin: int) -> Iterator[Held]:
         if inside != shown:
             shown = inside
             held = {**around, **{name: around[name] + row[position] for name, row in rows.items()}}
-            yield Held(begin + figures.timeline.arrives[node], held)
+            yield MemorySample(begin + figures.timeline.arrives[node], held)

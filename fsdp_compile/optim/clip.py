@@ -68,13 +68,13 @@ def clip_grad_norm_(
         gradients = [gradient for gradient in gradients if gradient is not None]
     if not gradients:
         return torch.tensor(0.0)
-    return clip_found(_found(gradients), float(norm_type), max_norm, error_if_nonfinite, foreach)
+    return clip_groups(_found(gradients), float(norm_type), max_norm, error_if_nonfinite, foreach)
 
 
-def clip_found(
-    found: Found, norm_type: float, max_norm: float, error_if_nonfinite: bool = False, foreach: bool | None = None
+def clip_groups(
+    found: GradientGroups, norm_type: float, max_norm: float, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Tensor:
-    """Clip gradients that :func:`look_at` has grouped; see :func:`clip_grad_norm_`."""
+    """Clip gradients that :func:`group_gradients` has grouped; see :func:`clip_grad_norm_`."""
     total = _total_norm(found, norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -86,12 +86,12 @@ def clip_found(
         found.scaled[0].mul_(total.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0))
     else:
         # torch's function reads only ``grad`` of a parameter.
-        holders: list[Any] = list(map(_Holder, found.scaled))
+        holders: list[Any] = list(map(_GradientView, found.scaled))
         clip_grads_with_norm_(holders, max_norm, total, foreach)
     return total if found.spec is None else DTensor(total, found.spec, requires_grad=False)
 
 
-class Found(NamedTuple):
+class GradientGroups(NamedTuple):
     """Gradients, grouped for the norm and for scaling.
 
     Attributes:
@@ -114,22 +114,22 @@ class _Memo(NamedTuple):
     """The groups of gradients that stay in a buffer, which are the same tensors in each step."""
 
     kept: KeptGradients
-    found: Found
+    found: GradientGroups
 
 
-def _found(gradients: Sequence[Any]) -> Found:
+def _found(gradients: Sequence[Any]) -> GradientGroups:
     buffer = buffer_of(gradients[0])
     if buffer is not None and buffer.memo is not None and buffer.memo.kept.are(gradients):
-        found: Found = buffer.memo.found
+        found: GradientGroups = buffer.memo.found
         return found
-    found, has_summands = look_at(gradients)
+    found, has_summands = group_gradients(gradients)
     kept = KeptGradients.of(gradients) if buffer is not None and not has_summands else None
     if buffer is not None and kept is not None:
         buffer.memo = _Memo(kept, found)
     return found
 
 
-def look_at(gradients: Sequence[Any]) -> tuple[Found, bool]:
+def group_gradients(gradients: Sequence[Any]) -> tuple[GradientGroups, bool]:
     """Group gradients for the norm. Also return whether any is Partial, in which case the groups change every step."""
     first: Tensor = gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0]
     whole, summed = _by_cut(gradients)
@@ -145,7 +145,7 @@ def look_at(gradients: Sequence[Any]) -> tuple[Found, bool]:
     if len(meshes) == 1 and meshes[0] is not None:
         meta = TensorMeta(torch.Size(), (), first.dtype)
         spec = DTensorSpec(meshes[0], (Replicate(),) * meshes[0].ndim, tensor_meta=meta)
-    return Found(pieces, scaled, _rounds(pieces), spec, first.dtype, first.device), bool(summed)
+    return GradientGroups(pieces, scaled, _rounds(pieces), spec, first.dtype, first.device), bool(summed)
 
 
 def _rounds(cuts: Iterable[_Cut]) -> list[tuple[list[_Cut], Any]]:
@@ -159,7 +159,7 @@ def _rounds(cuts: Iterable[_Cut]) -> list[tuple[list[_Cut], Any]]:
     return rounds
 
 
-class _Holder(NamedTuple):
+class _GradientView(NamedTuple):
     """A gradient in the form of a parameter, for torch's functions on parameters."""
 
     grad: Tensor
@@ -184,11 +184,11 @@ class _Layout(NamedTuple):
 
     Attributes:
         cut: the mesh and the dimensions that it is sharded over.
-        is_summand: whether it is Partial over some dimension.
+        is_partial: whether it is Partial over some dimension.
     """
 
     cut: _Cut
-    is_summand: bool
+    is_partial: bool
 
 
 _PLAIN = _Layout(None, False)
@@ -218,7 +218,7 @@ def _by_cut(gradients: Sequence[Any]) -> tuple[dict[_Cut, list[Tensor]], list[An
     if set(map(type, gradients)) == {DTensor}:
         kinds = list(map(_layouts.get, map(id, map(_SPEC, gradients))))
         kind = kinds[0]
-        if kind is not None and not kind.is_summand and all(map(is_, kinds, repeat(kind))):
+        if kind is not None and not kind.is_partial and all(map(is_, kinds, repeat(kind))):
             return {kind.cut: list(map(_LOCAL, gradients))}, []
     by_layout: dict[int, tuple[_Layout, list[Any]]] = {}
     for gradient in gradients:
@@ -227,7 +227,7 @@ def _by_cut(gradients: Sequence[Any]) -> tuple[dict[_Cut, list[Tensor]], list[An
     whole: dict[_Cut, list[Tensor]] = {}
     summed: list[Any] = []
     for layout, alike in by_layout.values():
-        if layout.is_summand:
+        if layout.is_partial:
             summed += alike
         else:
             whole.setdefault(layout.cut, []).extend(alike if layout is _PLAIN else map(_LOCAL, alike))
@@ -277,7 +277,7 @@ def _of_buffers(tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence
         index = following
 
 
-def _total_norm(found: Found, norm_type: float, foreach: bool | None) -> Tensor:
+def _total_norm(found: GradientGroups, norm_type: float, foreach: bool | None) -> Tensor:
     """Compute the norm of all elements on all ranks, as a new scalar tensor."""
     is_largest = math.isinf(norm_type)
     dtype, device = found.dtype, found.device

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .clip import clip_found, clip_grad_norm_
+from .clip import clip_grad_norm_, clip_groups
 from .flat_optimizer import FlatOptimizer
 
 
@@ -48,9 +48,9 @@ def clip_and_step(
 
 def _clip_and_step(optimizer: Optimizer, max_norm: float, norm_type: float, *options: Any) -> Tensor:
     if isinstance(optimizer, FlatOptimizer) and norm_type > 0:
-        with torch.no_grad(), optimizer.looked_at() as found:
+        with torch.no_grad(), optimizer.grouped_gradients() as found:
             if found is not None:
-                norm = clip_found(found, float(norm_type), max_norm, *options)
+                norm = clip_groups(found, float(norm_type), max_norm, *options)
                 optimizer.step()
                 return norm
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -28,7 +28,7 @@ from passes.fx.torch_internals.core import global_step_pre_hooks
 
 from ..units.gradient_buffer import GradientBuffer, join_storages
 from ..units.sharded_param import ShardedParam, params_with_memory
-from .clip import Found
+from .clip import GradientGroups
 from .run_list import RunList
 from .runs import Run, States, find_runs, has_plain_shard, in_order
 
@@ -88,7 +88,7 @@ class _Group(NamedTuple):
         return all(param.grad is None for param in self.idle) and all(param.grad is not None for param in rest)
 
 
-class Plan:
+class StepPlan:
     """The tensors that a step hands to the optimizer instead of its parameters: runs, and single parameters in no run."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], states: States, make: Callable[..., Run] = Run):
@@ -130,12 +130,12 @@ class FlatOptimizer(Optimizer):
     """The mixin of :func:`flat_optimizer`, which stands before the torch class among the bases."""
 
     _function = "flat_optimizer"
-    _plan: Plan | None = None
+    _plan: StepPlan | None = None
     _one_buffer = False
     _state_is_lent = True
     _buffers: Sequence[GradientBuffer] = ()
-    #: The plan of the next step, while :meth:`looked_at` has checked it and nothing can have changed since.
-    _ready: Plan | None = None
+    #: The plan of the next step, while :meth:`grouped_gradients` has checked it and nothing can have changed since.
+    _ready: StepPlan | None = None
 
     @property
     def state(self) -> Any:
@@ -195,7 +195,7 @@ class FlatOptimizer(Optimizer):
         if plan is None:
             if self._one_buffer:
                 self._gather_in_buffers()
-            plan = self._plan = Plan(groups, states)
+            plan = self._plan = StepPlan(groups, states)
             plan.run_list.load_gradients()
         kept = plan.flat_states(states)
         try:
@@ -205,7 +205,7 @@ class FlatOptimizer(Optimizer):
             del states, kept
             self._state_is_lent = self._state_is_lent and not plan.run_list.is_alone()
 
-    def _load_gradients(self, groups: Sequence[dict[str, Any]], states: States) -> Plan | None:
+    def _load_gradients(self, groups: Sequence[dict[str, Any]], states: States) -> StepPlan | None:
         """Set the gradients of the plan's runs. None: there is no plan, or it does not suit the present groups or gradients."""
         plan = self._plan
         if plan is None:
@@ -219,7 +219,7 @@ class FlatOptimizer(Optimizer):
         return plan if are_loaded else None
 
     @contextmanager
-    def looked_at(self) -> Iterator[Found | None]:
+    def grouped_gradients(self) -> Iterator[GradientGroups | None]:
         """Check gradients once for clipping and for the step that is called within the ``with`` block.
 
         Yields:

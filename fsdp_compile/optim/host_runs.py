@@ -139,7 +139,7 @@ class Part(NamedTuple):
         return kept if self.is_last else {name: value if value.dim() else value.clone() for name, value in kept.items()}
 
 
-class Bucket:
+class HostBucket:
     """Parts whose states are on the device together.
 
     Attributes:

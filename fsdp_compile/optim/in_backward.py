@@ -27,7 +27,7 @@ _REFUSED = ("fused", "foreach", "capturable", "differentiable")
 _MOST_NUMBERS = 64
 
 
-class _Home:
+class _StateBuffers:
     """The state of the parameters of one flat storage: a buffer for each name, in storage order, padding included.
 
     Attributes:
@@ -124,7 +124,7 @@ def _piece(flat: Tensor, param: ShardedParam, start: int) -> DTensor:
     return DTensor(with_own_storage(param.unpad(padded)), param.param._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
-class _Found(NamedTuple):
+class _UpdateSlot(NamedTuple):
     """A parameter as its update needs it.
 
     Attributes:
@@ -135,7 +135,7 @@ class _Found(NamedTuple):
         update: the kind of update.
     """
 
-    home: _Home
+    home: _StateBuffers
     place: int
     group: dict[str, Any]
     group_number: int
@@ -154,7 +154,7 @@ def living_optimizers() -> bool:
 class OptimizerInBackward(Optimizer):
     """The mixin of :func:`optimizer_in_backward`, which stands before the torch class among the bases."""
 
-    _homes: dict[Any, _Home] | None = None
+    _homes: dict[Any, _StateBuffers] | None = None
     _groups: tuple[list[int], dict[int, tuple[int, dict[str, Any]]]] | None = None
     _tensors: dict[Any, Tensor] | None = None
 
@@ -239,7 +239,7 @@ class OptimizerInBackward(Optimizer):
 
     @torch.no_grad()
     def updated(self, params: Sequence[ShardedParam]) -> None:
-        by_home: dict[int, tuple[_Home, list[int]]] = {}
+        by_home: dict[int, tuple[_StateBuffers, list[int]]] = {}
         for param in params:
             found = self._find(param)
             found.home.publish(found.place, found.update, self.state)
@@ -262,11 +262,11 @@ class OptimizerInBackward(Optimizer):
         foreach_copy_(kept, new)
         self.updated([param])
 
-    def _count(self, found: _Found) -> int:
+    def _count(self, found: _UpdateSlot) -> int:
         count = found.home.counts[found.place]
         return count if found.update.kind == "adam" else min(count, 1)
 
-    def _find(self, param: ShardedParam) -> _Found:
+    def _find(self, param: ShardedParam) -> _UpdateSlot:
         homes = self._homes
         if homes is None:
             homes = self._homes = {}
@@ -277,9 +277,9 @@ class OptimizerInBackward(Optimizer):
             # After a cast or move of the model, the key is another. Drop the home of the old key.
             for left in [left for left, other in homes.items() if not other.index.keys().isdisjoint(own)]:
                 del homes[left]
-            home = homes[key] = _Home(own)
+            home = homes[key] = _StateBuffers(own)
         number, group = self._group_of(param)
-        return _Found(home, home.index[param], group, number, self._update_of(group))
+        return _UpdateSlot(home, home.index[param], group, number, self._update_of(group))
 
     def _group_of(self, param: ShardedParam) -> tuple[int, dict[str, Any]]:
         present = [id(group) for group in self.param_groups]

@@ -20,8 +20,8 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from passes.collectives.host_copies import copies_to
 
 from ..units.sharded_param import ShardedParam, params_with_memory
-from .flat_optimizer import ELEMENTWISE, FlatOptimizer, Plan, check_elementwise, class_of_torch, step_as, step_of_torch
-from .host_runs import HOST, Bucket, HostRun, Part
+from .flat_optimizer import ELEMENTWISE, FlatOptimizer, StepPlan, check_elementwise, class_of_torch, step_as, step_of_torch
+from .host_runs import HOST, HostBucket, HostRun, Part
 from .runs import has_plain_shard
 
 #: For each class, the number of state tensors of a parameter's size that it keeps, by the settings of the group.
@@ -44,7 +44,7 @@ _LEAST_BYTES_IN_FLIGHT = 16 << 10
 _ALIGNMENT = 64
 
 
-class _HeldBack:
+class _Undispatched:
     """A wrapper for a tensor of a state dict, which torch would otherwise cast to the device of its parameter."""
 
     def __init__(self, value: DTensor):
@@ -62,7 +62,7 @@ def _hold_back(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     def held_back(entry: Any) -> Any:
         if not isinstance(entry, dict):
             return entry
-        return {name: _HeldBack(value) if isinstance(value, DTensor) else value for name, value in entry.items()}
+        return {name: _Undispatched(value) if isinstance(value, DTensor) else value for name, value in entry.items()}
 
     return {**state_dict, "state": {key: held_back(entry) for key, entry in state_dict["state"].items()}}
 
@@ -154,7 +154,7 @@ class OffloadedOptimizer(FlatOptimizer):
         known = params_with_memory()
         for param, entry in state.get("state", {}).items():
             for name, value in entry.items() if isinstance(entry, dict) else ():
-                if isinstance(value, _HeldBack):
+                if isinstance(value, _Undispatched):
                     entry[name] = value.for_param(param, known)
         super().__setstate__(state)
 
@@ -164,7 +164,7 @@ class OffloadedOptimizer(FlatOptimizer):
         plan = self._plan
         if plan is None or not plan.is_of(groups, states) or not all(run.has_gradients() for run in _runs(plan)):
             _check([param for group in groups for param in group["params"]])
-            plan = self._plan = Plan(groups, states, functools.partial(HostRun, pin_memory=self._pin_memory))
+            plan = self._plan = StepPlan(groups, states, functools.partial(HostRun, pin_memory=self._pin_memory))
         step = step_of_torch(self)
         kept: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         buckets = list(self._buckets(plan))
@@ -187,7 +187,7 @@ class OffloadedOptimizer(FlatOptimizer):
                 run.drop_unfinished()
             plan.follow(kept, states)
 
-    def _step_buckets(self, buckets: Sequence[Bucket], step: Callable[[Optimizer], Any]) -> None:
+    def _step_buckets(self, buckets: Sequence[HostBucket], step: Callable[[Optimizer], Any]) -> None:
         groups = self.param_groups
         for index, bucket in enumerate(buckets):
             if index == 0:
@@ -201,7 +201,7 @@ class OffloadedOptimizer(FlatOptimizer):
                 # Freed before the next fetch, which may reuse the memory.
                 buckets[index - 1].free()
 
-    def _buckets(self, plan: Plan) -> Iterator[Bucket]:
+    def _buckets(self, plan: StepPlan) -> Iterator[HostBucket]:
         """Yield buckets of the parts of all runs, in order, each with as many parts as fit."""
         most, kind = self._bytes_in_flight // _SHARES, class_of_torch(self)
         bucket, left = None, 0
@@ -217,14 +217,14 @@ class OffloadedOptimizer(FlatOptimizer):
                     if bucket is None or bucket.device != run.device or part.numel * nbytes > left:
                         if bucket is not None:
                             yield bucket
-                        bucket, left = Bucket(run.device), most
+                        bucket, left = HostBucket(run.device), most
                     bucket.parts.append(part)
                     left -= part.numel * nbytes
         if bucket is not None:
             yield bucket
 
 
-def _runs(plan: Plan) -> Iterator[HostRun]:
+def _runs(plan: StepPlan) -> Iterator[HostRun]:
     for run in plan.runs:
         assert isinstance(run, HostRun)
         yield run

@@ -15,7 +15,7 @@ from passes.fx.torch_internals.core import foreach_copy_
 
 from ..units.gradient_buffer import KeptGradients, buffer_of
 from ..units.param_state import is_laid_out_alike, noted_slice
-from .clip import Found, look_at
+from .clip import GradientGroups, group_gradients
 from .runs import Run, States
 
 _LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgetter("_spec")
@@ -56,7 +56,7 @@ class RunList:
         # Gradients in buffers that stay between steps, and the part of a buffer for each run.
         self._kept: KeptGradients | None = None
         self._parts: list[Any] = []
-        self._found: Found | None = None
+        self._found: GradientGroups | None = None
         self._note(states)
 
     def _note(self, states: States) -> None:
@@ -99,12 +99,12 @@ class RunList:
             run.flat.grad = part
         return True
 
-    def find_kept_gradients(self) -> Found | None:
+    def find_kept_gradients(self) -> GradientGroups | None:
         """Load kept gradients, and group them for clipping. None: a parameter has a new gradient object, or a Partial one."""
         if not self.load_kept_gradients():
             return None
         if self._found is None:
-            found, has_summands = look_at(list(map(_GRAD, self._params)))
+            found, has_summands = group_gradients(list(map(_GRAD, self._params)))
             self._found = None if has_summands else found
         return self._found
 

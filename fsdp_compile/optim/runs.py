@@ -85,7 +85,7 @@ class Run:
             offset = home.offset
             for entry, param, numel in zip(entries, self.params, self.numels, strict=True):
                 piece = FlatSlice(home.flat, offset, numel)
-                if not _lies_there(entry.get(name), piece):
+                if not _is_slice(entry.get(name), piece):
                     entry[name] = _dtensor(piece, param)
                 offset += numel
 
@@ -96,7 +96,7 @@ class Run:
         self._publish(homes, states)
 
 
-class Found(NamedTuple):
+class FoundRuns(NamedTuple):
     """The runs that :func:`find_runs` has found, and the other parameters.
 
     Attributes:
@@ -110,7 +110,7 @@ class Found(NamedTuple):
     is_final: bool
 
 
-def find_runs(params: Iterable[Any], states: States, make: Callable[[Sequence[ShardedParam], States], Run] = Run) -> Found:
+def find_runs(params: Iterable[Any], states: States, make: Callable[[Sequence[ShardedParam], States], Run] = Run) -> FoundRuns:
     """Cut parameters with gradients into as few runs as possible.
 
     In no run are parameters that ``fully_shard`` has not sharded, or whose local tensors are subclasses or not contiguous.
@@ -142,7 +142,7 @@ def find_runs(params: Iterable[Any], states: States, make: Callable[[Sequence[Sh
             runs[-1].append(sharded)
         else:
             runs.append([sharded])
-    return Found([make(run, states) for run in runs], rest, is_final)
+    return FoundRuns([make(run, states) for run in runs], rest, is_final)
 
 
 def place_of(sharded: ShardedParam) -> FlatSlice:
@@ -188,7 +188,7 @@ def _has_elements_of(kept: Any, param: Any) -> bool:
     return alike and type(local) is Tensor and local.shape == param._local_tensor.shape
 
 
-def _lies_there(kept: Any, piece: FlatSlice) -> bool:
+def _is_slice(kept: Any, piece: FlatSlice) -> bool:
     """Return whether ``kept`` is a DTensor whose local tensor is the slice ``piece`` of a buffer."""
     lies_in = noted_slice(kept._local_tensor) if isinstance(kept, DTensor) else None
     return lies_in is not None and lies_in.flat is piece.flat and lies_in.offset == piece.offset

@@ -2,7 +2,7 @@
 
 Ranks that issue different collectives hang, or mix up data. A *program* is a graph, compared by its
 :func:`~passes.lowering.collective_sequence.collective_sequence`, or an operator that runs outside of a graph, compared by its
-name. If two ranks have different programs, all ranks raise. :mod:`fsdp_compile.runtime.course` decides when to compare.
+name. If two ranks have different programs, all ranks raise. :mod:`fsdp_compile.runtime.collective_log` decides when to compare.
 
 The comparison uses the store of the process group. A collective would hang on the very differences that it is to find, and
 backward lowers graphs while other collectives are in flight. Every rank posts its program. The first rank of the group compares
@@ -96,7 +96,7 @@ class _Post:
         return _Post(Program(*program), before)
 
 
-class Ballot:
+class Agreement:
     """The ranks of one process group, and the programs that they have agreed on.
 
     Args:
@@ -180,7 +180,7 @@ class Ballot:
         verdict = self.store.get(self._verdict()).decode()
         if verdict != _AGREED:
             raise RanksDisagree(verdict)
-        # Set before this rank runs the program, as Course._judge assumes.
+        # Set before this rank runs the program, as CollectiveLog._judge assumes.
         self.passed = self._number
         self._agreed.add(post.program.digest)
         self.store.delete_key(self._post(self.rank))

@@ -40,7 +40,7 @@ from .gradients import (
     reduction_of,
     unsharded_grad,
 )
-from .graph_inputs import GraphInputs, Owners
+from .graph_inputs import GraphInputs, ParameterRegistry
 from .hook_tensors import hook_tensor
 
 
@@ -92,7 +92,7 @@ class Call:
 
     Args:
         inputs: the graph's inputs that are shards.
-        owners: the parameters of shards that a saved-tensor hook replaced.
+        registry: the parameters of shards that a saved-tensor hook replaced.
         args: the arguments of the call.
 
     Attributes:
@@ -102,9 +102,9 @@ class Call:
         units: the units that the graph works for, by their names in the graph.
     """
 
-    def __init__(self, inputs: GraphInputs, owners: Owners, args: list[Any]):
+    def __init__(self, inputs: GraphInputs, registry: ParameterRegistry, args: list[Any]):
         self._inputs = inputs
-        self._owners = owners
+        self._registry = registry
         self._args = args
         self.gathers = [None if members is None else [*map(self.param, members)] for members in inputs.gathers]
         self.gradients = [
@@ -114,7 +114,7 @@ class Call:
 
     def param(self, index: int) -> ShardedParam:
         """Return the parameter whose shard is the input of this index."""
-        return self._owners.of(self._args[index], self._inputs.names[index])
+        return self._registry.param_of(self._args[index], self._inputs.names[index])
 
     def accumulates(self) -> bool:
         """Return whether the running backward accumulates gradients of parameters."""

@@ -22,7 +22,7 @@ from passes.collectives.host_copies import wait_on_host
 from passes.collectives.stateful_hook import OVER_REPLICAS
 from passes.fx.torch_internals.core import current_graph_task_id, queue_callback, will_engine_execute_node
 from passes.ir.extension import plain_gradient
-from passes.ir.reduction import Factor, Kept, Operand, Reduction, Sync, reduce_at_once, stages
+from passes.ir.reduction import CarriedTensors, Factor, Operand, Reduction, Sync, reduce_at_once, stages
 
 from ..torch_versions import reduce_dtype
 from ..units.mesh import ShardingMesh
@@ -30,7 +30,7 @@ from ..units.own_storage import has_memory
 from ..units.param_state import FlatSlice, grad_slice, joined, set_grad_in
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, SyncFlags, Unit
-from .course import eager_run
+from .collective_log import eager_run
 from .hook_tensors import hook_tensors
 
 # Plans for graphs and eager operators.
@@ -500,7 +500,7 @@ def _is_unreduced(param: ShardedParam) -> bool:
 
 
 @torch.no_grad()
-def take_unreduced(unit: Unit) -> list[ShardedParam]:
+def collect_unreduced(unit: Unit) -> list[ShardedParam]:
     """Move gradients of :func:`unreduced_gradient` from ``param.grad`` to where they wait for the unit's reduction.
 
     Returns:
@@ -606,7 +606,7 @@ def _reduce(
         _communicate(params, grads, reduction, values, replicate_group)
 
 
-_OF_HOOKS = {Kept.HOOK: "", Kept.REPLICA_HOOK: OVER_REPLICAS}
+_OF_HOOKS = {CarriedTensors.HOOK: "", CarriedTensors.REPLICA_HOOK: OVER_REPLICAS}
 
 
 def _communicate(
@@ -619,7 +619,7 @@ def _communicate(
     partial = [flat_partial(params)] if reduction.has_partial else []
     like = grads[0] if grads else partial[0]
     accumulated = [unsharded_grad(param, like) for param in params] if reduction.has_unsharded else []
-    kept = {Kept.UNSHARDED: accumulated, Kept.PARTIAL: partial}
+    kept = {CarriedTensors.UNSHARDED: accumulated, CarriedTensors.PARTIAL: partial}
     for param in params:
         param.state.discard_gradients()
 
@@ -630,7 +630,7 @@ def _communicate(
             kept[operand] = hook_tensors(params, like, _OF_HOOKS[operand])
         return kept[operand]
 
-    def update(operand: Kept, left: Sequence[Tensor]) -> None:
+    def update(operand: CarriedTensors, left: Sequence[Tensor]) -> None:
         for tensor, new in zip(kept[operand], left, strict=True):
             tensor.copy_(new)
 

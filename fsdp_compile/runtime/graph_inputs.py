@@ -89,7 +89,7 @@ class GraphInputs:
         return GradientInputs(self._places(bucket.shards), like, spec.grad_dtype or value.dtype)
 
 
-class Owners:
+class ParameterRegistry:
     """The parameters that a model's graphs are called with, by the names of unit and parameter in the graphs.
 
     Normally a shard among the inputs has an attribute with its parameter. A saved-tensor hook may give backward another tensor
@@ -111,7 +111,7 @@ class Owners:
         if number not in known:
             known[number] = weakref.ref(param, lambda _: known.pop(number, None))
 
-    def of(self, shard: Any, names: tuple[str, str]) -> ShardedParam:
+    def param_of(self, shard: Any, names: tuple[str, str]) -> ShardedParam:
         """Return the parameter of an input.
 
         Args:

@@ -21,17 +21,17 @@ from passes.ir.interface import InputSlot, Interface, OutputSlot
 from passes.ir.ops import Unshard
 from passes.ir.plan import Gather, Plan
 from passes.ir.reduction import Sync
-from passes.ir.update import Place
+from passes.ir.update import UpdateTarget
 from passes.transforms.bucket import Group
 from passes.transforms.offload_activations import offloaded_outputs
 
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .call import Call, Gradients
-from .course import Run
+from .collective_log import CheckedProgram
 from .gradients import in_order_of_storage, note_backward, note_forward, receive
-from .graph_inputs import GraphInputs, Owners
-from .plan import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
+from .graph_inputs import GraphInputs, ParameterRegistry
+from .schedule_settings import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
 from .unsharding import finish_unshard
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Variant:
     function: BoxedFunction
     inputs: Sequence[InputSlot]
     outputs: Sequence[OutputSlot]
-    run: Run
+    run: CheckedProgram
     reductions: Sequence[Group] | None = None
     guard: SizeGuard | None = None
 
@@ -83,26 +83,26 @@ class PlannedGraph:
         gm: the graph after the preparing passes.
         lower: lowers the graph for a plan and for the sizes of a call's inputs. The inputs are None where Dynamo guards sizes.
         is_backward: whether this is a backward graph.
-        owners: the parameters of inputs that do not identify their parameter.
+        registry: the parameters of inputs that do not identify their parameter.
         can_keep: whether gathered parameters may outlive a call; False for a graph for inference.
         can_merge: whether ``lower`` may reduce gradients of several buckets together.
 
     Attributes:
-        is_backward, owners: as given.
+        is_backward, registry: as given.
     """
 
     def __init__(
         self,
         gm: GraphModule,
-        lower: Callable[[Plan, Sequence[Any] | None], tuple[BoxedFunction, Interface, Run, SizeGuard | None]],
+        lower: Callable[[Plan, Sequence[Any] | None], tuple[BoxedFunction, Interface, CheckedProgram, SizeGuard | None]],
         *,
         is_backward: bool,
-        owners: Owners,
+        registry: ParameterRegistry,
         can_keep: bool,
         can_merge: bool = False,
     ):
         self._lower = lower
-        self.owners = owners
+        self.registry = registry
         self.is_backward = is_backward
         self._can_keep = can_keep
         self._can_merge = can_merge
@@ -142,7 +142,7 @@ class PlannedGraph:
         return self._reducing(gathers, gradients, prefetch)
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        call = Call(self._inputs, self.owners, args)
+        call = Call(self._inputs, self.registry, args)
         is_wanted = self.is_backward and call.accumulates()
         # Skipped for models without an optimizer in backward, as it takes time for each parameter.
         if any(unit.updates for unit in call.units.values()):
@@ -257,7 +257,7 @@ class PlannedGraph:
                 raise RuntimeError(must_not_gather(unit, names))
 
 
-def _places(gradients: Sequence[Gradients]) -> tuple[tuple[Place, ...], ...]:
+def _places(gradients: Sequence[Gradients]) -> tuple[tuple[UpdateTarget, ...], ...]:
     """Return where each update of a backward writes, by bucket; empty: there are no updates."""
     if not any(bucket.updates for bucket in gradients):
         return ()
@@ -265,7 +265,7 @@ def _places(gradients: Sequence[Gradients]) -> tuple[tuple[Place, ...], ...]:
     numbers = {key: index for index, key in enumerate(dict.fromkeys(keys))}
     return tuple(
         tuple(
-            Place(param.offset, param.padded_numel, planned.update, numbers[planned.key])
+            UpdateTarget(param.offset, param.padded_numel, planned.update, numbers[planned.key])
             for param, planned in zip(bucket.params, bucket.updates, strict=bool(bucket.updates))
         )
         for bucket in gradients

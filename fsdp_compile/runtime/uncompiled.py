@@ -48,7 +48,7 @@ from .gradients import (
     unreduced_gradient,
     zeros_like_gradient,
 )
-from .plan import must_not_gather
+from .schedule_settings import must_not_gather
 from .unsharding import Resharded, end_forward, finish_gather_of, finish_unshard, gathered_together, start_gathers
 
 # Dynamo would trace this file where a compiled module calls an uncompiled one.
@@ -225,8 +225,8 @@ class _State:
     """
 
     gathered: Callable[[], Gathered | None] = lambda: None
-    reading: Reading | None = None
-    trainable: Trainable | None = None
+    reading: CallParameters | None = None
+    trainable: TrainableStandIns | None = None
     modules_run: set[nn.Module] = field(default_factory=set)
     saves_notes: bool = False
 
@@ -317,7 +317,7 @@ class _NoteOfSubclass(NamedTuple):
         return restored
 
 
-class _OfOthers(NamedTuple):
+class _UserPacked(NamedTuple):
     """A saved tensor that the user's saved-tensor hooks have packed."""
 
     unpack: Callable[[Any], Tensor]
@@ -340,7 +340,7 @@ def _hooks(unit: Unit) -> torch.autograd.graph.saved_tensors_hooks:
         note = _note_of(tensor, unit)
         if note is not None:
             return note
-        return tensor if others is None else _OfOthers(others[1], others[0](tensor))
+        return tensor if others is None else _UserPacked(others[1], others[0](tensor))
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
@@ -372,7 +372,7 @@ def _note_of_subclass(tensor: Any, unit: Unit) -> _NoteOfSubclass | None:
 
 @_python
 def _unpack(packed: Any) -> Tensor:
-    return packed.restore() if isinstance(packed, _Note | _NoteOfDTensor | _NoteOfSubclass | _OfOthers) else packed
+    return packed.restore() if isinstance(packed, _Note | _NoteOfDTensor | _NoteOfSubclass | _UserPacked) else packed
 
 
 # Parameters that a forward reads.
@@ -434,7 +434,7 @@ class _Linked(torch.autograd.Function):
     """The autograd function that makes a gathered parameter depend on the DTensor parameter, too.
 
     A pipeline without bubbles asks ``autograd.grad`` for the gradients of weights. It gets this rank's full gradients. The unit
-    reduces their sum over microbatches (:func:`~fsdp_compile.runtime.gradients.take_unreduced`).
+    reduces their sum over microbatches (:func:`~fsdp_compile.runtime.gradients.collect_unreduced`).
     """
 
     @staticmethod
@@ -454,7 +454,7 @@ def _link(param: ShardedParam, full: Tensor) -> Tensor:
     return full if has_hooks else _Linked.apply(param, full, param.param)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class Trainable:
+class TrainableStandIns:
     """The trainable parameters of a unit in one forward of a model."""
 
     def __init__(self, unit: Unit):
@@ -463,7 +463,7 @@ class Trainable:
         self.stand_ins: Sequence[Tensor] = _Parameters.apply(self.params, *shards) if shards else ()  # type: ignore[no-untyped-call]
 
 
-class Reading:
+class CallParameters:
     """The full parameters of a unit, as the running call of a module reads them."""
 
     def __init__(self, unit: Unit):
@@ -492,7 +492,7 @@ class Reading:
             self._is_noted = True
         state = state_of(self.gathered.unit)
         if state.trainable is None:
-            state.trainable = Trainable(self.gathered.unit)
+            state.trainable = TrainableStandIns(self.gathered.unit)
         trainable = state.trainable
         self._values = dict(self.gathered.fulls)
         self.is_recorded = True
@@ -513,7 +513,7 @@ def read(param: ShardedParam) -> Tensor | None:
         return None
     state = state_of(unit)
     if state.reading is None:
-        state.reading = Reading(unit)
+        state.reading = CallParameters(unit)
     return state.reading.value(param)
 
 
@@ -545,7 +545,7 @@ def _is_traced() -> bool:
     return is_transformed or any(get_dispatch_mode(mode) is not None for mode in _TRACING_MODES)
 
 
-class Forward:
+class UncompiledForward:
     """An uncompiled forward of a unit's module."""
 
     @_python
@@ -557,7 +557,7 @@ class Forward:
         state = state_of(unit)
         if state.reading is None and current_dispatch_mode() is not None and not _is_traced():
             # Gather now: torch's CommDebugMode iterates over parameters in hooks of its own, where it counts no collectives.
-            state.reading = Reading(unit)
+            state.reading = CallParameters(unit)
         if not torch.is_grad_enabled():
             return
         if not in_backward():

@@ -15,8 +15,8 @@ from passes.collectives.rounded_gather import is_rounded
 from passes.ir.extension import gathered_shape, with_rows
 
 from ..units.sharded_param import ShardedParam
-from ..units.unit import PendingGather, Pieces, Unit
-from .course import eager_run
+from ..units.unit import PackedTensors, PendingGather, Unit
+from .collective_log import eager_run
 
 
 @torch.inference_mode(False)
@@ -136,12 +136,12 @@ def _start_packed(params: list[ShardedParam], what: str) -> PendingGather:
     return PendingGather(params, params[0].compute_dtype, gathered, group, run, pieces=pieces)
 
 
-def _pieces(param: ShardedParam) -> Pieces:
+def _pieces(param: ShardedParam) -> PackedTensors:
     if param.extension is None:
-        return Pieces([param.shard.detach().to(param.compute_dtype)])
+        return PackedTensors([param.shard.detach().to(param.compute_dtype)])
     param.check_gather()
     tensors, metadata = param.extension.encode(param.extension.tensors_of(param.local), param.name)
-    return Pieces([with_rows(tensor) for tensor in tensors], metadata)
+    return PackedTensors([with_rows(tensor) for tensor in tensors], metadata)
 
 
 def _finish_packed(pending: PendingGather) -> dict[ShardedParam, Tensor]:
@@ -164,7 +164,7 @@ def _finish_packed(pending: PendingGather) -> dict[ShardedParam, Tensor]:
     return found
 
 
-def _places_of_plain(pieces: Mapping[ShardedParam, Pieces]) -> list[tuple[int, ShardedParam]]:
+def _places_of_plain(pieces: Mapping[ShardedParam, PackedTensors]) -> list[tuple[int, ShardedParam]]:
     ends = itertools.accumulate(len(sent.tensors) for sent in pieces.values())
     return [(end - 1, param) for end, param in zip(ends, pieces, strict=True) if param.extension is None]
 

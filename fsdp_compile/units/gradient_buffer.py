@@ -86,7 +86,7 @@ class GradientBuffer:
         self.flat = self._lay_out()
         self._addresses = [local.data_ptr() for local in self.locals]
         self._memories = [local.untyped_storage()._cdata for local in self.locals]
-        self._idle = self._references(range(len(self.params)))
+        self._idle = self._reference_counts(range(len(self.params)))
         _buffers[id(self.flat)] = self
         for param, gradient, local in zip(self.params, self.gradients, self.locals, strict=True):
             present: Any = param.param.grad
@@ -129,7 +129,7 @@ class GradientBuffer:
             True; or False with nothing done, if ``flat`` has another dtype or device, or somebody holds an earlier gradient.
         """
         is_alike = flat.dtype == self.flat.dtype and flat.device == self.flat.device
-        if not is_alike or not self._references(indices) <= self._idle:
+        if not is_alike or not self._reference_counts(indices) <= self._idle:
             return False
         parts = neighbours(self._pieces[index] for index in indices)
         if len(parts) == 1:
@@ -144,7 +144,7 @@ class GradientBuffer:
             self.params[index].param.grad = gradient
         return True
 
-    def _references(self, indices: Sequence[int]) -> set[Any]:
+    def _reference_counts(self, indices: Sequence[int]) -> set[Any]:
         """Return the distinct reference counts (gradient, local tensor, memory); ``{None}`` if a gradient has moved."""
         gradients, locals_ = [self.gradients[index] for index in indices], [self.locals[index] for index in indices]
         addresses = [self._addresses[index] for index in indices]

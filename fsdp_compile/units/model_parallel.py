@@ -148,7 +148,7 @@ class ModelParallel:
         return math.prod(size for size, placement in sizes if _cuts(placement, dim))
 
 
-class _OnOwnMesh(torch.autograd.Function):
+class _PieceToDTensor(torch.autograd.Function):
     """An autograd function: from a gathered piece to a DTensor on a mesh that has the ranks that gathered it, too."""
 
     @staticmethod
@@ -176,7 +176,7 @@ def _on_own_mesh(layout: ModelParallel) -> Callable[[Tensor], DTensor]:
     """
 
     def on_own_mesh(piece: Tensor) -> DTensor:
-        return _OnOwnMesh.apply(piece, layout)  # type: ignore[no-untyped-call, no-any-return]
+        return _PieceToDTensor.apply(piece, layout)  # type: ignore[no-untyped-call, no-any-return]
 
     return torch.compiler.allow_in_graph(on_own_mesh)  # type: ignore[no-any-return]
 

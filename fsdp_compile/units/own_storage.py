@@ -38,7 +38,7 @@ def with_own_storage(tensor: Tensor) -> Tensor:
     if not has_memory(tensor):
         return tensor.new_empty_strided(tensor.size(), tensor.stride())
     dtype = tensor.dtype
-    carrier = _carrier(dtype)
+    carrier = _dlpack_dtype(dtype)
     alias = from_dlpack(to_dlpack(tensor if carrier is dtype else tensor.view(carrier)))
     storage: Any = alias.untyped_storage()
     storage._share_fd_cpu_ = storage._share_filename_cpu_ = _refuse_to_move
@@ -53,7 +53,7 @@ def _refuse_to_move(*_: object) -> NoReturn:
 
 
 @functools.cache
-def _carrier(dtype: torch.dtype) -> torch.dtype:
+def _dlpack_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which tensors of ``dtype`` go through DLPack, which lacks some dtypes and changes others."""
     try:
         if from_dlpack(to_dlpack(torch.empty(1, dtype=dtype, device="cpu"))).dtype is dtype:

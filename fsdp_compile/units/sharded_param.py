@@ -340,7 +340,7 @@ class ShardedParam:
         tensors = self.extension.tensors_of(self.local)
         return unshard_extension(self.shard, *self.args, tensors=[*tensors.values()], names=tuple(tensors), **self.kwargs)
 
-    def compute_with(self, given: Tensor | None) -> Tensor | None:
+    def convert_replacement(self, given: Tensor | None) -> Tensor | None:
         """Convert a tensor that is registered in the parameter's place to the layout and dtype that a forward reads."""
         if given is None:
             return None

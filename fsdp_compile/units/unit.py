@@ -118,7 +118,7 @@ class PendingGather:
         dtype: the dtype that the parameters compute in.
         gathered: the flat buffer in flight; None if all parameters are whole on every rank.
         group: name of the process group of the gather.
-        run: the gather as a program that ranks compare (:mod:`fsdp_compile.runtime.course`).
+        run: the gather as a program that ranks compare (:mod:`fsdp_compile.runtime.collective_log`).
         sent_as: the policy that rounded the parameters for the gather; None: they are not rounded.
         pieces: for a packed gather, the tensors that each parameter sends.
         encoded_over: if the shards in a smaller group are rounded bytes, the name of the group whose gather rounded them.
@@ -130,11 +130,11 @@ class PendingGather:
     group: str
     run: AbstractContextManager[Any]
     sent_as: GatherPolicy | None = None
-    pieces: Mapping[ShardedParam, Pieces] = field(default_factory=dict)
+    pieces: Mapping[ShardedParam, PackedTensors] = field(default_factory=dict)
     encoded_over: str = ""
 
 
-class Pieces(NamedTuple):
+class PackedTensors(NamedTuple):
     """The tensors that a parameter sends in a packed gather.
 
     Attributes:

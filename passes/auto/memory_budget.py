@@ -116,7 +116,7 @@ def _explore(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial], tried
 
     grid = choices.grid()
     attempt_all(grid)
-    attempt_all(policy for trial in [tried[policy] for policy in grid] for policy in choices.in_part(trial))
+    attempt_all(policy for trial in [tried[policy] for policy in grid] for policy in choices.partial_offloads(trial))
     around: dict[StepPolicy, Iterator[StepPolicy]] = {}
     while True:
         before = len(tried)

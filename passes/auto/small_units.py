@@ -1,7 +1,7 @@
 """Small units: units whose collectives take longer to start than to send share collectives.
 
 A collective costs a latency on the wire, and host time to issue it and to wait for it, however little it sends. So a unit whose
-parameters (gradients) have fewer bytes than :data:`MERGE_BELOW_BYTES` merges with the small units after it in the graph, until
+parameters (gradients) have fewer bytes than :data:`MIN_BUCKET_BYTES` merges with the small units after it in the graph, until
 they have that many together. At the bandwidth of a node's links, so many bytes take about as long as a collective takes to
 start. Fewer than twice as many bytes are gathered too early and held at once.
 
@@ -26,7 +26,7 @@ from ..transforms.bucket import Group, sink_derived
 from .grouping import Grouping, Item, gather_items, in_order, merge_neighbours, reduction_items
 
 #: The bytes of unsharded parameters, or of their gradients, below which a unit is small.
-MERGE_BELOW_BYTES = 4 << 20
+MIN_BUCKET_BYTES = 4 << 20
 
 
 def merge_small_units(graph: Graph, plan: Plan, default: Grouping, below: int) -> Grouping:

@@ -237,7 +237,7 @@ class OpenChoices:
         ]
         return list(dict.fromkeys(policies))
 
-    def in_part(self, trial: Trial) -> Iterator[StepPolicy]:
+    def partial_offloads(self, trial: Trial) -> Iterator[StepPolicy]:
         """Yield policies by which only the largest values of each stretch wait on the host, up to a part of its bytes.
 
         So copies are spread over all of compute. There are such policies only for a trial that recomputes nothing and whose
@@ -271,7 +271,7 @@ class OpenChoices:
         for unit in self.units:
             yield self._changed(policy, kept={unit})
         for units in (*((unit,) for unit in self.in_nodes), *itertools.combinations(self.in_nodes, 2)):
-            yield from self._in_other_places(policy, units)
+            yield from self._other_residencies(policy, units)
         for number in self.stretches:
             yield self._changed(policy, recomputed={number})
         for number in self.offloads:
@@ -315,7 +315,7 @@ class OpenChoices:
         """Leave out the last stretch."""
         return tuple(number for number in numbers if number < self.num_stretches - 1)
 
-    def _in_other_places(self, policy: StepPolicy, units: Sequence[str]) -> Iterator[StepPolicy]:
+    def _other_residencies(self, policy: StepPolicy, units: Sequence[str]) -> Iterator[StepPolicy]:
         """Yield all policies in which each of these units stays gathered whole, within a node, or not at all."""
         kept, in_nodes = (set(chosen).difference(units) for chosen in (policy.kept, policy.in_nodes))
         for ways in itertools.product(("whole", "in a node", "not at all"), repeat=len(units)):

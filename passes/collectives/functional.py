@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..fx.symbolic_ranks import supposed_ranks, supposed_size
+from ..fx.symbolic_ranks import overridden_ranks, overridden_size
 from ..fx.torch_internals.distributed import resolve_process_group
 from . import gloo, host_copies
 from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
 from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
-from .rounded_gather import GatherPolicy, is_rounded, numbers_of, rounding
+from .rounded_gather import GatherPolicy, is_rounded, reinterpret, rounding
 from .stateful_hook import RANDOM, HookParameter, StatefulHook, tensors_of_hook
 from .traced_hook import apply_in_place_hook, apply_reduce_hook, apply_stateful_hook
 
@@ -37,7 +37,7 @@ def group_size(group: str) -> int:
 
     Inside :func:`passes.fx.symbolic_ranks.symbolic_ranks` the number may be a symbol.
     """
-    supposed = supposed_size(group)
+    supposed = overridden_size(group)
     if supposed is not None:
         return supposed
     return resolve_group(group).size() if group else 1
@@ -45,7 +45,7 @@ def group_size(group: str) -> int:
 
 def group_ranks(group: str) -> Sequence[int]:
     """Return the global ranks in a process group; inside :func:`passes.fx.symbolic_ranks.ranks_at` the ranks set there."""
-    return supposed_ranks(group) or dist.get_process_group_ranks(resolve_group(group))
+    return overridden_ranks(group) or dist.get_process_group_ranks(resolve_group(group))
 
 
 def dimension_of(group: str) -> str:
@@ -231,7 +231,7 @@ def finish_gather(
     numels = [padded_shard_numel(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
     if _travel_as_bytes(dtypes):
         sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
-        numbers = list(map(numbers_of, _cut(rows, sizes, [0] * len(sizes), runs), dtypes))
+        numbers = list(map(reinterpret, _cut(rows, sizes, [0] * len(sizes), runs), dtypes))
         return [assemble(piece, shape, dim) for piece, shape, dim in zip(numbers, shapes, dims, strict=True)]
     gaps = gaps or _least_gaps(numels, sent_as)
     if sent_as is None:
@@ -300,7 +300,7 @@ def _cut_resharded(
             numel = math.prod(shard_shape)
             (numbers,) = sent_as.decode(encoded, [shard_shape], [0], numel + sent_as.paddings([numel])[0], dtype)
         else:
-            numbers = numbers_of(piece, dtype)
+            numbers = reinterpret(piece, dtype)
         fulls.append(assemble(numbers, shape, dim))
     return fulls
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..fx.symbolic_ranks import supposed_size
+from ..fx.symbolic_ranks import overridden_size
 from ..fx.torch_internals.core import RecordFunctionFast
 from ..fx.torch_internals.distributed import register_work, resolve_process_group
 from ..fx.torch_internals.patches import all_gather, all_to_all, install_kernel
@@ -76,7 +76,7 @@ def backend_of(group_name: str, device: torch.device) -> str:
     """
     if _pretending[0] and device.type == "cpu":
         return "gloo"
-    if supposed_size(group_name) is not None:
+    if overridden_size(group_name) is not None:
         return "fake"
     process_group = _resolve(group_name)
     try:
@@ -85,7 +85,7 @@ def backend_of(group_name: str, device: torch.device) -> str:
         return dist.get_backend(process_group)
 
 
-def copies_what_it_gathers(group_name: str, device: torch.device) -> bool:
+def gather_copies_its_input(group_name: str, device: torch.device) -> bool:
     """Return whether a gather copies this rank's shard once for each rank, and holds the copies until its wait."""
     if backend_of(group_name, device) != "gloo":
         return False

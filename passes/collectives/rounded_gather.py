@@ -144,12 +144,12 @@ class GatherPolicy:
         """
         groups = self._group_shapes(shapes, numel)
         parts = self._parts(rows, shapes, numel, dtype)
-        scales = numbers_of(parts[len(groups)], SCALE).split([count for count, _ in groups], dim=1)
+        scales = reinterpret(parts[len(groups)], SCALE).split([count for count, _ in groups], dim=1)
         rounded = [
             restore_groups(part.view(self.dtype).unflatten(1, group), scale).to(dtype).flatten(1)
             for part, scale, group in zip(parts, scales, groups, strict=False)
         ]
-        whole = numbers_of(parts[-1], dtype) if len(parts) > len(groups) + 1 else None
+        whole = reinterpret(parts[-1], dtype) if len(parts) > len(groups) + 1 else None
         return self._cut(rounded, whole, shapes, places)
 
     def _parts(self, rows: Tensor, shapes: Sequence[Sequence[int]], numel: int, dtype: torch.dtype) -> Sequence[Tensor]:
@@ -229,6 +229,6 @@ def restore_groups(rounded: Tensor, scale: Tensor) -> Tensor:
     return rounded.to(SCALE) * scale.unsqueeze(-1)
 
 
-def numbers_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def reinterpret(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Reinterpret the bytes in each row as numbers of ``dtype``. Slices are copied first, as numbers have to be aligned."""
     return rows.contiguous().view(dtype)

@@ -1,7 +1,7 @@
 """Sizes of fake values as numbers or expressions, also with dynamic shapes.
 
 A symbolic size counts as its hint, the value that it had when the graph was traced. A size that depends on data has no hint,
-and counts as an assumed number (:func:`supposing`). Reading a size adds no guard.
+and counts as an assumed number (:func:`assume_unknown_size`). Reading a size adds no guard.
 
 Inside of :func:`symbolic_sizes` a symbolic size counts as its expression, so that results are formulae. Inside of
 :func:`sizes_at` it counts as its value for other values of its symbols.
@@ -67,7 +67,7 @@ def sizes_at(values: Mapping[sympy.Symbol, int]) -> contextlib.AbstractContextMa
 
 
 @contextlib.contextmanager
-def supposing(size: int) -> Iterator[None]:
+def assume_unknown_size(size: int) -> Iterator[None]:
     """Count each size that depends on data as ``size`` inside of the ``with`` block."""
     token = _unknown_size.set(size)
     try:

@@ -77,7 +77,7 @@ class _SymbolicOperators(TorchFunctionMode):
             func = _symbolic.all_gather
         elif func is _c10d.reduce_scatter_tensor and isinstance(args[2], SymInt):
             func = _symbolic.reduce_scatter
-        elif func is _c10d.all_to_all_single and isinstance(supposed_size(args[3]), SymInt):
+        elif func is _c10d.all_to_all_single and isinstance(overridden_size(args[3]), SymInt):
             func, args = _symbolic.exchange, (args[0], args[3])
         elif func is torch.constant_pad_nd and isinstance(args[1][-1], SymInt):
             func, args = _symbolic.pad, (args[0], args[1][-1])
@@ -133,16 +133,16 @@ def sizes_of_groups(groups: Mapping[str, Any]) -> Iterator[None]:
         _sizes.reset(token)
 
 
-def supposed_size(group: str) -> int | None:
+def overridden_size(group: str) -> int | None:
     """Return the size of a group that :func:`symbolic_ranks`, :func:`sizes_of_groups` or :func:`ranks_at` sets, else None."""
     sizes = _sizes.get()
     if sizes and group in sizes:
         return sizes[group]  # type: ignore[return-value]
-    ranks = supposed_ranks(group)
+    ranks = overridden_ranks(group)
     return None if ranks is None else len(ranks)
 
 
-def supposed_ranks(group: str) -> range | None:
+def overridden_ranks(group: str) -> range | None:
     """Return the ranks of a group that :func:`ranks_at` sets, else None."""
     return _ranks.get().get(group)
 

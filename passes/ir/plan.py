@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from .reduction import Reduction
-from .update import Place
+from .update import UpdateTarget
 
 
 class Gather(Enum):
@@ -50,7 +50,7 @@ class Plan:
     prefetch: tuple[tuple[str, tuple[str, ...]], ...] = ()
     max_pending_reductions: int | None = None
     factor_classes: tuple[int, ...] = ()
-    updates: tuple[tuple[Place, ...], ...] = ()
+    updates: tuple[tuple[UpdateTarget, ...], ...] = ()
     orders: tuple[tuple[int, ...], ...] = ()
 
     @property

@@ -95,7 +95,7 @@ class Reduction:
         return self.sync is not Sync.NONE and not self.has_hooks
 
 
-class Kept(Enum):
+class CarriedTensors(Enum):
     """The kind of tensors that earlier microbatches or steps left, and that a stage takes.
 
     Attributes:
@@ -123,7 +123,7 @@ class Factor:
 
 
 #: An input of a stage besides the result of the stage before it. It stands for a sequence of tensors.
-Operand = Kept | Factor
+Operand = CarriedTensors | Factor
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ class Stage:
     constants: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def updated(self) -> Kept | None:
+    def updated(self) -> CarriedTensors | None:
         """The kind of a hook's tensors that the stage updates; None: none. Then the function returns (result, new tensors)."""
-        return next((kept for kept in (Kept.HOOK, Kept.REPLICA_HOOK) if kept in self.operands), None)
+        return next((kept for kept in (CarriedTensors.HOOK, CarriedTensors.REPLICA_HOOK) if kept in self.operands), None)
 
 
 def stages(
@@ -173,22 +173,22 @@ def stages(
     averaging, hook = reduction.averaging, reduction.comm_hook
     uses = (averaging.divides_gradient, averaging.divides_scattered, averaging.divides_result)
     gradient, scattered, result = (Factor(sum(uses[:place])) if used else None for place, used in enumerate(uses))
-    finish_scatter: tuple[Operand | None, ...] = (scattered, Kept.PARTIAL if reduction.has_partial else None)
+    finish_scatter: tuple[Operand | None, ...] = (scattered, CarriedTensors.PARTIAL if reduction.has_partial else None)
     in_flight = {"group": group, "in_flight": hook is None and group != ""}
     found = []
     if is_scattered:
         finish_scatter, in_flight = (), {"group": group, "in_flight": False}
     elif isinstance(hook, StatefulHook):
-        taken = (Kept.UNSHARDED if reduction.has_unsharded else None, gradient, Kept.HOOK)
+        taken = (CarriedTensors.UNSHARDED if reduction.has_unsharded else None, gradient, CarriedTensors.HOOK)
         found.append(Stage(Role.START_REDUCE, reduce_by_stateful_hook, taken, {"dims": dims, "group": group, "hook": hook}))
     else:
         start = {"op": averaging.reduce_scatter_op if group else "", "hook": hook, "in_place": reduction.comm_hook_in_place}
-        operands = (Kept.UNSHARDED if reduction.has_unsharded else None, gradient)
+        operands = (CarriedTensors.UNSHARDED if reduction.has_unsharded else None, gradient)
         found.append(Stage(Role.START_REDUCE, start_reduce_scatter, operands, {"dims": dims, "group": group, **start}))
     if reduction.sync is Sync.ALL and replicate_group and not reduction.comm_hook_in_place:
         over = reduction.replica_hook
         if isinstance(over, StatefulHook):
-            taken_over = (*finish_scatter, *([None] * (2 - len(finish_scatter))), Kept.REPLICA_HOOK)
+            taken_over = (*finish_scatter, *([None] * (2 - len(finish_scatter))), CarriedTensors.REPLICA_HOOK)
             constants = {**in_flight, "numels": numels, "hook": over}
             found.append(Stage(Role.ALL_REDUCE, all_reduce_by_stateful_hook, taken_over, constants))
         else:
@@ -209,7 +209,7 @@ def reduce_at_once(
     found: Iterable[Stage],
     value: Any,
     take: Callable[[Operand], Sequence[Tensor]],
-    update: Callable[[Kept, Sequence[Tensor]], None] | None = None,
+    update: Callable[[CarriedTensors, Sequence[Tensor]], None] | None = None,
 ) -> Tensor:
     """Run the stages of a reduction one after the other. Returns the flat shard.
 

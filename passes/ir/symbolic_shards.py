@@ -14,12 +14,12 @@ from torch.fx import Graph, Node
 
 from ..collectives.functional import group_size
 from ..collectives.layout import padded_shard_numel, padded_shard_shape, padding_to
-from ..fx.symbolic_ranks import supposed_size
+from ..fx.symbolic_ranks import overridden_size
 from .ops import ReduceGrad, Unshard, reduce_grads, unshards, update_args
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredParam:
     """The layout of one parameter in its unit's flat storage.
 
     Attributes:
@@ -42,7 +42,7 @@ class Piece:
         return numel + padding_to(self.alignment, numel)
 
 
-def make_shards_symbolic(graph: Graph, layouts: Mapping[str, Sequence[Piece]]) -> None:
+def make_shards_symbolic(graph: Graph, layouts: Mapping[str, Sequence[StoredParam]]) -> None:
     """Give shards fake values of symbolic sizes, and ``unshard`` nodes symbolic offsets in flat storage. In place.
 
     Args:
@@ -54,7 +54,7 @@ def make_shards_symbolic(graph: Graph, layouts: Mapping[str, Sequence[Piece]]) -
     """
     for node in unshards(graph.nodes):
         gathered = Unshard.of(node)
-        if supposed_size(gathered.group) is None:
+        if overridden_size(gathered.group) is None:
             continue
         if gathered.token is not None:
             raise ValueError(
@@ -66,7 +66,7 @@ def make_shards_symbolic(graph: Graph, layouts: Mapping[str, Sequence[Piece]]) -
             update_args(node, offset=_offset(gathered, dtype, layouts[gathered.unit]))
     for node in reduce_grads(graph.nodes):
         reduced = ReduceGrad.of(node)
-        if supposed_size(reduced.group) is not None:
+        if overridden_size(reduced.group) is not None:
             _set_shapes(reduced)
 
 
@@ -81,6 +81,6 @@ def _set_shapes(spec: Unshard | ReduceGrad) -> torch.dtype:
         node = node.all_input_nodes[0]
 
 
-def _offset(spec: Unshard, dtype: torch.dtype, layout: Sequence[Piece]) -> int:
+def _offset(spec: Unshard, dtype: torch.dtype, layout: Sequence[StoredParam]) -> int:
     pieces = [piece for piece in layout if piece.dtype == dtype and piece.offset < spec.offset]
     return sum(piece.stored_numel(group_size(spec.group)) for piece in pieces)

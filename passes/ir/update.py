@@ -78,7 +78,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Place:
+class UpdateTarget:
     """The part of flat storage that the update of a parameter writes, and the update.
 
     Attributes:

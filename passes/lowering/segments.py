@@ -1,12 +1,12 @@
 """Segments: cut a scheduled graph at its collectives, so that the compiler of kernels sees only compute.
 
 Before: one graph of compute and collectives, in the order that the schedule gave it.
-After:  a graph of collectives and calls of *segments*, the stretches of compute between them, each a module of its own.
+After:  a graph of collectives and calls of *segments*, the regions of compute between them, each a module of its own.
 
-No optimisation of a segment can move a collective: the order is kept by construction. Stretches that differ only in their
+No optimisation of a segment can move a collective: the order is kept by construction. Regions that differ only in their
 tensors share one module: the layers of a deep model are compiled once, not once each.
 
-The copy-in of a reduction is a stretch of its own (:func:`~passes.ir.work.kernel_boundaries`). The graph is also cut at the
+The copy-in of a reduction is a region of its own (:func:`~passes.ir.work.kernel_boundaries`). The graph is also cut at the
 model's own collectives, and at copies between host and device. Views between two collectives stay in the outer graph, as they
 are no work. Lookups of random seeds stay there, too: their index would make equal layers differ. Each segment makes the
 constants that it reads.
@@ -56,19 +56,19 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Segment:
-    """The module of a stretch of compute.
+    """The module of a region of compute.
 
     Attributes:
-        graph_module: takes the values that the stretch reads, and returns a tuple of those that are read outside of it.
-        key: equal for stretches that do the same with tensors of the same shapes, strides and dtypes.
+        graph_module: takes the values that the region reads, and returns a tuple of those that are read outside of it.
+        key: equal for regions that do the same with tensors of the same shapes, strides and dtypes.
     """
 
     graph_module: GraphModule
     key: Hashable
 
 
-def _stays_outside(node: Node, stretch: dict[Node, None]) -> bool:
-    return (node.target == lookup_seed and node.args[0] not in stretch) or _is_communicated(node)
+def _stays_outside(node: Node, region: dict[Node, None]) -> bool:
+    return (node.target == lookup_seed and node.args[0] not in region) or _is_communicated(node)
 
 
 def _is_communicated(node: Node) -> bool:
@@ -93,7 +93,7 @@ def _is_alias(node: Node) -> bool:
     return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
-def _is_told_by_order(node: Node) -> bool:
+def _order_determines_strides(node: Node) -> bool:
     """Return whether the order of a tensor's strides determines them: no gaps, and no dimension that may have any stride."""
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
@@ -108,23 +108,23 @@ def _is_told_by_order(node: Node) -> bool:
     return True
 
 
-def _stretches(graph: Graph) -> list[dict[Node, None]]:
-    """Return the nodes between boundaries, stretch by stretch, without those that stay in the outer graph."""
-    stretches: list[dict[Node, None]] = [{}]
+def _compute_regions(graph: Graph) -> list[dict[Node, None]]:
+    """Return the nodes between boundaries, region by region, without those that stay in the outer graph."""
+    regions: list[dict[Node, None]] = [{}]
     boundaries = kernel_boundaries(graph)
     for node in graph.nodes:
         if node in boundaries:
-            stretches.append({})
+            regions.append({})
         if node.op != "call_function" or is_collective(node) or is_host_copy(node):
             continue
-        if not (_is_constant(node) or _stays_outside(node, stretches[-1])):
-            stretches[-1][node] = None
-    for stretch in stretches:
-        for node in [node for node in stretch if is_view(node)]:
-            # A view that nothing in the stretch makes or reads belongs to the outer graph.
-            if not any(other in stretch for other in (*node.all_input_nodes, *node.users)):
-                del stretch[node]
-    return [stretch for stretch in stretches if not all(map(is_view, stretch))]
+        if not (_is_constant(node) or _stays_outside(node, regions[-1])):
+            regions[-1][node] = None
+    for region in regions:
+        for node in [node for node in region if is_view(node)]:
+            # A view that nothing in the region makes or reads belongs to the outer graph.
+            if not any(other in region for other in (*node.all_input_nodes, *node.users)):
+                del region[node]
+    return [region for region in regions if not all(map(is_view, region))]
 
 
 def _symbols(value: Any) -> set[Any]:
@@ -139,14 +139,14 @@ def _symbols(value: Any) -> set[Any]:
 
 
 @dataclass(frozen=True)
-class _SizeOf:
+class _SizeSource:
     """The source of a symbol that is no input by itself: the dimension of a tensor from which the outer graph reads it."""
 
     tensor: Node
     dim: int
 
 
-class _Sources:
+class _SymbolSources:
     """The nodes and dimensions from which the outer graph gets the symbols of sizes.
 
     Inductor looks for each symbol ``s`` among the inputs of a segment, and does not derive it from a shape such as ``[2 * s]``.
@@ -154,7 +154,7 @@ class _Sources:
     """
 
     def __init__(self, graph: Graph):
-        self._of: dict[Any, Node | _SizeOf] = {}
+        self._of: dict[Any, Node | _SizeSource] = {}
         for node in graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, SymInt) and value.node.expr.is_Symbol:
@@ -163,16 +163,16 @@ class _Sources:
             value = node.meta.get("val")
             for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
                 if isinstance(size, SymInt) and size.node.expr.is_Symbol:
-                    self._of.setdefault(size.node.expr, _SizeOf(node, dim))
+                    self._of.setdefault(size.node.expr, _SizeSource(node, dim))
 
-    def of(self, nodes: Iterable[Node]) -> dict[Node | _SizeOf, None]:
+    def of(self, nodes: Iterable[Node]) -> dict[Node | _SizeSource, None]:
         """Return the sources of all symbols in the values of ``nodes``."""
         wanted = set().union(*(_symbols(node.meta.get("val")) for node in nodes))
         return dict.fromkeys(self._of[symbol] for symbol in sorted(wanted, key=str) if symbol in self._of)
 
 
 class _Builder:
-    """The builder of one stretch's segment.
+    """The builder of one region's segment.
 
     Attributes:
         inputs: the nodes and sizes that the segment takes.
@@ -180,20 +180,20 @@ class _Builder:
         views: the nodes that the outer graph makes as views, of ``outputs`` and of values outside, in order.
     """
 
-    def __init__(self, owner: GraphModule, stretch: dict[Node, None], sources: _Sources, read_elsewhere: set[Node]):
+    def __init__(self, owner: GraphModule, region: dict[Node, None], sources: _SymbolSources, read_elsewhere: set[Node]):
         self.owner = owner
-        wanted = [node for node in stretch if node in read_elsewhere or any(user not in stretch for user in node.users)]
-        self.views, self.outputs = _split_off_views(wanted, stretch)
-        self.body = _read_inside(stretch, self.views)
+        wanted = [node for node in region if node in read_elsewhere or any(user not in region for user in node.users)]
+        self.views, self.outputs = _split_off_views(wanted, region)
+        self.body = _read_inside(region, self.views)
         self.constants: dict[Node, None] = {}
         inputs: dict[Node, None] = {}
         for node in self.body:
             for source in node.all_input_nodes:
                 if source not in self.body:
                     (self.constants if _is_constant(source) else inputs)[source] = None
-        last = next(reversed(stretch))
+        last = next(reversed(region))
         symbols = [source for source in sources.of([*self.body, *inputs]) if _node_of(source) < last]
-        self.inputs: dict[Node | _SizeOf, None] = {
+        self.inputs: dict[Node | _SizeSource, None] = {
             source: None for source in [*symbols, *inputs] if _node_of(source) not in self.body
         }
 
@@ -225,8 +225,8 @@ class _Builder:
         return inputs, calls, tuple(place[node] for node in self.outputs)
 
 
-def _split_off_views(wanted: list[Node], stretch: dict[Node, None]) -> tuple[list[Node], list[Node]]:
-    """Divide ``wanted``, the nodes of a stretch that are read elsewhere, between the outer graph and the segment.
+def _split_off_views(wanted: list[Node], region: dict[Node, None]) -> tuple[list[Node], list[Node]]:
+    """Divide ``wanted``, the nodes of a region that are read elsewhere, between the outer graph and the segment.
 
     Returns:
         The views that the outer graph is to make, with views that they are made of; and the nodes that the segment returns,
@@ -237,35 +237,35 @@ def _split_off_views(wanted: list[Node], stretch: dict[Node, None]) -> tuple[lis
     stack = list(wanted)
     while stack:
         node = stack.pop()
-        if node not in stretch or node in views:
+        if node not in region or node in views:
             continue
-        if _is_alias(node) and not _is_told_by_order(node):
+        if _is_alias(node) and not _order_determines_strides(node):
             views.add(node)
             stack += node.all_input_nodes
         else:
             others.add(node)
-    return [node for node in stretch if node in views], [node for node in stretch if node in others]
+    return [node for node in region if node in views], [node for node in region if node in others]
 
 
-def _read_inside(stretch: dict[Node, None], views: list[Node]) -> dict[Node, None]:
-    """Return the stretch without those of ``views`` that nothing in the stretch reads."""
-    body = dict.fromkeys(stretch)
+def _read_inside(region: dict[Node, None], views: list[Node]) -> dict[Node, None]:
+    """Return the region without those of ``views`` that nothing in the region reads."""
+    body = dict.fromkeys(region)
     for node in reversed(views):
         if not any(user in body for user in node.users):
             del body[node]
     return body
 
 
-def _node_of(source: Node | _SizeOf) -> Node:
-    return source.tensor if isinstance(source, _SizeOf) else source
+def _node_of(source: Node | _SizeSource) -> Node:
+    return source.tensor if isinstance(source, _SizeSource) else source
 
 
-def _name_of(source: Node | _SizeOf) -> str:
-    return f"size_{source.dim}_of_{source.tensor.name}" if isinstance(source, _SizeOf) else source.name
+def _name_of(source: Node | _SizeSource) -> str:
+    return f"size_{source.dim}_of_{source.tensor.name}" if isinstance(source, _SizeSource) else source.name
 
 
-def _value_of(source: Node | _SizeOf) -> Any:
-    return source.tensor.meta["val"].shape[source.dim] if isinstance(source, _SizeOf) else source.meta["val"]
+def _value_of(source: Node | _SizeSource) -> Any:
+    return source.tensor.meta["val"].shape[source.dim] if isinstance(source, _SizeSource) else source.meta["val"]
 
 
 def _describe(value: Any, with_offset: bool) -> Hashable:
@@ -291,10 +291,10 @@ def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:
     Returns:
         The outer graph, and the distinct segments that it calls, by name.
     """
-    stretches = _stretches(gm.graph)
-    stretch_of = {node: stretch for stretch in stretches for node in stretch}
-    sources = _Sources(gm.graph)
-    builders = _builders(gm, stretches, sources)
+    regions = _compute_regions(gm.graph)
+    stretch_of = {node: region for region in regions for node in region}
+    sources = _SymbolSources(gm.graph)
+    builders = _builders(gm, regions, sources)
     outer = Graph()
     read_outside = {view for builder in builders.values() for view in builder.views}
     copies: dict[Any, Node] = {}
@@ -311,7 +311,7 @@ def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:
             if name not in segments:
                 segments[name] = builder.build(key)
             for source in builder.inputs:
-                if isinstance(source, _SizeOf) and source not in copies:
+                if isinstance(source, _SizeSource) and source not in copies:
                     copies[source] = outer.call_function(_aten.sym_size.int, (copies[source.tensor], source.dim))
             call = outer.create_node("call_module", name, tuple(copies[source] for source in builder.inputs))
             for index, result in enumerate(builder.outputs):
@@ -322,12 +322,12 @@ def cut_into_segments(gm: GraphModule) -> tuple[Graph, dict[str, Segment]]:
     return outer, segments
 
 
-def _builders(gm: GraphModule, stretches: list[dict[Node, None]], sources: _Sources) -> dict[Node, _Builder]:
-    """Make a builder for each stretch, by the stretch's last node."""
+def _builders(gm: GraphModule, regions: list[dict[Node, None]], sources: _SymbolSources) -> dict[Node, _Builder]:
+    """Make a builder for each region, by the region's last node."""
     read_elsewhere: set[Node] = set()
     builders = {}
-    # From the last on: if a stretch reads a size of a tensor in an earlier one, the earlier one has to return the tensor.
-    for stretch in reversed(stretches):
-        builder = builders[next(reversed(stretch))] = _Builder(gm, stretch, sources, read_elsewhere)
+    # From the last on: if a region reads a size of a tensor in an earlier one, the earlier one has to return the tensor.
+    for region in reversed(regions):
+        builder = builders[next(reversed(region))] = _Builder(gm, region, sources, read_elsewhere)
         read_elsewhere.update(map(_node_of, builder.inputs))
     return builders

@@ -142,7 +142,7 @@ def demands(graph: Graph) -> dict[Node, Demand]:
             found[node] = _kernel_demand(node)
     for kernel in kernels(graph):
         if is_fusible(kernel[0]):
-            found.update(_stretch_demands(kernel))
+            found.update(_kernel_demands(kernel))
     for node in _segment_begins(graph):
         found[node] = replace(found[node], segments=1)
     if any(map(starts_collective, graph.nodes)):
@@ -352,7 +352,7 @@ def _is_read_outside(node: Node, members: set[Node]) -> bool:
     return any(user not in members and (not is_free(user) or _is_read_outside(user, members)) for user in node.users)
 
 
-def _stretch_demands(stretch: list[Node]) -> Iterator[tuple[Node, Demand]]:
+def _kernel_demands(stretch: list[Node]) -> Iterator[tuple[Node, Demand]]:
     """Yield the demand of each node of a kernel. A value that the kernel reads counts at its first reader."""
     members = set(stretch)
     seen: set[Node] = set()

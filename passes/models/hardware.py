@@ -18,7 +18,7 @@ import torch
 
 from . import nccl
 from .group_layout import GroupLayout
-from .nccl import Way
+from .nccl import CollectiveAlgorithm
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Hardware:
         """
         if layout.size == 1:
             return 0.0
-        return min(way.startup_s + traffic / way.bytes_per_s for way in self.ways(kind, layout))
+        return min(way.startup_s + traffic / way.bytes_per_s for way in self.algorithms(kind, layout))
 
     def taken_s(self, kind: str, traffic: float, layout: GroupLayout) -> float:
         """Return the seconds by which a collective slows down the compute that hides it (see :meth:`transfer_s`)."""
@@ -156,21 +156,21 @@ class Hardware:
         in_flight = self.transfer_s(kind, traffic, layout) if link.taken_part else 0.0
         return link.taken_s + traffic * link.taken_s_per_byte + in_flight * link.taken_part
 
-    def ways(self, kind: str, layout: GroupLayout) -> list[Way]:
+    def algorithms(self, kind: str, layout: GroupLayout) -> list[CollectiveAlgorithm]:
         """List the ways to run a collective of two or more ranks, of which the fastest counts."""
         link, nodes = self.link(kind, layout), layout.nodes(self.ranks_per_node)
         part = layout.per_node(self.ranks_per_node) / self.ranks_per_node if nodes > 1 else 1.0
-        own = Way(link.latency_s + link.hop_s * (layout.size - 2), link.bytes_per_s * part)
+        own = CollectiveAlgorithm(link.latency_s + link.hop_s * (layout.size - 2), link.bytes_per_s * part)
         if not self.library:
             return [own]
-        found = nccl.ways(kind, layout.size, nodes, own.bytes_per_s)
-        return [Way(own.startup_s + way.startup_s, way.bytes_per_s, way.name) for way in found]
+        found = nccl.algorithms(kind, layout.size, nodes, own.bytes_per_s)
+        return [CollectiveAlgorithm(own.startup_s + way.startup_s, way.bytes_per_s, way.name) for way in found]
 
     def knee_bytes(self, kind: str, layout: GroupLayout) -> float:
         """Return the bytes of traffic that take as long as the startup of a collective, in the way with the highest rate."""
         if layout.size == 1:
             return 0.0
-        way = max(self.ways(kind, layout), key=lambda way: way.bytes_per_s)
+        way = max(self.algorithms(kind, layout), key=lambda way: way.bytes_per_s)
         return way.startup_s * way.bytes_per_s
 
     def wire(self, layout: GroupLayout) -> str:

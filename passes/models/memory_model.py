@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..collectives.gloo import copies_what_it_gathers
+from ..collectives.gloo import gather_copies_its_input
 from ..collectives.host_copies import copy_to_host, fetch, offload, wait_copy
 from ..fx.graph import derived, group_of, is_collective, is_view, presence, readers, starts_collective
 from ..fx.sizes import num_bytes, size_value
@@ -210,7 +210,7 @@ class MemoryModel:
         elif node.target is operator.getitem:
             held = self._held[node.args[0]]  # type: ignore[index]
             self._held[node] = (held[node.args[1]],) if len(held) > 1 else held  # type: ignore[index]
-        elif _gives_back(node) or _is_cast_on_the_way(node):
+        elif _returns_its_input(node) or _is_cast_on_the_way(node):
             self._held[node] = self._held[node.args[0]]  # type: ignore[index]
         else:
             value: Any = node.meta.get("val")
@@ -228,7 +228,7 @@ class MemoryModel:
                     rest = storage.num_bytes * (1 - presence(node))
                     made.append(_Storage(rest, storage.is_parameter, storage.bucket, storage.maker, is_rest=True))
                 self._held[node] = tuple(made)
-            if node.target == _all_gather and copies_what_it_gathers(group_of(node), value.device):
+            if node.target == _all_gather and gather_copies_its_input(group_of(node), value.device):
                 made.append(_Storage(num_bytes(value), _is_parameter(node), bucket(node), node))
         self._touched[node] = {storage for source in node.all_input_nodes for storage in self._held[source]} | set(made)
 
@@ -390,7 +390,9 @@ def mark_memory(graph: Graph) -> None:
         node.meta[IS_PARAMETER] = True
     for node in graph.nodes:
         source: Any = node.args[0] if node.args else None
-        if isinstance(source, Node) and (_gives_back(node) or (node.target is operator.getitem and _gives_back(source))):
+        if isinstance(source, Node) and (
+            _returns_its_input(node) or (node.target is operator.getitem and _returns_its_input(source))
+        ):
             node.meta[_MEMORY] = source.meta.get(_MEMORY, (source.name, source.meta.get("val")))
 
 
@@ -401,7 +403,7 @@ def memory_roots(graph: Graph) -> dict[Node, Node]:
         source: Any = node.args[0] if node.args else None
         # Each element of an operator's result has memory of its own, unless the operator returns views.
         is_element = node.target is operator.getitem and root_of.get(source) is source
-        root_of[node] = root_of[source] if isinstance(source, Node) and _gives_back(node) and not is_element else node
+        root_of[node] = root_of[source] if isinstance(source, Node) and _returns_its_input(node) and not is_element else node
     return {node: root for node, root in root_of.items() if isinstance(node.meta.get("val"), Tensor)}
 
 
@@ -426,7 +428,7 @@ def mark_freed_inputs(graph: Graph, kept: Sequence[Node]) -> None:
             node.meta["freed"] = True
 
 
-def _gives_back(node: Node) -> bool:
+def _returns_its_input(node: Node) -> bool:
     """Return whether a node's result lies in the memory of its first argument."""
     if node.target in _GIVES_BACK or is_view(node):
         return True

@@ -2,7 +2,7 @@
 
 NCCL has several algorithms for a collective, and three protocols for each. LL and LL128 synchronise less than Simple, which
 pays for small messages, but they reach less of the rate. NCCL takes the combination that is the fastest by its own model of
-time. :func:`ways` yields all combinations, of which the fastest counts. The model and all numbers are those of NCCL 2.30
+time. :func:`algorithms` yields all combinations, of which the fastest counts. The model and all numbers are those of NCCL 2.30
 (src/graph/tuning.cc, `ncclTopoTuneModel` and the defaults of its tuner). NCCL's measured corrections for trees of medium size
 are left out.
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Way:
+class CollectiveAlgorithm:
     """One way to run a collective, which takes ``startup_s + traffic / bytes_per_s`` seconds."""
 
     startup_s: float
@@ -74,7 +74,7 @@ _TREES = (
 _PAT_BASE_S, _PAT_LEVEL_S, _PAT_RANK_S, _PAT_PART = 8e-6, 14e-6 / 3.5, 2.8e-6, 0.75
 
 
-def ways(kind: str, size: int, nodes: int, bytes_per_s: float) -> Iterator[Way]:
+def algorithms(kind: str, size: int, nodes: int, bytes_per_s: float) -> Iterator[CollectiveAlgorithm]:
     """Yield the ways to run a collective: the combinations of algorithm and protocol.
 
     Args:
@@ -88,15 +88,15 @@ def ways(kind: str, size: int, nodes: int, bytes_per_s: float) -> Iterator[Way]:
         far_s = protocol.lone_s if size == nodes else protocol.far_s
         near_s = protocol.near_s if nodes == 1 else max(protocol.near_s, protocol.overhead_s)
         startup = protocol.base_s + passes * ((size - nodes) * near_s + (nodes - 1) * far_s)
-        yield Way(startup, _rate(protocol, nodes, bytes_per_s), f"ring {protocol.name}")
+        yield CollectiveAlgorithm(startup, _rate(protocol, nodes, bytes_per_s), f"ring {protocol.name}")
     if kind == "all_reduce":
         for protocol in _TREES:
             startup = protocol.base_s + 2 * ((size // nodes - 1) * protocol.near_s + int(math.log2(nodes)) * protocol.far_s)
             # Rates are for a ring's traffic. Ranks of a tree send everything twice, those of a ring (n - 1) / n of that.
-            yield Way(startup, _rate(protocol, nodes, bytes_per_s) * (size - 1) / size, f"tree {protocol.name}")
+            yield CollectiveAlgorithm(startup, _rate(protocol, nodes, bytes_per_s) * (size - 1) / size, f"tree {protocol.name}")
     elif size == nodes:
         startup = _PAT_BASE_S + int(math.log2(nodes)) * _PAT_LEVEL_S + size * _PAT_RANK_S
-        yield Way(startup, bytes_per_s * _PAT_PART, "PAT")
+        yield CollectiveAlgorithm(startup, bytes_per_s * _PAT_PART, "PAT")
 
 
 def _rate(protocol: _Protocol, nodes: int, bytes_per_s: float) -> float:

@@ -209,7 +209,7 @@ def _gather(graph: Graph, bucket: Bucket, runs: Sequence[int] = ()) -> tuple[lis
     if resharded:
         received["resharded"] = resharded
     first_reader = min(reader for node in bucket.nodes for reader in node.users)
-    _make_shards_ahead_of(first_reader, bucket)
+    _move_shard_sources_before(first_reader, bucket)
     with graph.inserting_before(first_reader):
         start, finish = Work(Role.START_GATHER, bucket.name), Work(Role.FINISH_GATHER, bucket.name)
         if specs[0].device:
@@ -228,7 +228,7 @@ def _rounded_reshards(full: Node) -> list[Node]:
     return [user for user in full.users if user.target == reshard_rounded]
 
 
-def _make_shards_ahead_of(anchor: Node, bucket: Bucket) -> None:
+def _move_shard_sources_before(anchor: Node, bucket: Bucket) -> None:
     """Move the casts and encodings that make a bucket's shards before ``anchor``.
 
     Encodings that nothing else reads earlier move to just before ``anchor``.

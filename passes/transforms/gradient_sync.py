@@ -50,9 +50,9 @@ from ..ir.interface import (
     UpdateNumbers,
 )
 from ..ir.ops import ReduceGrad, reduce_grads
-from ..ir.reduction import Kept, Operand, Reduction, Stage, Sync, stages
+from ..ir.reduction import CarriedTensors, Operand, Reduction, Stage, Sync, stages
 from ..ir.storage import Location, mark_location
-from ..ir.update import Place, updated
+from ..ir.update import UpdateTarget, updated
 from ..ir.work import WORK, Role, Work, mark, nodes_of
 from ..models.memory_model import mark_taken_gradient
 from .bucket import Bucket, Group, reduction_buckets, regroup, whole_buckets
@@ -68,7 +68,7 @@ def synchronize_gradients(
     plan: Sequence[Reduction],
     interface: Interface,
     groups: Sequence[Group] | None = None,
-    updates: Sequence[Sequence[Place]] = (),
+    updates: Sequence[Sequence[UpdateTarget]] = (),
     orders: Sequence[Sequence[int]] = (),
 ) -> None:
     """Replace the ``reduce_grad`` nodes of a backward graph as the plan says. In place.
@@ -123,7 +123,7 @@ class _ReductionWriter:
         index: int,
         reduction: Reduction,
         interface: Interface,
-        places: Sequence[tuple[int, Place]],
+        places: Sequence[tuple[int, UpdateTarget]],
     ):
         self.graph = graph
         self.places = places
@@ -186,7 +186,7 @@ class _ReductionWriter:
             left: list[Node] = []
             if stage.updated is not None:
                 value, left = value
-            if stage.updated is Kept.HOOK:
+            if stage.updated is CarriedTensors.HOOK:
                 self._hoist(stage)
             if stage.constants.get("hook") is not None and following is not None:
                 self._give_to(following, stage)
@@ -194,7 +194,7 @@ class _ReductionWriter:
                 value = self._update(taken[stage.updated], left, value)
         work = self._work(Role.FINISH_REDUCE)
         if reduction.sync is Sync.SCATTER:
-            self._leave(value, PartialGradient(self.index), taken.get(Kept.PARTIAL, []), work)
+            self._leave(value, PartialGradient(self.index), taken.get(CarriedTensors.PARTIAL, []), work)
         elif reduction.updates:
             if reduction.has_grad:
                 grad = self._input("grad", value.meta["val"], ReducedGradient(self.index))
@@ -249,21 +249,21 @@ class _ReductionWriter:
 
     def _take(self, operand: Operand) -> list[Node]:
         """Take an operand of a stage as inputs of the graph."""
-        if operand is Kept.UNSHARDED:
+        if operand is CarriedTensors.UNSHARDED:
             unsharded = self._unsharded()
             for node in unsharded:
                 mark_taken_gradient(node)
             return unsharded
-        if operand is Kept.PARTIAL:
+        if operand is CarriedTensors.PARTIAL:
             partial = self._input("partial", self.like.new_empty(sum(self._numels())), PartialGradient(self.index))
             if self.reduction.sync is Sync.ALL:
                 mark_taken_gradient(partial)
             return [partial]
-        if operand is Kept.HOOK:
+        if operand is CarriedTensors.HOOK:
             grads = [grad.meta["val"] for grad in self.grads]
             parameters = hook_parameters(grads, [spec.dim for spec in self.specs], self.specs[0].group)
             return self._hook_tensors(self.reduction.comm_hook, parameters)
-        if operand is Kept.REPLICA_HOOK:
+        if operand is CarriedTensors.REPLICA_HOOK:
             return self._hook_tensors(self.reduction.replica_hook, replica_parameters(self._numels(), self.like), OVER_REPLICAS)
         factor = self.like.new_empty((), dtype=factor_dtype(self.like.dtype))
         return [self._input("factor", factor, DivideFactor(self.index, operand.number))]
@@ -328,7 +328,7 @@ class _ReductionWriter:
         mark(update, work)
 
 
-def _runs(places: Sequence[tuple[int, Place]]) -> Iterator[tuple[int, int]]:
+def _runs(places: Sequence[tuple[int, UpdateTarget]]) -> Iterator[tuple[int, int]]:
     """Yield each run of parameters that are neighbours in storage and are updated alike.
 
     Yields:

@@ -419,7 +419,7 @@ def _fold(graph: Graph, layer: _Layer, trace: _Trace) -> None:
     number = next(_call_numbers)
     call = _calls[number] = _Call(trace, layer.params)
     with graph.inserting_after(layer.nodes[-1]):
-        folded = graph.call_function(_calling(call, number), tuple(layer.inputs))
+        folded = graph.call_function(_folded_function(call, number), tuple(layer.inputs))
     folded.meta = {key: value for key, value in layer.nodes[-1].meta.items() if key in ("stack_trace", "nn_module_stack")}
     folded.meta["example_value"] = tuple(node.meta["example_value"] for node in layer.outputs)
     after = folded
@@ -432,7 +432,7 @@ def _fold(graph: Graph, layer: _Layer, trace: _Trace) -> None:
         graph.erase_node(node)
 
 
-def _calling(call: _Call, number: int) -> Callable[..., tuple[Tensor, ...]]:
+def _folded_function(call: _Call, number: int) -> Callable[..., tuple[Tensor, ...]]:
     """Make the function of a folded node. The function keeps ``call`` alive as long as the graph lives."""
 
     def call_layer(*inputs: Tensor) -> tuple[Tensor, ...]:

@@ -157,14 +157,14 @@ def _move_behind_kernel(start: list[Node], gradients: set[Node]) -> None:
     sum would be a kernel of its own.
     """
 
-    def is_behind(node: Node) -> bool:
+    def starts_after(node: Node) -> bool:
         """Return whether the reduction starts after ``node``: part of the kernel, or a node that moves later anyway."""
         is_small = is_view(node) or is_fusible(node)
         is_end = role(node) in (Role.FINISH_REDUCE, Role.ALL_REDUCE, Role.UPDATE, Role.COPY_TO_HOST)
         return is_end or (is_small and not role(node) and node not in gradients)
 
     following = start[-1].next
-    while is_behind(following):
+    while starts_after(following):
         following = following.next
     _move_before(following, start)
 

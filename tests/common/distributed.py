@@ -103,7 +103,7 @@ def _execute(message: bytes) -> bytes:
     Values are pickled here rather than by the connection, whose pickler would move tensors to shared memory.
     """
     try:
-        module, name, kwargs, small_units.MERGE_BELOW_BYTES, inductor_use.is_allowed = pickle.loads(message)
+        module, name, kwargs, small_units.MIN_BUCKET_BYTES, inductor_use.is_allowed = pickle.loads(message)
         torch.manual_seed(0)
         return pickle.dumps(("ok", getattr(importlib.import_module(module), name)(**kwargs)))
     except BaseException:
@@ -208,7 +208,7 @@ class RankPool:
         """
         if not self._ranks:
             self._start()
-        settings = (small_units.MERGE_BELOW_BYTES, inductor_use.is_allowed)
+        settings = (small_units.MIN_BUCKET_BYTES, inductor_use.is_allowed)
         job = pickle.dumps((function.__module__, function.__qualname__, kwargs, *settings))
         try:
             for rank in self._ranks:

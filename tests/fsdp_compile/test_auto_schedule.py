@@ -154,8 +154,11 @@ def allocated(run: Callable[[], object]) -> int:
         ({"schedule": "auto", "memory_limit": 0}, "must be a positive number of bytes, an int, not 0"),
         ({"schedule": "auto", "memory_limit": True}, "must be a positive number of bytes, an int, not True"),
         ({"schedule": "auto", "memory_limit": 1e9}, "must be a positive number of bytes, an int, not 1000000000.0"),
-        ({"merge_below": -1}, r"options\['merge_below'\] must be a number of bytes, an int, 0 to merge no units, not -1"),
-        ({"merge_below": 1e6}, "must be a number of bytes, an int, 0 to merge no units, not 1000000.0"),
+        (
+            {"min_bucket_bytes": -1},
+            r"options\['min_bucket_bytes'\] must be a number of bytes, an int, 0 to merge no units, not -1",
+        ),
+        ({"min_bucket_bytes": 1e6}, "must be a number of bytes, an int, 0 to merge no units, not 1000000.0"),
         ({"schedule": "auto", "hardware": 3}, r"options\['hardware'\] must be a Hardware or the path of a file, not 3"),
     ],
 )

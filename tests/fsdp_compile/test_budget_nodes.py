@@ -65,7 +65,7 @@ def batch() -> Tensor:
 
 
 def explained(sharding: Any = shard, ranks_per_node: int = 4, **options: Any) -> Report:
-    given = {"merge_below": 0, **options}
+    given = {"min_bucket_bytes": 0, **options}
     return explain(WithLoss(), batch(), (8,), nodes_of(ranks_per_node), shard=sharding, options=given, suggest=False)
 
 
@@ -138,7 +138,7 @@ def in_nodes_alone(choices: OpenChoices, attempt: Callable[[StepPolicy], Trial |
 
 def train_in_nodes(lowering: str) -> list[Run]:
     """Train without a budget, and with one under which two nodes of two ranks keep copies; check backward's groups."""
-    options = {"lowering": lowering, "merge_below": 0}
+    options = {"lowering": lowering, "min_bucket_bytes": 0}
     without = train_sharded(_CASE, fully_shard, {"backend": fsdp_backend, "options": options})
     torch._dynamo.reset()
     compiled = {"backend": fsdp_backend, "options": {**options, "memory_budget": _LARGE, "hardware": nodes_of(2)}}

@@ -120,15 +120,15 @@ class TestOneProcess:
         with copying(1e9) as engine:
             _, captured = _train({**options, "memory_budget": _LARGE})
             assert not engine.copies
-            trial, in_part = _chosen_to_copy(captured.choices[0]), _in_part(captured.choices[0])
+            trial, partial_offloads = _chosen_to_copy(captured.choices[0]), _in_part(captured.choices[0])
             found, captured = _train({**options, "memory_budget": trial.peak_bytes})
             assert captured.choices[0].chosen == trial
             _copied(engine, trial.host_bytes)
         assert all(map(torch.equal, found, expected))
-        with copying(1e9) as engine, _only(in_part.policy):
+        with copying(1e9) as engine, _only(partial_offloads.policy):
             found, captured = _train({**options, "memory_budget": _LARGE})
-            assert captured.choices[0].trials == (in_part,)
-            _copied(engine, in_part.host_bytes)
+            assert captured.choices[0].trials == (partial_offloads,)
+            _copied(engine, partial_offloads.host_bytes)
         assert all(map(torch.equal, found, expected))
 
     @pytest.mark.night
@@ -191,7 +191,7 @@ def _explained_on_host(budget: int, on_host: Collection[str]) -> Report:
     sharding = functools.partial(shard_on_host, on_host=on_host)
     with copying():
         # Units on the host and on the device share no collectives.
-        options = {"memory_budget": budget, "merge_below": 0}
+        options = {"memory_budget": budget, "min_bucket_bytes": 0}
         return explain(Model(), batch(), (8,), _FAST, shard=sharding, options=options, suggest=False)
 
 
@@ -228,12 +228,12 @@ def train_with_copies(lowering: str) -> list[Run]:
     given = {"lowering": lowering, "hardware": _INSTANT, "host_budget": "1GB"}
     _, captured, copied = _train_case({**given, "memory_budget": _LARGE})
     assert not copied
-    trial, in_part = _chosen_to_copy(captured.choices[0]), _in_part(captured.choices[0])
+    trial, partial_offloads = _chosen_to_copy(captured.choices[0]), _in_part(captured.choices[0])
     within, captured, copied = _train_case({**given, "memory_budget": trial.peak_bytes})
     assert captured.choices[0].chosen == trial and copied
-    with _only(in_part.policy):
+    with _only(partial_offloads.policy):
         partly, captured, copied = _train_case({**given, "memory_budget": _LARGE})
-    assert captured.choices[0].chosen == in_part and copied
+    assert captured.choices[0].chosen == partial_offloads and copied
     return [without, within, partly]
 
 

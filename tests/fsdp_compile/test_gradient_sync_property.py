@@ -132,7 +132,7 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
 
 def _is_as_many(ours: int, theirs: int) -> bool:
     """Return whether we reduce as often as FSDP2 or, where small units share collectives, when FSDP2 does."""
-    return 0 < ours <= theirs or ours == theirs if small_units.MERGE_BELOW_BYTES else ours == theirs
+    return 0 < ours <= theirs or ours == theirs if small_units.MIN_BUCKET_BYTES else ours == theirs
 
 
 def _compare(

@@ -18,7 +18,7 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from fsdp_compile import FSDPModule, fsdp_backend, fully_shard, replacing_fsdp2
+from fsdp_compile import FSDPModule, fsdp_backend, fully_shard, patch_fsdp2
 from tests.common import models
 from tests.common.distributed import RankPools
 from tests.common.parity import adamw, regression_batch, shard_units, squared_error
@@ -62,7 +62,7 @@ def _same_on_both(train: Callable[..., list[float]], **arguments: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-# --- replacing_fsdp2 ------------------------------------------------------------------------------
+# --- patch_fsdp2 ------------------------------------------------------------------------------
 
 
 def test_replaces_every_name(one_rank: None) -> None:
@@ -71,17 +71,17 @@ def test_replaces_every_name(one_rank: None) -> None:
     original = torch.distributed.fsdp.fully_shard
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
         patch.setitem(sys.modules, "library", library)
-        with replacing_fsdp2():
+        with patch_fsdp2():
             assert library.shard is torch.distributed.fsdp.fully_shard is fully_shard
             from torch.distributed._composable.fsdp import fully_shard as composable
 
             assert composable is fully_shard
-            with pytest.raises(RuntimeError, match="in force already"), replacing_fsdp2():
+            with pytest.raises(RuntimeError, match="in force already"), patch_fsdp2():
                 pass
             assert library.shard is fully_shard
             raise KeyError
     assert library.shard is torch.distributed.fsdp.fully_shard is original
-    with replacing_fsdp2():
+    with patch_fsdp2():
         assert isinstance(torch.distributed.fsdp.fully_shard(nn.Linear(2, 2)), FSDPModule)
 
 
@@ -135,7 +135,7 @@ def accelerate(ours: bool, path: str, tied: bool) -> list[float]:
         _shard_on_cpu(accelerator, plugin)
         model = _llama(tied)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-        with replacing_fsdp2() if ours else contextlib.nullcontext():
+        with patch_fsdp2() if ours else contextlib.nullcontext():
             model, optimizer = accelerator.prepare(model, optimizer)
         assert isinstance(model, FSDPModule) is ours and isinstance(model, torch.distributed.fsdp.FSDPModule)
         if ours:
@@ -199,7 +199,7 @@ def trainer(ours: bool, path: str) -> list[float]:
         trainer = Trainer(model, arguments, train_dataset=_Texts())
         _shard_on_cpu(trainer.accelerator, _plugin(cpu_ram_efficient_loading=False))
         trainer.is_fsdp_enabled = True
-        with replacing_fsdp2() if ours else contextlib.nullcontext():
+        with patch_fsdp2() if ours else contextlib.nullcontext():
             trainer.train()
         assert isinstance(model, FSDPModule) is ours and isinstance(model, torch.distributed.fsdp.FSDPModule)
         return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
@@ -272,7 +272,7 @@ def train_from_pretrained(ours: bool, folder: str, compiled: bool) -> list[float
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    with replacing_fsdp2() if ours else contextlib.nullcontext():
+    with patch_fsdp2() if ours else contextlib.nullcontext():
         split = DistributedConfig(tp_size=2, fsdp_size=2)
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=split, dtype=torch.float32)
     assert isinstance(model, FSDPModule) is ours

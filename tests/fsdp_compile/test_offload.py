@@ -173,7 +173,7 @@ def events_of_steps(system: str) -> list[list[str]]:
         shard_units(model, device_mesh((2,)), fully_shard, offload_policy=CPUOffloadPolicy())
         forward: Any = model
         if system != "eager":
-            forward = torch.compile(model, backend=fsdp_backend, options={"lowering": system, "merge_below": 0})
+            forward = torch.compile(model, backend=fsdp_backend, options={"lowering": system, "min_bucket_bytes": 0})
         optimizer = torch.optim.AdamW(model.parameters())
         found = []
         for _ in range(2):

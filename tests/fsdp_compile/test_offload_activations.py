@@ -122,7 +122,7 @@ def step(policy: str = "tanh", lowering: str = "aot_eager", **options: Any) -> t
     torch.manual_seed(0)
     model = build(_MLP, policy)
     shard_units(model, device_mesh((1,)), fully_shard)
-    return model, torch.compile(model, backend=fsdp_backend, options={"lowering": lowering, "merge_below": 0, **options})
+    return model, torch.compile(model, backend=fsdp_backend, options={"lowering": lowering, "min_bucket_bytes": 0, **options})
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -285,7 +285,7 @@ def report_on(policy: str, shard: Any = fully_shard, **given: Any) -> Report:
         (8,),
         hardware,
         shard=lambda model, mesh: shard_units(model, mesh, shard),
-        **{"options": {"merge_below": 0}, "suggest": False, **given},
+        **{"options": {"min_bucket_bytes": 0}, "suggest": False, **given},
     )
 
 

@@ -60,22 +60,22 @@ def test_trains_like_one_process(mesh_shape: tuple[int, ...], system: str, sched
     assert runs[0].counts("all_gather", "forward")[0] == 1
     assert runs[0].counts("reduce_scatter", "backward")[-1] == 1
     assert runs[0].counts("all_reduce", "backward")[-1] == len(mesh_shape) - 1
-    assert small_units.MERGE_BELOW_BYTES > 0
+    assert small_units.MIN_BUCKET_BYTES > 0
 
 
 @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.night)])
 def test_tensor_parallel_ranks_may_merge_others(lowering: str, rank_pools: RankPools) -> None:
-    check_pieces_around_a_threshold(rank_pools, lowering, "passes.auto.small_units.MERGE_BELOW_BYTES", 4 * 45)
+    check_pieces_around_a_threshold(rank_pools, lowering, "passes.auto.small_units.MIN_BUCKET_BYTES", 4 * 45)
 
 
-def _segments(merge_below: int) -> list[int]:
+def _segments(min_bucket_bytes: int) -> list[int]:
     """Count the different segments in forward and in backward of nine equal layers."""
     torch._dynamo.reset()
     model = models.MLP(layers=9)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    options = {"merge_below": merge_below}
+    options = {"min_bucket_bytes": min_bucket_bytes}
     compiled: nn.Module = torch.compile(model, backend=fsdp_backend, options=options)  # type: ignore[assignment]
     with capture() as captured:
         compiled(torch.ones(3, 8)).sum().backward()

@@ -25,7 +25,7 @@ def make_model(mesh: DeviceMesh) -> Any:
 
 def share_a_group() -> None:
     """Run a forward in a second thread while the first holds the group, so that both communicate at once deterministically."""
-    from fsdp_compile.runtime.course import eager_run
+    from fsdp_compile.runtime.collective_log import eager_run
 
     model = make_model(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"))
     group = model._fsdp_unit.mesh.shard_group

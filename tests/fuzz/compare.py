@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .case import Case, Micro
-from .execute import Seen, execute
+from .execute import EventRecord, execute
 
 # Relative to the largest entry of the tensor, and of all tensors: a gradient near zero may be a sum of large summands.
 _TOLERANCE = {"float64": (1e-8, 1e-10), "float32": (2e-3, 1e-4)}
@@ -38,7 +38,7 @@ def _tensors(
     return [line for name in theirs for line in _differ(f"{what} of {name}", ours[name], theirs[name], bound, scale)]
 
 
-def differences(case: Case, ours: Sequence[Seen], theirs: Sequence[Seen]) -> list[str]:
+def differences(case: Case, ours: Sequence[EventRecord], theirs: Sequence[EventRecord]) -> list[str]:
     """Return the differences of two runs in the first event that differs."""
     bound = _TOLERANCE["float32" if "float32" in (case.model.dtype, *(case.model.policy or ())) else "float64"]
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):

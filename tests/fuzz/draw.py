@@ -14,7 +14,7 @@ _HAVE_MODULES = ("mlp", "attention", "convolution", "experts", "lora", "looped",
 _LENGTHS = (2, 5, 8, MOST_LENGTH)
 
 
-class _Drawing:
+class _CaseBuilder:
     """A case that is being drawn."""
 
     def __init__(self, seed: int, mesh: tuple[int, ...], compiled: bool, oracle: str, is_small: bool):
@@ -101,9 +101,9 @@ class _Drawing:
         if not self.compiled or self.with_fsdp2:
             return ()
         options = self.random.choice(
-            [(), (), (), (("merge_below", 0),), (("schedule", "auto"),), (("memory_budget", 1 << 40),)]
+            [(), (), (), (("min_bucket_bytes", 0),), (("schedule", "auto"),), (("memory_budget", 1 << 40),)]
         )
-        if self.optimizer == "in backward" and options not in ((), (("merge_below", 0),)):
+        if self.optimizer == "in backward" and options not in ((), (("min_bucket_bytes", 0),)):
             return ()
         return options
 
@@ -201,4 +201,4 @@ def draw(seed: int, mesh: tuple[int, ...], *, compiled: bool, oracle: str = "who
             gathers.
         is_small: whether to draw at most two blocks and exactly two steps.
     """
-    return _Drawing(seed, mesh, compiled, oracle, is_small).case()
+    return _CaseBuilder(seed, mesh, compiled, oracle, is_small).case()

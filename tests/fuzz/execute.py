@@ -57,7 +57,7 @@ FEATURES: dict[str, Callable[[Any], None]] = {
 
 
 @dataclass
-class Seen:
+class EventRecord:
     """The record of one event on one rank.
 
     Attributes:
@@ -162,8 +162,8 @@ class _Trainee:
         self.index = 0
         self.data_rank = dist.get_rank() * case.data_ranks // case.world
 
-    def run(self, event: Event) -> Seen:
-        seen = Seen(event)
+    def run(self, event: Event) -> EventRecord:
+        seen = EventRecord(event)
         if isinstance(event, Micro):
             self._micro(event, seen)
         elif isinstance(event, Step):
@@ -211,7 +211,7 @@ class _Trainee:
             losses[rank] = loss.item()
         return losses[self.data_rank]
 
-    def _micro(self, event: Micro, seen: Seen) -> None:
+    def _micro(self, event: Micro, seen: EventRecord) -> None:
         self.model.skips = event.skips
 
         def between() -> None:
@@ -222,7 +222,7 @@ class _Trainee:
         if not self.is_whole:
             seen.local = {name: _local(param.grad) for name, param in self.named.items()}
 
-    def _step(self, event: Step, seen: Seen) -> None:
+    def _step(self, event: Step, seen: EventRecord) -> None:
         if not self.updates_in_backward:
             seen.grads = {name: None if param.grad is None else _full(param.grad) for name, param in self.named.items()}
             if event.clip is not None:
@@ -273,7 +273,7 @@ def _full(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def execute(case: Case, system: str) -> list[Seen]:
+def execute(case: Case, system: str) -> list[EventRecord]:
     """Run a case with a system, and return the record of each event. Every rank calls this.
 
     Args:

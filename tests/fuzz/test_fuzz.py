@@ -71,7 +71,7 @@ def test_shrinks_to_what_matters() -> None:
     blocks = (Block("mlp"), Block("looped", "around", reshard=True), Block("gains"), Block("experts", unit="nested"))
     call = Call("set_modules_to_forward_prefetch", "blocks.3", ((Path("blocks.0"), Path("blocks.1")),))
     events = (Freeze("blocks.0", False), Micro(((3, 5), (1, 8)), (0, 2), 2), call, Step(0.5), Micro(((2, 2),), (3,)))
-    case = Case((2,), Model(blocks, "float32", tied=True, again=2), events * 2, "adamw", ("hook",), (("merge_below", 0),))
+    case = Case((2,), Model(blocks, "float32", tied=True, again=2), events * 2, "adamw", ("hook",), (("min_bucket_bytes", 0),))
     found = shrink(case, fails)
     looped, experts = Block("looped", "around", ""), Block("experts", "", "")
     assert found.model == Model((looped, experts), "float32"), "a dtype is not simpler than another"

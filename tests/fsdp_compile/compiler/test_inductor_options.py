@@ -60,8 +60,8 @@ def train(**arguments: Any) -> tuple[Capture, list[Tensor]]:
 
 @pytest.mark.inductor
 def test_options_reach_every_graph(one_rank: None) -> None:
-    usual, expected = train(options={"merge_below": 0})
-    options = {"merge_below": 0, **_NO_ASSERTS}
+    usual, expected = train(options={"min_bucket_bytes": 0})
+    options = {"min_bucket_bytes": 0, **_NO_ASSERTS}
     given = dict(options)
     captured, grads = train(options=options)
     assert options == given

@@ -200,7 +200,7 @@ def test_a_step_takes_one_tensor_for_each_unit(fake_ranks: None) -> None:
     assert [sorted(numels) for numels in seen] == [sorted([*shards, root])] * 2
 
 
-@pytest.mark.parametrize("options", [None, {}, {"merge_below": 0}], ids=str)
+@pytest.mark.parametrize("options", [None, {}, {"min_bucket_bytes": 0}], ids=str)
 def test_gradients_in_order_are_not_copied(options: dict[str, Any] | None, fake_ranks: None) -> None:
     """A compiled backward computes the last layer's gradients first, but gradients land in the order of storage."""
     model = _deep(2)

@@ -635,7 +635,7 @@ def _captured(in_backward: bool, layers: int = 3, lowering: str = "aot_eager") -
     model = _model(partial(models.MLP, layers=layers), ranks=8)
     _adamw(model.parameters(), in_backward)
     with capture(passes=False) as captured:
-        _loss(_compiled(model, lowering, merge_below=0)).backward()
+        _loss(_compiled(model, lowering, min_bucket_bytes=0)).backward()
     return captured
 
 

@@ -63,7 +63,7 @@ def _model(layers: int = 3) -> nn.Module:
 _WAYS: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "merged": {"lowering": "aot_eager"},
-    "apart": {"lowering": "aot_eager", "merge_below": 0},
+    "apart": {"lowering": "aot_eager", "min_bucket_bytes": 0},
 }
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compile import RanksDisagree, comm_hooks, fsdp_backend, fully_shard
-from fsdp_compile.runtime.agreement import Ballot, Program
+from fsdp_compile.runtime.agreement import Agreement, Program
 from tests.common.distributed import RankPools, device_mesh
 
 pytestmark = pytest.mark.units_apart
@@ -40,23 +40,23 @@ class Ranks:
     def __init__(self, stores: Sequence[dist.Store], timeout_s: float = 20.0, warn_after_s: float = 20.0):
         ranks = range(len(stores))
         self.ballots = [
-            Ballot(store, ranks, rank, label="shard", timeout_s=timeout_s, warn_after_s=warn_after_s)
+            Agreement(store, ranks, rank, label="shard", timeout_s=timeout_s, warn_after_s=warn_after_s)
             for rank, store in enumerate(stores)
         ]
 
-    def each(self, jobs: Sequence[Callable[[Ballot], None] | None]) -> list[str]:
+    def each(self, jobs: Sequence[Callable[[Agreement], None] | None]) -> list[str]:
         """Run each rank's job. Return the error of each rank, or an empty string if it has none, or no job."""
         with ThreadPoolExecutor(len(jobs)) as pool:
             return list(pool.map(self._outcome, self.ballots, jobs))
 
     def agree(self, *graphs: Program | None) -> list[str]:
-        return self.each([None if graph is None else functools.partial(Ballot.agree, program=graph) for graph in graphs])
+        return self.each([None if graph is None else functools.partial(Agreement.agree, program=graph) for graph in graphs])
 
     @staticmethod
-    def _outcome(ballot: Ballot, job: Callable[[Ballot], None] | None) -> str:
+    def _outcome(agreement: Agreement, job: Callable[[Agreement], None] | None) -> str:
         try:
             if job is not None:
-                job(ballot)
+                job(agreement)
         except RanksDisagree as error:
             return str(error)
         return ""
@@ -166,18 +166,18 @@ def test_rank_that_comes_too_late_raises_as_well(store: dist.Store) -> None:
 def test_rank_that_is_slow_only_warns(store: dist.Store) -> None:
     ranks = Ranks([store] * 2, warn_after_s=0.05)
 
-    def late(ballot: Ballot) -> None:
+    def late(agreement: Agreement) -> None:
         time.sleep(0.3)
-        ballot.agree(_graph(_GATHER))
+        agreement.agree(_graph(_GATHER))
 
     with pytest.warns(RuntimeWarning, match="waits for rank 1"):
-        assert ranks.each([functools.partial(Ballot.agree, program=_graph(_GATHER)), late]) == ["", ""]
+        assert ranks.each([functools.partial(Agreement.agree, program=_graph(_GATHER)), late]) == ["", ""]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_failure_elsewhere(store: dist.Store, failing: int) -> None:
-    jobs: list[Any] = [functools.partial(Ballot.agree, program=_graph(_GATHER))] * 3
-    jobs[failing] = functools.partial(Ballot.fail, reason="Ranks of another group differ.")
+    jobs: list[Any] = [functools.partial(Agreement.agree, program=_graph(_GATHER))] * 3
+    jobs[failing] = functools.partial(Agreement.fail, reason="Ranks of another group differ.")
     outcome = Ranks([store] * 3).each(jobs)
     assert outcome == ["" if rank == failing else "Ranks of another group differ." for rank in range(3)]
 

@@ -200,10 +200,10 @@ def test_parts_of_what_all_stretches_save() -> None:
     def sent(policy: StepPolicy) -> list[int]:
         return [activation.nbytes for activation in trial_of(policy).waiting]
 
-    found = list(choices.in_part(trial_of(choices.policy("ba", (), SAVE, (0, 1)))))
+    found = list(choices.partial_offloads(trial_of(choices.policy("ba", (), SAVE, (0, 1)))))
     assert [sent(policy) for policy in found] == [[30, 5, 5], [10, 50, 5, 5]]
     for recomputed, offloaded in (((), ()), ((), (0,)), ((1,), (0, 1))):
-        assert not list(choices.in_part(trial_of(choices.policy("ba", recomputed, SAVE, offloaded))))
+        assert not list(choices.partial_offloads(trial_of(choices.policy("ba", recomputed, SAVE, offloaded))))
 
 
 def test_grid_of_the_host() -> None:

@@ -66,7 +66,7 @@ class TestSmallUnits(PassTestCase):
 
     def test_small_units_share_a_collective(self) -> None:
         gm = self.forward_graph(8, 8, 16)
-        run_passes(gm, Plan((Gather.GATHER,) * 3), is_backward=False, merge_below=2 * _WEIGHT)
+        run_passes(gm, Plan((Gather.GATHER,) * 3), is_backward=False, min_bucket_bytes=2 * _WEIGHT)
         self.assertExpectedInline(
             self.text(gm.graph),
             """\

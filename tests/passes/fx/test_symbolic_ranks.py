@@ -16,7 +16,7 @@ from passes.collectives.gloo import pretending_gloo
 from passes.collectives.layout import padded_shard_shape
 from passes.fx.emit import emit
 from passes.fx.sizes import num_bytes, sizes_at
-from passes.fx.symbolic_ranks import ranks_at, supposed_size, symbolic_ranks
+from passes.fx.symbolic_ranks import overridden_size, ranks_at, symbolic_ranks
 from passes.fx.torch_internals.core import FakeTensorMode
 
 _c10d = torch.ops._c10d_functional
@@ -77,7 +77,7 @@ def test_sizes_are_those_of_any_number_of_ranks(fake_ranks: None, write: Any, is
 def test_nothing_stays(fake_ranks: None) -> None:
     with symbolic_ranks(ShapeEnv(), {group(): ("S", 8)}):
         assert isinstance(group_size(group()), torch.SymInt)
-    assert supposed_size(group()) is None
+    assert overridden_size(group()) is None
     with ranks_at({group(): range(0, 64, 16), "absent": range(3)}):
         assert group_size(group()) == 4
         assert list(group_ranks(group())) == [0, 16, 32, 48]

@@ -128,7 +128,7 @@ def test_a_link_without_a_library_costs_what_was_measured() -> None:
 def test_the_knee_is_where_starting_is_half() -> None:
     for kind, size in itertools.product(KINDS, (8, 128)):
         knee = H100.knee_bytes(kind, GroupLayout(size))
-        way = max(H100.ways(kind, GroupLayout(size)), key=lambda way: way.bytes_per_s)
+        way = max(H100.algorithms(kind, GroupLayout(size)), key=lambda way: way.bytes_per_s)
         assert 2 * way.startup_s == pytest.approx(way.startup_s + knee / way.bytes_per_s)
     assert H100.knee_bytes("all_gather", GroupLayout(1)) == 0
 

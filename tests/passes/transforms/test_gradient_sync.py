@@ -25,7 +25,7 @@ from passes.ir.interface import (
 )
 from passes.ir.ops import reduce_grad
 from passes.ir.reduction import Reduction, Sync
-from passes.ir.update import Place, Update
+from passes.ir.update import Update, UpdateTarget
 from passes.ir.work import Role, role
 from passes.transforms.bucket import reduction_buckets
 from passes.transforms.gradient_sync import synchronize_gradients
@@ -50,7 +50,7 @@ _OF_ALL = """
 def _synchronize(
     graph: torch.fx.Graph,
     *plan: Reduction,
-    updates: Sequence[Sequence[Place]] = (),
+    updates: Sequence[Sequence[UpdateTarget]] = (),
     orders: Sequence[Sequence[int]] = (),
 ) -> Interface:
     interface = Interface(graph)
@@ -64,7 +64,7 @@ class SyncTestCase(PassTestCase):
         self,
         reduction: Reduction,
         *,
-        updates: Sequence[Place] = (),
+        updates: Sequence[UpdateTarget] = (),
         orders: Sequence[Sequence[int]] = (),
         dtype: torch.dtype = torch.float32,
         replicas: bool = False,
@@ -786,7 +786,7 @@ class TestUpdates(SyncTestCase):
 
     def test_neighbours_in_storage_are_updated_together(self) -> None:
         """In storage the bias comes after the weight, although its gradient is computed first."""
-        updates = [Place(8, 2, self.MOMENTUM, 0), Place(0, 8, self.MOMENTUM, 0)]
+        updates = [UpdateTarget(8, 2, self.MOMENTUM, 0), UpdateTarget(0, 8, self.MOMENTUM, 0)]
         text, interface = self.synchronized(self.AVERAGED, updates=updates)
         assert interface.reduction_groups == [((0, 1), (0, 0))]
         assert interface.inputs == [UpdatedRun(0, 0, 10), OptimizerState(0, 0, 10, "momentum_buffer"), UpdateNumbers(0, 0)]
@@ -817,14 +817,18 @@ class TestUpdates(SyncTestCase):
 
     def test_what_is_not_alike_is_updated_apart(self) -> None:
         """Updates with different numbers or arithmetic, or with a gap between them in storage, are separate."""
-        for second in (Place(8, 2, Update("sgd"), 1), Place(8, 2, self.MOMENTUM, 0), Place(9, 2, Update("sgd"), 0)):
-            text, interface = self.synchronized(self.AVERAGED, updates=[second, Place(0, 8, Update("sgd"), 0)])
+        for second in (
+            UpdateTarget(8, 2, Update("sgd"), 1),
+            UpdateTarget(8, 2, self.MOMENTUM, 0),
+            UpdateTarget(9, 2, Update("sgd"), 0),
+        ):
+            text, interface = self.synchronized(self.AVERAGED, updates=[second, UpdateTarget(0, 8, Update("sgd"), 0)])
             runs = [slot for slot in interface.inputs if isinstance(slot, UpdatedRun)]
             assert runs == [UpdatedRun(0, 0, 8), UpdatedRun(0, 1, 2)]
             assert "aten.slice.Tensor(wait_tensor, 0, 8, 10)" in text
 
     def test_a_gradient_that_is_there_is_added_and_consumed(self) -> None:
-        updates = [Place(8, 2, Update("sgd"), 0), Place(0, 8, Update("sgd"), 0)]
+        updates = [UpdateTarget(8, 2, Update("sgd"), 0), UpdateTarget(0, 8, Update("sgd"), 0)]
         text, interface = self.synchronized(
             Reduction(averaging=Averaging("avg", "avg"), has_grad=True, updates=True), updates=updates
         )

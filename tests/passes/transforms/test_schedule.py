@@ -8,7 +8,7 @@ from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
 from passes.ir.plan import Gather
 from passes.ir.reduction import Reduction, Sync
-from passes.ir.update import Place, Update
+from passes.ir.update import Update, UpdateTarget
 from passes.transforms.bucket import bucket_gathers, reduction_buckets
 from passes.transforms.flat_storage import flat_storage, locate_shards
 from passes.transforms.gradient_sync import synchronize_gradients
@@ -550,12 +550,12 @@ class TestUpdates(PassTestCase):
 
         gm = self.trace(backward, torch.zeros(64), torch.zeros(2), torch.zeros(2), *(torch.zeros(numel) for numel in numels))
         plain = Update("sgd")
-        of_a = tuple(Place(offset, numel, plain, 0) for offset, numel in zip(offsets, numels, strict=True))
+        of_a = tuple(UpdateTarget(offset, numel, plain, 0) for offset, numel in zip(offsets, numels, strict=True))
         interface = Interface(gm.graph)
         locations = locate_shards(gm.graph)
         bucket_gathers(gm.graph, None, interface)
         reduction = Reduction(averaging=Averaging("avg", "avg"), updates=True)
-        others = (Place(0, 2, plain, 0),)
+        others = (UpdateTarget(0, 2, plain, 0),)
         synchronize_gradients(gm.graph, [reduction] * 3, interface, updates=[of_a, others, others])
         interface.finish()
         flat_storage(gm.graph, locations, interface)

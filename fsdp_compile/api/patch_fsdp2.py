@@ -18,7 +18,7 @@ _in_force = threading.Lock()
 
 
 @contextmanager
-def replacing_fsdp2() -> Iterator[None]:
+def patch_fsdp2() -> Iterator[None]:
     """Replace torch's ``fully_shard`` by this library's for the duration of the block.
 
     The block is for libraries that shard a model for their users. The function is replaced in torch's namespaces, and under
@@ -29,10 +29,10 @@ def replacing_fsdp2() -> Iterator[None]:
     are.
 
     Raises:
-        RuntimeError: another ``replacing_fsdp2`` block runs.
+        RuntimeError: another ``patch_fsdp2`` block runs.
     """
     if not _in_force.acquire(blocking=False):
-        raise RuntimeError("replacing_fsdp2() is in force already: it replaces torch's fully_shard for the whole process.")
+        raise RuntimeError("patch_fsdp2() is in force already: it replaces torch's fully_shard for the whole process.")
     original = torch.distributed.fsdp.fully_shard
     names = _names_of(original)
     try:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compile import RanksDisagree, fsdp_backend, fully_shard
-from fsdp_compile.runtime.agreement import Ballot, Program
-from fsdp_compile.runtime.course import Course
+from fsdp_compile.runtime.agreement import Agreement, Program
+from fsdp_compile.runtime.collective_log import CollectiveLog
 from tests.common.distributed import RankPools, device_mesh
 
 pytestmark = pytest.mark.units_apart
@@ -33,13 +33,14 @@ _EAGER_TOO = Program("unshard of bias outside of a compiled graph", [], ["[1]"],
 
 
 class Ranks:
-    """Courses of threads that stand for ranks of one group."""
+    """Collective logs of threads that stand for ranks of one group."""
 
     def __init__(self, number: int = 2):
         store = dist.HashStore()
         ranks = range(number)
-        self.courses = [
-            Course(Ballot(store, ranks, rank, label="shard", timeout_s=20, warn_after_s=20), "no group") for rank in ranks
+        self.logs = [
+            CollectiveLog(Agreement(store, ranks, rank, label="shard", timeout_s=20, warn_after_s=20), "no group")
+            for rank in ranks
         ]
         self._now = 0.0
 
@@ -51,33 +52,33 @@ class Ranks:
     def run_alone(self, rank: int, program: Program | None) -> str:
         if program is None:
             return ""
-        course = self.courses[rank]
-        known = course.know(program)
+        log = self.logs[rank]
+        known = log.know(program)
         try:
-            course.ask(known)
+            log.ask(known)
         except RanksDisagree as error:
             return str(error)
-        course.push(known)
-        course.thread = threading.get_ident()
+        log.push(known)
+        log.thread = threading.get_ident()
         return ""
 
     def asks(self, rank: int, program: Program) -> contextlib.AbstractContextManager[Any]:
         """Make the rank seem to wait in a comparison of ``program``, for the duration of the context."""
-        ballot = self.courses[rank].ballot
-        return patch.object(ballot, "asking", (ballot.passed + 1, str(program)))
+        agreement = self.logs[rank].agreement
+        return patch.object(agreement, "asking", (agreement.passed + 1, str(program)))
 
     def look(self) -> list[str]:
         """Run the watchdogs for ten pretended seconds. Return the failure that each rank has found, or an empty string."""
         for _ in range(10):
             self._now += 1
-            for course in self.courses:
-                course.look(self._now)
-        return [course.failure for course in self.courses]
+            for log in self.logs:
+                log.look(self._now)
+        return [log.failure for log in self.logs]
 
 
 @pytest.fixture(autouse=True)
 def no_connections() -> Iterator[None]:
-    with patch("fsdp_compile.runtime.course.break_connections", lambda name: None):
+    with patch("fsdp_compile.runtime.collective_log.break_connections", lambda name: None):
         yield
 
 
@@ -90,7 +91,7 @@ def _in_step(number: int = 2, steps: int = 2) -> Ranks:
 
 
 def _comparisons() -> Any:
-    return patch.object(Ballot, "compare", autospec=True, side_effect=Ballot.compare)
+    return patch.object(Agreement, "compare", autospec=True, side_effect=Agreement.compare)
 
 
 def test_only_what_is_new_asks() -> None:
@@ -128,7 +129,7 @@ def test_both_ask_for_the_same_after_something_else() -> None:
     ranks = _in_step()
     for rank, program in enumerate((_FORWARD, _BACKWARD)):
         # As if the ranks had not compared these programs.
-        ranks.courses[rank].push(ranks.courses[rank].know(program))
+        ranks.logs[rank].push(ranks.logs[rank].know(program))
     errors = ranks.run(_EAGER, _EAGER)
     assert errors[0] == errors[1]
     assert "\n  rank 0: forward graph (program 5 over this group" in errors[0]
@@ -187,32 +188,32 @@ def test_a_question_that_was_answered_is_of_the_past() -> None:
     with ranks.asks(0, _EAGER):
         assert ranks.look() == ["", ""]
     # The first rank's post still says that it waits in a comparison.
-    ranks.courses[0].thread = 0
+    ranks.logs[0].thread = 0
     assert ranks.run(_EAGER, _EAGER) == ["", ""]
-    ranks.courses[0].thread = 0
+    ranks.logs[0].thread = 0
     assert ranks.look() == ["", ""]
 
 
 def test_failures_go_to_groups_that_share_programs() -> None:
     ranks, others = _in_step(), _in_step()
-    for one, other in zip(ranks.courses, others.courses, strict=True):
+    for one, other in zip(ranks.logs, others.logs, strict=True):
         one.family = other.family = {one, other}
     ranks.run_alone(0, _FORWARD)
     with ranks.asks(1, _EAGER):
         failure, _ = ranks.look()
     assert failure and others.look() == [failure] * 2
-    assert others.courses[0].ballot.failure() == failure
+    assert others.logs[0].agreement.failure() == failure
 
 
 def test_many_ranks_compare_themselves_with_some() -> None:
-    courses = Ranks(1000).courses
+    logs = Ranks(1000).logs
     reached, new = {0}, {0}
     while new:
-        new = {rank for known in new for rank in courses[known]._neighbours} - reached
+        new = {rank for known in new for rank in logs[known]._neighbours} - reached
         reached |= new
     assert len(reached) == 1000
-    assert max(len(course._neighbours) for course in courses) < 24
-    assert [course._neighbours for course in Ranks(4).courses] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+    assert max(len(log._neighbours) for log in logs) < 24
+    assert [log._neighbours for log in Ranks(4).logs] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
 
 
 # Real ranks.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp_compile.compiler.garbage import collector_paused
+from fsdp_compile.compiler.collector import collector_paused
 
 
 @pytest.fixture

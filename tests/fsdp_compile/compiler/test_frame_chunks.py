@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fsdp_compile.compiler.frame_room import with_room_for_frames
+from fsdp_compile.compiler.frame_chunks import in_large_frame_chunk
 
 _CALLS = 300
 
@@ -37,11 +37,11 @@ def most_faults(function: Callable[[], int]) -> int:
 @pytest.mark.skipif(sys.implementation.name != "cpython" or sys.version_info < (3, 11), reason="frames are not in chunks")
 def test_loops_do_not_map_memory() -> None:
     assert most_faults(faults_of_calls) >= _CALLS
-    assert most_faults(with_room_for_frames(faults_of_calls)) < _CALLS / 10
+    assert most_faults(in_large_frame_chunk(faults_of_calls)) < _CALLS / 10
 
 
 def test_is_the_function() -> None:
-    @with_room_for_frames
+    @in_large_frame_chunk
     def divide(dividend: int, *, divisor: int) -> float:
         """Documented."""
         return dividend / divisor

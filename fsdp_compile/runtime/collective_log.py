@@ -1,4 +1,4 @@
-"""Course: the sequence of programs that the ranks of a process group run.
+"""CollectiveLog: the sequence of programs that the ranks of a process group run.
 
 A *program* is a lowered graph, or an operator that communicates outside of a graph. The n-th program over a group must be the
 same on all ranks. Three mechanisms ensure that:
@@ -44,9 +44,9 @@ from passes.fx.torch_internals.distributed import get_process_group_store
 from passes.ir.ops import set_around_eager_kernels
 from passes.lowering.collective_sequence import Collective, by_unit, identities
 
-from .agreement import Ballot, Program, RanksDisagree, disagreement, ranks_text
+from .agreement import Agreement, Program, RanksDisagree, disagreement, ranks_text
 
-#: Roles of process groups that parameters are sharded or replicated over. Each such group has a course of its own.
+#: Roles of process groups that parameters are sharded or replicated over. Each such group has a log of its own.
 SHARDING_ROLES = ("shard", "replicate", "reduce")
 #: How often the watchdog looks, in seconds.
 _TICK_S = 0.25
@@ -59,11 +59,11 @@ _REMEMBERED = 4096
 _MASK = (1 << 64) - 1
 
 
-class _Known:
-    """A program in a course.
+class _LoggedProgram:
+    """A program in a log.
 
     Attributes:
-        program: the program; None: the beginning of the course.
+        program: the program; None: the beginning of the log.
         is_graph: whether the program is a graph.
         key: a number computed from the program, the same on all ranks.
         follows: the programs after which all ranks agreed to run this one.
@@ -75,7 +75,7 @@ class _Known:
         self.program = program
         self.is_graph = program is not None and program.is_graph
         self.key = int(program.digest[:16], 16) if program is not None else 0
-        self.follows: set[_Known] = set()
+        self.follows: set[_LoggedProgram] = set()
 
     def __str__(self) -> str:
         return str(self.program) if self.program is not None else "nothing yet"
@@ -85,93 +85,93 @@ class _Step(NamedTuple):
     """The position of a rank: the number of its last program, that program, and a hash of all its programs so far."""
 
     number: int
-    known: _Known
+    known: _LoggedProgram
     mixed: int
 
 
-class Course:
+class CollectiveLog:
     """The programs that this rank has run over one process group.
 
     Args:
-        ballot: compares programs with the other ranks of the group.
+        agreement: compares programs with the other ranks of the group.
         group_name: name of the process group.
         has_tags: whether messages over the group can carry tags.
         is_asynchronous: whether a program returns to Python before its collectives are done.
     """
 
-    def __init__(self, ballot: Ballot, group_name: str, *, has_tags: bool = False, is_asynchronous: bool = False):
-        self.ballot = ballot
+    def __init__(self, agreement: Agreement, group_name: str, *, has_tags: bool = False, is_asynchronous: bool = False):
+        self.agreement = agreement
         self.failure = ""
         #: The identifier of the thread that runs a program; 0: no thread does.
         self.thread = 0
-        #: The courses that share programs with this one, itself included.
-        self.family: set[Course] = {self}
-        #: Names of this group, and of groups that have no course of their own because their ranks are in this group.
+        #: The logs that share programs with this one, itself included.
+        self.family: set[CollectiveLog] = {self}
+        #: Names of this group, and of groups that have no log of their own because their ranks are in this group.
         self.group_names = {group_name}
         self.group_name = group_name
         self._has_tags = has_tags
         self._is_asynchronous = is_asynchronous
         self._slow_s = _SLOW_ON_ACCELERATOR_S if is_asynchronous else _SLOW_S
-        self._programs: dict[str, _Known] = {}
-        self._step = _Step(0, _Known(None), 0)
+        self._programs: dict[str, _LoggedProgram] = {}
+        self._step = _Step(0, _LoggedProgram(None), 0)
         self._steps: deque[_Step] = deque([self._step], maxlen=_REMEMBERED)
         self._seen: tuple[int, tuple[int, str] | None] = (0, None)
         self._seen_at = self._due_at = 0.0
         self._posted: tuple[int, tuple[int, str] | None] | None = None
-        self._neighbours = _neighbours(ballot.ranks, ballot.rank)
+        self._neighbours = _neighbours(agreement.ranks, agreement.rank)
 
     def includes(self, group_name: str) -> bool:
-        """Return whether all ranks of a process group are ranks of this course's group."""
-        return set(dist.get_process_group_ranks(resolve_group(group_name))) <= set(self.ballot.ranks)
+        """Return whether all ranks of a process group are ranks of this log's group."""
+        return set(dist.get_process_group_ranks(resolve_group(group_name))) <= set(self.agreement.ranks)
 
     def has_ranks_of(self, group_name: str) -> bool:
-        """Return whether a process group has the same ranks as this course's group."""
-        return set(dist.get_process_group_ranks(resolve_group(group_name))) == set(self.ballot.ranks)
+        """Return whether a process group has the same ranks as this log's group."""
+        return set(dist.get_process_group_ranks(resolve_group(group_name))) == set(self.agreement.ranks)
 
     def shards(self, roles: Mapping[str, str]) -> bool:
         """Return whether a model with these ``roles`` of groups shards or replicates parameters over this group's ranks."""
         return any(role in SHARDING_ROLES and self.has_ranks_of(name) for name, role in roles.items())
 
-    def know(self, program: Program) -> _Known:
-        """Return the entry of ``program`` in this course, and make one at the first call."""
-        return self._programs.setdefault(program.digest, _Known(program))
+    def know(self, program: Program) -> _LoggedProgram:
+        """Return the entry of ``program`` in this log, and make one at the first call."""
+        return self._programs.setdefault(program.digest, _LoggedProgram(program))
 
-    def agree(self, known: _Known) -> None:
+    def agree(self, known: _LoggedProgram) -> None:
         """Wait until all ranks have lowered an equal graph, unless they have agreed on one before.
 
         Raises:
-            RanksDisagree: the graphs differ, or this course failed earlier.
+            RanksDisagree: the graphs differ, or this log failed earlier.
         """
         assert known.program is not None
         self.check()
-        if self.ballot.agree(known.program, self._before()):
+        if self.agreement.agree(known.program, self._before()):
             known.follows.add(self._step.known)
 
-    def may_run(self, known: _Known) -> bool:
+    def may_run(self, known: _LoggedProgram) -> bool:
         """Return whether a program may run next without a comparison."""
         return self._step.known in known.follows and not self.failure
 
-    def ask(self, known: _Known) -> None:
+    def ask(self, known: _LoggedProgram) -> None:
         """Wait until all ranks are about to run this program, unless they agreed earlier to run it after the last one.
 
         Two operators in a row are not compared.
 
         Raises:
-            RanksDisagree: some rank is about to run another program, or this course failed earlier.
+            RanksDisagree: some rank is about to run another program, or this log failed earlier.
         """
         assert known.program is not None
         self.check()
         if self._step.known in known.follows:
             return
         if known.is_graph or self._step.known.is_graph:
-            self.ballot.compare(known.program, self._before())
+            self.agreement.compare(known.program, self._before())
         known.follows.add(self._step.known)
 
     def check(self) -> None:
         if self.failure:
             raise RanksDisagree(self.failure)
 
-    def push(self, known: _Known) -> None:
+    def push(self, known: _LoggedProgram) -> None:
         """Record that this rank begins a program."""
         number, _, mixed = self._step
         mixed = (mixed * 1000003 + known.key) & _MASK
@@ -203,8 +203,8 @@ class Course:
         Args:
             now: monotonic time in seconds.
         """
-        # Read the position before the state of the ballot, as _judge assumes.
-        step, asking = self._step, self.ballot.asking
+        # Read the position before the state of the agreement, as _judge assumes.
+        step, asking = self._step, self.agreement.asking
         is_busy = self.thread or asking is not None or self._is_asynchronous
         if self.failure or not is_busy or (step.number, asking) != self._seen:
             self._seen, self._seen_at, self._due_at = (step.number, asking), now, now + self._slow_s
@@ -216,16 +216,16 @@ class Course:
             self.fail(reason)
 
     def _compare(self, step: _Step, asking: tuple[int, str] | None) -> str:
-        store = self.ballot.store
+        store = self.agreement.store
         if (step.number, asking) != self._posted:
-            store.set(self._board(self.ballot.rank), json.dumps([step.number, step.mixed, str(step.known), asking]))
+            store.set(self._board(self.agreement.rank), json.dumps([step.number, step.mixed, str(step.known), asking]))
             self._posted = (step.number, asking)
         for rank in self._neighbours:
             if store.check([self._board(rank)]):
                 found = self._judge(step, *json.loads(store.get(self._board(rank))))
                 if found:
-                    sides = dict(sorted(zip(map(ranks_text, ([self.ballot.rank], [rank])), found, strict=True)))
-                    return disagreement(self.ballot.label, sides)
+                    sides = dict(sorted(zip(map(ranks_text, ([self.agreement.rank], [rank])), found, strict=True)))
+                    return disagreement(self.agreement.label, sides)
         return ""
 
     def _judge(self, step: _Step, number: int, mixed: int, title: str, asking: list[Any] | None) -> tuple[str, str] | None:
@@ -245,28 +245,28 @@ class Course:
             return f"{steps[number].known} (program {number} over this group)", f"{title} (program {number})"
         # The post may be old. But no comparison is passed without this rank, and a rank passes a comparison before it runs the
         # compared program.
-        if asking is not None and number + 1 in steps and number < step.number and self.ballot.passed < asking[0]:
+        if asking is not None and number + 1 in steps and number < step.number and self.agreement.passed < asking[0]:
             own = steps[number + 1].known
             return f"{own} (program {number + 1} over this group)", f"{asking[1]} (about to run, as program {number + 1})"
         return None
 
     def learn_of_failure(self) -> bool:
-        """Return whether a rank of the group announced a failure. If so, all courses that share programs fail, too."""
-        if not self.failure and (reason := self.ballot.failure()):
+        """Return whether a rank of the group announced a failure. If so, all logs that share programs fail, too."""
+        if not self.failure and (reason := self.agreement.failure()):
             self.fail(reason)
         return bool(self.failure)
 
     def fail(self, reason: str) -> None:
-        """Make all courses that share programs with this one fail, on all ranks."""
-        for course in self.family:
-            if not course.failure:
-                course.ballot.announce_failure(reason)
-                course.failure = reason
-        for name in {name for course in self.family for name in course.group_names}:
+        """Make all logs that share programs with this one fail, on all ranks."""
+        for log in self.family:
+            if not log.failure:
+                log.agreement.announce_failure(reason)
+                log.failure = reason
+        for name in {name for log in self.family for name in log.group_names}:
             break_connections(name)
 
     def _board(self, rank: int) -> str:
-        return f"{self.ballot.prefix}/board/{rank}"
+        return f"{self.agreement.prefix}/board/{rank}"
 
 
 def _neighbours(ranks: Sequence[int], rank: int) -> list[int]:
@@ -276,46 +276,46 @@ def _neighbours(ranks: Sequence[int], rank: int) -> list[int]:
     return sorted(found - {rank})
 
 
-# Courses of process groups.
+# Collective logs of process groups.
 
-_courses: weakref.WeakKeyDictionary[dist.ProcessGroup, Course] = weakref.WeakKeyDictionary()
+_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = weakref.WeakKeyDictionary()
 
 
-def _find_courses(group_names: Iterable[str], roles: Mapping[str, str]) -> list[Course]:
-    """Return the courses of process groups, in the same order on all ranks.
+def _find_logs(group_names: Iterable[str], roles: Mapping[str, str]) -> list[CollectiveLog]:
+    """Return the logs of process groups, in the same order on all ranks.
 
-    A group whose ranks are all in an earlier group belongs to the course of that group. A group that parameters are sharded or
-    replicated over has a course of its own, unless an earlier group has the same ranks.
+    A group whose ranks are all in an earlier group belongs to the log of that group. A group that parameters are sharded or
+    replicated over has a log of its own, unless an earlier group has the same ranks.
     """
-    found: list[Course] = []
+    found: list[CollectiveLog] = []
     for name in dict.fromkeys(group_names):
         group = resolve_group(name)
         ranks = dist.get_process_group_ranks(group)
         shards = roles.get(name) in SHARDING_ROLES
-        around = next((course for course in found if (course.has_ranks_of if shards else course.includes)(name)), None)
+        around = next((log for log in found if (log.has_ranks_of if shards else log.includes)(name)), None)
         if around is not None:
             around.group_names.add(name)
-        elif len(ranks) > 1 and (course := _course_of(group, name, roles.get(name, f"of {ranks_text(ranks)}"))):
-            found.append(course)
-    for course in found:
-        course.family.update(found)
+        elif len(ranks) > 1 and (log := _log_of(group, name, roles.get(name, f"of {ranks_text(ranks)}"))):
+            found.append(log)
+    for log in found:
+        log.family.update(found)
     return found
 
 
-def _course_of(group: dist.ProcessGroup, name: str, label: str) -> Course | None:
-    if group not in _courses:
+def _log_of(group: dist.ProcessGroup, name: str, label: str) -> CollectiveLog | None:
+    if group not in _logs:
         store = get_process_group_store(group)
         # A fake group has no other ranks, MPI has no store.
         if "fake" in dist.get_backend(group) or store is None:
             return None
         ranks = dist.get_process_group_ranks(group)
-        ballot = Ballot(store, ranks, dist.get_rank(), label=label, timeout_s=_timeout_s(group))
+        agreement = Agreement(store, ranks, dist.get_rank(), label=label, timeout_s=_timeout_s(group))
         has_tags = backend_of(name, torch.device("cpu")) == "gloo"
         is_asynchronous = torch.accelerator.is_available() and dist.get_backend(group) != "gloo"
-        _courses[group] = course = Course(ballot, name, has_tags=has_tags, is_asynchronous=is_asynchronous)
+        _logs[group] = log = CollectiveLog(agreement, name, has_tags=has_tags, is_asynchronous=is_asynchronous)
         message_tags.pop(name, None)
-        _watchdog.add(course)
-    return _courses[group]
+        _watchdog.add(log)
+    return _logs[group]
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
@@ -326,18 +326,18 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
 
 
 class _Watchdog:
-    """The watchdog: a thread that looks at all courses at intervals."""
+    """The watchdog: a thread that looks at all logs at intervals."""
 
     def __init__(self) -> None:
-        self._courses: weakref.WeakSet[Course] = weakref.WeakSet()
+        self._logs: weakref.WeakSet[CollectiveLog] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         atexit.register(self.stop)
 
-    def add(self, course: Course) -> None:
+    def add(self, log: CollectiveLog) -> None:
         with self._lock:
-            self._courses.add(course)
+            self._logs.add(log)
         # A forked process inherits no threads.
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="fsdp_compile.watchdog", daemon=True)
@@ -352,14 +352,14 @@ class _Watchdog:
     def _run(self) -> None:
         while not self._stop.wait(_TICK_S):
             with self._lock:
-                courses = list(self._courses)
-            for course in courses:
+                logs = list(self._logs)
+            for log in logs:
                 try:
-                    course.look(time.monotonic())
+                    log.look(time.monotonic())
                 except RuntimeError:
                     # The store is gone, and with it the group, or soon the rank.
                     with self._lock:
-                        self._courses.discard(course)
+                        self._logs.discard(log)
 
 
 _watchdog = _Watchdog()
@@ -368,13 +368,13 @@ _watchdog = _Watchdog()
 # Runs of programs.
 
 
-class Run:
-    """A program, with the courses of the process groups that it communicates over.
+class CheckedProgram:
+    """A program, with the logs of the process groups that it communicates over.
 
     Call :meth:`begin`, then use the run as a context manager around the communication.
 
     Args:
-        program_over: returns the program as the ranks of a course compare it.
+        program_over: returns the program as the ranks of a log compare it.
         group_names: names of the process groups.
         roles: the role of each group in the mesh, by name.
         label: the name of the communication in profiles; empty: only the collectives have names.
@@ -382,7 +382,7 @@ class Run:
 
     def __init__(
         self,
-        program_over: Callable[[Course], Program],
+        program_over: Callable[[CollectiveLog], Program],
         group_names: Sequence[str],
         roles: Mapping[str, str],
         label: str = "",
@@ -397,8 +397,8 @@ class Run:
     def _bind(self) -> None:
         # Groups are new if the default process group was destroyed and created again.
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
-        courses = _find_courses(self.group_names, self._roles)
-        self._over = [(course, course.know(self._program_over(course))) for course in courses]
+        logs = _find_logs(self.group_names, self._roles)
+        self._over = [(log, log.know(self._program_over(log))) for log in logs]
 
     def begin(self) -> None:
         """Wait until all ranks are about to run this program, unless they agreed earlier to run it after the last one.
@@ -409,23 +409,23 @@ class Run:
         """
         if self._world() is not dist.group.WORLD:
             self._bind()
-        for course, _ in self._over:
-            if course.thread not in (0, threading.get_ident()):
+        for log, _ in self._over:
+            if log.thread not in (0, threading.get_ident()):
                 raise RuntimeError(
-                    f"Two threads communicate over the process group {course.ballot.label} at once, so their order may differ "
+                    f"Two threads communicate over the process group {log.agreement.label} at once, so their order may differ "
                     "between ranks. Train the models one after the other, in one thread."
                 )
-        for course, known in self._over:
-            if not course.may_run(known):
-                _together(self._over, Course.ask, self._roles)
+        for log, known in self._over:
+            if not log.may_run(known):
+                _together(self._over, CollectiveLog.ask, self._roles)
                 break
-        for course, known in self._over:
-            course.push(known)
+        for log, known in self._over:
+            log.push(known)
 
     def __enter__(self) -> None:
         thread = threading.get_ident()
-        for course, _ in self._over:
-            course.thread = thread
+        for log, _ in self._over:
+            log.thread = thread
         if self._label:
             self._range = RecordFunctionFast(self._label)
             self._range.__enter__()
@@ -433,34 +433,34 @@ class Run:
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if self._label:
             self._range.__exit__(None, None, None)
-        for course, _ in self._over:
-            course.thread = 0
+        for log, _ in self._over:
+            log.thread = 0
         if isinstance(error, RuntimeError):
             self._explain(error)
 
     def _explain(self, error: RuntimeError) -> None:
-        for course, _ in self._over:
-            if reason := course.reason_of(error):
+        for log, _ in self._over:
+            if reason := log.reason_of(error):
                 raise RanksDisagree(reason) from error
 
 
-def _together(over: Sequence[tuple[Course, _Known]], agree: Any, roles: Mapping[str, str]) -> None:
-    for position, (course, known) in enumerate(over):
+def _together(over: Sequence[tuple[CollectiveLog, _LoggedProgram]], agree: Any, roles: Mapping[str, str]) -> None:
+    for position, (log, known) in enumerate(over):
         try:
-            agree(course, known)
+            agree(log, known)
         except RanksDisagree as error:
             # Tell the other groups. With replicas, ranks that share no shard group with the rank at fault would wait for ranks
             # that do. Ranks of another parallelism may not compare this graph, and would wait within it.
             for other, (following, _) in enumerate(over):
                 if not following.shards(roles):
-                    following.ballot.announce_failure(str(error))
+                    following.agreement.announce_failure(str(error))
                 elif other > position:
-                    following.ballot.fail(str(error))
-            course.learn_of_failure()
+                    following.agreement.fail(str(error))
+            log.learn_of_failure()
             raise
 
 
-def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapping[str, str]) -> Run:
+def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapping[str, str]) -> CheckedProgram:
     """Wait until all ranks of a graph's process groups have lowered a graph with the same collectives.
 
     Args:
@@ -477,27 +477,27 @@ def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapp
     """
     used = {collective.group for collective in sequence}
 
-    def over(course: Course) -> Program:
+    def over(log: CollectiveLog) -> Program:
         # Tensor-parallel ranks, and experts, may hold pieces of unequal size, which then are in other buckets. So only ranks
         # that shard together compare everything. Other ranks compare which units communicate, and the model's own collectives.
-        if not course.shards(group_names):
-            compared, groups = by_unit(sequence), {name for name in used if course.includes(name)}
+        if not log.shards(group_names):
+            compared, groups = by_unit(sequence), {name for name in used if log.includes(name)}
         else:
             sharding = [name for name, role in group_names.items() if role in SHARDING_ROLES]
-            within = {name for name in sharding if course.includes(name) and not course.has_ranks_of(name)}
+            within = {name for name in sharding if log.includes(name) and not log.has_ranks_of(name)}
             compared, groups = [collective for collective in sequence if collective.group not in within], used
         return Program(f"{stage} graph", [str(collective) for collective in compared], identities(compared, groups))
 
-    courses = _find_courses([*group_names, *(collective.group for collective in sequence)], group_names)
-    _together([(course, course.know(over(course))) for course in courses], Course.agree, group_names)
-    return Run(over, [course.group_name for course in courses if course.group_names & used], group_names)
+    logs = _find_logs([*group_names, *(collective.group for collective in sequence)], group_names)
+    _together([(log, log.know(over(log))) for log in logs], CollectiveLog.agree, group_names)
+    return CheckedProgram(over, [log.group_name for log in logs if log.group_names & used], group_names)
 
 
 #: Functions that are called with each operator that communicates outside of a graph, as text, before it runs.
 eager_observers: list[Callable[[str], None]] = []
 
 
-def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> Run:
+def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> CheckedProgram:
     """Tell :data:`eager_observers` of an operator that communicates outside of a graph, and return the run of the operator.
 
     Args:
@@ -511,10 +511,10 @@ def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> Run:
+def _eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> CheckedProgram:
     program = Program(f"{what} outside of a compiled graph", (), (str(shape),), is_graph=False)
     roles = {name: role for name, role in zip(group_names, ("shard", "replicate"), strict=False) if name}
-    return Run(lambda _course: program, list(filter(None, group_names)), roles, f"FSDP::{what}")
+    return CheckedProgram(lambda _log: program, list(filter(None, group_names)), roles, f"FSDP::{what}")
 
 
 @contextlib.contextmanager

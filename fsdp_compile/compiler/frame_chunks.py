@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 _WORDS = 1 << 16
 
 
-def with_room_for_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def in_large_frame_chunk(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorate a function so that calls inside of it take their frames from one large chunk of memory.
 
     Since CPython 3.11, frames lie in chunks of 16 KiB. A chunk is mapped when a call needs it, and unmapped when that call

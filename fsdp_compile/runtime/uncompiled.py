@@ -1,8 +1,9 @@
 """Units in a forward that is not compiled: gathered whole, freed after forward, gathered again for backward, reduced whole.
 
-The first read of a parameter in a unit's forward gathers all parameters of the unit. One autograd node stands for the trainable
-ones during the model's forward. When their gradients exist, the engine runs the backward of the node, which reduces them
-together, with one collective for each dtype and mesh.
+The forward of a unit gathers all parameters of the unit when it begins. One autograd node stands for the trainable ones during
+the model's forward. When their gradients exist, the engine runs the backward of the node, which reduces them together, with one
+collective for each dtype and mesh. So gathers and reductions have the order in which forwards begin, whichever parameter a rank
+reads first.
 
 In a unit that reshards after forward, autograd saves *notes* in the place of gathered parameters: a saved-tensor hook replaces
 each parameter by a description. Backward gathers the unit when it reaches an output of the unit's forward, or reads the first
@@ -24,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from passes.fx.torch_internals.core import (
     TorchDispatchModeKey,
-    current_dispatch_mode,
     disable_dynamo,
     get_dispatch_mode,
     is_traceable_wrapper_subclass,
@@ -485,15 +485,19 @@ class CallParameters:
                 self._record()
         return self._values[param]
 
+    def stand_ins(self) -> TrainableStandIns:
+        """Return the autograd node of the unit's trainable parameters, which the first call in a model's forward makes."""
+        state = state_of(self.gathered.unit)
+        if state.trainable is None:
+            state.trainable = TrainableStandIns(self.gathered.unit)
+        return state.trainable
+
     def _record(self) -> None:
         if not self._is_noted:
             # Not noted at the first read, which may need no gradients.
             note_forward(self.gathered.unit.params)
             self._is_noted = True
-        state = state_of(self.gathered.unit)
-        if state.trainable is None:
-            state.trainable = TrainableStandIns(self.gathered.unit)
-        trainable = state.trainable
+        trainable = self.stand_ins()
         self._values = dict(self.gathered.fulls)
         self.is_recorded = True
         if trainable.params:
@@ -545,19 +549,32 @@ def _is_traced() -> bool:
     return is_transformed or any(get_dispatch_mode(mode) is not None for mode in _TRACING_MODES)
 
 
+def _can_gather(unit: Unit) -> bool:
+    """Return whether all parameters have memory, and no tensor is read in the place of one (``functional_call``)."""
+    return not unit.is_meta and not any(param.is_replaced() for param in unit.params)
+
+
 class UncompiledForward:
-    """An uncompiled forward of a unit's module."""
+    """An uncompiled forward of a unit's module.
+
+    Args:
+        unit: the unit.
+        module: the module.
+        gathers: whether to gather the unit now. False in a part of a compiled forward, whose graphs may gather the unit: only
+            a read gathers then.
+    """
 
     @_python
-    def __init__(self, unit: Unit, module: nn.Module):
+    def __init__(self, unit: Unit, module: nn.Module, gathers: bool):
         self._unit, self._module = unit, module
         self._scope = unit.scope
         self._scope.uncompiled_depth += 1
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         state = state_of(unit)
-        if state.reading is None and current_dispatch_mode() is not None and not _is_traced():
-            # Gather now: torch's CommDebugMode iterates over parameters in hooks of its own, where it counts no collectives.
+        if gathers and state.reading is None and _can_gather(unit) and not _is_traced():
             state.reading = CallParameters(unit)
+            if torch.is_grad_enabled():
+                state.reading.stand_ins()
         if not torch.is_grad_enabled():
             return
         if not in_backward():

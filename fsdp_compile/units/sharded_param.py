@@ -371,6 +371,10 @@ class ShardedParam:
                 "lower precision."
             )
 
+    def is_replaced(self) -> bool:
+        """Return whether a module reads a tensor in the parameter's place, as in ``torch.func.functional_call``."""
+        return any(isinstance(_table_of(module).__dict__.get(shard_attribute(name)), Tensor) for module, name in self.owners)
+
     def check_registered(self) -> None:
         """Check that the modules still register this parameter.
 

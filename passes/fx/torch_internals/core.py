@@ -52,9 +52,6 @@ from torch.utils import _pytree as pytree
 # one tensor may be several inputs of a graph.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
-# The innermost mode that sees operators, if any.
-from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
-
 # The sympy functions in expressions of sizes.
 from torch.utils._sympy import functions as sympy_functions
 

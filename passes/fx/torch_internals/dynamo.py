@@ -1,5 +1,8 @@
 """Dynamo."""
 
+# The function that Dynamo calls with each new frame; None where no compiled function runs.
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
 # ``explain`` marks batch and sequence as dynamic, where the model allows it, to make formulae of the graph. ``cuda_code``
 # answers what Dynamo and Inductor ask ``device_interface`` about a GPU.
 from torch._dynamo import device_interface, maybe_mark_dynamic

@@ -75,30 +75,38 @@ def main() -> int:
     drawn = partial(draw, mesh=mesh, compiled=given.lowering != "eager", oracle=given.oracle)
     failed: list[int] = []
     of_fsdp2: list[int] = []
+    count = 0
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         pool = RankPool(drawn(given.first).world)
-        for seed in range(given.first, given.first + given.seeds):
-            case = drawn(seed)
-            lines = run(pool, case, given.lowering, given.oracle)
-            if not lines:
-                continue
-            if given.oracle == "fsdp2" and is_of_fsdp2(pool, case, given.lowering):
-                of_fsdp2.append(seed)
-                continue
-            failed.append(seed)
-            print(f"--- seed {seed}: {kind_of(lines)}", *lines[-12:], sep="\n", flush=True)
-            if not given.no_shrink:
-                wanted = kind_of(lines)
-                case = shrink(case, lambda one: kind_of(run(pool, one, given.lowering, given.oracle)) == wanted)  # noqa: B023
+        try:
+            for seed in range(given.first, given.first + given.seeds):
+                case = drawn(seed)
                 lines = run(pool, case, given.lowering, given.oracle)
-            print(*lines[-4:], script(case, given.lowering, given.oracle), sep="\n", flush=True)
+                count += 1
+                if not lines:
+                    continue
+                if given.oracle == "fsdp2" and is_of_fsdp2(pool, case, given.lowering):
+                    of_fsdp2.append(seed)
+                    continue
+                failed.append(seed)
+                print(f"--- seed {seed}: {kind_of(lines)}", *lines[-12:], sep="\n", flush=True)
+                if not given.no_shrink:
+                    wanted = kind_of(lines)
+                    case = shrink(case, lambda one: kind_of(run(pool, one, given.lowering, given.oracle)) == wanted)  # noqa: B023
+                    lines = run(pool, case, given.lowering, given.oracle)
+                print(*lines[-4:], script(case, given.lowering, given.oracle), sep="\n", flush=True)
+        except KeyboardInterrupt:
+            print("Interrupted.")
+        took = time.monotonic() - start
+        print(
+            f"{count} cases, {len(failed)} failed{f': {failed}' if failed else ''}; {took / max(count, 1):.2f} s each",
+            flush=True,
+        )
+        if of_fsdp2:
+            print(f"In {len(of_fsdp2)} FSDP2 fails, or differs from whole parameters: {of_fsdp2}")
         pool.close()
-    took = time.monotonic() - start
-    print(f"{given.seeds} cases, {len(failed)} failed{f': {failed}' if failed else ''}; {took / given.seeds:.2f} s each")
-    if of_fsdp2:
-        print(f"In {len(of_fsdp2)} FSDP2 fails, or differs from whole parameters: {of_fsdp2}")
     return 1 if failed else 0
 
 

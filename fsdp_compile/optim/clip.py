@@ -7,7 +7,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, count, repeat
-from operator import add, attrgetter, is_, ne
+from operator import add, attrgetter, is_, itemgetter, ne
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -235,11 +235,14 @@ def _by_cut(gradients: Sequence[Any]) -> tuple[dict[_Cut, list[Tensor]], list[An
 
 
 def _merged(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Merge tensors that are neighbours in a flat buffer, and yield the others as they are."""
+    """Merge tensors that are neighbours in a flat buffer, and yield the others as they are.
+
+    The order follows from that of ``tensors``, not from addresses: a sum of norms rounds alike in every run.
+    """
     if not all(map(Tensor.is_contiguous, tensors)):
         yield from (tensor for tensor in tensors if not tensor.is_contiguous())
         tensors = [tensor for tensor in tensors if tensor.is_contiguous()]
-    dtypes = set(map(_DTYPE, tensors))
+    dtypes = dict.fromkeys(map(_DTYPE, tensors))
     if len(dtypes) > 1:
         for dtype in dtypes:
             yield from _merged([tensor for tensor in tensors if tensor.dtype == dtype])
@@ -256,24 +259,31 @@ def _merged(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     ends = list(map(add, starts, map(_NBYTES, ordered)))
     # Padding after a tensor separates it from the next: a communication hook may have written anything there.
     heads = [0, *compress(count(1), map(ne, starts[1:], ends))]
+    pieces: list[tuple[int, Tensor]] = []
     for head, tail in zip(heads, [*heads[1:], len(ordered)], strict=True):
-        yield from _of_buffers(ordered[head:tail], starts[head:tail], ends[head:tail])
+        for begin, end, piece in _of_buffers(ordered[head:tail], starts[head:tail], ends[head:tail]):
+            pieces.append((min(order[head + begin : head + end]), piece))
+    yield from (piece for _, piece in sorted(pieces, key=itemgetter(0)))
 
 
-def _of_buffers(tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Iterator[Tensor]:
-    """Merge tensors, each of which begins where the previous one ends, into one for each flat buffer."""
+def _of_buffers(tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
+    """Merge tensors, each of which begins where the previous one ends, into one for each flat buffer.
+
+    Yields:
+        For each merged tensor, the range of the indices of its parts, and the tensor.
+    """
     index = 0
     while index < len(tensors):
         piece = noted_slice(tensors[index])
         if piece is None:
-            yield tensors[index]
+            yield index, index + 1, tensors[index]
             index += 1
             continue
         # The buffer is alive, so tensors at addresses inside it are parts of it.
         flat = piece.flat
         following = bisect_right(ends, flat.data_ptr() + flat.nbytes, lo=index)
         numel = (ends[following - 1] - starts[index]) // flat.itemsize
-        yield flat if numel == flat.numel() else flat.narrow(0, piece.offset, numel)
+        yield index, following, flat if numel == flat.numel() else flat.narrow(0, piece.offset, numel)
         index = following
 
 

@@ -577,7 +577,7 @@ def test_profile_names_buckets(compiled: bool, fake_ranks: None) -> None:
         forward(torch.randn(3, 8)).sum().backward()
     names = [event.name for event in profile.events() if event.name.startswith("FSDP::")]
     if not compiled:
-        assert names[:2] == ["FSDP::unshard of blocks.0"] * 2
+        assert names[:4] == ["FSDP::unshard of the root"] * 2 + ["FSDP::unshard of blocks.0"] * 2
         assert any("reduc" in name and "blocks.0" in name for name in names), names
         return
     gathered = [name for name in names if name.startswith("FSDP::all_gather_into_tensor (")]

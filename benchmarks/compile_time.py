@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], system: str, depth: int) 
     results = {}
     with tempfile.TemporaryDirectory() as cache:
         for temperature in _CACHES:
-            # Of two equal flags, argparse takes the last.
+            # argparse takes the last of two equal flags.
             command = [__file__, *argv, "--systems", system, "--depths", str(depth)]
             of_ranks = ranks.run_ranks(command, args, {"TORCHINDUCTOR_CACHE_DIR": cache})
             slowest = max(of_ranks, key=lambda result: result["seconds"])

@@ -18,7 +18,6 @@ import torch.distributed.fsdp
 from torch import nn
 
 from passes.fx.torch_internals.distributed import REGISTRY_KEY, STATE_KEY, RegistryItem
-from passes.fx.torch_internals.dynamo import get_eval_frame_callback
 
 from ..runtime.gradients import call_hooks, collect_unreduced, reduce_pending
 from ..runtime.uncompiled import UncompiledForward
@@ -88,7 +87,7 @@ class UnitState:
 
         After an exception before :meth:`_post_forward`, ``reset_iter_state()`` recovers.
         """
-        forward = UncompiledForward(self._unit, module, gathers=get_eval_frame_callback() is None)
+        forward = UncompiledForward.begin(self._unit, module)
         args, kwargs = cast_inputs(self._unit.mp_policy, args, kwargs)
         self._forwards.append((self._unit.scope.active, forward, (args, kwargs)))
         self._unit.scope.active = True

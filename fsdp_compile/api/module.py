@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 # Imported by name, as other code may replace torch's class in that module by this library's.
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from passes.fx.torch_internals.dynamo import OptimizedModule, get_eval_frame_callback
+from passes.fx.torch_internals.dynamo import OptimizedModule
 
 from ..compiler.traced_forwards import note_outermost_forward
 from ..runtime.uncompiled import UncompiledForward, is_recomputing
@@ -231,7 +231,7 @@ def _in_unit(forward: Callable[..., Any]) -> Callable[..., Any]:
         was_active = scope.active
         unit = self._fsdp_unit
         policy = unit.mp_policy
-        uncompiled = None if is_compiling() else UncompiledForward(unit, self, gathers=get_eval_frame_callback() is None)
+        uncompiled = None if is_compiling() else UncompiledForward.begin(unit, self)
         if not was_active:
             # Not written if it is True already: torch 2.11 traces no write inside of a checkpoint.
             scope.active = True

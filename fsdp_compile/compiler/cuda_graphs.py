@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 #: Outputs that the user sees are copied up to this many bytes, and lent above.
 SMALL_BYTES = 1 << 20
 
-# How often a program is recorded while inputs that are lent still move. After that, an input that moves is copied.
+# The most recordings of a program while lent inputs still move. After that, an input that moves is copied.
 _MOST_SETTLING = 4
 
 #: A program takes its arguments as a list, which it may empty.

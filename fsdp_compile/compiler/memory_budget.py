@@ -51,7 +51,7 @@ from .optimizer_state import Optimizer
 if TYPE_CHECKING:
     from .options import Options
 
-#: How many partitions are cached. Policies that differ only in what waits on the host share one.
+#: The number of cached partitions. Policies that differ only in activations on the host share a partition.
 _MOST_PARTITIONS = 8
 #: Schedules a forward (False) or backward (True) graph for the plan of its first call, in place.
 Scheduler = Callable[[GraphModule, bool], tuple[Graph, Interface]]

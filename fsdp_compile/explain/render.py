@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .measured import Measured
     from .report import Report
 
-# How many groups of exposures the verdict names, the longest first; the others are summed.
+# The number of groups of exposures that the verdict names, the longest first. The others are summed.
 _NAMED = 3
 _BYTES = (" B", " KiB", " MiB", " GiB")
 _NUMBER = re.compile(r"\d+")

@@ -34,6 +34,7 @@ from passes.fx.torch_internals.core import (
     top_saved_tensors_default_hooks,
 )
 from passes.fx.torch_internals.distributed import DTensorSpec
+from passes.fx.torch_internals.dynamo import get_eval_frame_callback
 from passes.ir.ops import reshard
 
 from ..units.param_state import Stamp, stamp
@@ -563,6 +564,12 @@ class UncompiledForward:
         gathers: whether to gather the unit now. False in a part of a compiled forward, whose graphs may gather the unit: only
             a read gathers then.
     """
+
+    @staticmethod
+    def begin(unit: Unit, module: nn.Module) -> UncompiledForward:
+        """Begin an uncompiled forward. Gather the unit, unless this is a part of a compiled forward."""
+        # Not in the constructor: in code that Dynamo is disabled for, there is no callback.
+        return UncompiledForward(unit, module, gathers=get_eval_frame_callback() is None)
 
     @_python
     def __init__(self, unit: Unit, module: nn.Module, gathers: bool):

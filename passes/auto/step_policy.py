@@ -17,8 +17,8 @@ from ..collectives.layout import REPLICATED
 from ..ir.ops import Unshard, unshards, update_args
 from ..transforms.recompute_stretches import forward_stretches, is_open, units_of_parameters
 
-#: How many counts of units that stay gathered, and of stretches that are recomputed, the grid has. It also has one unit that
-#: stays gathered: usually the root, which does by default.
+#: The number of counts of gathered units, and of recomputed stretches, in the grid. The grid also has one gathered unit alone,
+#: which is usually the root.
 _LEVELS = 4
 #: Activation budgets of the partitioner: it saves everything that is faster to save, or recomputes what is cheap. Below that,
 #: stretches are recomputed instead. Among costly operators the partitioner would choose by size alone, and backward would hold

@@ -154,7 +154,7 @@ class _Storage:
     is_parameter: bool
     bucket: BucketName | None
     maker: Node | None = None
-    # Whether it is an older storage that lives on because a padding node does nothing (:func:`passes.fx.graph.presence`).
+    # True for an older storage that lives on because a padding node does nothing (:func:`passes.fx.graph.presence`).
     is_rest: bool = False
 
 

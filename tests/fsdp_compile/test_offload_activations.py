@@ -162,7 +162,7 @@ class TestOneProcess:
 
     @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
     def test_several_forwards_and_no_backward(self, lowering: str) -> None:
-        """Of three forwards, one is dropped, and two run backward in another order, one of them twice on a retained graph."""
+        """Three forwards: one is dropped, and two run backward in another order, one of them twice on a retained graph."""
 
         def train() -> list[Tensor]:
             model, forward = step("tanh", lowering)

@@ -6,7 +6,8 @@ a list of tensors of any shapes. The kernel includes elementwise operators that 
 Before: a ``clone`` for each parameter that is cut out of a gathered buffer. A ``cat`` of the tensors that a collective sends,
         followed by casts and divisions.
 After:  one foreach copy for all parameters of a bucket of up to 1 MiB each. Larger parameters keep copies of their own, which
-        are worth a launch. Each of these is made as late as possible, so that a bucket is never held twice as a whole.
+        are worth a launch. Each of these is made as late as possible, so that a bucket is never held twice as a whole. So do
+        parameters that are cut along another dimension than the first: a foreach operator keeps the order of strides.
         One foreach copy of the inputs of the ``cat`` into its buffer, after the casts and divisions.
 
 Leaves alone graphs on the CPU: a launch costs nothing there.
@@ -43,15 +44,21 @@ def is_on_gpu(node: Node) -> bool:
     return node.meta["val"].device.type not in ("cpu", "meta")
 
 
-def _is_small(node: Node) -> bool:
-    return is_on_gpu(node) and num_bytes(node.meta["val"]) <= MAX_FOREACH_BYTES
+def _may_join(clone: Node) -> bool:
+    """Return whether a clone is small, and a foreach copy of its source would have its strides."""
+    source: Node = clone.args[0]  # type: ignore[assignment]
+    small = is_on_gpu(clone) and num_bytes(clone.meta["val"]) <= MAX_FOREACH_BYTES
+    return small and torch.empty_like(source.meta["val"]).stride() == clone.meta["val"].stride()
 
 
 def copy_all(graph: Graph, sources: list[Node], like: Node) -> list[Node]:
-    """Copy ``sources`` with one operator at the graph's insertion point. Copies are contiguous, with the work of ``like``."""
+    """Copy ``sources`` with one operator at the graph's insertion point, with the work of ``like``.
+
+    A copy has no gaps, and keeps the order of its source's strides.
+    """
     copied = graph.call_function(_copy, (sources, 1))
     copies = [graph.call_function(operator.getitem, (copied, index)) for index in range(len(sources))]
-    values = [source.meta["val"].new_empty(source.meta["val"].shape) for source in sources]
+    values = [torch.empty_like(source.meta["val"]) for source in sources]
     for node, value in zip([copied, *copies], [values, *values], strict=True):
         node.meta = {"val": value, WORK: like.meta[WORK]}
     return copies
@@ -60,7 +67,7 @@ def copy_all(graph: Graph, sources: list[Node], like: Node) -> list[Node]:
 def copy_out_together(graph: Graph) -> None:
     """Cut the small parameters of a bucket out of its gathered buffer with one operator. In place."""
     for nodes in itertools.chain.from_iterable(nodes_of(graph, made).values() for made in MAKES_PARAMETERS):
-        clones = [node for node in nodes if node.target == _aten.clone.default and _is_small(node)]
+        clones = [node for node in nodes if node.target == _aten.clone.default and _may_join(node)]
         sources: list[Node] = [clone.args[0] for clone in clones]  # type: ignore[misc]
         # A clone that others are computed from, such as the scales of a rounded gather, stays before them.
         ahead = {*with_sources(sources)}

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 import fsdp_compile.cuda.ptx
 from fsdp_compile import (
@@ -282,6 +283,26 @@ pointwise kernel: bf16[16, 512], bf16[16, 512] -> bf16[16, 512]
 wait all_gather root
 foreach kernel: bf16[32832] -> bf16[8, 4096], bf16[8, 8]
 addmm: bf16[64], bf16[16, 512], bf16[512, 64] -> bf16[16, 64]
+""",
+        )
+
+    def test_parameters_that_are_cut_along_the_last_dimension(self) -> None:
+        def shard(model: Any, mesh: Any) -> None:
+            fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1))
+
+        with torch.device("meta"):
+            model, x = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 64)), torch.ones(16, 64)
+        self.assertExpectedInline(
+            cuda_outline(cuda_code(model, x, (8,), shard=shard).forward[0]),
+            """\
+all_gather root over shard: f32[524] -> f32[4192]
+wait all_gather root
+pointwise kernel: f32[4192] -> f32[32, 8, 8]
+foreach kernel: f32[4192] -> f32[8, 4], f32[8, 8]
+mm: f32[16, 64], f32[64, 32] -> f32[16, 32]
+pointwise kernel: f32[16, 32], f32[8, 4] -> f32[16, 32]
+pointwise kernel: f32[4192] -> f32[64, 8, 4]
+addmm: f32[64], f32[16, 32], f32[32, 64] -> f32[16, 64]
 """,
         )
 

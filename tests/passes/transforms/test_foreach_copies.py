@@ -73,6 +73,23 @@ def forward(self, weight: "f32[64, 1024]", bias: "f32[64]", scale: "f32[128]", x
 """,
         )
 
+    def test_a_parameter_that_is_cut_along_another_dimension_has_its_own_copy(self) -> None:
+        """A foreach copy would have the strides of the piece, which cannot be viewed as the parameter."""
+
+        def forward(weight, bias, scale):
+            full_weight = unshard(weight, "weight", [16, 64], self.shard, offset=0, dim=1)
+            full_bias = unshard(bias, "bias", [64], self.shard, offset=128)
+            full_scale = unshard(scale, "scale", [64], self.shard, offset=136)
+            return full_weight, full_bias, full_scale
+
+        graph = self.trace_on("cuda:0", forward, [16, 8], [8], [8], names="weight bias scale")
+        bucket_gathers(graph)
+        copy_out_together(graph)
+        (clone,) = graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+        assert clone.meta["val"].shape == (16, 8, 8)
+        (together,) = graph.find_nodes(op="call_function", target=torch.ops.aten._foreach_mul.Scalar)
+        assert [value.shape for value in together.meta["val"]] == [(8, 8), (8, 8)]
+
     def test_on_the_cpu_each_has_its_own_copy(self) -> None:
         graph = self.gathered("cpu")
         assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)) == 3

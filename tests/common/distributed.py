@@ -67,10 +67,10 @@ class RankFailure(RuntimeError):
 
 
 @functools.cache
-def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return the CPU mesh of this shape, kept for the life of the rank: creating a mesh creates process groups."""
+def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None, device: str = "cpu") -> DeviceMesh:
+    """Return the mesh of this shape, kept for the life of the rank: creating a mesh creates process groups."""
     names = names or {1: ("shard",), 2: ("replicate", "shard"), 3: ("replicate", "shard", "tp")}[len(shape)]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 @contextlib.contextmanager
@@ -190,10 +190,12 @@ class RankPool:
     """Ranks ``0 .. world_size - 1`` of one Gloo world, started by the first job and kept for the next.
 
     A job fails when its ranks have hardly computed for ``stall_s`` seconds, or are not done after ``limit_s``.
+    On "cuda", which a process that was forked after importing torch cannot use, ranks take seconds to start.
     """
 
-    def __init__(self, world_size: int, stall_s: float = 120.0, limit_s: float = 800.0) -> None:
+    def __init__(self, world_size: int, stall_s: float = 120.0, limit_s: float = 800.0, device: str = "cpu") -> None:
         self.world_size = world_size
+        self.device = device
         self.stall_s = stall_s
         self.limit_s = limit_s
         self._ranks: list[_Rank] = []
@@ -245,10 +247,11 @@ class RankPool:
         self._scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
         # The store is served here, on any free port: a rank that served it could end before others have left.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # The server imports torch once; a rank is then forked in milliseconds, with everything imported.
-        # Unlike this process, the server starts no threads and creates no tensors, so forking it is safe.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context: Any = mp.get_context("forkserver" if self.device == "cpu" else "spawn")
+        if self.device == "cpu":
+            # The server imports torch once; a rank is then forked in milliseconds, with everything imported.
+            # Unlike this process, the server starts no threads and creates no tensors, so forking it is safe.
+            context.set_forkserver_preload(_PRELOAD)
         environment = {
             # One thread per rank: the ranks together already use every core.
             "OMP_NUM_THREADS": "1",

@@ -7,6 +7,8 @@ import os
 import sys
 import tempfile
 import time
+import traceback
+from dataclasses import replace
 from functools import partial
 
 from tests.common.distributed import RankFailure, RankPool
@@ -15,6 +17,7 @@ from tests.common.lost_guards import refuse_lost_guards
 from .case import Case
 from .compare import check
 from .draw import draw
+from .generate import generate
 from .shrink import shrink
 
 _SCRIPT = '''\
@@ -28,17 +31,26 @@ from tests.fuzz.compare import check
 CASE = {case}
 
 dist.init_process_group("gloo")
-for line in check(CASE, {system!r}, {oracle!r}):
+for line in check(CASE, {system!r}, {oracle!r}, {device!r}):
     if dist.get_rank() == 0:
         print(line)
 dist.destroy_process_group()
 '''
 
 
-def run(pool: RankPool, case: Case, system: str, oracle: str) -> list[str]:
-    """Run a case. Return lines with the differences, or with the error that ended the ranks."""
+def run(pool: RankPool, case: Case, system: str, oracle: str, device: str) -> list[str]:
+    """Run a case. Return lines with the differences, or with the error that ended the ranks.
+
+    For the system "cuda", only generate code.
+    """
+    if system == "cuda":
+        try:
+            generate(case)
+        except Exception:
+            return traceback.format_exc().splitlines()
+        return []
     try:
-        return list(pool.run(check, case=case, system=system, oracle=oracle)[0])
+        return list(pool.run(check, case=case, system=system, oracle=oracle, device=device)[0])
     except RankFailure as error:
         return str(error).strip().splitlines()
 
@@ -51,52 +63,68 @@ def kind_of(lines: list[str]) -> str:
     return errors[-1].split(":")[0] if errors else "difference"
 
 
-def is_of_fsdp2(pool: RankPool, case: Case, system: str) -> bool:
+def is_of_fsdp2(pool: RankPool, case: Case, system: str, device: str) -> bool:
     """Return whether whole parameters agree with the library, but not with FSDP2."""
-    return not run(pool, case, system, "whole") and bool(run(pool, case, "fsdp2", "whole"))
+    return not run(pool, case, system, "whole", device) and bool(run(pool, case, "fsdp2", "whole", device))
 
 
-def script(case: Case, system: str, oracle: str) -> str:
+def script(case: Case, system: str, oracle: str, device: str = "cpu") -> str:
     """Return a script that runs one case."""
-    return _SCRIPT.format(world=case.world, case=case, system=system, oracle=oracle)
+    return _SCRIPT.format(world=case.world, case=case, system=system, oracle=oracle, device=device)
+
+
+def for_gpu(case: Case) -> Case:
+    """Leave out of a case what the library refuses on a GPU: parameters with extensions that are kept on the host."""
+    extended = any(block.kind == "extended" for block in case.model.blocks)
+    return replace(case, features=tuple(one for one in case.features if one != "offload")) if extended else case
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--lowering", choices=("eager", "aot_eager", "inductor"), default="aot_eager")
+    parser.add_argument(
+        "--lowering",
+        choices=("eager", "aot_eager", "inductor", "cuda"),
+        default="aot_eager",
+        help="cuda: generate code without a GPU, and run nothing",
+    )
     parser.add_argument("--seeds", type=int, default=20, help="how many cases")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--ranks", default="2", help="2, 4, or 2x2: two replicas of two shards")
     parser.add_argument("--oracle", choices=("whole", "fsdp2", "eager"), default="whole", help="what to compare with")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="on cuda, all ranks share one GPU, by Gloo")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further case after this time")
     parser.add_argument("--no-shrink", action="store_true", help="print what fails as it was drawn")
     given = parser.parse_args()
     refuse_lost_guards()
     mesh = tuple(map(int, given.ranks.split("x")))
     drawn = partial(draw, mesh=mesh, compiled=given.lowering != "eager", oracle=given.oracle)
+    how = given.lowering, given.oracle, given.device
     failed: list[int] = []
     of_fsdp2: list[int] = []
     count = 0
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        pool = RankPool(drawn(given.first).world)
+        pool = RankPool(drawn(given.first).world, device=given.device)
         try:
             for seed in range(given.first, given.first + given.seeds):
-                case = drawn(seed)
-                lines = run(pool, case, given.lowering, given.oracle)
+                if time.monotonic() - start > given.seconds:
+                    break
+                case = drawn(seed) if given.device == "cpu" else for_gpu(drawn(seed))
+                lines = run(pool, case, *how)
                 count += 1
                 if not lines:
                     continue
-                if given.oracle == "fsdp2" and is_of_fsdp2(pool, case, given.lowering):
+                if given.oracle == "fsdp2" and is_of_fsdp2(pool, case, given.lowering, given.device):
                     of_fsdp2.append(seed)
                     continue
                 failed.append(seed)
                 print(f"--- seed {seed}: {kind_of(lines)}", *lines[-12:], sep="\n", flush=True)
                 if not given.no_shrink:
                     wanted = kind_of(lines)
-                    case = shrink(case, lambda one: kind_of(run(pool, one, given.lowering, given.oracle)) == wanted)  # noqa: B023
-                    lines = run(pool, case, given.lowering, given.oracle)
-                print(*lines[-4:], script(case, given.lowering, given.oracle), sep="\n", flush=True)
+                    case = shrink(case, lambda one: kind_of(run(pool, one, *how)) == wanted)  # noqa: B023
+                    lines = run(pool, case, *how)
+                print(*lines[-4:], script(case, *how), sep="\n", flush=True)
         except KeyboardInterrupt:
             print("Interrupted.")
         took = time.monotonic() - start

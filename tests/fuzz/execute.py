@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -77,10 +78,11 @@ class EventRecord:
     local: dict[str, Tensor | None] = field(default_factory=dict)
 
 
-def _batch(index: int, rank: int, size: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _batch(index: int, rank: int, size: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * index + rank)
     tokens = torch.randint(VOCABULARY, size, generator=generator)
-    return tokens, torch.randn((*size, VOCABULARY), generator=generator, dtype=torch.float64).to(dtype)
+    target = torch.randn((*size, VOCABULARY), generator=generator, dtype=torch.float64)
+    return tokens.to(device), target.to(device, dtype)
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
@@ -93,15 +95,14 @@ def _policy(spec: Model) -> MixedPrecisionPolicy | None:
     return MixedPrecisionPolicy(*(None if name is None else getattr(torch, name) for name in spec.policy))
 
 
-def shard(model: Network, case: Case, fully_shard: Callable[..., Any]) -> None:
-    """Shard a model into the units of a case, with its options."""
+def shard(model: Network, case: Case, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
+    """Shard a model into the units of a case, with its options and features."""
     if "tensor parallel" in case.features:
-        mesh = device_mesh(case.mesh, ("shard", "tp"))
         for layers in (module for module in model.modules() if isinstance(module, Parallel)):
             parallelize_module(layers, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         options: dict[str, Any] = {"mesh": mesh["shard"]}
     else:
-        options = {"mesh": device_mesh(case.mesh)}
+        options = {"mesh": mesh}
     for module in (module for module in model.modules() if isinstance(module, Extended)):
         module.extend()
     if case.model.cut_last:
@@ -128,26 +129,42 @@ def shard(model: Network, case: Case, fully_shard: Callable[..., Any]) -> None:
             taken.add(index + 1)
         fully_shard(modules if len(modules) > 1 else block, reshard_after_forward=spec.reshard, **options)
     fully_shard(model, reshard_after_forward=case.model.reshard, **options)
+    for feature in case.features:
+        if feature in FEATURES:
+            FEATURES[feature](model)
+    for module in model.modules():
+        if case.factor is not None and hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(case.factor)
+        if mesh.device_type != "cpu" and hasattr(module, "set_force_sum_reduction_for_comms"):
+            # Gloo has no averages, which gradients on a GPU would get.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def call(model: Network, event: Call) -> None:
+    """Call the method of an event."""
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [*map(resolved, value)]
+        return model.get_submodule(value.path) if isinstance(value, Path) else value
+
+    arguments = {name: resolved(value) for name, value in event.kwargs}
+    getattr(model.get_submodule(event.path), event.method)(*map(resolved, event.args), **arguments)
 
 
 class _Trainee:
     """A model in training: sharded, or whole on the batches of all ranks."""
 
-    def __init__(self, case: Case, system: str):
+    def __init__(self, case: Case, system: str, device: str):
         self.case = case
         self.system = system
-        self.model: Any = network(case.model)
+        self.device = device
+        self.model: Any = network(case.model).to(device)
         self.forward: Callable[[Tensor], Tensor] = self.model
         self.is_whole = system == "whole"
         if not self.is_whole:
-            shard(self.model, case, torch.distributed.fsdp.fully_shard if system == "fsdp2" else fsdp_compile.fully_shard)
-            for feature in case.features:
-                if feature in FEATURES:
-                    FEATURES[feature](self.model)
-            if case.factor is not None:
-                for module in self.model.modules():
-                    if hasattr(module, "set_gradient_divide_factor"):
-                        module.set_gradient_divide_factor(case.factor)
+            mesh = device_mesh(case.mesh, ("shard", "tp") if "tensor parallel" in case.features else None, device)
+            shard(self.model, case, torch.distributed.fsdp.fully_shard if system == "fsdp2" else fsdp_compile.fully_shard, mesh)
             if system in ("aot_eager", "inductor"):
                 options = {**dict(case.options), "lowering": system}
                 compiled = self.model.blocks if "by block" in case.features else [self.model]
@@ -176,17 +193,8 @@ class _Trainee:
         elif isinstance(event, Reload):
             self._reload(event.what)
         elif not self.is_whole:
-            self._call(event)
+            call(self.model, event)
         return seen
-
-    def _call(self, event: Call) -> None:
-        def resolved(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return [*map(resolved, value)]
-            return self.model.get_submodule(value.path) if isinstance(value, Path) else value
-
-        arguments = {name: resolved(value) for name, value in event.kwargs}
-        getattr(self.model.get_submodule(event.path), event.method)(*map(resolved, event.args), **arguments)
 
     def _losses(
         self, sizes: tuple[tuple[int, int], ...], forwards: int = 1, before_backward: Callable[[], None] | None = None
@@ -203,7 +211,7 @@ class _Trainee:
         for rank in range(self.case.data_ranks) if self.is_whole else [self.data_rank]:
             loss: Any = 0.0
             for number in range(forwards):
-                tokens, target = _batch(10 * self.index + number, rank, sizes[rank % len(sizes)], dtype)
+                tokens, target = _batch(10 * self.index + number, rank, sizes[rank % len(sizes)], dtype, self.device)
                 loss = loss + _loss(self.forward(tokens).to(dtype), target)
             if before_backward is not None:
                 before_backward()
@@ -215,8 +223,8 @@ class _Trainee:
         self.model.skips = event.skips
 
         def between() -> None:
-            for call in () if self.is_whole else event.between:
-                self._call(call)
+            for one in () if self.is_whole else event.between:
+                call(self.model, one)
 
         seen.loss = self._losses(event.sizes, event.forwards, between)
         if not self.is_whole:
@@ -260,7 +268,7 @@ def _local(grad: Any) -> Tensor | None:
     if grad is None:
         return None
     local = grad.to_local().detach()
-    return (local.held if isinstance(local, Wrapper) else local).clone()
+    return (local.held if isinstance(local, Wrapper) else local).clone().cpu()
 
 
 def _full(tensor: Any) -> Tensor:
@@ -270,19 +278,21 @@ def _full(tensor: Any) -> Tensor:
         tensor = DTensor.from_local(
             held, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone().cpu()
 
 
-def execute(case: Case, system: str) -> list[EventRecord]:
+def execute(case: Case, system: str, device: str = "cpu") -> list[EventRecord]:
     """Run a case with a system, and return the record of each event. Every rank calls this.
 
     Args:
         case: the case.
         system: "fsdp2"; "eager", the library uncompiled; a lowering; or "whole", whole parameters in this process alone.
+        device: the device of parameters and batches: "cpu", or "cuda", which all ranks share.
     """
+    torch.backends.cudnn.allow_tf32 = False
     torch._dynamo.reset()
     # Past its limit Dynamo runs a frame eagerly, on each rank after a different call.
     limits = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64)
     with limits if system in ("aot_eager", "inductor") else nullcontext():
-        trainee = _Trainee(case, system)
+        trainee = _Trainee(case, system, device)
         return [trainee.run(event) for event in case.events]

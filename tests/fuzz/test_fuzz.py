@@ -13,6 +13,7 @@ from .case import *  # noqa: F403 (what a printed case is made of)
 from .case import Block, Call, Case, Freeze, Micro, Model, Path, Step
 from .compare import check
 from .draw import draw
+from .generate import generate
 from .shrink import is_sound, shrink, simpler
 
 
@@ -36,6 +37,16 @@ def test_models(system: str, count: int, mesh: tuple[int, ...], first: int, rank
     seeds = range(first, first + count)
     world = draw(first, mesh, compiled=False).world
     assert rank_pools[world].run(check_seeds, seeds=seeds, mesh=mesh, system=system, is_small=False) == [{}] * world
+
+
+@pytest.mark.cuda
+@pytest.mark.night
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@pytest.mark.parametrize("seed", range(6))
+def test_cuda_code(seed: int, mesh: tuple[int, ...]) -> None:
+    case = draw(seed, mesh, compiled=True)
+    cut_last = all(block.kind != "extended" for block in case.model.blocks)
+    generate(replace(case, model=replace(case.model, cut_last=cut_last)))
 
 
 # Faults are found.

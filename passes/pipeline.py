@@ -15,6 +15,7 @@
       for each plan          gradient_sync (backward)
       that the graph is      flat_storage
       called with            schedule, or auto_schedule
+                             order_collectives (where ranks read parameters in different orders)
                              pin_layouts (lowering "inductor")
 
 Before ``bucket``, ``large_parameters`` and ``small_units``, or ``auto_schedule``, decide which parameters share a bucket.
@@ -47,8 +48,9 @@ from .fx.torch_internals.core import trace_log, trace_structured
 from .ir.interface import Interface
 from .ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from .ir.plan import Plan
+from .lowering.arrangement import Arrangement, CannotArrange, grouping_of, order_collectives
 from .models.memory_model import mark_freed_inputs, mark_memory
-from .transforms.bucket import bucket_gathers
+from .transforms.bucket import bucket_gathers, sink_derived
 from .transforms.deduplicate import deduplicate
 from .transforms.flat_storage import flat_storage, locate_shards
 from .transforms.gradient_sync import synchronize_gradients
@@ -244,6 +246,7 @@ def run_passes(
     observer: Observer = log_pass,
     auto: AutoSchedule | None = None,
     min_bucket_bytes: int = 0,
+    arrangement: Arrangement | None = None,
 ) -> Interface:
     """Run the passes over a prepared forward or backward graph, for one plan. In place.
 
@@ -255,6 +258,7 @@ def run_passes(
         observer: called after every pass.
         auto: chooses buckets and issue points by the cost model; None: the default schedule.
         min_bucket_bytes: the bytes from which on a unit has collectives of its own (:mod:`passes.auto.small_units`); 0: all do.
+        arrangement: the buckets and the order of collectives to use, in the place of the graph's own.
 
     Returns:
         The extra inputs and outputs of the graph.
@@ -262,6 +266,7 @@ def run_passes(
     Raises:
         ValueError: no schedule keeps the memory limit; or with ``auto``, the plan has prefetch lists or a limit on pending
             reductions.
+        CannotArrange: the graph cannot have the arrangement.
     """
     graph = gm.graph
     stage = "backward" if is_backward else "forward"
@@ -269,8 +274,16 @@ def run_passes(
     def observe(pass_name: str) -> contextlib.AbstractContextManager[None]:
         return _observed(graph, stage, pass_name, observer)
 
-    grouping = merge_small_units(graph, plan, separate_large_parameters(graph, plan), min_bucket_bytes)
-    if auto is not None:
+    separate = separate_large_parameters(graph, plan)
+    if arrangement is not None:
+        if any(plan.updates):
+            # Updates write to memory that gathers read by other inputs.
+            raise CannotArrange("a graph that updates parameters keeps its order")
+        sink_derived(graph)
+        grouping = grouping_of(arrangement, graph, plan, separate)
+    else:
+        grouping = merge_small_units(graph, plan, separate, min_bucket_bytes)
+    if auto is not None and arrangement is None:
         _refuse_explicit_schedule(plan)
         grouping = find_grouping(graph, plan, grouping, auto, lambda trial, choice: _try(trial, plan, choice, is_backward))
     prefetches = find_prefetches(graph, plan.prefetch)
@@ -284,6 +297,9 @@ def run_passes(
         else:
             schedule_gathers(graph, prefetches)
             schedule_reductions(graph, plan.max_pending_reductions)
+    if arrangement is not None:
+        with observe("order_collectives"):
+            order_collectives(graph, arrangement)
     for final_pass in final_passes:
         with observe(final_pass.__name__):
             final_pass(graph)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from passes.auto.memory_budget import BudgetTooLow
 from passes.fx.graph import placeholder_index
@@ -98,6 +98,7 @@ def _compile(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[Any],
     lowering.prepare({example_inputs[index].device.type for index in shards})
     # compile_fx consumes its graph. This copy can still run operator by operator.
     uncompiled = snapshot(gm)
+    _gather_by_unit(uncompiled)
     params = {names: sharded_param(example_inputs[index]) for index, names in shards.items()}
     registry = ParameterRegistry(params)
     is_whole = holds_whole_forwards(gm, dict.fromkeys(param.unit for param in params.values()))
@@ -150,6 +151,22 @@ def _qualify_names(graph: Graph, example_inputs: Sequence[Any]) -> dict[int, tup
         names[index] = unit_names[sharded.unit], sharded.name
         update_args(node, unit=unit_names[sharded.unit], name=sharded.name)
     return names
+
+
+def _place_in_storage(node: Node) -> tuple[str, int, str]:
+    spec = Unshard.of(node)
+    return spec.unit, spec.offset, spec.name
+
+
+def _gather_by_unit(gm: GraphModule) -> None:
+    """Sort the unshards at the top of a graph by unit, as ranks may read parameters in different orders."""
+    found = unshards(gm.graph.nodes)
+    with gm.graph.inserting_before(found[0]):
+        place = gm.graph.call_function(list)
+    for node in sorted(found, key=_place_in_storage):
+        place.prepend(node)
+    gm.graph.erase_node(place)
+    gm.recompile()
 
 
 def _unique_name(name: str, taken: set[str]) -> str:

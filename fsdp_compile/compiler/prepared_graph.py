@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from passes.fx.torch_internals.inductor import inductor_config
 from passes.ir.interface import Interface
 from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from passes.ir.plan import Plan
+from passes.lowering.arrangement import Arrangement
 from passes.lowering.collective_sequence import collective_sequence
 from passes.pipeline import run_passes, run_preparing_passes
+from passes.transforms.bucket import gather_buckets, reduction_buckets
 
 from ..runtime.collective_log import SHARDING_ROLES, CheckedProgram, agree_on_graph
 from ..runtime.planned_graph import BoxedFunction, boxed
@@ -32,6 +35,23 @@ from .cuda_graphs import Recorders
 from .frame_chunks import in_large_frame_chunk
 from .lowering import Lowering
 from .memory_budget import StepBudget
+
+
+@dataclass(frozen=True)
+class _Scheduled:
+    """A copy of a prepared graph after the passes for a plan.
+
+    Attributes:
+        gm: the graph.
+        interface: its extra inputs and outputs.
+        supposed: the conditions on sizes that the passes rely on.
+        again: schedules another copy, which a function has prepared.
+    """
+
+    gm: GraphModule
+    interface: Interface
+    supposed: Sequence[Any]
+    again: Callable[[Callable[[Graph], None]], GraphModule]
 
 
 class PreparedGraph:
@@ -102,36 +122,51 @@ class PreparedGraph:
         """
         # A fake mode around the call is not the mode of the graph's fake tensors.
         with unset_fake_temporarily():
-            gm, interface, supposed = self._schedule(plan)
-            if self._budget is not None:
-                self._budget.check(gm.graph, interface, is_backward=self.is_backward)
             group_names = self._group_names | _reduce_scatter_groups(plan)
             stage = "backward" if self.is_backward else "forward"
             # Wait for the ranks without the compile lock: another thread may compile meanwhile, whose graph other ranks expect
             # first.
-            run = agree_on_graph(stage, collective_sequence(gm.graph, group_names), group_names)
+            scheduled, run = agree_on_graph(
+                stage,
+                self._schedule(plan),
+                lambda scheduled: collective_sequence(scheduled.gm.graph, group_names),
+                lambda arrangement: self._schedule(plan, arrangement),
+                group_names,
+                self._kind(plan),
+            )
+            gm, interface = scheduled.gm, scheduled.interface
+            if self._budget is not None:
+                self._budget.check(gm.graph, interface, is_backward=self.is_backward)
             values = {} if args is None else self._sizes.of(args)
             with self._compiling() as assumptions, deciding_by(values, gm, self._shape_env):
-                if not assumptions.admit(supposed):
-                    raise RuntimeError(_unfulfilled(stage, SizeGuard(supposed, self._sizes)))
-                function = self._lower(gm, plan, group_names, assumptions)
+                if not assumptions.admit(scheduled.supposed):
+                    raise RuntimeError(_unfulfilled(stage, SizeGuard(scheduled.supposed, self._sizes)))
+                function = self._lower(scheduled, group_names, assumptions)
                 unchecked = assumptions.unchecked(self._sizes)
             guard = SizeGuard(unchecked, self._sizes) if unchecked else None
             if guard is not None and args is not None and not guard(args):
                 raise RuntimeError(_unfulfilled(stage, guard))
             return function, interface, run, guard
 
+    def _kind(self, plan: Plan) -> int:
+        """Return a number that is equal for graphs which do the same with the same buckets, in any order of buckets.
+
+        Options that decide about buckets count, too. A number holds on to no hook of the user.
+        """
+        gathers = zip((bucket.name for bucket in gather_buckets(self._gm.graph)), plan.gathers, strict=True)
+        reductions = zip((bucket.name for bucket in reduction_buckets(self._gm.graph)), plan.reductions, strict=True)
+        options = self._auto is not None, self._min_bucket_bytes
+        return hash((self.is_backward, options, frozenset(gathers), frozenset(reductions)))
+
     def _schedule(
-        self, plan: Plan, prepare: Callable[[Graph], None] = lambda _: None
-    ) -> tuple[GraphModule, Interface, Sequence[Any]]:
+        self, plan: Plan, arrangement: Arrangement | None = None, prepare: Callable[[Graph], None] = lambda _: None
+    ) -> _Scheduled:
         """Run the passes for a plan over a copy of the graph.
 
         Args:
             plan: the plan.
+            arrangement: the buckets and the order of collectives to use, in the place of the graph's own.
             prepare: may change the copy before the passes run.
-
-        Returns:
-            The copy, its extra inputs and outputs, and the conditions on sizes that the passes rely on.
         """
         gm = snapshot(self._gm)
         prepare(gm.graph)
@@ -144,8 +179,10 @@ class PreparedGraph:
                 observer=observer(),
                 auto=self._auto,
                 min_bucket_bytes=self._min_bucket_bytes,
+                arrangement=arrangement,
             )
-            return gm, interface, assumptions.added()
+            again = functools.partial(self._schedule, plan, arrangement)
+            return _Scheduled(gm, interface, assumptions.added(), lambda prepare: again(prepare).gm)
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[Assumptions]:
@@ -164,7 +201,8 @@ class PreparedGraph:
                 stack.enter_context(taking_guards(self._shape_env))
             yield Assumptions(self._shape_env, is_late=is_late)
 
-    def _lower(self, gm: GraphModule, plan: Plan, group_names: dict[str, str], assumptions: Assumptions) -> BoxedFunction:
+    def _lower(self, scheduled: _Scheduled, group_names: dict[str, str], assumptions: Assumptions) -> BoxedFunction:
+        gm = scheduled.gm
         lowered = self._lowering.lower(
             gm, is_backward=self.is_backward, inductor_kwargs=self._inductor_kwargs, assumptions=assumptions
         )
@@ -172,8 +210,7 @@ class PreparedGraph:
         if self._recorders is not None:
             function = boxed(self._recorders.recorded(function, gm.graph, is_backward=self.is_backward, groups=group_names))
         if is_capturing():
-            again = functools.partial(self._schedule, plan)
-            captured = CapturedGraph(snapshot(gm), lowered.code, group_names, lambda prepare: again(prepare)[0])
+            captured = CapturedGraph(snapshot(gm), lowered.code, group_names, scheduled.again)
             record(captured, self.is_backward, function)
         return function
 

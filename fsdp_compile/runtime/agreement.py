@@ -26,12 +26,14 @@ from itertools import zip_longest
 
 import torch.distributed as dist
 
+from passes.lowering.arrangement import Arrangement
 from passes.lowering.collective_sequence import digest
 
 #: Seconds after which a rank that waits for others warns.
 WARN_AFTER_S = 30.0
 
 _AGREED = "agreed"
+_REARRANGE = "rearrange"
 _DIGEST_LENGTH = len(digest([]))
 _SHOWN_COLLECTIVES = 3
 # Seconds after which a rank that waits looks for failures of other ranks.
@@ -49,6 +51,18 @@ class RanksDisagree(RuntimeError):
     """Ranks run, or are about to run, different collectives."""
 
 
+class Rearrange(Exception):
+    """Ranks have lowered graphs with the same collectives, in other buckets or another order.
+
+    Attributes:
+        arrangement: the arrangement of the first rank's graph, for all ranks.
+    """
+
+    def __init__(self, arrangement: Arrangement):
+        super().__init__()
+        self.arrangement = arrangement
+
+
 @dataclass(frozen=True)
 class Program:
     """A graph, or an operator outside of graphs, that communicates.
@@ -58,12 +72,14 @@ class Program:
         lines: a graph's collectives, for messages; empty for an operator.
         compared: the parts of the collectives that must be equal on all ranks.
         is_graph: whether the program is a graph.
+        arrangement: the graph's buckets, and the order of its collectives; None for an operator.
     """
 
     title: str
     lines: Sequence[str]
     compared: Sequence[str]
     is_graph: bool = True
+    arrangement: Arrangement | None = None
 
     @functools.cached_property
     def digest(self) -> str:
@@ -79,21 +95,31 @@ class Program:
 
 @dataclass(frozen=True)
 class _Post:
-    """A program that a rank is about to run, and a description of the rank's history."""
+    """A program that a rank is about to run.
+
+    Attributes:
+        program: the program.
+        before: a description of the rank's history.
+        may_rearrange: whether the rank can give the program another arrangement.
+    """
 
     program: Program
     before: str
+    may_rearrange: bool = False
 
     def pack(self) -> str:
         """Return the post as text: a digest, then the compressed contents."""
         program = self.program
-        text = json.dumps([program.title, program.lines, program.compared, program.is_graph, self.before])
-        return digest([program.digest, self.before]) + b85encode(zlib.compress(text.encode())).decode()
+        found = program.arrangement if self.may_rearrange else None
+        arrangement = None if found is None else [found.collectives, found.by_unit]
+        text = json.dumps([program.title, program.lines, program.compared, program.is_graph, arrangement, self.before])
+        return digest([program.digest, self.before, str(self.may_rearrange)]) + b85encode(zlib.compress(text.encode())).decode()
 
     @staticmethod
     def unpack(packed: bytes) -> _Post:
-        *program, before = json.loads(zlib.decompress(b85decode(packed[_DIGEST_LENGTH:])))
-        return _Post(Program(*program), before)
+        title, lines, compared, is_graph, lists, before = json.loads(zlib.decompress(b85decode(packed[_DIGEST_LENGTH:])))
+        arrangement = None if lists is None else Arrangement.from_lists(lists)
+        return _Post(Program(title, lines, compared, is_graph, arrangement), before, arrangement is not None)
 
 
 class Agreement:
@@ -109,7 +135,7 @@ class Agreement:
 
     Attributes:
         asking: the number of the comparison in which this rank waits, and this rank's program; None: this rank does not wait.
-        passed: the number of the last comparison that succeeded.
+        passed: the number of the last comparison that did not fail.
     """
 
     def __init__(
@@ -140,25 +166,31 @@ class Agreement:
         """The prefix of all keys that the ranks use in the store of the group."""
         return f"fsdp_compile/agreement/{self._life}"
 
-    def agree(self, program: Program, before: str = "") -> bool:
+    def has_agreed(self, program: Program) -> bool:
+        """Return whether the ranks have agreed on an equal program before."""
+        return program.digest in self._agreed
+
+    def agree(self, program: Program, before: str = "", *, may_rearrange: bool = False) -> bool:
         """Compare a program with the programs of other ranks, unless the ranks have agreed on an equal one before.
 
         Args:
             program: the program.
             before: a description of this rank's history.
+            may_rearrange: whether this rank can give the program another arrangement.
 
         Returns:
             Whether the ranks had to compare.
 
         Raises:
             RanksDisagree: programs or histories differ, or some ranks did not post theirs in time.
+            Rearrange: programs have the same collectives, in other buckets or another order.
         """
-        if program.digest in self._agreed:
+        if self.has_agreed(program):
             return False
-        self.compare(program, before)
+        self.compare(program, before, may_rearrange=may_rearrange)
         return True
 
-    def compare(self, program: Program, before: str = "") -> None:
+    def compare(self, program: Program, before: str = "", *, may_rearrange: bool = False) -> None:
         """Wait until all ranks have posted an equal program with an equal history. The arguments are those of :meth:`agree`.
 
         Raises:
@@ -167,7 +199,7 @@ class Agreement:
         self._number += 1
         self.asking = (self._number, str(program))
         try:
-            self._hold(_Post(program, before))
+            self._hold(_Post(program, before, may_rearrange))
         finally:
             self.asking = None
 
@@ -178,12 +210,15 @@ class Agreement:
         else:
             self._wait(lambda: self.store.check([self._verdict()]), post.program)
         verdict = self.store.get(self._verdict()).decode()
-        if verdict != _AGREED:
+        is_rearranged = verdict.startswith(_REARRANGE)
+        if verdict != _AGREED and not is_rearranged:
             raise RanksDisagree(verdict)
         # Set before this rank runs the program, as CollectiveLog._judge assumes.
         self.passed = self._number
-        self._agreed.add(post.program.digest)
         self.store.delete_key(self._post(self.rank))
+        if is_rearranged:
+            raise Rearrange(Arrangement.from_lists(json.loads(verdict.removeprefix(_REARRANGE))))
+        self._agreed.add(post.program.digest)
 
     def fail(self, reason: str) -> None:
         """Make the next comparison of the other ranks raise, even if they wait in it already."""
@@ -224,6 +259,10 @@ class Agreement:
             sides.append((ranks_text(ranks), _Post.unpack(post)))
         if len({post.program.digest for _, post in sides}) == 1:
             return disagreement(self.label, {ranks: post.before for ranks, post in sides})
+        first = sides[0][1].program.arrangement
+        alike = {(post.program.title, post.before, getattr(post.program.arrangement, "by_unit", None)) for _, post in sides}
+        if len(alike) == 1 and first is not None:
+            return _REARRANGE + json.dumps([first.collectives, first.by_unit])
         programs = [(ranks, post.program) for ranks, post in sides]
         return f"{_first_difference(self.label, programs)}\n{WHAT_TO_LOOK_FOR}"
 

@@ -30,7 +30,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,10 @@ from passes.collectives.gloo import backend_of, break_connections, message_tags
 from passes.fx.torch_internals.core import RecordFunctionFast
 from passes.fx.torch_internals.distributed import get_process_group_store
 from passes.ir.ops import set_around_eager_kernels
+from passes.lowering.arrangement import Arrangement, CannotArrange
 from passes.lowering.collective_sequence import Collective, by_unit, identities
 
-from .agreement import Agreement, Program, RanksDisagree, disagreement, ranks_text
+from .agreement import Agreement, Program, RanksDisagree, Rearrange, disagreement, ranks_text
 
 #: Roles of process groups that parameters are sharded or replicated over. Each such group has a log of its own.
 SHARDING_ROLES = ("shard", "replicate", "reduce")
@@ -136,15 +137,16 @@ class CollectiveLog:
         """Return the entry of ``program`` in this log, and make one at the first call."""
         return self._programs.setdefault(program.digest, _LoggedProgram(program))
 
-    def agree(self, known: _LoggedProgram) -> None:
+    def agree(self, known: _LoggedProgram, *, may_rearrange: bool) -> None:
         """Wait until all ranks have lowered an equal graph, unless they have agreed on one before.
 
         Raises:
             RanksDisagree: the graphs differ, or this log failed earlier.
+            Rearrange: the graphs can be equal, and ``may_rearrange``.
         """
         assert known.program is not None
         self.check()
-        if self.agreement.agree(known.program, self._before()):
+        if self.agreement.agree(known.program, self._before(), may_rearrange=may_rearrange):
             known.follows.add(self._step.known)
 
     def may_run(self, known: _LoggedProgram) -> bool:
@@ -460,22 +462,80 @@ def _together(over: Sequence[tuple[CollectiveLog, _LoggedProgram]], agree: Any, 
             raise
 
 
-def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapping[str, str]) -> CheckedProgram:
-    """Wait until all ranks of a graph's process groups have lowered a graph with the same collectives.
+# The arrangements that ranks have agreed on, of all models: ranks do not compare again what is as for an earlier model.
+_arrangements: dict[Any, dict[Arrangement, None]] = {}
+# A rank may get the arrangement of another once for each group that it shards or replicates over.
+_MOST_REARRANGED = 3
+
+_Graph = TypeVar("_Graph")
+
+
+def agree_on_graph(
+    stage: str,
+    graph: _Graph,
+    sequence_of: Callable[[_Graph], Sequence[Collective]],
+    rearranged: Callable[[Arrangement], _Graph],
+    group_names: Mapping[str, str],
+    kind: int,
+) -> tuple[_Graph, CheckedProgram]:
+    """Wait until all ranks of a graph's process groups have scheduled a graph with the same collectives.
+
+    If ranks have graphs with the same collectives, in other buckets or another order, all arrange theirs as the first rank. A
+    rank that schedules a graph alone arranges it as one that the ranks have agreed on.
 
     Args:
         stage: "forward" or "backward".
-        sequence: the graph's collectives.
+        graph: the scheduled graph.
+        sequence_of: returns the collectives of a scheduled graph.
+        rearranged: returns the graph, scheduled with another arrangement; raises :class:`CannotArrange`.
         group_names: the role of each process group of the model's sharding, by name. The ranks of these groups take part even
             if the graph does not communicate over the group, as then no rank may.
+        kind: a number that is equal for graphs that may have the same arrangement.
 
     Returns:
-        The graph as a program to run.
+        The scheduled graph to use, and the graph as a program to run.
 
     Raises:
         RanksDisagree: the sequences differ, or some ranks did not post theirs in time.
     """
+    sequence = sequence_of(graph)
+    logs = _find_logs([*group_names, *(collective.group for collective in sequence)], group_names)
+    arrangement = Arrangement.of(sequence)
+    agreed_on = _arrangements.setdefault((*sorted(group_names), arrangement.by_unit, kind), {})
+
+    def have_agreed(sequence: Sequence[Collective]) -> bool:
+        over = _programs(stage, sequence, group_names)
+        return all(log.agreement.has_agreed(over(log)) for log in logs)
+
+    if agreed_on and not have_agreed(sequence):
+        for other in agreed_on:
+            with contextlib.suppress(CannotArrange):
+                candidate = rearranged(other)
+                if have_agreed(found := sequence_of(candidate)):
+                    graph, sequence, arrangement = candidate, found, other
+                    break
+    for attempt in range(_MOST_REARRANGED + 1):
+        over = _programs(stage, sequence, group_names)
+        agree = functools.partial(CollectiveLog.agree, may_rearrange=attempt < _MOST_REARRANGED)
+        try:
+            _together([(log, log.know(over(log))) for log in logs], agree, group_names)
+        except Rearrange as error:
+            if error.arrangement != arrangement:
+                with contextlib.suppress(CannotArrange):
+                    graph, arrangement = rearranged(error.arrangement), error.arrangement
+                    sequence = sequence_of(graph)
+            continue
+        break
+    if logs:
+        agreed_on[arrangement] = None
     used = {collective.group for collective in sequence}
+    return graph, CheckedProgram(over, [log.group_name for log in logs if log.group_names & used], group_names)
+
+
+def _programs(stage: str, sequence: Sequence[Collective], group_names: Mapping[str, str]) -> Callable[[CollectiveLog], Program]:
+    """Return a function that makes a graph's program as the ranks of a log compare it."""
+    used = {collective.group for collective in sequence}
+    arrangement = Arrangement.of(sequence)
 
     def over(log: CollectiveLog) -> Program:
         # Tensor-parallel ranks, and experts, may hold pieces of unequal size, which then are in other buckets. So only ranks
@@ -486,11 +546,10 @@ def agree_on_graph(stage: str, sequence: Sequence[Collective], group_names: Mapp
             sharding = [name for name, role in group_names.items() if role in SHARDING_ROLES]
             within = {name for name in sharding if log.includes(name) and not log.has_ranks_of(name)}
             compared, groups = [collective for collective in sequence if collective.group not in within], used
-        return Program(f"{stage} graph", [str(collective) for collective in compared], identities(compared, groups))
+        lines = [str(collective) for collective in compared]
+        return Program(f"{stage} graph", lines, identities(compared, groups), arrangement=arrangement)
 
-    logs = _find_logs([*group_names, *(collective.group for collective in sequence)], group_names)
-    _together([(log, log.know(over(log))) for log in logs], CollectiveLog.agree, group_names)
-    return CheckedProgram(over, [log.group_name for log in logs if log.group_names & used], group_names)
+    return over
 
 
 #: Functions that are called with each operator that communicates outside of a graph, as text, before it runs.

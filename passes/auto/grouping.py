@@ -110,7 +110,7 @@ def _size(spec: Unshard | ReduceGrad, like: Node) -> int:
 
 def _reduction_key(spec: ReduceGrad, plan: Plan, index: int) -> Hashable:
     reduction: Reduction = plan.reductions[index]
-    if not reduction.may_regroup:
+    if not reduction.may_regroup or not plan.factor_classes:
         return None
     dtypes = spec.grad.meta["val"].dtype, spec.grad_dtype
     return reduction, plan.factor_classes[index], dtypes, spec.group, spec.replicate_group

@@ -17,7 +17,7 @@ Ranks may rightly differ in these, which are left out:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 
 from ..collectives.functional import group_size
 from ..fx.torch_internals.core import OpOverload
-from ..ir.work import BucketName, bucket
+from ..ir.work import BucketName, Role, bucket, role
 
 _POINT_TO_POINT = {"isend", "irecv", "batch_p2p_ops"}
 
@@ -40,12 +40,16 @@ class Collective:
         bucket: the bucket that it works for; None for the model's own collectives.
         group: name of the process group.
         without_sizes: ``text`` without numbers of elements.
+        operation: the name of the operator.
+        gathers: whether it gathers parameters.
     """
 
     text: str
     bucket: BucketName | None
     group: str
     without_sizes: str = ""
+    operation: str = ""
+    gathers: bool = False
 
     def __str__(self) -> str:
         return f"{self.text}, bucket {self.bucket}" if self.bucket is not None else self.text
@@ -58,16 +62,20 @@ def collective_sequence(graph: Graph, group_names: Mapping[str, str]) -> list[Co
         graph: the graph.
         group_names: the roles in the mesh, by the names of process groups. Other groups are numbered in the order of use.
     """
+    return [collective for _, collective in collectives_of(graph, group_names)]
+
+
+def collectives_of(graph: Graph, group_names: Mapping[str, str]) -> Iterator[tuple[Node, Collective]]:
+    """Yield the collectives of a graph, as :func:`collective_sequence` lists them, with their nodes."""
     roles = dict(group_names)
-    sequence = []
     for node in graph.nodes:
         group = _group(node)
         if group:
             if group not in roles:
                 roles[group] = f"group {len(roles) - len(group_names) + 1} of {group_size(group)} ranks"
             text, without_sizes = (f"{_operation(node, sizes)} over {roles[group]}" for sizes in (True, False))
-            sequence.append(Collective(text, bucket(node), group, without_sizes))
-    return sequence
+            gathers = role(node) is Role.START_GATHER
+            yield node, Collective(text, bucket(node), group, without_sizes, node.target._opname, gathers)  # type: ignore[union-attr]
 
 
 def by_unit(sequence: Sequence[Collective]) -> list[Collective]:

@@ -146,7 +146,11 @@ class GradientControls(Controls):
             unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Set whether a parameter that gets no gradient in a backward counts as one with a gradient of zeros."""
+        """Set whether a parameter that gets no gradient in a backward counts as one with a gradient of zeros.
+
+        If so, ranks may use different parameters of a unit, as all of its parameters are gathered and reduced. Compiled code is
+        compiled again if the flag changes.
+        """
         for unit in self._units(recurse):
             unit.flags.reduce_scatter_unused_params = reduce_scatter_unused_params
 

@@ -29,6 +29,7 @@ from .composable import UnitState, state_of
 from .gradient_controls import GradientControls
 from .parameters import ShardedParameters, sharded_params_of, table_of
 from .schedule_controls import ScheduleControls
+from .whole_units import with_unit_of
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -242,6 +243,8 @@ def _in_unit(forward: Callable[..., Any]) -> Callable[..., Any]:
                 bool(scope.optimizer_state)
             args, kwargs = cast_inputs(policy, args, kwargs)
             result = cast_output(policy, forward(self, *args, **kwargs))
+            if is_compiling() and unit.flags.reduce_scatter_unused_params:
+                result = with_unit_of(unit, result)
             if uncompiled is not None:
                 uncompiled.returns(result, (args, kwargs))
             return result

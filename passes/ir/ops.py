@@ -6,6 +6,9 @@
 ``reshard_rounded``  as ``reshard``, for a parameter that is rounded for its gather: from the gathered bytes to some of them.
 ``tie``              returns its first argument. For the partitioner, it makes forward depend on the second argument, too. A
                      pass removes ties, so they are never lowered.
+``with_unit``        returns values of a unit, and reads all parameters of the unit, in forward and in backward. So the unit is
+                     gathered whole, and parameters that the unit's forward does not read get gradients of zeros.
+                     :mod:`passes.transforms.bucket` removes it.
 
 ``unshard_extension`` is a function that AOTAutograd traces through. It is ``unshard`` between an encoding and a decoding by the
 user (:mod:`passes.ir.extension`).
@@ -70,12 +73,14 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define("tie(Tensor full, Tensor kept) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("with_unit(Tensor[] values, Tensor[] fulls) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 
 unshard = torch.ops.fsdp_compile.unshard.default
 reduce_grad = torch.ops.fsdp_compile.reduce_grad.default
 reshard = torch.ops.fsdp_compile.reshard.default
 reshard_rounded = torch.ops.fsdp_compile.reshard_rounded.default
 tie = torch.ops.fsdp_compile.tie.default
+with_unit = torch.ops.fsdp_compile.with_unit.default
 
 
 @torch.compiler.allow_in_graph
@@ -309,6 +314,7 @@ _library.impl("reshard_rounded", disable_dynamo(_reshard_rounded_kernel), "Compo
 
 
 _library.impl("tie", lambda full, kept: full.clone(), "CompositeExplicitAutograd")
+_library.impl("with_unit", lambda values, fulls: [value.clone() for value in values], "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake(unshard, lib=_library)
@@ -347,6 +353,25 @@ def _(
 @torch.library.register_fake(tie, lib=_library)
 def _(full: Tensor, kept: Tensor) -> Tensor:
     return torch.empty_like(full)
+
+
+@torch.library.register_fake(with_unit, lib=_library)
+def _(values: Sequence[Tensor], fulls: Sequence[Tensor]) -> list[Tensor]:
+    # The operator is removed, so its results have the strides of its inputs.
+    return [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device) for value in values]
+
+
+def _save_fulls(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    _, fulls = inputs
+    ctx.save_for_backward(*fulls)
+
+
+def _backward_with_unit(ctx: Any, grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    fulls = ctx.saved_tensors
+    return with_unit(list(grads), list(fulls)), list(map(torch.zeros_like, fulls))
+
+
+torch.library.register_autograd(with_unit, _backward_with_unit, setup_context=_save_fulls, lib=_library)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:

@@ -42,12 +42,12 @@ from ..collectives.host_copies import wait_copy
 from ..collectives.layout import REPLICATED
 from ..collectives.rounded_gather import GatherPolicy, rounding
 from ..fx.emit import emit
-from ..fx.graph import derived, with_sources
+from ..fx.graph import derived, is_collective, with_sources
 from ..ir.interface import FullParameter, Interface
-from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard, reshard_rounded, unshard, unshards
+from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard, reshard_rounded, unshard, unshards, with_unit
 from ..ir.plan import Gather
 from ..ir.storage import gaps_to_gather
-from ..ir.work import BucketName, Role, Work, mark, nodes_of
+from ..ir.work import MAKES_PARAMETERS, BucketName, Role, Work, mark, nodes_of, role
 
 
 @dataclass
@@ -158,6 +158,19 @@ def sink_derived(graph: Graph) -> None:
         if first_reader is not None:
             for piece in pieces:
                 first_reader.prepend(piece)
+
+
+def _drop_readers_of_units(graph: Graph, kept: Sequence[Node]) -> None:
+    """Remove each ``with_unit``, and the copies out of buffers that nothing else reads and that are not ``kept``."""
+    found = graph.find_nodes(op="call_function", target=with_unit)
+    for node in found:
+        for element in list(node.users):
+            element.replace_all_uses_with(node.args[0][element.args[1]])  # type: ignore[index, arg-type]
+            graph.erase_node(element)
+        graph.erase_node(node)
+    for node in reversed(list(graph.nodes)) if found else ():
+        if role(node) in MAKES_PARAMETERS and not node.users and not is_collective(node) and node not in kept:
+            graph.erase_node(node)
 
 
 def _drop_trivial(graph: Graph) -> None:
@@ -289,6 +302,7 @@ def bucket_gathers(
             units = [buckets[index].name for index, _ in group]
             made = [*zip(fulls, units, strict=True), *((part, units[place]) for place in encoded for part in encoded[place])]
             _unpack(graph, bucket.name, made)
+    _drop_readers_of_units(graph, interface.output_nodes if interface is not None else ())
     _drop_trivial(graph)
 
 

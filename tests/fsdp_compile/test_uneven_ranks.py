@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
 
-from fsdp_compile import fully_shard
+from fsdp_compile import RanksDisagree, capture, fsdp_backend, fully_shard
 from tests.common.distributed import RankPools, device_mesh
+from tests.common.microbatches import count_collectives
 from tests.common.models import Block
 
 
@@ -103,22 +105,39 @@ def shard_all(model: nn.Module, shard: Callable[..., Any], mesh: Any) -> Any:
     return model
 
 
-def train_unevenly(kind: str, mesh_shape: tuple[int, ...]) -> None:
-    """Take steps with the library and with FSDP2, both uncompiled, and compare gradients. Runs on every rank."""
+#: By name: options of ``fsdp_backend``; None: not compiled.
+SYSTEMS: dict[str, dict[str, Any] | None] = {
+    "uncompiled": None,
+    "aot_eager": {"lowering": "aot_eager"},
+    "unit by unit": {"lowering": "aot_eager", "min_bucket_bytes": 0},
+    "inductor": {},
+}
+
+
+def train_unevenly(kind: str, mesh_shape: tuple[int, ...], system: str, neighbours: int = 1) -> None:
+    """Take steps with the library and with FSDP2, which is not compiled, and compare gradients. Runs on every rank.
+
+    So many neighbouring ranks are alike.
+    """
     rank, mesh = dist.get_rank(), device_mesh(mesh_shape)
+    is_odd = rank // neighbours % 2 == 1
     models = []
     for shard in (fully_shard, torch.distributed.fsdp.fully_shard):
         torch.manual_seed(0)
         models.append(shard_all(MODELS[kind]().double(), shard, mesh))
     ours, theirs = models
+    options = SYSTEMS[system]
+    forward = ours if options is None else torch.compile(ours, backend=fsdp_backend, options=options)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     for step in range(4):
-        torch.manual_seed(10 * step + rank)
-        tokens, image = torch.randint(11, (3, 5)), torch.randn(3, 5, 8, dtype=torch.float64)
         # In the third step the ranks are alike, and in the fourth the other way round.
-        variant = (rank % 2 == 1) if step < 2 else (True if step == 2 else rank % 2 == 0)
-        for model in models:
-            model(tokens, image, variant).square().sum().backward()
+        variant = is_odd if step < 2 else (True if step == 2 else not is_odd)
+        for last in (False, True):
+            torch.manual_seed(20 * step + 10 * last + rank)
+            tokens, image = torch.randint(11, (3, 5)), torch.randn(3, 5, 8, dtype=torch.float64)
+            for model, call in ((ours, forward), (theirs, theirs)):
+                model.set_requires_gradient_sync(last)
+                call(tokens, image, variant).square().sum().backward()
         for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             assert (one.grad is None) is (other.grad is None), (step, name)
             if other.grad is not None:
@@ -130,8 +149,134 @@ def train_unevenly(kind: str, mesh_shape: tuple[int, ...]) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=["fsdp", "hsdp"])
+def _marks(system: str, mesh_shape: tuple[int, ...]) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.inductor] if system == "inductor" else []
+    return [*marks, pytest.mark.night] if system != "aot_eager" and mesh_shape == (2, 2) else marks
+
+
+@pytest.mark.parametrize(
+    ("system", "mesh_shape"),
+    [
+        pytest.param(system, mesh_shape, id=f"{system}-{name}", marks=_marks(system, mesh_shape))
+        for system in SYSTEMS
+        for name, mesh_shape in (("fsdp", (2,)), ("hsdp", (2, 2)))
+    ],
+)
 @pytest.mark.parametrize("kind", MODELS)
-def test_train_as_with_fsdp2(kind: str, mesh_shape: tuple[int, ...], rank_pools: RankPools) -> None:
+def test_train_as_with_fsdp2(kind: str, system: str, mesh_shape: tuple[int, ...], rank_pools: RankPools) -> None:
     world = torch.Size(mesh_shape).numel()
-    rank_pools[world].run(train_unevenly, kind=kind, mesh_shape=mesh_shape)
+    rank_pools[world].run(train_unevenly, kind=kind, mesh_shape=mesh_shape, system=system)
+
+
+@pytest.mark.parametrize("kind", ["another reader first", "parameters that some ranks read"])
+def test_replicas_differ(kind: str, rank_pools: RankPools) -> None:
+    """Ranks that shard together are alike, and replicas are not."""
+    rank_pools[4].run(train_unevenly, kind=kind, mesh_shape=(2, 2), system="unit by unit", neighbours=2)
+
+
+class Measured(nn.Module):
+    """Gives a detached result beside another, and has a parameter that it never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(8, 8), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = self.layer(x)
+        return {"x": x, "norm": x.detach().norm(), "rows": len(x), "largest": x.argmax()}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_results_stay_as_they_are(compiled: bool, fake_ranks: None) -> None:
+    model: Any = fully_shard(Measured())
+    model.set_reduce_scatter_unused_params(True)
+    forward = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"}) if compiled else model
+    found = forward(torch.randn(3, 8))
+    assert (found["x"].requires_grad, found["norm"].requires_grad, found["rows"]) == (True, False, 3)
+    found["x"].sum().backward()
+    assert not model.unused.grad.to_local().any()
+    with torch.no_grad():
+        assert not forward(torch.randn(3, 8))["x"].requires_grad
+
+
+class OrderOfCalls(nn.Module):
+    """Ranks call units in opposite orders."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(8, 8) for _ in range(units))
+
+    def forward(self, x: Tensor, variant: bool) -> Tensor:
+        for unit in reversed(self.units) if variant else self.units:
+            x = torch.tanh(unit(x))
+        return x
+
+
+def train_in_other_order(units: int) -> str:
+    """Take a step in which ranks call units in opposite orders. Return the error, or the largest error of a gradient."""
+    rank, mesh = dist.get_rank(), device_mesh((2,))
+    torch.manual_seed(0)
+    model: Any = OrderOfCalls(units).double()
+    reference = copy.deepcopy(model)
+    for unit in (*model.units, model):
+        fully_shard(unit, mesh=mesh)
+    options = {"lowering": "aot_eager", "min_bucket_bytes": 0}
+    compiled = torch.compile(model, backend=fsdp_backend, options=options)
+    # With a gradient, so that backward reads the weights of every unit.
+    batches = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    try:
+        compiled(batches[rank], rank == 1).square().sum().backward()
+    except RanksDisagree as error:
+        return str(error)
+    sum(reference(batch, other == 1).square().sum() / 2 for other, batch in enumerate(batches)).backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return f"{max((one.grad.full_tensor() - other.grad).abs().max().item() for one, other in pairs):.0e}"
+
+
+def test_units_in_another_order(rank_pools: RankPools) -> None:
+    """Two units may come in any order. Of three, one would be reduced before a gather that its gradient needs."""
+    assert all(float(found) < 1e-12 for found in rank_pools[2].run(train_in_other_order, units=2))
+    for found in rank_pools[2].run(train_in_other_order, units=4):
+        assert "about to run different programs" in found
+
+
+def recompile_alone() -> list[int]:
+    """Return the number of graphs that this rank lowered in each of four steps. Runs on every rank.
+
+    In the third step, one rank has an image for the first time, and compiles alone.
+    """
+    rank, mesh = dist.get_rank(), device_mesh((2,))
+    torch.manual_seed(0)
+    model = shard_all(TowersFirst(), fully_shard, mesh)
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager", "min_bucket_bytes": 0})
+    lowered = []
+    for step in range(4):
+        with capture() as captured:
+            compiled(torch.randint(11, (3, 5)), torch.randn(3, 5, 8), rank == 1 and step >= 2).square().sum().backward()
+        lowered.append(len(captured.forward) + len(captured.backward))
+        model.zero_grad()
+    return lowered
+
+
+def test_a_rank_that_compiles_alone_follows_the_others(rank_pools: RankPools) -> None:
+    assert rank_pools[2].run(recompile_alone) == [[2, 0, 0, 0], [2, 0, 2, 0]]
+
+
+def gathers_by_options() -> list[int]:
+    """Return the number of gathers in a forward of one model, compiled with small units merged, apart, and merged again."""
+    torch.manual_seed(0)
+    model = shard_all(TowersFirst(), fully_shard, device_mesh((2,)))
+    inputs = torch.randint(11, (3, 5)), torch.randn(3, 5, 8), True
+    counts = []
+    for least in (1 << 20, 0, 1 << 20):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager", "min_bucket_bytes": least})
+        with count_collectives() as counted:
+            compiled(*inputs)
+        counts.append(counted.all_gather)
+    return counts
+
+
+def test_other_options_mean_other_buckets(rank_pools: RankPools) -> None:
+    """What ranks have agreed on is no reason to have fewer or more collectives than the options say."""
+    assert rank_pools[2].run(gathers_by_options) == [[1, 3, 1]] * 2

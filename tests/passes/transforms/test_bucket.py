@@ -2,7 +2,7 @@ import torch
 
 from passes.collectives.layout import REPLICATED
 from passes.ir.interface import FullParameter, Interface
-from passes.ir.ops import reshard, unshard
+from passes.ir.ops import reshard, unshard, with_unit
 from passes.ir.plan import Gather
 from passes.ir.work import Role, bucket, role
 from passes.transforms.bucket import bucket_gathers, gather_buckets
@@ -158,6 +158,55 @@ def forward(self, scale: "f32[]", unread: "f32[2]", x: "f32[3]"):
     return mul
 """,
         )
+
+    def test_a_whole_unit_is_gathered_with_unread_parameters(self) -> None:
+        def forward(weight, bias, gate, x):
+            full_weight = unshard(weight, "up.weight", [16, 4], self.shard, unit="up", offset=0)
+            full_bias = unshard(bias, "up.bias", [16], self.shard, unit="up", offset=8)
+            full_gate = unshard(gate, "up.gate", [16], self.shard, unit="up", offset=10)
+            (result,) = with_unit([torch.mm(x, full_weight.t())], [full_weight, full_bias, full_gate])
+            return result.relu() + full_bias
+
+        gm = self.trace(forward, *map(torch.zeros, ((2, 4), 2, 2, (3, 4))), names="weight bias gate x")
+        bucket_gathers(gm.graph)
+        self.assertExpectedInline(
+            self.text(gm.graph),
+            """\
+def forward(self, weight: "f32[2, 4]", bias: "f32[2]", gate: "f32[2]", x: "f32[3, 4]"):
+    view: "f32[8]" = aten.view.default(weight, [-1])
+    view_1: "f32[2]" = aten.view.default(bias, [-1])
+    view_2: "f32[2]" = aten.view.default(gate, [-1])
+    cat: "f32[12]" = aten.cat.default([view, view_1, view_2])
+    all_gather_into_tensor: "f32[96]" = _c10d_functional.all_gather_into_tensor.default(cat, 8, 'shard')
+    wait_tensor: "f32[96]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
+    view_3: "f32[8, 12]" = aten.view.default(wait_tensor, [8, -1])
+    split_with_sizes = aten.split_with_sizes.default(view_3, [8, 2, 2], 1)
+    getitem_1: "f32[8, 8]" = split_with_sizes[0]
+    getitem_2: "f32[8, 2]" = split_with_sizes[1]
+    clone: "f32[8, 8]" = aten.clone.default(getitem_1, memory_format = torch.contiguous_format)
+    _unsafe_view: "f32[16, 4]" = aten._unsafe_view.default(clone, [16, 4])
+    clone_1: "f32[8, 2]" = aten.clone.default(getitem_2, memory_format = torch.contiguous_format)
+    _unsafe_view_1: "f32[16]" = aten._unsafe_view.default(clone_1, [16])
+    t: "f32[4, 16]" = aten.t.default(_unsafe_view)
+    mm: "f32[3, 16]" = aten.mm.default(x, t)
+    relu: "f32[3, 16]" = aten.relu.default(mm)
+    add: "f32[3, 16]" = aten.add.Tensor(relu, _unsafe_view_1)
+    return add
+""",
+        )
+
+    def test_kept_parameters_of_a_whole_unit_go_out(self) -> None:
+        def forward(weight, gate, x):
+            full_weight = unshard(weight, "up.weight", [16, 4], self.shard, unit="up", offset=0)
+            full_gate = unshard(gate, "up.gate", [16], self.shard, unit="up", offset=8)
+            return with_unit([torch.mm(x, full_weight.t())], [full_weight, full_gate])
+
+        gm = self.trace(forward, *map(torch.zeros, ((2, 4), 2, (3, 4))), names="weight gate x")
+        interface = Interface(gm.graph)
+        bucket_gathers(gm.graph, [Gather.KEEP], interface)
+        interface.finish()
+        gm.graph.lint()
+        assert interface.outputs == [FullParameter(0, 0), FullParameter(0, 1)]
 
     def test_leaves_the_models_own_collectives_alone(self) -> None:
         def forward(x):

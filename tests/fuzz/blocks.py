@@ -87,6 +87,19 @@ class LoRA(nn.Module):
         return x + torch.tanh(self.base(x) + self.b(self.a(x)))
 
 
+class Gated(nn.Module):
+    """A gate that is read only while it is open, which may differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.gate = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.is_open = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.base(x))
+        return x * torch.sigmoid(self.gate(x)) if self.is_open else x
+
+
 class Tied(nn.Module):
     """Two layers with one weight."""
 
@@ -252,6 +265,7 @@ KINDS: dict[str, type[nn.Module]] = {
     "experts": Experts,
     "stacked experts": StackedExperts,
     "lora": LoRA,
+    "gated": Gated,
     "tied": Tied,
     "looped": Looped,
     "gains": Gains,

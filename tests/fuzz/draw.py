@@ -95,6 +95,12 @@ class _CaseBuilder:
             features.append("offload")
         if len(self.mesh) == 1 and self.optimizer != "in backward" and self.maybe(0.15):
             features.append("hook")
+        chooses = dict(self.options).keys() & {"schedule", "memory_budget"}
+        gated = [block for block in self.model.blocks if block.kind == "gated"]
+        # A block of the root's unit that is compiled by itself is gathered by itself, and cannot be gathered whole.
+        is_whole = "by block" not in features or all(block.unit for block in gated)
+        if gated and is_whole and self.optimizer != "in backward" and not chooses and self.maybe(0.7):
+            features.append("uneven")
         return tuple(features)
 
     def _options(self) -> tuple[tuple[str, Any], ...]:

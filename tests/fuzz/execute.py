@@ -30,7 +30,7 @@ import fsdp_compile
 from tests.common.distributed import device_mesh
 from tests.common.subclasses import Wrapper
 
-from .blocks import VOCABULARY, Extended, Network, Parallel, network
+from .blocks import VOCABULARY, Extended, Gated, Network, Parallel, network
 from .case import Call, Case, Evaluate, Event, Freeze, Micro, Model, Path, Reload, Step
 
 _adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
@@ -51,6 +51,7 @@ OF_THE_LIBRARY = ("flat", "one buffer", "in backward", "offloaded")
 
 #: Features that are applied to a sharded model. Others, such as "offload" and "rounded", are options of ``fully_shard``.
 FEATURES: dict[str, Callable[[Any], None]] = {
+    "uneven": lambda model: model.set_reduce_scatter_unused_params(True),
     "hook": lambda model: model.register_comm_hook(
         fsdp_compile.comm_hooks.DefaultState(dist.group.WORLD), fsdp_compile.comm_hooks.reduce_scatter_hook
     ),
@@ -209,6 +210,9 @@ class _Trainee:
         losses = {}
         divisor = self.case.factor or self.case.data_ranks
         for rank in range(self.case.data_ranks) if self.is_whole else [self.data_rank]:
+            if "uneven" in self.case.features:
+                for gated in (module for module in self.model.modules() if isinstance(module, Gated)):
+                    gated.is_open = (rank + self.index) % 2 == 0
             loss: Any = 0.0
             for number in range(forwards):
                 tokens, target = _batch(10 * self.index + number, rank, sizes[rank % len(sizes)], dtype, self.device)
@@ -231,6 +235,10 @@ class _Trainee:
             seen.local = {name: _local(param.grad) for name, param in self.named.items()}
 
     def _step(self, event: Step, seen: EventRecord) -> None:
+        if self.is_whole and "uneven" in self.case.features:
+            for param in self.named.values():
+                if param.grad is None and param.requires_grad:
+                    param.grad = torch.zeros_like(param)
         if not self.updates_in_backward:
             seen.grads = {name: None if param.grad is None else _full(param.grad) for name, param in self.named.items()}
             if event.clip is not None:

@@ -161,11 +161,10 @@ def _place_in_storage(node: Node) -> tuple[str, int, str]:
 def _gather_by_unit(gm: GraphModule) -> None:
     """Sort the unshards at the top of a graph by unit, as ranks may read parameters in different orders."""
     found = unshards(gm.graph.nodes)
-    with gm.graph.inserting_before(found[0]):
-        place = gm.graph.call_function(list)
+    last = found[0].prev
     for node in sorted(found, key=_place_in_storage):
-        place.prepend(node)
-    gm.graph.erase_node(place)
+        last.append(node)
+        last = node
     gm.recompile()
 
 

@@ -111,7 +111,7 @@ class _Post:
         """Return the post as text: a digest, then the compressed contents."""
         program = self.program
         found = program.arrangement if self.may_rearrange else None
-        arrangement = None if found is None else [found.collectives, found.by_unit]
+        arrangement = None if found is None else found.fields()
         text = json.dumps([program.title, program.lines, program.compared, program.is_graph, arrangement, self.before])
         return digest([program.digest, self.before, str(self.may_rearrange)]) + b85encode(zlib.compress(text.encode())).decode()
 
@@ -262,7 +262,7 @@ class Agreement:
         first = sides[0][1].program.arrangement
         alike = {(post.program.title, post.before, getattr(post.program.arrangement, "by_unit", None)) for _, post in sides}
         if len(alike) == 1 and first is not None:
-            return _REARRANGE + json.dumps([first.collectives, first.by_unit])
+            return _REARRANGE + json.dumps(first.fields())
         programs = [(ranks, post.program) for ranks, post in sides]
         return f"{_first_difference(self.label, programs)}\n{WHAT_TO_LOOK_FOR}"
 

@@ -58,9 +58,13 @@ class Arrangement:
         """Return the arrangement of a graph with these collectives."""
         return Arrangement(tuple(map(_key, sequence)), tuple(map(str, by_unit(sequence))))
 
+    def fields(self) -> tuple[Any, ...]:
+        """Return the fields, as JSON can write them."""
+        return self.collectives, self.by_unit
+
     @staticmethod
     def from_lists(lists: Any) -> Arrangement:
-        """Make an arrangement of the lists that JSON makes of its fields."""
+        """Make an arrangement of the lists that JSON reads for :meth:`fields`."""
         collectives, units = lists
         keys = (
             (operation, gathers, tuple((name, piece) for name, piece in parts)) for operation, gathers, parts in collectives

@@ -278,5 +278,5 @@ def gathers_by_options() -> list[int]:
 
 
 def test_other_options_mean_other_buckets(rank_pools: RankPools) -> None:
-    """What ranks have agreed on is no reason to have fewer or more collectives than the options say."""
+    """Buckets follow the options of a compilation, not what ranks agreed on under other options."""
     assert rank_pools[2].run(gathers_by_options) == [[1, 3, 1]] * 2

@@ -35,8 +35,7 @@ class _CaseBuilder:
         self.features = self._features()
         # If sizes differ between ranks, each rank recompiles by itself. Options that choose by sizes exclude that: without a
         # given maximum, ranks could choose differently (docs/memory.md).
-        chooses = dict(self.options).keys() & {"schedule", "memory_budget"}
-        self.sizes_differ = self.maybe(0.2) and not chooses
+        self.sizes_differ = self.maybe(0.2) and not self._chooses_by_sizes()
         events: list[Event] = []
         for _ in range(2 if self.is_small else self.random.choice((2, 3, 3, 4))):
             events += self._between_steps()
@@ -95,13 +94,15 @@ class _CaseBuilder:
             features.append("offload")
         if len(self.mesh) == 1 and self.optimizer != "in backward" and self.maybe(0.15):
             features.append("hook")
-        chooses = dict(self.options).keys() & {"schedule", "memory_budget"}
         gated = [block for block in self.model.blocks if block.kind == "gated"]
         # A block of the root's unit that is compiled by itself is gathered by itself, and cannot be gathered whole.
         is_whole = "by block" not in features or all(block.unit for block in gated)
-        if gated and is_whole and self.optimizer != "in backward" and not chooses and self.maybe(0.7):
+        if gated and is_whole and self.optimizer != "in backward" and not self._chooses_by_sizes() and self.maybe(0.7):
             features.append("uneven")
         return tuple(features)
+
+    def _chooses_by_sizes(self) -> bool:
+        return not dict(self.options).keys().isdisjoint({"schedule", "memory_budget"})
 
     def _options(self) -> tuple[tuple[str, Any], ...]:
         if not self.compiled or self.with_fsdp2:

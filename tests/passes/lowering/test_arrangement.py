@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -107,11 +108,11 @@ finish_reduce a
         names = [node.target for node in gm.graph.nodes]
         assert names.index(torch.ops.aten.add.Tensor) < names.index(torch.ops.aten.copy_.default)
 
-    def test_as_lists(self) -> None:
+    def test_as_json(self) -> None:
         gm = self.backward("a", "b")
         self.lower(gm)
         found = self.arrangement(gm)
-        assert Arrangement.from_lists([[list(key) for key in found.collectives], list(found.by_unit)]) == found
+        assert Arrangement.from_lists(json.loads(json.dumps(found.fields()))) == found
 
 
 class TestGrouping(ArrangementTestCase):

@@ -225,7 +225,9 @@ def _trace(
     # The backward graph has been decomposed before, and Inductor relies on decomposed operators.
     trace = make_fx(dispatch_functionalize(observed, FunctionalTensorMode()), decomposition_table=select_decomp_table())
     try:
-        traced = trace(*fakes)
+        # Not recorded by who emits the hook: operators of the trace are, when it runs.
+        with _disable_current_modes():
+            traced = trace(*fakes)
     except HookNotTraceable:
         raise
     except Exception as error:

@@ -1,19 +1,19 @@
 """Write plain tensor code into an FX graph."""
 
 import contextlib
+import operator
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import SymInt
+from torch import SymInt, Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .fake_values import FakeCopies, shared_memory
-from .symbolic_ranks import MEANT, symbolic_numbers
-from .torch_internals.core import get_decompositions, pytree
+from .symbolic_ranks import MEANT, are_symbolic
+from .torch_internals.core import TorchDispatchMode, get_decompositions, pytree
 
 #: The key in ``node.meta`` of a node's work (:mod:`passes.ir.work`).
 WORK = "fsdp"
@@ -75,25 +75,20 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, work: Hashable 
         if is_new:
             traces.graphs[key] = _trace(function, spec, values, constants)
         traced = traces.graphs[key]
-    is_symbolic = bool(symbolic_numbers())
     environment: dict[Node, Any] = {}
     values_of_copies = FakeCopies()
-    arguments = iter([*flat_args, *symbolic_numbers(constants)])
+    arguments = iter(flat_args)
     output: Any = None
     for node in traced.nodes:
         if node.op == "placeholder":
             environment[node] = next(arguments)
-            if isinstance(environment[node], Node):
-                values_of_copies.bind(node.meta["val"], environment[node].meta["val"])
-        elif is_symbolic and isinstance(node.meta.get("val"), SymInt):
-            # Arithmetic with the number of ranks. Its result is the argument, as it is in graphs that run.
-            environment[node] = node.meta["val"]
+            values_of_copies.bind(node.meta["val"], environment[node].meta["val"])
         elif node.target == torch.ops.aten.detach.default:
             # Nothing is differentiated here. Tracing a reinterpreted dtype leaves such a node.
             environment[node] = environment[node.args[0]]
         elif node.op == "output":
             output = torch.fx.map_arg(node.args[0], environment.__getitem__)
-        elif node.op == "call_function":
+        else:
             copy = graph.node_copy(node, environment.__getitem__)
             copy.target = MEANT.get(copy.target, copy.target)
             if work is not None:
@@ -101,19 +96,66 @@ def emit(graph: Graph, function: Callable[..., Any], *args: Any, work: Hashable 
             if traces is not None and traces.is_fresh and not is_new:
                 copy.meta["val"] = values_of_copies.copy(node.meta["val"])
             environment[node] = copy
-        else:
-            raise AssertionError(f"emit() expects functional tensor code; tracing it gave {node.format_node()}")
     return output
 
 
-def _trace(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], constants: dict[str, Any]) -> Graph:
-    def flat_function(*tensors: Any) -> Any:
-        return function(*pytree.tree_unflatten(tensors[: len(values)], spec), **constants)
+class _Recorder(TorchDispatchMode):
+    """A mode that writes the operators that fake tensors go through into a graph.
 
-    with torch.no_grad():
-        # Two nodes may hold the same fake tensor, which tracing would treat as one input.
-        inputs = [value.detach() for value in values]
-        return make_fx(flat_function, decomposition_table=_DECOMPOSITIONS)(*inputs, *symbolic_numbers(constants)).graph
+    ``make_fx`` does the same for any code, in several times the time: it patches modules, and compiles a module of the result.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = Graph()
+        # The tensors are kept, so that no other gets the id of one.
+        self._nodes: dict[int, tuple[Node, Tensor]] = {}
+
+    def input(self, value: Tensor) -> None:
+        self._bind(self.graph.placeholder("input"), value)
+
+    def output(self, result: Any) -> None:
+        self.graph.output(pytree.tree_map(self._node, result))
+        self.graph.eliminate_dead_code()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DECOMPOSITIONS:
+            with self:
+                return _DECOMPOSITIONS[func](*args, **kwargs)
+        result = func(*args, **kwargs)
+        args, kwargs = pytree.tree_map(self._node, (args, kwargs))
+        self._bind(self.graph.create_node("call_function", func, args, kwargs, func.overloadpacket.__name__), result)
+        return result
+
+    def _bind(self, node: Node, value: Any) -> None:
+        node.meta["val"] = value
+        if isinstance(value, Tensor):
+            self._nodes[id(value)] = node, value
+        elif isinstance(value, (list, tuple)):
+            for index, each in enumerate(value):
+                self._bind(self.graph.call_function(operator.getitem, (node, index)), each)
+
+    def _node(self, value: Any) -> Any:
+        if isinstance(value, SymInt) and not are_symbolic():
+            raise AssertionError("emit() expects code whose arguments depend on no size that changes")
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._nodes:
+            raise AssertionError("emit() expects functional tensor code that uses no tensors but its arguments")
+        return self._nodes[id(value)][0]
+
+
+def _trace(function: Callable[..., Any], spec: Any, values: list[Tensor], constants: dict[str, Any]) -> Graph:
+    recorder = _Recorder()
+    # Two nodes may hold the same fake tensor, which recording would treat as one input.
+    inputs = [value.detach() for value in values]
+    for value in inputs:
+        recorder.input(value)
+    with torch.no_grad(), recorder:
+        result = function(*pytree.tree_unflatten(inputs, spec), **constants)
+    recorder.output(result)
+    return recorder.graph
 
 
 def _key(function: Callable[..., Any], spec: Any, values: list[torch.Tensor], constants: dict[str, Any]) -> Hashable:

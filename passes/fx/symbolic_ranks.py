@@ -23,7 +23,6 @@ from torch import SymInt, Tensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-from .torch_internals.core import pytree
 from .torch_internals.dynamo import ConstantSource
 
 _c10d = torch.ops._c10d_functional
@@ -147,16 +146,9 @@ def overridden_ranks(group: str) -> range | None:
     return _ranks.get().get(group)
 
 
-def symbolic_numbers(constants: Any = None) -> list[SymInt]:
-    """Return the symbols that a trace needs as inputs: the sizes of groups, and each ``SymInt`` among ``constants``.
-
-    Outside of :func:`symbolic_ranks` there are none.
-    """
-    sizes = _sizes.get()
-    if not sizes:
-        return []
-    numbers = [*sizes.values(), *(leaf for leaf in pytree.tree_leaves(constants) if isinstance(leaf, SymInt))]
-    return list({id(number): number for number in numbers}.values())
+def are_symbolic() -> bool:
+    """Return whether sizes of groups are symbols: inside of :func:`symbolic_ranks`."""
+    return bool(_sizes.get())
 
 
 def _symbol(shape_env: ShapeEnv, name: str, size: int) -> SymInt:

@@ -600,8 +600,6 @@ def forward(self, grad: "f32[16]", weight: "f32[2]", residual_weight: "f32[8, 2]
             text,
             """\
 def forward(self, grad: "f32[16]", weight: "f32[2]", a_weight: "f32[8, 2]", b_weight: "f32[8, 2]"):
-    view: "f32[8, 2]" = aten.view.default(grad, [8, -1])
-    view_1: "f32[16]" = aten.view.default(view, [-1])
     clone: "f32[8, 2]" = aten.clone.default(a_weight)
     select: "f32[2]" = aten.select.int(a_weight, 0, 0)
     clone_1: "f32[8, 2]" = aten.clone.default(b_weight)

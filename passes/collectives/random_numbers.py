@@ -42,7 +42,10 @@ def _mixed(bits: Tensor) -> Tensor:
     bits = bits & _MASK
     bits = (bits ^ (bits >> 16)) * 0x21F0AAAD & _MASK
     bits = (bits ^ (bits >> 15)) * 0x735A2D97 & _MASK
-    return bits ^ (bits >> 15)
+    bits = bits ^ (bits >> 15)
+    # Inductor evaluates a value for each of its readers, here two each time, unless it has a buffer of its own. Without one,
+    # nested calls take a minute to compile. Only an as_strided is sure to give one; fusion takes it away again.
+    return bits.as_strided(bits.shape, bits.stride())
 
 
 class Draws:

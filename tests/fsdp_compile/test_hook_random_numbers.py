@@ -153,3 +153,21 @@ def test_refusals(fake_ranks: None) -> None:
     with pytest.raises(ValueError, match="stochastic_rounding=True"):
         QuantizedReduce(torch.bfloat16, stochastic_rounding=True)
     model.register_comm_hook(DefaultState(dist.group.WORLD), QuantizedReduce(stochastic_rounding=True))
+
+
+@pytest.mark.inductor
+def test_inductor_evaluates_numbers_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixed value has two readers. If each evaluated it anew, fifteen readers inside of each other would do so 2**15 times."""
+    create_node, nodes = torch.fx.Graph.create_node, 0
+
+    def counted(*args: Any, **kwargs: Any) -> torch.fx.Node:
+        nonlocal nodes
+        nodes += 1
+        return create_node(*args, **kwargs)
+
+    key = new_key(0, 0, "weight", torch.device("cpu"))
+    with monkeypatch.context() as patched, torch._inductor.config.patch(force_disable_caches=True):
+        patched.setattr(torch.fx.Graph, "create_node", counted)
+        found = torch.compile(lambda key: Draws(key).normal([64], None))(key)
+    torch.testing.assert_close(found, Draws(key).normal([64], None))
+    assert nodes < 5_000

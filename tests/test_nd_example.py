@@ -49,7 +49,7 @@ _SPLITS = (
     "--cp 2 --pp 2",
 )
 _THROUGH_INDUCTOR = ("--dp 2 --tp 2 --ep 2", "--cp 2 --pp 2")  # each kind of parallelism once
-_IN_CI = (("--dp 4", "aot_eager"), ("--cp 2 --pp 2", "aot_eager"), ("--dp 2 --tp 2 --ep 2", "inductor"))
+_IN_CI = (("--cp 2 --pp 2", "aot_eager"), ("--dp 2 --tp 2 --ep 2", "aot_eager"))
 _SPLITS_OF_8 = ("--dp 2 --tp 2 --pp 2", "--dp 4 --ep 4 --tp 2", "--dp 2 --cp 2 --ep 2 --pp 2")
 
 

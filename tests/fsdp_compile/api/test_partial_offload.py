@@ -125,7 +125,12 @@ def train(system: str) -> Run:
 
 @pytest.mark.parametrize(
     ("ranks", "system"),
-    [(2, "aot_eager"), (2, "eager"), pytest.param(4, "aot_eager", marks=pytest.mark.night), (4, "inductor")],
+    [
+        (2, "aot_eager"),
+        (2, "eager"),
+        (2, "inductor"),
+        *(pytest.param(4, system, marks=pytest.mark.night) for system in ("aot_eager", "inductor")),
+    ],
 )
 def test_trains_as_fsdp2(ranks: int, system: str, rank_pools: RankPools) -> None:
     runs, expected = (rank_pools[ranks].run(train, system=name) for name in (system, "fsdp2"))

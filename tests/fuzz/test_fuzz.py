@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -20,7 +22,9 @@ from .shrink import is_sound, shrink, simpler
 def check_seeds(seeds: range, mesh: tuple[int, ...], system: str, is_small: bool) -> dict[int, list[str]]:
     """Return the differences from whole parameters by seed; a job for ranks."""
     cases = {seed: draw(seed, mesh, compiled=system != "eager", is_small=is_small) for seed in seeds}
-    return {seed: found for seed, case in cases.items() if (found := check(case, system))}
+    # Small models try the policies with which a search for a budget begins, and no neighbours of these.
+    with mock.patch("passes.auto.memory_budget._MOST_NODES", 0) if is_small else nullcontext():
+        return {seed: found for seed, case in cases.items() if (found := check(case, system))}
 
 
 @pytest.mark.parametrize("first", range(0, 20, 4))

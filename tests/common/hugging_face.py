@@ -115,6 +115,10 @@ def _speech(config: Any, batch: int, length: int) -> dict[str, Tensor]:
     return {"input_features": torch.randn(batch, 8, 16), "labels": _ids(batch, length)}
 
 
+def _sound(config: Any, batch: int, length: int) -> dict[str, Tensor]:
+    return {"input_values": torch.randn(batch, 40 * length), "labels": torch.arange(batch) % 3}
+
+
 def _image(config: Any, batch: int, length: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(batch, 3, _IMAGE, _IMAGE), "labels": torch.arange(batch) % 3}
 
@@ -328,6 +332,29 @@ ARCHITECTURES: dict[str, Architecture] = {
         _translator("Pegasus"),
         _translator("Marian").but(model="MarianMTModel"),
         _translator("Whisper", inputs=_speech, num_mel_bins=8, max_source_positions=8, max_target_positions=64),
+        _bare(
+            "Wav2Vec2Conformer",
+            "encoder",
+            head="ForSequenceClassification",
+            depth="num_hidden_layers",
+            hidden_size=32,
+            num_attention_heads=4,
+            intermediate_size=64,
+            conv_dim=(16, 16),
+            conv_stride=(5, 2),
+            conv_kernel=(10, 3),
+            conv_depthwise_kernel_size=5,
+            position_embeddings_type="relative",
+            max_source_positions=400,
+            layerdrop=0.0,
+            mask_time_prob=0.0,
+            num_conv_pos_embeddings=16,
+            num_conv_pos_embedding_groups=4,
+            num_labels=3,
+        ).but(
+            inputs=_sound,
+            traced_more="its forward breaks graphs; Dynamo then looks into what gathers the root, in no more graphs",
+        ),
         _transformer("ViT"),
         _transformer("DeiT"),
         _transformer("Beit"),

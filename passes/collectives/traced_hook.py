@@ -225,7 +225,7 @@ def _trace(
     # The backward graph has been decomposed before, and Inductor relies on decomposed operators.
     trace = make_fx(dispatch_functionalize(observed, FunctionalTensorMode()), decomposition_table=select_decomp_table())
     try:
-        # Not recorded by who emits the hook: operators of the trace are, when it runs.
+        # A recording around the hook (emit) is to get the operators of the finished trace, not those that tracing runs.
         with _disable_current_modes():
             traced = trace(*fakes)
     except HookNotTraceable:

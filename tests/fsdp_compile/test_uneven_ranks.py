@@ -118,7 +118,11 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
 def train_unevenly(kind: str, mesh_shape: tuple[int, ...], system: str, neighbours: int = 1) -> None:
     """Take steps with the library and with FSDP2, which is not compiled, and compare gradients. Runs on every rank.
 
-    So many neighbouring ranks are alike.
+    Args:
+        kind: the name of a model.
+        mesh_shape: the shape of the mesh.
+        system: the name of a system.
+        neighbours: the number of neighbouring ranks that use the same parameters.
     """
     rank, mesh = dist.get_rank(), device_mesh(mesh_shape)
     is_odd = rank // neighbours % 2 == 1

@@ -52,7 +52,7 @@ def several(first: Tensor, others: list[Tensor], *, factor: float) -> tuple[Tens
 
 @pytest.mark.parametrize("replayed", [False, True])
 def test_the_graph_computes_what_the_function_does(replayed: bool) -> None:
-    """Of several outputs and lists; a cast is written as Inductor expects it, and what nobody reads is not written."""
+    """Write several outputs and lists, casts in the form that Inductor expects, and no operator whose result nobody reads."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         given = [torch.randn(8, dtype=torch.bfloat16), torch.randn(3, dtype=torch.bfloat16)]
@@ -81,7 +81,7 @@ def test_tensors_from_elsewhere_are_refused() -> None:
 
 
 def test_sizes_that_change_are_no_arguments() -> None:
-    """A size that a run knows alone would stand in the graph as the symbol of the trace."""
+    """Refuse a size that only a run knows: the graph would hold the symbol of the trace in its place."""
     graph = Graph()
     mode = FakeTensorMode(shape_env=ShapeEnv())
     context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])

@@ -2,7 +2,8 @@
 
     Dynamo graph             deduplicate
                              fold_layers
-    joint graph              unfold_layers
+    joint graph              refresh_layouts
+                             unfold_layers
                              recompute_stretches (with a memory budget)
                              offload_activations
                              reshard_after_forward
@@ -24,7 +25,8 @@ and the passes after the schedule, and hands them in. Under a memory budget, :mo
 units reshard and what is recomputed.
 
 An :data:`Observer` is called after every pass. Some passes have work in few graphs, and report only if they change the graph:
-``fold_layers``, ``unfold_layers``, ``recompute_stretches``, ``offload_activations``, ``copy_activations``, ``fuse_products``.
+``fold_layers``, ``refresh_layouts``, ``unfold_layers``, ``recompute_stretches``, ``offload_activations``, ``copy_activations``,
+``fuse_products``.
 The observer :func:`log_pass` writes to torch's structured trace (tlparse shows it) and to the ``passes`` logger
 (``TORCH_LOGS="+passes"``). :func:`ignore_pass` is the observer for graphs that are only tried.
 """
@@ -58,6 +60,7 @@ from .transforms.mixed_precision import mixed_precision
 from .transforms.name_shards import name_shards
 from .transforms.offload_activations import copy_activations, mark_stretches, offload_activations
 from .transforms.recompute_stretches import forward_stretches, recompute_stretches
+from .transforms.refresh_layouts import TracedInputs, refresh_layouts
 from .transforms.repeated_layers import fold_layers, unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
 from .transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
@@ -141,10 +144,19 @@ def fold(gm: GraphModule, observer: Observer = log_pass) -> bool:
         return fold_layers(gm)
 
 
-def run_joint_passes(graph: Graph, observer: Observer = log_pass) -> None:
-    """Run the passes over the joint graph that come before those for the partitioner. In place."""
+def run_joint_passes(graph: Graph, observer: Observer = log_pass, *, traced: TracedInputs | None = None) -> None:
+    """Run the passes over the joint graph that come before those for the partitioner. In place.
+
+    Args:
+        graph: the graph, after Inductor's patterns.
+        observer: called after every pass that changed the graph.
+        traced: the graph's values before Inductor's patterns; None: there were no patterns.
+    """
     # Inductor sorts the nodes of its own patterns only after this hook.
     stable_topological_sort(graph)
+    if traced is not None:
+        with _observed(graph, "joint", "refresh_layouts", observer, if_changed=True):
+            refresh_layouts(graph, traced)
     with _observed(graph, "joint", "unfold_layers", observer, if_changed=True):
         unfold_layers(graph)
     mark_memory(graph)

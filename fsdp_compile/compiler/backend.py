@@ -36,6 +36,7 @@ from passes.pipeline import (
     run_preparing_passes,
 )
 from passes.transforms.offload_activations import will_offload
+from passes.transforms.refresh_layouts import TracedInputs
 
 from ..runtime.collective_log import CheckedProgram
 from ..runtime.graph_inputs import ParameterRegistry, sharded_param
@@ -205,35 +206,64 @@ def _check_parameters(
     return call
 
 
-class _JointPass(CustomGraphPass):
-    """Inductor's hook over the joint graph: this library's passes, then the user's passes at the same hook.
+class _JointHook(CustomGraphPass):
+    """One of Inductor's two hooks over the joint graph, before and after its own patterns.
 
     Args:
-        users_passes: a pass of the user, a list of passes, or None.
-        options: checked for conflicts with activations that wait on the host.
-        tells_partitioner: run the passes that tag nodes for the partitioner, too.
+        users_passes: a pass of the user at the same hook, a list of passes, or None.
     """
 
-    def __init__(self, users_passes: Any, options: Options, *, tells_partitioner: bool):
-        self._options = options
-        self._tells_partitioner = tells_partitioner
+    def __init__(self, users_passes: Any):
         as_list = users_passes if isinstance(users_passes, (list, tuple)) else [users_passes]
-        self._following: list[Callable[[Graph], None]] = [function for function in as_list if function is not None]
-
-    def __call__(self, graph: Graph) -> None:
-        run_joint_passes(graph, observer())
-        if will_offload(graph):
-            _check_activation_offload(self._options)
-        if self._tells_partitioner:
-            run_partitioner_passes(graph, observer())
-        for function in self._following:
-            function(graph)
+        self._users_passes: list[Callable[[Graph], None]] = [function for function in as_list if function is not None]
 
     def uuid(self) -> Any:
         # The graphs that result are part of Inductor's cache key, so a constant serves for the library's passes. None, for a
         # user's pass without a uuid, turns the cache off.
-        uuids = [getattr(function, "uuid", lambda: None)() for function in self._following]
+        uuids = [getattr(function, "uuid", lambda: None)() for function in self._users_passes]
         return None if None in uuids else ["fsdp_compile.joint_passes", *uuids]
+
+
+class _BeforePatterns(_JointHook):
+    """The hook before Inductor's patterns: the user's passes.
+
+    Attributes:
+        traced: the values in the graph that went through last.
+    """
+
+    traced: TracedInputs | None = None
+
+    def __call__(self, graph: Graph) -> None:
+        for function in self._users_passes:
+            function(graph)
+        self.traced = TracedInputs(graph)
+
+
+class _AfterPatterns(_JointHook):
+    """The hook after Inductor's patterns: this library's passes, then the user's passes.
+
+    Args:
+        users_passes: see :class:`_JointHook`.
+        before: the hook before the patterns.
+        options: checked for conflicts with activations that wait on the host.
+        tells_partitioner: run the passes that tag nodes for the partitioner, too.
+    """
+
+    def __init__(self, users_passes: Any, before: _BeforePatterns, options: Options, *, tells_partitioner: bool):
+        super().__init__(users_passes)
+        self._before = before
+        self._options = options
+        self._tells_partitioner = tells_partitioner
+
+    def __call__(self, graph: Graph) -> None:
+        traced, self._before.traced = self._before.traced, None
+        run_joint_passes(graph, observer(), traced=traced)
+        if will_offload(graph):
+            _check_activation_offload(self._options)
+        if self._tells_partitioner:
+            run_partitioner_passes(graph, observer())
+        for function in self._users_passes:
+            function(graph)
 
 
 class _Compilation:
@@ -276,17 +306,21 @@ class _Compilation:
         if options.memory_budget is not None and device is not None:
             hardware = find_hardware(options.hardware, device.type)
             self._budget = StepBudget(options, self._params, self._examples, hardware, fuses=lowering.fuses, is_whole=is_whole)
-        tags = _JointPass(inductor_config.joint_custom_post_pass, options, tells_partitioner=self._budget is None)
+        before = _BeforePatterns(inductor_config.joint_custom_pre_pass)
+        after = _AfterPatterns(inductor_config.joint_custom_post_pass, before, options, tells_partitioner=self._budget is None)
         self._config_patches = {
+            "shape_padding": inductor_config.shape_padding,
             **options.inductor,
             # CUDA graphs are recorded of whole programs, not of segments.
             CUDAGRAPHS: False,
             **lowering.config_patches,
-            "joint_custom_post_pass": tags,
+            "joint_custom_pre_pass": before,
+            "joint_custom_post_pass": after,
             # Freezing writes parameters into the code as constants, which cannot be sharded.
             "freezing": False,
         }
-        self._partitioning: dict[str, Any] = {}
+        # Segments are padded. Padding joint graphs, ranks could get different ones (passes/lowering/pad_products.py).
+        self._partitioning: dict[str, Any] = {"shape_padding": False}
         if self._budget is not None:
             self._partitioning["custom_partitioner_fn"] = BudgetPartitioner(self._budget, self._schedule)
             # Segments have nothing to partition, and Inductor copies its configuration for each segment.
@@ -301,7 +335,8 @@ class _Compilation:
             if inductor_config.joint_custom_pre_pass or inductor_config.joint_custom_post_pass:
                 return self._compile(gm)
             unfolded = snapshot(gm)
-            folded = fold(gm, observer())
+            with inductor_config.patch(shape_padding=False):
+                folded = fold(gm, observer())
             try:
                 return self._compile(gm)
             except Exception as error:

@@ -15,6 +15,7 @@ from passes.fx.size_guards import Assumptions
 from passes.fx.sizes import symbolic_sizes_of
 from passes.fx.torch_internals.core import TracingContext
 from passes.fx.torch_internals.inductor import FxGraphCache, compile_fx, compile_fx_inner, inductor_config
+from passes.lowering.pad_products import pad_products
 from passes.lowering.program import write_program
 from passes.lowering.segments import Segment, cut_into_segments
 from passes.transforms.fuse_products import fuse_products
@@ -118,6 +119,7 @@ class InductorLowering(Lowering):
 
     def _compile_one(self, segment: Segment, kwargs: Mapping[str, Any], assumptions: Assumptions) -> Any:
         gm = segment.graph_module
+        pad_products(gm)
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         sizes = list(symbolic_sizes_of(node.meta.get("val") for node in gm.graph.nodes))
         # Inductor changes the graph that it compiles.

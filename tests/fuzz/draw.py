@@ -40,7 +40,10 @@ class _CaseBuilder:
         for _ in range(2 if self.is_small else self.random.choice((2, 3, 3, 4))):
             events += self._between_steps()
             events += self._step()
-        return Case(self.mesh, self.model, tuple(events), self.optimizer, self.features, self.options, self._factor())
+        factor = self._factor()
+        if self.compiled and "float32" in (self.model.dtype, *(self.model.policy or ())) and self.maybe(0.5):
+            self.features = (*self.features, "padded")
+        return Case(self.mesh, self.model, tuple(events), self.optimizer, self.features, self.options, factor)
 
     def _model(self) -> Model:
         kinds = [

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 import fsdp_compile
 from tests.common.distributed import device_mesh
+from tests.common.padded_products import padded_products
 from tests.common.subclasses import Wrapper
 
 from .blocks import VOCABULARY, Extended, Gated, Network, Parallel, network
@@ -301,6 +302,7 @@ def execute(case: Case, system: str, device: str = "cpu") -> list[EventRecord]:
     torch._dynamo.reset()
     # Past its limit Dynamo runs a frame eagerly, on each rank after a different call.
     limits = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64)
-    with limits if system in ("aot_eager", "inductor") else nullcontext():
+    padded = padded_products() if "padded" in case.features else nullcontext()
+    with padded, limits if system in ("aot_eager", "inductor") else nullcontext():
         trainee = _Trainee(case, system, device)
         return [trainee.run(event) for event in case.events]

@@ -5,6 +5,9 @@ import torch
 # Joint graphs are decomposed before passes write into them, so new nodes are decomposed, too.
 from torch._decomp import get_decompositions
 
+# Operators with symbolic sizes are evaluated as in the trace, by torch's kernels in Python.
+from torch._dispatch.python import enable_python_dispatcher
+
 # Variants of a graph are lowered long after AOTAutograd has returned, in the contexts that it had. ``TracingContext`` also has
 # the fake mode of a compilation.
 from torch._guards import CompileContext, TracingContext, compile_context, tracing

@@ -26,8 +26,13 @@ from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 # Base classes of Inductor's hooks. Its cache asks them for a key of everything that their result depends on.
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
+# Inductor's patterns of products to pad. They run over segments, and a set of patterns without any others takes the place of
+# ``joint_graph.patterns`` while they register.
+from torch._inductor.fx_passes import joint_graph, pad_mm
+
 # Inductor's overlap of tensor parallelism. It runs on whole graphs, as segments hold no collectives.
 from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+from torch._inductor.fx_passes.pad_mm import _pad_mm_init
 
 # ``cuda_code`` stops a lowering when the code is written, before it is loaded.
 from torch._inductor.graph import GraphLowering
@@ -37,6 +42,9 @@ from torch._inductor.inductor_prims import force_stride_order
 
 # The node of generated C++ loops, with the indices that they read.
 from torch._inductor.ir import ComputedBuffer
+
+# A set of patterns, and its replacement of what they match.
+from torch._inductor.pattern_matcher import PatternMatcherPass
 
 # Locks lie in the folder of the cache that they protect.
 from torch._inductor.runtime.cache_dir_utils import cache_dir

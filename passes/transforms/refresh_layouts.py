@@ -1,0 +1,128 @@
+"""Refresh layouts: write down the strides that values have once Inductor's patterns have replaced operators before them.
+
+Before: Inductor has replaced operators by others whose results have other strides: attention that is written out by a fused
+        kernel, a product by a padded one and a slice of it. It leaves the values of the operators that follow as they were
+        traced, as it propagates all values once more when it lowers a whole graph. Here, forward, backward and their segments
+        are lowered apart, and rely on the values in the graph.
+After:  the values of operators that follow have the strides that they get. A view that these strides do not permit, an
+        operator outside of torch's core, and the graph's outputs read a copy with the strides that they were traced with.
+
+Leaves alone what follows no replaced operator. Runs once for each joint graph, for each layer that is traced alone, and for
+each segment with padded products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ..fx.emit import emit
+from ..fx.graph import is_view
+from ..fx.sizes import size_hint
+from ..fx.torch_internals.aot import V
+from ..fx.torch_internals.core import OpOverload, enable_python_dispatcher, pytree
+
+
+class TracedInputs:
+    """The values that the operators of a graph were traced with.
+
+    Args:
+        graph: the graph, before Inductor's patterns.
+    """
+
+    def __init__(self, graph: Graph):
+        self._values = {node: [source.meta.get("val") for source in _sources(node)] for node in graph.nodes}
+
+    def expected(self, node: Node, replaced: Mapping[Node, Any]) -> Sequence[Any]:
+        """Return the values that ``node`` was traced with.
+
+        Args:
+            node: an operator, also one that a pattern has inserted.
+            replaced: for values that were refreshed, the earlier ones.
+        """
+        sources = _sources(node)
+        values = self._values.get(node, ())
+        # A pattern may have changed the arguments of an operator that was there before.
+        return values if len(values) == len(sources) else [replaced.get(source, source.meta.get("val")) for source in sources]
+
+
+def refresh_layouts(graph: Graph, traced: TracedInputs) -> None:
+    """Give the nodes after replaced operators the strides that they have, or their inputs the strides of before. In place.
+
+    Args:
+        graph: the graph after Inductor's patterns, sorted.
+        traced: its values before.
+    """
+    replaced: dict[Node, Any] = {}
+    for node in list(graph.nodes):
+        sources = _sources(node)
+        expected = traced.expected(node, replaced)
+        changed = {
+            source: value
+            for source, value in zip(sources, expected, strict=True)
+            if source.meta.get("val") is not value and _layouts(source.meta.get("val")) != _layouts(value)
+        }
+        if not changed:
+            continue
+        try:
+            value = _evaluate(node)
+        except (NotImplementedError, RuntimeError, ValueError):
+            for source, traced_value in changed.items():
+                node.replace_input_with(source, _copy_like(graph, source, traced_value, node))
+            continue
+        if _layouts(value) != _layouts(node.meta["val"]):
+            replaced[node] = node.meta["val"]
+            node.meta["val"] = value
+
+
+def _sources(node: Node) -> list[Node]:
+    """Return the nodes that ``node`` reads, in the order of its arguments, each as often as it is read."""
+    sources: list[Node] = []
+    map_arg((node.args, node.kwargs), sources.append)
+    return sources
+
+
+def _layouts(value: Any) -> list[Any]:
+    """Return sizes and strides of the tensors in ``value``, without adding a guard."""
+    return [
+        [number.node.expr if isinstance(number, SymInt) else number for number in (*leaf.shape, *leaf.stride())]
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+    ]
+
+
+def _evaluate(node: Node) -> Any:
+    """Return the fake value of a view, or of an operator that is pointwise or in torch's core, which take any strides.
+
+    Raises:
+        NotImplementedError: it is another operator, whose kernel may assume strides, or it makes sizes that depend on data.
+        RuntimeError, ValueError: the strides of an input do not permit the view.
+    """
+    tags = node.target.tags if isinstance(node.target, OpOverload) else []
+    is_plain = is_view(node) or torch.Tag.core in tags or torch.Tag.pointwise in tags
+    if not is_plain or "unbacked_bindings" in node.meta:
+        raise NotImplementedError
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    function = cast("Callable[..., Any]", node.target)
+    with V.fake_mode, enable_python_dispatcher():
+        return function(*args, **kwargs)
+
+
+def _in_order(value: Tensor, order: Sequence[int]) -> Tensor:
+    """Copy a tensor densely, with ``order`` as its dimensions from the outermost to the innermost in memory."""
+    if list(order) == sorted(order):
+        return value.clone(memory_format=torch.contiguous_format)
+    dense = value.permute(*order).clone(memory_format=torch.contiguous_format)
+    return dense.permute(*(order.index(dim) for dim in range(len(order))))
+
+
+def _copy_like(graph: Graph, source: Node, traced: Tensor, reader: Node) -> Node:
+    """Insert before ``reader`` a dense copy of ``source``, with its dimensions in memory in the order of ``traced``."""
+    order = sorted(range(traced.dim()), key=lambda dim: size_hint(traced.stride()[dim]), reverse=True)
+    with graph.inserting_before(reader):
+        return cast("Node", emit(graph, _in_order, source, order=order))

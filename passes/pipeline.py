@@ -60,7 +60,7 @@ from .transforms.mixed_precision import mixed_precision
 from .transforms.name_shards import name_shards
 from .transforms.offload_activations import copy_activations, mark_stretches, offload_activations
 from .transforms.recompute_stretches import forward_stretches, recompute_stretches
-from .transforms.refresh_layouts import TracedInputs, refresh_layouts
+from .transforms.refresh_layouts import TracedValues, refresh_layouts
 from .transforms.repeated_layers import fold_layers, unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
 from .transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
@@ -144,7 +144,7 @@ def fold(gm: GraphModule, observer: Observer = log_pass) -> bool:
         return fold_layers(gm)
 
 
-def run_joint_passes(graph: Graph, observer: Observer = log_pass, *, traced: TracedInputs | None = None) -> None:
+def run_joint_passes(graph: Graph, observer: Observer = log_pass, *, traced: TracedValues | None = None) -> None:
     """Run the passes over the joint graph that come before those for the partitioner. In place.
 
     Args:

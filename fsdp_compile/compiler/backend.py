@@ -36,7 +36,7 @@ from passes.pipeline import (
     run_preparing_passes,
 )
 from passes.transforms.offload_activations import will_offload
-from passes.transforms.refresh_layouts import TracedInputs
+from passes.transforms.refresh_layouts import TracedValues
 
 from ..runtime.collective_log import CheckedProgram
 from ..runtime.graph_inputs import ParameterRegistry, sharded_param
@@ -231,12 +231,12 @@ class _BeforePatterns(_JointHook):
         traced: the values in the graph that went through last.
     """
 
-    traced: TracedInputs | None = None
+    traced: TracedValues | None = None
 
     def __call__(self, graph: Graph) -> None:
         for function in self._users_passes:
             function(graph)
-        self.traced = TracedInputs(graph)
+        self.traced = TracedValues(graph)
 
 
 class _AfterPatterns(_JointHook):

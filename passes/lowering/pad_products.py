@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ..fx.torch_internals.aot import stable_topological_sort
 from ..fx.torch_internals.inductor import PatternMatcherPass, _pad_mm_init, inductor_config, joint_graph, pad_mm
-from ..transforms.refresh_layouts import TracedInputs, refresh_layouts
+from ..transforms.refresh_layouts import TracedValues, refresh_layouts
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default)
 
@@ -41,7 +41,7 @@ def pad_products(gm: GraphModule) -> None:
     products = [node for target in _PRODUCTS for node in graph.find_nodes(op="call_function", target=target)]
     if not inductor_config.shape_padding or not any(map(_is_on_gpu, products)):
         return
-    traced = TracedInputs(graph)
+    traced = TracedValues(graph)
     if _patterns().apply(gm):
         stable_topological_sort(graph)
         refresh_layouts(graph, traced)

@@ -1,9 +1,10 @@
 """Refresh layouts: write down the strides that values have once Inductor's patterns have replaced operators before them.
 
 Before: Inductor has replaced operators by others whose results have other strides: attention that is written out by a fused
-        kernel, a product by a padded one and a slice of it. It leaves the values of the operators that follow as they were
-        traced, as it propagates all values once more when it lowers a whole graph. Here, forward, backward and their segments
-        are lowered apart, and rely on the values in the graph.
+        kernel, a product by a padded one and a slice of it, a sum with zeros by the other summand. It leaves the values of the
+        operators that follow as they were traced, and gives the summand that of the sum, as it propagates all values once more
+        when it lowers a whole graph. Here, forward, backward and their segments are lowered apart, and rely on the values in
+        the graph.
 After:  the values of operators that follow have the strides that they get. A view that these strides do not permit, an
         operator outside of torch's core, and the graph's outputs read a copy with the strides that they were traced with.
 
@@ -24,21 +25,27 @@ from torch.fx.node import map_arg
 from ..fx.emit import emit
 from ..fx.graph import is_view
 from ..fx.sizes import size_hint
-from ..fx.torch_internals.aot import V
 from ..fx.torch_internals.core import OpOverload, enable_python_dispatcher, pytree
 
 
-class TracedInputs:
-    """The values that the operators of a graph were traced with.
+class TracedValues:
+    """The values with which the operators of a graph were traced, and theirs.
 
     Args:
         graph: the graph, before Inductor's patterns.
     """
 
     def __init__(self, graph: Graph):
-        self._values = {node: [source.meta.get("val") for source in _sources(node)] for node in graph.nodes}
+        self._own = {node: node.meta.get("val") for node in graph.nodes}
+        self._inputs = {node: [source.meta.get("val") for source in _sources(node)] for node in graph.nodes}
 
-    def expected(self, node: Node, replaced: Mapping[Node, Any]) -> Sequence[Any]:
+    def restore(self, node: Node) -> None:
+        """Give a node that was there before its value of then. A pattern gives it that of an operator that it stands for."""
+        value = self._own.get(node)
+        if value is not None and value is not node.meta.get("val") and _layouts(value) != _layouts(node.meta.get("val")):
+            node.meta["val"] = value
+
+    def inputs(self, node: Node, replaced: Mapping[Node, Any]) -> Sequence[Any]:
         """Return the values that ``node`` was traced with.
 
         Args:
@@ -46,12 +53,12 @@ class TracedInputs:
             replaced: for values that were refreshed, the earlier ones.
         """
         sources = _sources(node)
-        values = self._values.get(node, ())
+        values = self._inputs.get(node, ())
         # A pattern may have changed the arguments of an operator that was there before.
         return values if len(values) == len(sources) else [replaced.get(source, source.meta.get("val")) for source in sources]
 
 
-def refresh_layouts(graph: Graph, traced: TracedInputs) -> None:
+def refresh_layouts(graph: Graph, traced: TracedValues) -> None:
     """Give the nodes after replaced operators the strides that they have, or their inputs the strides of before. In place.
 
     Args:
@@ -60,11 +67,11 @@ def refresh_layouts(graph: Graph, traced: TracedInputs) -> None:
     """
     replaced: dict[Node, Any] = {}
     for node in list(graph.nodes):
+        traced.restore(node)
         sources = _sources(node)
-        expected = traced.expected(node, replaced)
         changed = {
             source: value
-            for source, value in zip(sources, expected, strict=True)
+            for source, value in zip(sources, traced.inputs(node, replaced), strict=True)
             if source.meta.get("val") is not value and _layouts(source.meta.get("val")) != _layouts(value)
         }
         if not changed:
@@ -109,7 +116,7 @@ def _evaluate(node: Node) -> Any:
         raise NotImplementedError
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     function = cast("Callable[..., Any]", node.target)
-    with V.fake_mode, enable_python_dispatcher():
+    with enable_python_dispatcher():
         return function(*args, **kwargs)
 
 

@@ -48,7 +48,7 @@ from ..fx.torch_internals.aot import V, aot_function, joint_graph_passes
 from ..fx.torch_internals.core import FakeTensor, OpOverload, TracingContext, log_api_usage_once, pytree, tracing
 from ..fx.torch_internals.operators import seeds, select_decomp_table
 from ..ir.ops import ReduceGrad, Unshard, is_unshard, reduce_grad, unshards, update_args
-from .refresh_layouts import TracedInputs, refresh_layouts
+from .refresh_layouts import TracedValues, refresh_layouts
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +337,7 @@ def _trace(layer: _Layer) -> _Trace | None:
         inputs = [_empty_like(value).requires_grad_(value.requires_grad) for value in examples]
         try:
             gm = _trace_jointly(run, inputs)
-            traced = TracedInputs(gm.graph)
+            traced = TracedValues(gm.graph)
             gm = joint_graph_passes(gm, next((value.device for value in examples), None))
             refresh_layouts(gm.graph, traced)
             return _split(gm, layer.params, len(inputs), has_tangent)

@@ -2,12 +2,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._inductor.virtualized import V
 from torch.fx import Graph
 
 from passes.fx.emit import emit
 from passes.ir.ops import reduce_grad
-from passes.transforms.refresh_layouts import TracedInputs, refresh_layouts
+from passes.transforms.refresh_layouts import TracedValues, refresh_layouts
 from tests.passes.tracing import PassTestCase
 
 
@@ -20,14 +19,12 @@ class TestRefreshLayouts(PassTestCase):
     def refreshed(self, function: Callable[..., object], *inputs: Tensor) -> Graph:
         """Trace a function, pad its first product, and refresh the layouts."""
         graph = self.trace(function, *inputs).graph
-        traced = TracedInputs(graph)
+        traced = TracedValues(graph)
         product = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)[0]
         with graph.inserting_before(product):
             product.replace_all_uses_with(emit(graph, padded, *product.args))
         graph.erase_node(product)
-        mode = next(node.meta["val"].fake_mode for node in graph.nodes if node.op == "placeholder")
-        with V.set_fake_mode(mode):
-            refresh_layouts(graph, traced)
+        refresh_layouts(graph, traced)
         return graph
 
     def strides(self, graph: Graph) -> dict[str, tuple[int, ...]]:
@@ -83,13 +80,38 @@ def forward(self, x_1: "f32[4, 3]", weight_1: "f32[3, 6]"):
 """,
         )
 
+    def test_an_operator_that_stands_for_another_keeps_its_own_strides(self) -> None:
+        def forward(x):
+            return (torch.zeros(4, 6) + x.t()).view(24)
+
+        graph = self.trace(forward, torch.zeros(6, 4)).graph
+        traced = TracedValues(graph)
+        # As Inductor leaves out zeros that are added.
+        (total,) = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+        transposed = total.args[1]
+        total.replace_all_uses_with(transposed)
+        transposed.meta.update(total.meta)
+        graph.eliminate_dead_code()
+        refresh_layouts(graph, traced)
+        self.assertExpectedInline(
+            self.text(graph),
+            """\
+def forward(self, x_1: "f32[6, 4]"):
+    t: "f32[4, 6]" = aten.t.default(x_1)
+    clone: "f32[4, 6]" = aten.clone.default(t, memory_format = torch.contiguous_format)
+    view: "f32[24]" = aten.view.default(clone, [24])
+    return view
+""",
+        )
+        assert transposed.meta["val"].stride() == (1, 4)
+
     def test_leaves_alone_what_follows_no_replaced_operator(self) -> None:
         def forward(x, weight):
             return (x @ weight).view(2, 12), x.t().exp()
 
         graph = self.trace(forward, torch.zeros(4, 3), torch.zeros(3, 6)).graph
         before = self.text(graph), [node.meta.get("val") for node in graph.nodes]
-        refresh_layouts(graph, TracedInputs(graph))
+        refresh_layouts(graph, TracedValues(graph))
         after = self.text(graph), [node.meta.get("val") for node in graph.nodes]
         assert before[0] == after[0]
         assert all(one is other for one, other in zip(before[1], after[1], strict=True))

@@ -753,6 +753,9 @@ def test_parameters_that_are_refused_once_they_have_memory(fake_ranks: None) -> 
     shard_units(model, init_device_mesh("cpu", (8,)), fully_shard, offload_policy=CPUOffloadPolicy())
     optimizer = offload_optimizer(torch.optim.AdamW, model.parameters())
     model.to_empty(device="cpu")
+    for param in model.parameters():
+        # Empty memory may hold NaN, which equals nothing.
+        local_of(param).detach().fill_(1.0)
     before = [local_of(param).clone() for param in model.parameters()]
     _set_gradients(model, 0)
     with pytest.raises(ValueError, match="its shard is on the host"):

@@ -52,7 +52,7 @@ from .ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from .ir.plan import Plan
 from .lowering.arrangement import Arrangement, CannotArrange, grouping_of, order_collectives
 from .models.memory_model import mark_freed_inputs, mark_memory
-from .transforms.bucket import bucket_gathers, sink_derived
+from .transforms.bucket import Buckets, bucket_gathers, find_buckets, sink_derived
 from .transforms.deduplicate import deduplicate
 from .transforms.flat_storage import flat_storage, locate_shards
 from .transforms.gradient_sync import synchronize_gradients
@@ -228,6 +228,7 @@ def run_preparing_passes(
 
 def _insert_collectives(
     graph: Graph,
+    buckets: Buckets,
     plan: Plan,
     grouping: Grouping,
     *,
@@ -239,10 +240,10 @@ def _insert_collectives(
     interface = Interface(graph)
     locations = locate_shards(graph)
     with observe("bucket"):
-        bucket_gathers(graph, plan.gathers, interface, grouping.gathers, unit_by_unit=unit_by_unit)
+        bucket_gathers(graph, plan.gathers, interface, grouping.gathers, buckets=buckets.gathers, unit_by_unit=unit_by_unit)
     if is_backward:
         with observe("gradient_sync"):
-            synchronize_gradients(graph, plan.reductions, interface, grouping.reductions, plan.updates, plan.orders)
+            synchronize_gradients(graph, plan.reductions, interface, grouping.reductions, buckets=buckets.reductions)
     interface.finish()
     with observe("flat_storage"):
         flat_storage(graph, locations, interface)
@@ -286,22 +287,23 @@ def run_passes(
     def observe(pass_name: str) -> contextlib.AbstractContextManager[None]:
         return _observed(graph, stage, pass_name, observer)
 
-    separate = separate_large_parameters(graph, plan)
+    buckets = find_buckets(graph)
+    separate = separate_large_parameters(buckets, plan)
     if arrangement is not None:
-        if any(plan.updates):
+        if plan.has_updates:
             # Updates write to memory that gathers read by other inputs.
             raise CannotArrange("a graph that updates parameters keeps its order")
         sink_derived(graph)
-        grouping = grouping_of(arrangement, graph, plan, separate)
+        grouping = grouping_of(arrangement, graph, buckets, plan, separate)
     else:
-        grouping = merge_small_units(graph, plan, separate, min_bucket_bytes)
+        grouping = merge_small_units(graph, buckets, plan, separate, min_bucket_bytes)
     if auto is not None and arrangement is None:
         _refuse_explicit_schedule(plan)
         grouping = find_grouping(graph, plan, grouping, auto, lambda trial, choice: _try(trial, plan, choice, is_backward))
-    prefetches = find_prefetches(graph, plan.prefetch)
+    prefetches = find_prefetches(graph, buckets, plan.prefetch)
     with replaying_traces():
         interface = _insert_collectives(
-            graph, plan, grouping, is_backward=is_backward, unit_by_unit=auto is None, observe=observe
+            graph, buckets, plan, grouping, is_backward=is_backward, unit_by_unit=auto is None, observe=observe
         )
     with observe("schedule"):
         if auto is not None:
@@ -319,7 +321,7 @@ def run_passes(
 
 
 def _try(graph: Graph, plan: Plan, grouping: Grouping, is_backward: bool) -> None:
-    _insert_collectives(graph, plan, grouping, is_backward=is_backward)
+    _insert_collectives(graph, find_buckets(graph), plan, grouping, is_backward=is_backward)
 
 
 def _refuse_explicit_schedule(plan: Plan) -> None:

@@ -35,6 +35,7 @@ from passes.pipeline import (
     run_passes,
     run_preparing_passes,
 )
+from passes.transforms.bucket import find_buckets
 from passes.transforms.offload_activations import will_offload
 from passes.transforms.refresh_layouts import TracedValues
 
@@ -384,6 +385,7 @@ class _Compilation:
         )
         planned = PlannedGraph(
             gm,
+            prepared.buckets,
             functools.partial(self._lower, prepared),
             is_backward=prepared.is_backward,
             registry=self._registry,
@@ -397,7 +399,7 @@ class _Compilation:
     def _lower(
         self, prepared: PreparedGraph, plan: Plan, args: Sequence[Any] | None
     ) -> tuple[BoxedFunction, Interface, CheckedProgram, SizeGuard | None]:
-        if plan.updates:
+        if plan.has_updates:
             # The optimizer may have been made after the model was compiled.
             _refuse_updates(self._options)
         return prepared.lower(plan, args)
@@ -407,7 +409,13 @@ class _Compilation:
         run_preparing_passes(gm, self._lowering.preparing_passes, is_backward=is_backward, observer=ignore_pass)
         merges = self._auto is not None or bool(self._min_bucket_bytes)
         planned = PlannedGraph(
-            gm, _never_lowered, is_backward=is_backward, registry=self._registry, can_keep=True, can_merge=merges
+            gm,
+            find_buckets(gm.graph),
+            _never_lowered,
+            is_backward=is_backward,
+            registry=self._registry,
+            can_keep=True,
+            can_merge=merges,
         )
         # As in PreparedGraph.lower.
         with unset_fake_temporarily(), torch.no_grad():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from passes.ir.plan import Plan
 from passes.lowering.arrangement import Arrangement
 from passes.lowering.collective_sequence import collective_sequence
 from passes.pipeline import run_passes, run_preparing_passes
-from passes.transforms.bucket import gather_buckets, reduction_buckets
+from passes.transforms.bucket import find_buckets
 
 from ..runtime.collective_log import SHARDING_ROLES, CheckedProgram, agree_on_graph
 from ..runtime.planned_graph import BoxedFunction, boxed
@@ -72,6 +71,7 @@ class PreparedGraph:
 
     Attributes:
         is_backward: whether it is a backward graph.
+        buckets: its buckets.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class PreparedGraph:
         fake_mode = self._tracing_context.fake_mode if self._tracing_context is not None else None
         self._shape_env = fake_mode.shape_env if fake_mode is not None else None
         run_preparing_passes(gm, lowering.preparing_passes, is_backward=self.is_backward, observer=observer())
+        self.buckets = find_buckets(gm.graph)
         self._sizes = InputSizes(gm.graph)
 
     @in_large_frame_chunk
@@ -153,8 +154,9 @@ class PreparedGraph:
 
         Options that decide about buckets count, too. A number holds on to no hook of the user.
         """
-        gathers = zip((bucket.name for bucket in gather_buckets(self._gm.graph)), plan.gathers, strict=True)
-        reductions = zip((bucket.name for bucket in reduction_buckets(self._gm.graph)), plan.reductions, strict=True)
+        gathers = zip((bucket.name for bucket in self.buckets.gathers), plan.gathers, strict=True)
+        made = (planned.reduction for planned in plan.reductions)
+        reductions = zip((bucket.name for bucket in self.buckets.reductions), made, strict=True)
         options = self._auto is not None, self._min_bucket_bytes
         return hash((self.is_backward, options, frozenset(gathers), frozenset(reductions)))
 
@@ -181,8 +183,7 @@ class PreparedGraph:
                 min_bucket_bytes=self._min_bucket_bytes,
                 arrangement=arrangement,
             )
-            again = functools.partial(self._schedule, plan, arrangement)
-            return _Scheduled(gm, interface, assumptions.added(), lambda prepare: again(prepare).gm)
+            return _Scheduled(gm, interface, assumptions.added(), lambda prepare: self._schedule(plan, arrangement, prepare).gm)
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[Assumptions]:
@@ -246,4 +247,4 @@ def _avoid_role_name(name: str) -> str:
 
 
 def _reduce_scatter_groups(plan: Plan) -> dict[str, str]:
-    return {reduction.group: "reduce" for reduction in plan.reductions if reduction.group}
+    return {planned.reduction.group: "reduce" for planned in plan.reductions if planned.reduction.group}

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from passes.fx.graph import placeholder_index, shard_input
 from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, reshard_rounded, unshards
-from passes.transforms.bucket import Bucket, gather_buckets, reduction_buckets, whole_buckets
+from passes.transforms.bucket import Bucket, Buckets, whole_buckets
 
 from ..units.sharded_param import ShardedParam, param_in_memory
 
@@ -43,19 +43,21 @@ class GraphInputs:
 
     Args:
         graph: a graph after the preparing passes.
+        buckets: its buckets.
 
     Attributes:
         names: for each shard, the names of unit and parameter in the graph.
         units: for each unit, by its name in the graph, the index of one of its shards.
         read: the indices of the shards that the graph unshards.
-        gather_buckets: the buckets of the graph's gathers.
+        buckets: as given.
         gathers: for each bucket of gathers, the indices of its shards. None for a bucket that is gathered in any case: its
             shards are not in flat storage (extensions, smaller groups), or the graph keeps its bytes for a smaller group.
         gradients: the buckets of the graph's gradients.
         reduction_groups: the gradients that share a collective unless a schedule merges buckets.
     """
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, buckets: Buckets):
+        self.buckets = buckets
         self._index = placeholder_index(graph)
         gathered = [Unshard.of(node) for node in unshards(graph.nodes)]
         reduced = [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]
@@ -68,11 +70,9 @@ class GraphInputs:
                 if isinstance(spec, ReduceGrad) or spec.offset >= 0 or spec.token is not None:
                     self.units.setdefault(spec.unit, index)
         self.read = self._places([spec.source for spec in gathered])
-        self.gather_buckets = gather_buckets(graph)
-        self.gathers = [self._members_to_keep(bucket) for bucket in self.gather_buckets]
-        buckets = reduction_buckets(graph)
-        self.gradients = [self._gradients(bucket) for bucket in buckets]
-        self.reduction_groups = whole_buckets(buckets)
+        self.gathers = [self._members_to_keep(bucket) for bucket in buckets.gathers]
+        self.gradients = [self._gradients(bucket) for bucket in buckets.reductions]
+        self.reduction_groups = whole_buckets(buckets.reductions)
 
     def _places(self, shards: Sequence[Node]) -> list[int]:
         return [self._index[node] for node in map(shard_input, shards) if node is not None]

@@ -6,8 +6,9 @@ identify the parameters (:mod:`fsdp_compile.runtime.graph_inputs`).
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,10 @@ from passes.fx.size_guards import SizeGuard
 from passes.fx.torch_internals.core import AutoDispatchBelowAutograd, RecordFunctionFast, top_saved_tensors_default_hooks
 from passes.ir.interface import InputSlot, Interface, OutputSlot
 from passes.ir.ops import Unshard
-from passes.ir.plan import Gather, Plan
+from passes.ir.plan import Gather, Plan, PlannedReduction
 from passes.ir.reduction import Sync
 from passes.ir.update import UpdateTarget
-from passes.transforms.bucket import Group
+from passes.transforms.bucket import Buckets, Group
 from passes.transforms.offload_activations import offloaded_outputs
 
 from ..units.sharded_param import ShardedParam
@@ -81,6 +82,7 @@ class PlannedGraph:
 
     Args:
         gm: the graph after the preparing passes.
+        buckets: its buckets.
         lower: lowers the graph for a plan and for the sizes of a call's inputs. The inputs are None where Dynamo guards sizes.
         is_backward: whether this is a backward graph.
         registry: the parameters of inputs that do not identify their parameter.
@@ -94,6 +96,7 @@ class PlannedGraph:
     def __init__(
         self,
         gm: GraphModule,
+        buckets: Buckets,
         lower: Callable[[Plan, Sequence[Any] | None], tuple[BoxedFunction, Interface, CheckedProgram, SizeGuard | None]],
         *,
         is_backward: bool,
@@ -109,7 +112,7 @@ class PlannedGraph:
         self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         self._variants: dict[Plan, list[Variant]] = {}
         self._offloaded = [] if is_backward else offloaded_outputs(gm.graph)
-        self._inputs = GraphInputs(gm.graph)
+        self._inputs = GraphInputs(gm.graph, buckets)
         self._orders: tuple[tuple[int, ...], ...] | None = None
 
     def lower_ahead(self, params: dict[tuple[str, str], ShardedParam]) -> None:
@@ -217,8 +220,7 @@ class PlannedGraph:
             return Plan(actions, prefetch=prefetch)
         self._check_backward_may_gather(call, actions)
         if not is_wanted:
-            left_out = tuple(bucket.leave_out() for bucket in call.gradients)
-            return Plan(actions, left_out, prefetch, None, tuple(range(len(left_out))) if self._can_merge else ())
+            return Plan(actions, tuple(PlannedReduction(bucket.leave_out()) for bucket in call.gradients), prefetch)
         for bucket in call.gradients:
             receive(bucket.unit, bucket.params)
         return self._reducing(actions, call.gradients, prefetch)
@@ -227,14 +229,15 @@ class PlannedGraph:
         self, gathers: tuple[Gather, ...], gradients: Sequence[Gradients], prefetch: tuple[tuple[str, tuple[str, ...]], ...]
     ) -> Plan:
         """Return the plan of a backward whose gradients are wanted."""
-        made = tuple(bucket.plan() for bucket in gradients)
-        reducing = [bucket.unit for bucket in gradients if bucket.reduction.sync is not Sync.NONE]
-        factors = [bucket.factors for bucket in gradients]
-        classes = tuple(map(factors.index, factors)) if self._can_merge else ()
         if self._orders is None:
             # Made once: equal blocks have equal orders, and parameters that lie in another order train just as well.
             self._orders = tuple(in_order_of_storage(bucket.params) for bucket in gradients)
-        return Plan(gathers, made, prefetch, max_pending_reductions(reducing), classes, _places(gradients), self._orders)
+        made = [bucket.plan() for bucket in gradients]
+        factors = [bucket.factors for bucket in gradients]
+        classes = map(factors.index, factors) if self._can_merge else itertools.repeat(None)
+        reductions = tuple(map(PlannedReduction, made, classes, self._orders, _updates(gradients)))
+        reducing = [bucket.unit for bucket in gradients if bucket.reduction.sync is not Sync.NONE]
+        return Plan(gathers, reductions, prefetch, max_pending_reductions(reducing))
 
     def _gather(self, params: list[ShardedParam] | None) -> Gather:
         if params is None:
@@ -244,12 +247,12 @@ class PlannedGraph:
         return Gather.KEEP if self._can_keep and not params[0].unit.flags.reshard_after_backward else Gather.GATHER
 
     def _prefetch(self, units: dict[str, Unit], gathers: Sequence[Gather]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        actions = zip(self._inputs.gather_buckets, gathers, strict=True)
+        actions = zip(self._inputs.buckets.gathers, gathers, strict=True)
         gathering = [bucket.unit for bucket, action in actions if action is not Gather.REUSE]
         return prefetch_lists(units, gathering, is_backward=self.is_backward)
 
     def _check_backward_may_gather(self, call: Call, actions: Sequence[Gather]) -> None:
-        for bucket, params, action in zip(self._inputs.gather_buckets, call.gathers, actions, strict=True):
+        for bucket, params, action in zip(self._inputs.buckets.gathers, call.gathers, actions, strict=True):
             unit = call.units.get(bucket.unit)
             if unit is not None and not unit.flags.unshard_in_backward and action is not Gather.REUSE:
                 # Parameters in a smaller group are known only by their names.
@@ -257,16 +260,16 @@ class PlannedGraph:
                 raise RuntimeError(must_not_gather(unit, names))
 
 
-def _places(gradients: Sequence[Gradients]) -> tuple[tuple[UpdateTarget, ...], ...]:
-    """Return where each update of a backward writes, by bucket; empty: there are no updates."""
+def _updates(gradients: Sequence[Gradients]) -> Iterable[tuple[UpdateTarget, ...]]:
+    """Return where each update of a backward writes, by bucket."""
     if not any(bucket.updates for bucket in gradients):
-        return ()
+        return itertools.repeat(())
     keys = [update.key for bucket in gradients for update in bucket.updates]
     numbers = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-    return tuple(
+    return [
         tuple(
             UpdateTarget(param.offset, param.padded_numel, planned.update, numbers[planned.key])
             for param, planned in zip(bucket.params, bucket.updates, strict=bool(bucket.updates))
         )
         for bucket in gradients
-    )
+    ]

@@ -31,6 +31,7 @@ from ..fx.graph import copy_of
 from ..ir.plan import Plan
 from ..ir.work import BucketName
 from ..models.hardware import Hardware
+from ..transforms.bucket import find_buckets
 from .grouping import Grouping, groupings
 from .placement import Placement, Result
 
@@ -73,7 +74,8 @@ def find_grouping(
     fitting: list[tuple[tuple[int, int, int], Grouping]] = []
     too_large: list[tuple[int, BucketName | None]] = []
     with replaying_traces(fresh=False):
-        for grouping in groupings(copy_of(graph), plan, default, auto.hardware, smallest=limit is not None):
+        sunk = copy_of(graph)
+        for grouping in groupings(sunk, find_buckets(sunk), plan, default, auto.hardware, smallest=limit is not None):
             trial = copy_of(graph)
             insert(trial, grouping)
             placement = Placement(trial, auto.hardware)

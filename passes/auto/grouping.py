@@ -22,11 +22,10 @@ from torch.fx import Graph, Node
 
 from ..collectives.functional import group_size
 from ..ir.ops import ReduceGrad, Unshard
-from ..ir.plan import Plan
-from ..ir.reduction import Reduction
+from ..ir.plan import Plan, PlannedReduction
 from ..models.cost_model import layout_of
 from ..models.hardware import Hardware
-from ..transforms.bucket import Group, gather_buckets, gather_key, reduction_buckets, regroup, sink_derived
+from ..transforms.bucket import Bucket, Buckets, Group, gather_key, regroup, sink_derived
 
 # Target sizes, as multiples of the size at which latency is half of the time. With them, latency is 1/65, 1/17, 1/5 and 1/2 of
 # the time.
@@ -60,18 +59,22 @@ class Item:
     spec: Unshard | ReduceGrad
 
 
-def groupings(graph: Graph, plan: Plan, default: Grouping, hardware: Hardware, *, smallest: bool) -> list[Grouping]:
+def groupings(
+    graph: Graph, buckets: Buckets, plan: Plan, default: Grouping, hardware: Hardware, *, smallest: bool
+) -> list[Grouping]:
     """List the groupings to choose from, without duplicates.
 
     Args:
         graph: a graph after the preparing passes. Views of parameters sink to their readers in it.
+        buckets: the graph's buckets.
         plan: the plan of the graph.
         default: the first grouping, from whose groups the others are made.
         hardware: the machine that the graph runs on.
         smallest: whether to add the grouping with every parameter by itself, which needs the least memory.
     """
     sink_derived(graph)
-    gathers, reductions = gather_items(graph, default.gathers, plan), reduction_items(graph, default.reductions, plan)
+    gathers = gather_items(graph, buckets.gathers, default.gathers, plan)
+    reductions = reduction_items(graph, buckets.reductions, default.reductions, plan)
     found = [default]
     for multiple in (*_MULTIPLES, *((0,) if smallest else ())):
         by_size = (_group_by_size(items, lambda item: multiple * _knee(item.spec, hardware)) for items in (gathers, reductions))  # noqa: B023
@@ -79,11 +82,11 @@ def groupings(graph: Graph, plan: Plan, default: Grouping, hardware: Hardware, *
     return list(dict.fromkeys(found))
 
 
-def gather_items(graph: Graph, groups: Sequence[Group], plan: Plan) -> list[Item]:
-    """Make an item for each gather of a graph. Views of parameters must have sunk to their readers."""
+def gather_items(graph: Graph, buckets: Sequence[Bucket], groups: Sequence[Group], plan: Plan) -> list[Item]:
+    """Make an item for each group of a graph's gathers. Views of parameters must have sunk to their readers."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     items = []
-    for group, bucket in zip(groups, regroup(gather_buckets(graph), groups), strict=True):
+    for group, bucket in zip(groups, regroup(buckets, groups), strict=True):
         specs = [Unshard.of(node) for node in bucket.nodes]
         first = min(place[reader] for node in bucket.nodes for reader in node.users)
         key = (plan.gathers[group[0][0]], gather_key(specs[0]))
@@ -91,14 +94,14 @@ def gather_items(graph: Graph, groups: Sequence[Group], plan: Plan) -> list[Item
     return items
 
 
-def reduction_items(graph: Graph, groups: Sequence[Group], plan: Plan) -> list[Item]:
-    """Make an item for each reduction of a graph."""
+def reduction_items(graph: Graph, buckets: Sequence[Bucket], groups: Sequence[Group], plan: Plan) -> list[Item]:
+    """Make an item for each group of a graph's reductions."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     items = []
-    for group, bucket in zip(groups, regroup(reduction_buckets(graph), groups), strict=True):
+    for group, bucket in zip(groups, regroup(buckets, groups), strict=True):
         specs = [ReduceGrad.of(node) for node in bucket.nodes]
         last = max(place[spec.grad] for spec in specs)
-        key = _reduction_key(specs[0], plan, group[0][0])
+        key = _reduction_key(specs[0], plan.reductions[group[0][0]])
         items.append(Item(group, key, last, tuple(_size(spec, spec.grad) for spec in specs), specs[0]))
     return items
 
@@ -108,12 +111,11 @@ def _size(spec: Unshard | ReduceGrad, like: Node) -> int:
     return math.prod(spec.shape) * like.meta["val"].dtype.itemsize
 
 
-def _reduction_key(spec: ReduceGrad, plan: Plan, index: int) -> Hashable:
-    reduction: Reduction = plan.reductions[index]
-    if not reduction.may_regroup or not plan.factor_classes:
+def _reduction_key(spec: ReduceGrad, planned: PlannedReduction) -> Hashable:
+    if not planned.reduction.may_regroup or planned.factor_class is None:
         return None
     dtypes = spec.grad.meta["val"].dtype, spec.grad_dtype
-    return reduction, plan.factor_classes[index], dtypes, spec.group, spec.replicate_group
+    return planned.reduction, planned.factor_class, dtypes, spec.group, spec.replicate_group
 
 
 def _knee(spec: Unshard | ReduceGrad, hardware: Hardware) -> float:

@@ -21,34 +21,33 @@ import math
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
-from torch.fx import Graph
 
 from ..collectives.functional import exchanges
 from ..ir.ops import ReduceGrad, Unshard
 from ..ir.plan import Gather, Plan
-from ..transforms.bucket import Group, gather_buckets, reduction_buckets
+from ..transforms.bucket import Buckets, Group
 from .grouping import Grouping
 
 #: The least bytes of an unsharded parameter, or of its gradient, with a bucket of its own.
 MIN_OWN_BUCKET_BYTES = 1 << 20
 
 
-def separate_large_parameters(graph: Graph, plan: Plan) -> Grouping:
+def separate_large_parameters(buckets: Buckets, plan: Plan) -> Grouping:
     """Group the parameters of a graph by collective, with a collective for each large parameter.
 
     Args:
-        graph: a graph after the preparing passes. It is not changed.
+        buckets: the graph's buckets.
         plan: the plan of the graph.
     """
     gathers: list[Group] = []
     reductions: list[Group] = []
-    for index, bucket in enumerate(gather_buckets(graph)):
+    for index, bucket in enumerate(buckets.gathers):
         if plan.gathers[index] is not Gather.REUSE:
             specs = list(map(Unshard.of, bucket.nodes))
             stays_whole = any(spec.sent_as or spec.packed or spec.device for spec in specs)
             gathers += _separate(index, [not stays_whole and _is_large(spec, spec.shard.meta["val"]) for spec in specs])
-    for index, bucket in enumerate(reduction_buckets(graph)):
-        may_regroup, grads = plan.reductions[index].may_regroup, map(ReduceGrad.of, bucket.nodes)
+    for index, bucket in enumerate(buckets.reductions):
+        may_regroup, grads = plan.reductions[index].reduction.may_regroup, map(ReduceGrad.of, bucket.nodes)
         reductions += _separate(index, [may_regroup and _is_large(spec, spec.grad.meta["val"]) for spec in grads])
     return Grouping(tuple(gathers), tuple(reductions))
 

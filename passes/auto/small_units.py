@@ -22,18 +22,19 @@ from collections.abc import Collection, Sequence
 from torch.fx import Graph
 
 from ..ir.plan import Plan
-from ..transforms.bucket import Group, sink_derived
+from ..transforms.bucket import Buckets, Group, sink_derived
 from .grouping import Grouping, Item, gather_items, in_order, merge_neighbours, reduction_items
 
 #: The bytes of unsharded parameters, or of their gradients, below which a unit is small.
 MIN_BUCKET_BYTES = 4 << 20
 
 
-def merge_small_units(graph: Graph, plan: Plan, default: Grouping, below: int) -> Grouping:
+def merge_small_units(graph: Graph, buckets: Buckets, plan: Plan, default: Grouping, below: int) -> Grouping:
     """Group the parameters of a graph by collective, with small units merged.
 
     Args:
         graph: a graph after the preparing passes. Views of parameters sink to their readers in it.
+        buckets: the graph's buckets.
         plan: the plan of the graph.
         default: the grouping without merging.
         below: the bytes below which a unit is small; 0: no unit is, and the default is returned.
@@ -42,10 +43,10 @@ def merge_small_units(graph: Graph, plan: Plan, default: Grouping, below: int) -
         return default
     sink_derived(graph)
     alone = {unit for unit, targets in plan.prefetch for unit in (unit, *targets)}
-    gathers = _merge(gather_items(graph, default.gathers, plan), below, alone)
+    gathers = _merge(gather_items(graph, buckets.gathers, default.gathers, plan), below, alone)
     if plan.max_pending_reductions is not None:
         return Grouping(gathers, default.reductions)
-    return Grouping(gathers, _merge(reduction_items(graph, default.reductions, plan), below))
+    return Grouping(gathers, _merge(reduction_items(graph, buckets.reductions, default.reductions, plan), below))
 
 
 def _merge(items: Sequence[Item], below: int, alone: Collection[str] = ()) -> tuple[Group, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from .reduction import Reduction
 from .update import UpdateTarget
@@ -27,33 +28,50 @@ class Gather(Enum):
     KEEP = "keep"
     REUSE = "reuse"
 
+    # Plans are hashed at each call of a graph, and an enumeration's own hash is written in Python.
+    __hash__ = object.__hash__
+
+
+class PlannedReduction(NamedTuple):
+    """The plan of a graph for the gradients of a bucket.
+
+    Attributes:
+        reduction: what happens to the gradients.
+        factor_class: a number that is equal for buckets whose divide factors have equal values; None: the bucket shares no
+            collective with others.
+        order: the positions of the gradients in the bucket, in the order of the flat shard. Empty: the order in which backward
+            computes the gradients.
+        updates: where the update of each parameter writes; empty: the reduction updates nothing.
+    """
+
+    reduction: Reduction = Reduction()
+    factor_class: int | None = None
+    order: tuple[int, ...] = ()
+    updates: tuple[UpdateTarget, ...] = ()
+
 
 @dataclass(frozen=True)
 class Plan:
     """The plan of a graph.
 
     Attributes:
-        gathers, reductions: an entry for each bucket, in the order in which :mod:`passes.transforms.bucket` finds the buckets.
+        gathers, reductions: an entry for each bucket, in the order of :func:`passes.transforms.bucket.find_buckets`.
         prefetch: for each unit with a prefetch list, its name in the graph, and the names of the units whose gathers start when
             its compute starts. Other units prefetch the next gather.
         max_pending_reductions: the most reduce-scatters in flight; None: the limits of :mod:`passes.transforms.schedule`.
-        factor_classes: a number for each reduction, equal where the divide factors have equal values. Only
-            :mod:`passes.auto.grouping` reads them; empty if buckets do not merge.
-        updates: for each reduction, where the update of each of its parameters writes; an empty entry: the reduction updates
-            nothing. Empty: no reduction updates parameters.
-        orders: for each reduction, the positions of its gradients in the bucket, in the order of the flat shard. Empty: the
-            order in which backward computes the gradients.
     """
 
     gathers: tuple[Gather, ...] = ()
-    reductions: tuple[Reduction, ...] = ()
+    reductions: tuple[PlannedReduction, ...] = ()
     prefetch: tuple[tuple[str, tuple[str, ...]], ...] = ()
     max_pending_reductions: int | None = None
-    factor_classes: tuple[int, ...] = ()
-    updates: tuple[tuple[UpdateTarget, ...], ...] = ()
-    orders: tuple[tuple[int, ...], ...] = ()
 
     @property
     def has_hooks(self) -> bool:
         """True if gradients pass through functions of the user."""
-        return any(reduction.has_hooks for reduction in self.reductions)
+        return any(planned.reduction.has_hooks for planned in self.reductions)
+
+    @property
+    def has_updates(self) -> bool:
+        """True if the graph updates parameters."""
+        return any(planned.updates for planned in self.reductions)

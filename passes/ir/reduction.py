@@ -47,6 +47,9 @@ class Sync(Enum):
     SCATTER = "scatter"
     NONE = "none"
 
+    # As for :class:`~passes.ir.plan.Gather`.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True)
 class Reduction:

@@ -27,7 +27,7 @@ from ..fx.graph import memory_of
 from ..fx.torch_internals.core import OpOverload
 from ..ir.plan import Plan
 from ..ir.work import BucketName
-from ..transforms.bucket import Bucket, Group, gather_buckets, reduction_buckets, regroup
+from ..transforms.bucket import Bucket, Buckets, Group, regroup
 from .collective_sequence import Collective, by_unit, collectives_of
 
 
@@ -81,23 +81,24 @@ def _key(collective: Collective) -> _Key:
     return collective.operation, collective.gathers, () if collective.bucket is None else collective.bucket.parts
 
 
-def grouping_of(arrangement: Arrangement, graph: Graph, plan: Plan, default: Grouping) -> Grouping:
+def grouping_of(arrangement: Arrangement, graph: Graph, buckets: Buckets, plan: Plan, default: Grouping) -> Grouping:
     """Group the parameters of a graph as an arrangement has them.
 
     Args:
         arrangement: the arrangement.
         graph: a graph after the preparing passes. Views of parameters must have sunk to their readers.
+        buckets: the graph's buckets.
         plan: the plan of the graph.
         default: the grouping in which no units are merged. What does not communicate is grouped as there.
 
     Raises:
         CannotArrange: the graph has other parameters, or treats those unlike that would share a collective.
     """
-    gathers = gather_items(graph, default.gathers, plan)
-    reductions = reduction_items(graph, default.reductions, plan)
+    gathers = gather_items(graph, buckets.gathers, default.gathers, plan)
+    reductions = reduction_items(graph, buckets.reductions, default.reductions, plan)
     return Grouping(
-        _regrouped(gather_buckets(graph), gathers, arrangement.buckets(gathers=True)),
-        _regrouped(reduction_buckets(graph), reductions, arrangement.buckets(gathers=False)),
+        _regrouped(buckets.gathers, gathers, arrangement.buckets(gathers=True)),
+        _regrouped(buckets.reductions, reductions, arrangement.buckets(gathers=False)),
     )
 
 

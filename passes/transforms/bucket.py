@@ -124,8 +124,25 @@ def gather_key(spec: Unshard) -> Hashable:
     return spec.shard.meta["val"].dtype, spec.group, spec.sent_as, param_dtype, spec.device
 
 
-def gather_buckets(graph: Graph) -> list[Bucket]:
-    """Bucket the unshards of a graph by unit and :func:`gather_key`, without scalars and those that nothing reads."""
+@dataclass(frozen=True)
+class Buckets:
+    """The operators of a graph by the collective that they share unless a schedule merges or splits it.
+
+    Attributes:
+        gathers: the unshards, by unit and :func:`gather_key`, without scalars and those that nothing reads.
+        reductions: the gradient reductions, by unit, dtypes and groups.
+    """
+
+    gathers: list[Bucket]
+    reductions: list[Bucket]
+
+
+def find_buckets(graph: Graph) -> Buckets:
+    """Bucket the unshards and gradient reductions of a graph after the preparing passes."""
+    return Buckets(_gather_buckets(graph), _reduction_buckets(graph))
+
+
+def _gather_buckets(graph: Graph) -> list[Bucket]:
     buckets: dict[tuple[Hashable, ...], list[Node]] = {}
     for node in unshards(graph.nodes):
         spec = Unshard.of(node)
@@ -136,8 +153,7 @@ def gather_buckets(graph: Graph) -> list[Bucket]:
     return _named(buckets)
 
 
-def reduction_buckets(graph: Graph) -> list[Bucket]:
-    """Bucket the gradient reductions of a graph by unit, dtypes and groups."""
+def _reduction_buckets(graph: Graph) -> list[Bucket]:
     buckets: dict[tuple[Hashable, ...], list[Node]] = {}
     for node in reduce_grads(graph.nodes):
         spec = ReduceGrad.of(node)
@@ -265,20 +281,22 @@ def bucket_gathers(
     interface: Interface | None = None,
     groups: Sequence[Group] | None = None,
     *,
+    buckets: Sequence[Bucket] | None = None,
     unit_by_unit: bool = False,
 ) -> None:
     """Replace the unshards of a forward or backward graph by one all-gather for each bucket. In place.
 
     Args:
         graph: the graph.
-        plan: the action for each bucket of :func:`gather_buckets`; None: gather all.
+        plan: the action for each of ``buckets``; None: gather all.
         interface: receives the inputs and outputs that the plan adds.
         groups: gather these groups instead of the buckets. Together they have all parameters that the plan gathers.
+        buckets: the graph's buckets of gathers; None: those that :func:`find_buckets` finds.
         unit_by_unit: cut each unit out of a shared buffer before that unit's first reader, not all units before the first
             reader of any.
     """
     sink_derived(graph)
-    buckets = gather_buckets(graph)
+    buckets = find_buckets(graph).gathers if buckets is None else buckets
     for index, bucket in enumerate(buckets):
         if plan is not None and plan[index] is Gather.REUSE:
             assert interface is not None

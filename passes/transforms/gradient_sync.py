@@ -1,7 +1,7 @@
 """Gradient sync: reduce, accumulate or return each gradient, as the plan of the microbatch says.
 
 Before: a ``reduce_grad`` for each gradient, whose result is an output.
-After:  for each bucket (unit, dtypes and groups), as its :class:`~passes.ir.plan.Reduction` says:
+After:  for each bucket (unit, dtypes and groups), as its :class:`~passes.ir.reduction.Reduction` says:
 
 - ``Sync.NONE``: the full gradients are outputs, or are added in place to those of earlier microbatches. No communication.
 - ``Sync.SCATTER``: one ``reduce_scatter_tensor`` just after the bucket's last gradient, of the sum with earlier full
@@ -50,12 +50,13 @@ from ..ir.interface import (
     UpdateNumbers,
 )
 from ..ir.ops import ReduceGrad, reduce_grads
+from ..ir.plan import PlannedReduction
 from ..ir.reduction import CarriedTensors, Operand, Reduction, Stage, Sync, stages
 from ..ir.storage import Location, mark_location
 from ..ir.update import UpdateTarget, updated
 from ..ir.work import WORK, Role, Work, mark, nodes_of
 from ..models.memory_model import mark_taken_gradient
-from .bucket import Bucket, Group, reduction_buckets, regroup, whole_buckets
+from .bucket import Bucket, Group, find_buckets, regroup, whole_buckets
 
 _cast = torch.ops.prims.convert_element_type.default
 _copy = torch.ops.aten.copy_.default
@@ -65,27 +66,25 @@ _wait = torch.ops._c10d_functional.wait_tensor.default
 
 def synchronize_gradients(
     graph: Graph,
-    plan: Sequence[Reduction],
+    plan: Sequence[PlannedReduction],
     interface: Interface,
     groups: Sequence[Group] | None = None,
-    updates: Sequence[Sequence[UpdateTarget]] = (),
-    orders: Sequence[Sequence[int]] = (),
+    *,
+    buckets: Sequence[Bucket] | None = None,
 ) -> None:
     """Replace the ``reduce_grad`` nodes of a backward graph as the plan says. In place.
 
     Args:
         graph: the graph.
-        plan: the reduction of each bucket of :func:`~passes.transforms.bucket.reduction_buckets`.
+        plan: the reduction of each of ``buckets``.
         interface: receives the inputs and outputs that the plan adds.
         groups: reduce these groups instead of the buckets. Together they have all gradients, and the plan does the same with
             all members of a group.
-        updates: for each bucket, where the update of each parameter writes; needed if the plan updates parameters.
-        orders: for each bucket, the positions of its gradients in the order of a flat shard; empty: the order in which the
-            graph computes them.
+        buckets: the graph's buckets of reductions; None: those that :func:`~passes.transforms.bucket.find_buckets` finds.
     """
     output = graph.output_node()
     outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    buckets = reduction_buckets(graph)
+    buckets = find_buckets(graph).reductions if buckets is None else buckets
     reduced = dict.fromkeys(reduce_grads(graph.nodes))
     for node in reduced:
         if any(user is not output for user in node.users):
@@ -96,18 +95,19 @@ def synchronize_gradients(
 
     def position(member: tuple[int, int]) -> tuple[int, int]:
         bucket, place = member
-        if plan[bucket].updates:
+        planned = plan[bucket]
+        if planned.updates:
             # The order of the shards that the gradients update.
-            return bucket, updates[bucket][place].offset
+            return bucket, planned.updates[place].offset
         # Gradients that are not reduced form no flat shard.
-        return bucket, orders[bucket].index(place) if orders and plan[bucket].sync is not Sync.NONE else place
+        return bucket, planned.order.index(place) if planned.order and planned.reduction.sync is not Sync.NONE else place
 
     interface.reduction_groups = [tuple(sorted(group, key=position)) for group in wanted]
     for index, (group, bucket) in enumerate(
         zip(interface.reduction_groups, regroup(buckets, interface.reduction_groups), strict=True)
     ):
-        reduction = plan[group[0][0]]
-        places = [(place, updates[place][position]) for place, position in group] if reduction.updates else []
+        reduction = plan[group[0][0]].reduction
+        places = [(place, plan[place].updates[position]) for place, position in group] if reduction.updates else []
         _ReductionWriter(graph, bucket, index, reduction, interface, places).write()
         for node in bucket.nodes:
             graph.erase_node(node)

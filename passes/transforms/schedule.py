@@ -36,7 +36,7 @@ from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard, reshard_rounded
 from ..ir.storage import overlap
 from ..ir.work import BucketName, Role, nodes_of, role
 from ..models.cost_model import is_fusible
-from .bucket import gather_buckets
+from .bucket import Buckets
 
 
 def _move_before(anchor: Node, nodes: list[Node]) -> None:
@@ -60,18 +60,16 @@ class Prefetch:
     targets: tuple[str, ...]
 
 
-def find_prefetches(graph: Graph, lists: Sequence[tuple[str, Sequence[str]]]) -> list[Prefetch]:
+def find_prefetches(graph: Graph, buckets: Buckets, lists: Sequence[tuple[str, Sequence[str]]]) -> list[Prefetch]:
     """Express a plan's prefetch lists in nodes and buckets of a graph. Call this before bucketing consumes the operators."""
-    if not lists:
-        return []
-    buckets: dict[str, list[str]] = {}
-    for gathered in gather_buckets(graph):
-        buckets.setdefault(gathered.unit, []).extend(gathered.name.unit_buckets)
+    names: dict[str, list[str]] = {}
+    for bucket in buckets.gathers:
+        names.setdefault(bucket.unit, []).extend(bucket.name.unit_buckets)
     return [
         Prefetch(
-            tuple(buckets.get(unit, ())),
+            tuple(names.get(unit, ())),
             tuple(_uses(graph, unit)),
-            tuple(name for target in targets for name in buckets.get(target, ())),
+            tuple(name for target in targets for name in names.get(target, ())),
         )
         for unit, targets in lists
     ]

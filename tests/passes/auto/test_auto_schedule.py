@@ -10,13 +10,13 @@ from passes.auto import auto_schedule
 from passes.auto.auto_schedule import AutoSchedule
 from passes.auto.grouping import Grouping, groupings
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.plan import Gather, Plan
+from passes.ir.plan import Gather, Plan, PlannedReduction
 from passes.ir.reduction import Reduction, Sync
 from passes.ir.work import bucket, role
 from passes.models.hardware import Hardware, Link, Links
 from passes.models.memory_model import live_bytes
 from passes.pipeline import run_passes
-from passes.transforms.bucket import gather_buckets, reduction_buckets, whole_buckets
+from passes.transforms.bucket import find_buckets, whole_buckets
 from tests.passes.tracing import PassTestCase
 
 
@@ -60,16 +60,13 @@ class TestAutoSchedule(PassTestCase):
         return self.trace(backward, torch.zeros(64, 8), torch.zeros(8, 64), *[torch.zeros(1, 8) for _ in range(units)])
 
     def plan(self, graph: Graph, reductions: list[Reduction] | None = None, classes: list[int] | None = None) -> Plan:
-        num_reductions = len(reduction_buckets(graph))
-        return Plan(
-            (Gather.GATHER,) * len(gather_buckets(graph)),
-            tuple(reductions or [Reduction()] * num_reductions),
-            factor_classes=tuple(classes or [0] * num_reductions),
-        )
+        buckets = find_buckets(graph)
+        made = reductions or [Reduction()] * len(buckets.reductions)
+        return Plan((Gather.GATHER,) * len(buckets.gathers), tuple(map(PlannedReduction, made, classes or [0] * len(made))))
 
     def schedule(self, gm: GraphModule, hardware: Hardware, limit: int | None = None, plan: Plan | None = None) -> str:
         """Schedule a graph. Return one line for each run of nodes with one role and bucket, and one for each product."""
-        is_backward = bool(reduction_buckets(gm.graph))
+        is_backward = bool(find_buckets(gm.graph).reductions)
         plan = plan or self.plan(gm.graph)
         run_passes(gm, plan, is_backward=is_backward, auto=AutoSchedule(hardware, limit))
         gm.graph.lint()
@@ -164,8 +161,8 @@ mm
 
         graph = self.trace(forward, torch.zeros(64, 8), *[torch.zeros(1, width) for width in (8, 512, 512, 8)]).graph
         plan = self.plan(graph)
-        default = Grouping(tuple(whole_buckets(gather_buckets(graph))), ())
-        found = groupings(graph, plan, default, LATE_LINK, smallest=False)
+        default = Grouping(tuple(whole_buckets(find_buckets(graph).gathers)), ())
+        found = groupings(graph, find_buckets(graph), plan, default, LATE_LINK, smallest=False)
         assert Grouping((((0, 0), (3, 0)), ((1, 0),), ((2, 0),)), ()) in found
 
     def test_a_large_unit_splits(self) -> None:
@@ -324,7 +321,7 @@ finish_reduce 2
         with pytest.raises(ValueError, match="set_reduce_scatter_max_input_buffers was called"):
             self.schedule(gm, FAST_LINK, plan=Plan(gathers, max_pending_reductions=1))
         # Refused settings leave the graph unchanged.
-        assert len(gather_buckets(gm.graph)) == 2
+        assert len(find_buckets(gm.graph).gathers) == 2
 
     def test_leaves_a_graph_without_buckets_alone(self) -> None:
         gm = self.trace(lambda x: [x.relu()], torch.zeros(3), names="x")

@@ -7,9 +7,9 @@ from passes.auto.grouping import Grouping
 from passes.auto.large_parameters import separate_large_parameters
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.plan import Gather, Plan
+from passes.ir.plan import Gather, Plan, PlannedReduction
 from passes.ir.reduction import Reduction, Sync
-from passes.transforms.bucket import bucket_gathers
+from passes.transforms.bucket import bucket_gathers, find_buckets
 from passes.transforms.gradient_sync import synchronize_gradients
 from passes.transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
 from tests.passes.tracing import PassTestCase
@@ -64,7 +64,7 @@ class TestLargeParameters(PassTestCase):
 
     def test_large_parameters_are_gathered_alone_without_a_copy(self) -> None:
         gm = self.forward_graph()
-        bucket_gathers(gm.graph, groups=separate_large_parameters(gm.graph, Plan((Gather.GATHER,))).gathers)
+        bucket_gathers(gm.graph, groups=separate_large_parameters(find_buckets(gm.graph), Plan((Gather.GATHER,))).gathers)
         self.assertExpectedInline(
             self.text(gm.graph),
             """\
@@ -94,7 +94,7 @@ def forward(self, x: "f32[3, 512]", norm_0: "f32[64]", up_0: "f32[64, 512]", dow
 
     def test_pieces_of_a_unit_start_together_and_are_waited_for_where_they_are_read(self) -> None:
         gm = self.forward_graph(3)
-        bucket_gathers(gm.graph, groups=separate_large_parameters(gm.graph, Plan((Gather.GATHER,) * 3)).gathers)
+        bucket_gathers(gm.graph, groups=separate_large_parameters(find_buckets(gm.graph), Plan((Gather.GATHER,) * 3)).gathers)
         schedule_gathers(gm.graph)
         self.assertExpectedInline(
             self.outline(gm.graph),
@@ -134,8 +134,8 @@ mm
 
     def test_a_prefetch_list_starts_all_pieces_of_a_unit(self) -> None:
         gm = self.forward_graph(3)
-        prefetches = find_prefetches(gm.graph, [("0", ("2",))])
-        bucket_gathers(gm.graph, groups=separate_large_parameters(gm.graph, Plan((Gather.GATHER,) * 3)).gathers)
+        prefetches = find_prefetches(gm.graph, find_buckets(gm.graph), [("0", ("2",))])
+        bucket_gathers(gm.graph, groups=separate_large_parameters(find_buckets(gm.graph), Plan((Gather.GATHER,) * 3)).gathers)
         schedule_gathers(gm.graph, prefetches)
         self.assertExpectedInline(
             self.outline(gm.graph),
@@ -176,8 +176,8 @@ mm
     def test_large_gradients_are_sent_from_where_they_are(self) -> None:
         gm = self.backward_graph()
         interface = Interface(gm.graph)
-        groups = separate_large_parameters(gm.graph, Plan(reductions=(Reduction(),))).reductions
-        synchronize_gradients(gm.graph, [Reduction()], interface, groups)
+        groups = separate_large_parameters(find_buckets(gm.graph), Plan(reductions=(PlannedReduction(),))).reductions
+        synchronize_gradients(gm.graph, [PlannedReduction()], interface, groups)
         interface.finish()
         self.assertExpectedInline(
             self.text(gm.graph),
@@ -206,9 +206,11 @@ def forward(self, large: "f32[512, 512]", small: "f32[504, 512]", down_0: "f32[6
 
     def test_gradients_are_held_unit_by_unit(self) -> None:
         gm = self.backward_graph(4)
-        plan = (Reduction(),) * 4
+        plan = (PlannedReduction(),) * 4
         interface = Interface(gm.graph)
-        synchronize_gradients(gm.graph, plan, interface, separate_large_parameters(gm.graph, Plan(reductions=plan)).reductions)
+        synchronize_gradients(
+            gm.graph, plan, interface, separate_large_parameters(find_buckets(gm.graph), Plan(reductions=plan)).reductions
+        )
         interface.finish()
         schedule_reductions(gm.graph)
         self.assertExpectedInline(
@@ -249,11 +251,13 @@ finish_reduce 3/1
         whole = (((0, 0), (0, 1), (0, 2)),)
         forward, backward = self.forward_graph().graph, self.backward_graph().graph
         gather = Plan((Gather.GATHER,))
-        assert len(separate_large_parameters(forward, gather).gathers) == 3
-        assert separate_large_parameters(self.forward_graph(dim=1).graph, gather) == Grouping(whole, ())
-        assert separate_large_parameters(forward, Plan((Gather.REUSE,))) == Grouping((), ())
+        assert len(separate_large_parameters(find_buckets(forward), gather).gathers) == 3
+        assert separate_large_parameters(find_buckets(self.forward_graph(dim=1).graph), gather) == Grouping(whole, ())
+        assert separate_large_parameters(find_buckets(forward), Plan((Gather.REUSE,))) == Grouping((), ())
         with patch("passes.collectives.gloo.backend_of", lambda group, device: "nccl"):
-            assert separate_large_parameters(forward, gather) == Grouping(whole, ())
-        assert len(separate_large_parameters(backward, Plan(reductions=(Reduction(),))).reductions) == 2
+            assert separate_large_parameters(find_buckets(forward), gather) == Grouping(whole, ())
+        assert len(separate_large_parameters(find_buckets(backward), Plan(reductions=(PlannedReduction(),))).reductions) == 2
         for reduction in Reduction(Sync.NONE), Reduction(comm_hook=_hook), Reduction(all_reduce_hook=torch.Tensor.zero_):
-            assert separate_large_parameters(backward, Plan(reductions=(reduction,))) == Grouping((), whole)
+            assert separate_large_parameters(
+                find_buckets(backward), Plan(reductions=(PlannedReduction(reduction),))
+            ) == Grouping((), whole)

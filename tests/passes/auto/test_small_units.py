@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -8,10 +9,10 @@ from torch.fx import GraphModule
 from passes.auto.grouping import Grouping
 from passes.auto.small_units import merge_small_units
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.plan import Gather, Plan
+from passes.ir.plan import Gather, Plan, PlannedReduction
 from passes.ir.reduction import Reduction, Sync
 from passes.pipeline import run_passes
-from passes.transforms.bucket import gather_buckets, reduction_buckets, regroup, whole_buckets
+from passes.transforms.bucket import find_buckets, regroup, whole_buckets
 from tests.passes.tracing import PassTestCase
 
 #: The bytes of a weight of 8 x 8 in float32.
@@ -20,6 +21,10 @@ _WEIGHT = 256
 
 def _hook(gradient: torch.Tensor, output: torch.Tensor) -> None:
     output.copy_(gradient.chunk(8)[0])
+
+
+def _plan(reductions: Sequence[Reduction], classes: Sequence[int] = (0, 0, 0)) -> Plan:
+    return Plan(reductions=tuple(map(PlannedReduction, reductions, classes)))
 
 
 class TestSmallUnits(PassTestCase):
@@ -51,18 +56,18 @@ class TestSmallUnits(PassTestCase):
 
     def merged(self, gm: GraphModule, below: int, plan: Plan | None = None) -> str:
         """Return the names of a graph's buckets after merging: of gathers, or of reductions if there are no gathers."""
-        gathers, reductions = gather_buckets(gm.graph), reduction_buckets(gm.graph)
+        buckets = find_buckets(gm.graph)
+        gathers, reductions = buckets.gathers, buckets.reductions
         plan = plan or Plan()
         plan = replace(
             plan,
             gathers=plan.gathers or (Gather.GATHER,) * len(gathers),
-            reductions=plan.reductions or (Reduction(),) * len(reductions),
-            factor_classes=plan.factor_classes or (0,) * len(reductions),
+            reductions=plan.reductions or (PlannedReduction(factor_class=0),) * len(reductions),
         )
         default = Grouping(tuple(whole_buckets(gathers)), tuple(whole_buckets(reductions)))
-        found = merge_small_units(gm.graph, plan, default, below)
-        buckets = regroup(gathers, found.gathers) if gathers else regroup(reductions, found.reductions)
-        return " ".join(sorted(str(bucket.name) for bucket in buckets))
+        found = merge_small_units(gm.graph, buckets, plan, default, below)
+        merged = regroup(gathers, found.gathers) if gathers else regroup(reductions, found.reductions)
+        return " ".join(sorted(str(bucket.name) for bucket in merged))
 
     def test_small_units_share_a_collective(self) -> None:
         gm = self.forward_graph(8, 8, 16)
@@ -122,14 +127,14 @@ def forward(self, x: "f32[3, 8]", weight_0: "f32[1, 8]", weight_1: "f32[1, 8]", 
         many = 100 * _WEIGHT
         kept = Plan((Gather.GATHER, Gather.KEEP, Gather.KEEP))
         assert self.merged(self.forward_graph(8, 8, 8), many, kept) == "0 1+2"
-        assert self.merged(self.backward_graph(8, 8, 8), many, Plan(factor_classes=(0, 0, 2))) == "0+1 2"
-        deferred = Plan(reductions=(Reduction(Sync.NONE), Reduction(), Reduction()))
+        assert self.merged(self.backward_graph(8, 8, 8), many, _plan([Reduction()] * 3, (0, 0, 2))) == "0+1 2"
+        deferred = _plan([Reduction(Sync.NONE), Reduction(), Reduction()])
         assert self.merged(self.backward_graph(8, 8, 8), many, deferred) == "0 1+2"
 
     def test_what_is_said_of_a_unit_keeps_it_alone(self) -> None:
         many = 100 * _WEIGHT
         listed = Plan(prefetch=(("1", ("2",)),))
         assert self.merged(self.forward_graph(8, 8, 8, 8, 8), many, listed) == "0+3+4 1 2"
-        hooked = Plan(reductions=(Reduction(), Reduction(comm_hook=_hook), Reduction()))
+        hooked = _plan([Reduction(), Reduction(comm_hook=_hook), Reduction()])
         assert self.merged(self.backward_graph(8, 8, 8), many, hooked) == "0+2 1"
         assert self.merged(self.backward_graph(8, 8, 8), many, Plan(max_pending_reductions=3)) == "0 1 2"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from torch.fx import GraphModule
 from passes.auto.grouping import Grouping
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.plan import Gather, Plan
+from passes.ir.plan import Gather, Plan, PlannedReduction
 from passes.ir.reduction import Reduction, Sync
 from passes.ir.work import BucketName
 from passes.lowering.arrangement import Arrangement, CannotArrange, grouping_of, order_collectives
 from passes.lowering.collective_sequence import collective_sequence
-from passes.transforms.bucket import bucket_gathers, gather_buckets, reduction_buckets, sink_derived, whole_buckets
+from passes.transforms.bucket import Buckets, bucket_gathers, find_buckets, sink_derived, whole_buckets
 from passes.transforms.gradient_sync import synchronize_gradients
 from tests.passes.tracing import PassTestCase
 
@@ -37,7 +37,7 @@ class ArrangementTestCase(PassTestCase):
     def lower(self, gm: GraphModule, grouping: Grouping | None = None) -> None:
         interface = Interface(gm.graph)
         bucket_gathers(gm.graph, None, interface, None if grouping is None else grouping.gathers)
-        plan = [Reduction()] * len(reduction_buckets(gm.graph))
+        plan = [PlannedReduction()] * len(find_buckets(gm.graph).reductions)
         synchronize_gradients(gm.graph, plan, interface, None if grouping is None else grouping.reductions)
         interface.finish()
 
@@ -116,16 +116,14 @@ finish_reduce a
 
 
 class TestGrouping(ArrangementTestCase):
-    def default(self, gm: GraphModule, **plan: Any) -> tuple[Plan, Grouping]:
+    def default(self, gm: GraphModule, reductions: Sequence[Reduction] = ()) -> tuple[Buckets, Plan, Grouping]:
         sink_derived(gm.graph)
-        gathers, reductions = gather_buckets(gm.graph), reduction_buckets(gm.graph)
-        made = {
-            "gathers": (Gather.GATHER,) * len(gathers),
-            "reductions": (Reduction(),) * len(reductions),
-            "factor_classes": (0,) * len(reductions),
-            **plan,
-        }
-        return Plan(**made), Grouping(tuple(whole_buckets(gathers)), tuple(whole_buckets(reductions)))
+        buckets = find_buckets(gm.graph)
+        made = reductions or [Reduction()] * len(buckets.reductions)
+        plan = Plan(
+            (Gather.GATHER,) * len(buckets.gathers), tuple(PlannedReduction(reduction, factor_class=0) for reduction in made)
+        )
+        return buckets, plan, Grouping(tuple(whole_buckets(buckets.gathers)), tuple(whole_buckets(buckets.reductions)))
 
     def test_buckets_of_another_graph(self) -> None:
         other, gm = self.backward("a", "b"), self.backward("b", "a")
@@ -141,17 +139,17 @@ class TestGrouping(ArrangementTestCase):
         other, gm = self.backward("a", "b"), self.backward("b", "a")
         merged = ((0, 0), (1, 0))
         self.lower(other, Grouping((merged,), (merged,)))
-        plan, default = self.default(gm, reductions=(Reduction(), Reduction(has_unsharded=True)))
+        buckets, plan, default = self.default(gm, [Reduction(), Reduction(has_unsharded=True)])
         with pytest.raises(CannotArrange, match=r"bucket a\+b"):
-            grouping_of(self.arrangement(other), gm.graph, plan, default)
+            grouping_of(self.arrangement(other), gm.graph, buckets, plan, default)
 
     def test_reductions_that_do_not_communicate_stay_as_they_are(self) -> None:
         gm = self.backward("a", "b")
-        plan, default = self.default(gm, reductions=(Reduction(Sync.NONE),) * 2)
+        buckets, plan, default = self.default(gm, [Reduction(Sync.NONE)] * 2)
         gathers = Arrangement(
             (("all_gather_into_tensor", True, (("b", None),)), ("all_gather_into_tensor", True, (("a", None),))), ()
         )
-        assert grouping_of(gathers, gm.graph, plan, default) == Grouping((((1, 0),), ((0, 0),)), default.reductions)
+        assert grouping_of(gathers, gm.graph, buckets, plan, default) == Grouping((((1, 0),), ((0, 0),)), default.reductions)
 
     def test_units_that_the_graph_lacks_are_refused(self) -> None:
         other, gm = self.backward("a", "b"), self.backward("a")

@@ -7,10 +7,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.reduction import Reduction
+from passes.ir.plan import PlannedReduction
 from passes.ir.work import BucketName
 from passes.lowering.collective_sequence import Collective, collective_sequence, digest, identities
-from passes.transforms.bucket import bucket_gathers, reduction_buckets
+from passes.transforms.bucket import bucket_gathers, find_buckets
 from passes.transforms.gradient_sync import synchronize_gradients
 from tests.passes.tracing import PassTestCase
 
@@ -31,7 +31,7 @@ class TestCollectiveSequence(PassTestCase):
         gm = self.trace(backward, torch.zeros(16, 8), torch.zeros(2, 8), torch.zeros(2, 8))
         interface = Interface(gm.graph)
         bucket_gathers(gm.graph)
-        synchronize_gradients(gm.graph, [Reduction()] * len(reduction_buckets(gm.graph)), interface)
+        synchronize_gradients(gm.graph, [PlannedReduction()] * len(find_buckets(gm.graph).reductions), interface)
         self.assertExpectedInline(
             self.lines(gm),
             """\

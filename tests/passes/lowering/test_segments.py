@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.reduction import Reduction
+from passes.ir.plan import PlannedReduction
 from passes.lowering.segments import cut_into_segments
 from passes.transforms.bucket import bucket_gathers
 from passes.transforms.gradient_sync import synchronize_gradients
@@ -107,7 +107,7 @@ def forward(self, wait_tensor: "f32[64]", x: "f32[3, 8]"):
         gm = self.trace(backward, *inputs, names="grad x weight scale")
         bucket_gathers(gm.graph)
         interface = Interface(gm.graph)
-        synchronize_gradients(gm.graph, [Reduction()], interface)
+        synchronize_gradients(gm.graph, [PlannedReduction()], interface)
         interface.finish()
         outer, _ = cut_into_segments(gm)
         self.assertExpectedInline(

@@ -16,6 +16,7 @@ from passes.collectives.host_copies import (
 )
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
+from passes.ir.plan import PlannedReduction
 from passes.ir.reduction import Reduction, Sync
 from passes.models.cost_model import kernels, unwritten
 from passes.models.memory_model import IS_PARAMETER, Category, MemoryModel, live_bytes, mark_freed_inputs, mark_memory
@@ -137,7 +138,7 @@ output: 32 (0)
         gm = self.trace(backward, torch.zeros(8, dtype=torch.bfloat16), *(torch.zeros(1) for _ in range(3)), names="grad a b c")
         mixed_precision(gm.graph)
         interface = Interface(gm.graph)
-        synchronize_gradients(gm.graph, [Reduction(), Reduction()], interface)
+        synchronize_gradients(gm.graph, [PlannedReduction(), PlannedReduction()], interface)
         interface.finish()
         self.assertExpectedInline(
             self.timeline(gm.graph),
@@ -200,7 +201,7 @@ output: 4 (0)
         mark_freed_inputs(gm.graph, [gm.graph.find_nodes(op="placeholder")[0]])
         interface = Interface(gm.graph)
         bucket_gathers(gm.graph)
-        synchronize_gradients(gm.graph, [Reduction()], interface)
+        synchronize_gradients(gm.graph, [PlannedReduction()], interface)
         interface.finish()
         order = list(gm.graph.nodes)
         model = MemoryModel(gm.graph)
@@ -290,7 +291,7 @@ output: 4 (0)
         for reduction, taken in ((Reduction(has_unsharded=True), 256), (Reduction(Sync.NONE, has_unsharded=True), 0)):
             gm = self.trace(backward, torch.zeros(8, 8), torch.zeros(1, 8), names="tangents shard")
             interface = Interface(gm.graph)
-            synchronize_gradients(gm.graph, [reduction], interface)
+            synchronize_gradients(gm.graph, [PlannedReduction(reduction)], interface)
             interface.finish()
             assert MemoryModel(gm.graph).breakdown(list(gm.graph.nodes)).taken[Category.GRADIENTS] == taken
 

@@ -5,7 +5,7 @@ from passes.ir.interface import FullParameter, Interface
 from passes.ir.ops import reshard, unshard, with_unit
 from passes.ir.plan import Gather
 from passes.ir.work import Role, bucket, role
-from passes.transforms.bucket import bucket_gathers, gather_buckets
+from passes.transforms.bucket import bucket_gathers, find_buckets
 from tests.passes.tracing import PassTestCase
 
 
@@ -137,7 +137,7 @@ def forward(self, first: "f32[1, 8]", second: "f32[1, 8]", x: "f32[4, 8]"):
             )
 
         gm = self.trace(forward, torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2))
-        assert [(bucket.unit, str(bucket.name)) for bucket in gather_buckets(gm.graph)] == [
+        assert [(bucket.unit, str(bucket.name)) for bucket in find_buckets(gm.graph).gathers] == [
             ("up", "up"),
             ("up", "up.2"),
             ("up.1", "up.1"),
@@ -234,7 +234,7 @@ class TestKeptParameters(PassTestCase):
             forward, torch.zeros(2), torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(3, 4), names="bias weight down x"
         )
         interface = Interface(gm.graph)
-        assert [str(bucket.name) for bucket in gather_buckets(gm.graph)] == ["up", "down"]
+        assert [str(bucket.name) for bucket in find_buckets(gm.graph).gathers] == ["up", "down"]
         bucket_gathers(gm.graph, plan, interface)
         interface.finish()
         return self.text(gm.graph), interface

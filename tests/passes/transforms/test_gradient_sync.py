@@ -24,10 +24,11 @@ from passes.ir.interface import (
     UpdateNumbers,
 )
 from passes.ir.ops import reduce_grad
+from passes.ir.plan import PlannedReduction
 from passes.ir.reduction import Reduction, Sync
 from passes.ir.update import Update, UpdateTarget
 from passes.ir.work import Role, role
-from passes.transforms.bucket import reduction_buckets
+from passes.transforms.bucket import find_buckets
 from passes.transforms.gradient_sync import synchronize_gradients
 from passes.transforms.mixed_precision import mixed_precision
 from tests.passes.tracing import PassTestCase
@@ -50,11 +51,13 @@ _OF_ALL = """
 def _synchronize(
     graph: torch.fx.Graph,
     *plan: Reduction,
-    updates: Sequence[Sequence[UpdateTarget]] = (),
-    orders: Sequence[Sequence[int]] = (),
+    updates: Sequence[UpdateTarget] = (),
+    order: Sequence[int] = (),
 ) -> Interface:
+    """Synchronize the gradients of a graph. ``updates`` and ``order`` are for each of its buckets."""
     interface = Interface(graph)
-    synchronize_gradients(graph, plan, interface, updates=updates, orders=orders)
+    made = [PlannedReduction(reduction, order=tuple(order), updates=tuple(updates)) for reduction in plan]
+    synchronize_gradients(graph, made, interface)
     interface.finish()
     return interface
 
@@ -65,7 +68,7 @@ class SyncTestCase(PassTestCase):
         reduction: Reduction,
         *,
         updates: Sequence[UpdateTarget] = (),
-        orders: Sequence[Sequence[int]] = (),
+        order: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
         replicas: bool = False,
         **policy: torch.dtype,
@@ -81,7 +84,7 @@ class SyncTestCase(PassTestCase):
         inputs = [torch.zeros(shape, dtype=dtype) for shape in ((3, 16), (3, 4), (2, 4), (2,))]
         gm = self.trace(backward, *inputs, names="grad x weight bias")
         mixed_precision(gm.graph)
-        interface = _synchronize(gm.graph, reduction, updates=[updates], orders=orders)
+        interface = _synchronize(gm.graph, reduction, updates=updates, order=order)
         return self.text(gm.graph), interface
 
     def assert_made(self, text: str, expected: str) -> None:
@@ -117,7 +120,7 @@ def forward(self, grad: "f32[3, 16]", x: "f32[3, 4]", weight: "f32[2, 4]", bias:
     def test_order_of_the_plan(self) -> None:
         """Reduced buckets have the order that is given. Gradients that stay unsharded keep the order of the graph."""
         for sync in Sync:
-            text, interface = self.synchronized(Reduction(sync), orders=[(1, 0)])
+            text, interface = self.synchronized(Reduction(sync), order=(1, 0))
             if sync is Sync.NONE:
                 assert interface.reduction_groups == [((0, 0), (0, 1))]
                 continue
@@ -676,7 +679,7 @@ def forward(self, rows: "f32[13, 4]", columns: "f32[3, 16]", scalar: "f32[]", sh
             )
 
         gm = self.trace(backward, torch.zeros(16), *[torch.zeros(2)] * 4, names="grad a b c d")
-        assert [str(bucket.name) for bucket in reduction_buckets(gm.graph)] == ["up", "up.1", "up.2", "down"]
+        assert [str(bucket.name) for bucket in find_buckets(gm.graph).reductions] == ["up", "up.1", "up.2", "down"]
         interface = _synchronize(
             gm.graph, Reduction(Sync.NONE), Reduction(averaging=SUM), Reduction(Sync.SCATTER), Reduction(has_grad=True)
         )
@@ -721,7 +724,7 @@ class TestSharedMemory(PassTestCase):
     def outputs(self, function: Any, *shapes: tuple[int, ...]) -> list[str]:
         """Return the operators that compute the full gradients among a graph's outputs."""
         gm = self.trace(function, *map(torch.zeros, shapes))
-        interface = _synchronize(gm.graph, *[Reduction(Sync.NONE)] * len(reduction_buckets(gm.graph)))
+        interface = _synchronize(gm.graph, *[Reduction(Sync.NONE)] * len(find_buckets(gm.graph).reductions))
         gm.graph.lint()
         return [str(node.target) for node in interface.output_nodes]
 

@@ -6,10 +6,10 @@ from torch.fx import Graph, GraphModule
 from passes.collectives.divide_factors import Averaging
 from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
-from passes.ir.plan import Gather
+from passes.ir.plan import Gather, PlannedReduction
 from passes.ir.reduction import Reduction, Sync
 from passes.ir.update import Update, UpdateTarget
-from passes.transforms.bucket import bucket_gathers, reduction_buckets
+from passes.transforms.bucket import bucket_gathers, find_buckets
 from passes.transforms.flat_storage import flat_storage, locate_shards
 from passes.transforms.gradient_sync import synchronize_gradients
 from passes.transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
@@ -44,7 +44,9 @@ class TestSchedule(PassTestCase):
     def synchronize(self, graph: Graph, reduction: Reduction | None = None) -> None:
         """Synchronize the gradients of every bucket by the same ``reduction``."""
         interface = Interface(graph)
-        synchronize_gradients(graph, [reduction or Reduction()] * len(reduction_buckets(graph)), interface)
+        synchronize_gradients(
+            graph, [PlannedReduction(reduction or Reduction())] * len(find_buckets(graph).reductions), interface
+        )
         interface.finish()
 
     def test_gathers_start_one_unit_ahead(self) -> None:
@@ -126,7 +128,7 @@ relu
     def gathers(self, gm: GraphModule, lists: Mapping[str, Sequence[str]], plan: Sequence[Gather] | None = None) -> str:
         """Bucket and schedule the gathers of a graph with these prefetch lists. Return its outline."""
         interface = Interface(gm.graph)
-        prefetches = find_prefetches(gm.graph, list(lists.items()))
+        prefetches = find_prefetches(gm.graph, find_buckets(gm.graph), list(lists.items()))
         bucket_gathers(gm.graph, plan, interface)
         interface.finish()
         schedule_gathers(gm.graph, prefetches)
@@ -556,7 +558,8 @@ class TestUpdates(PassTestCase):
         bucket_gathers(gm.graph, None, interface)
         reduction = Reduction(averaging=Averaging("avg", "avg"), updates=True)
         others = (UpdateTarget(0, 2, plain, 0),)
-        synchronize_gradients(gm.graph, [reduction] * 3, interface, updates=[of_a, others, others])
+        plan = [PlannedReduction(reduction, updates=updates) for updates in (of_a, others, others)]
+        synchronize_gradients(gm.graph, plan, interface)
         interface.finish()
         flat_storage(gm.graph, locations, interface)
         schedule_gathers(gm.graph)

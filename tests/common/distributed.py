@@ -41,6 +41,7 @@ from passes.auto import small_units
 
 from . import inductor_use
 from .lost_guards import refuse_lost_guards
+from .wrong_layouts import refuse_wrong_layouts
 
 # Modules that all ranks need.
 _PRELOAD = [
@@ -121,6 +122,7 @@ def _serve(
     """Run the main loop of one rank: receive a job, execute it, send back its value or its traceback."""
     torch.set_num_threads(1)
     refuse_lost_guards()
+    refuse_wrong_layouts()
     inductor_use.refuse_unless_allowed()
     # A rank blocked in a collective cannot run Python code; the C-level handler can still write its stack.
     stacks = open(stack_file, "w")  # noqa: SIM115

@@ -9,7 +9,7 @@ Small random models are traced for random machines, of one node or several. Brut
 every combination of
 
 - units that stay gathered, or of which nodes keep copies;
-- stretches that are computed again;
+- regions that are computed again;
 - with ``--host``, activations that wait on the host.
 
 By the models of time and memory, the best combination is the best that a search can find. It is compared with the backend's
@@ -153,7 +153,7 @@ def trials_of(drawn: Drawn, *, host: bool = False) -> dict[str, list[Trial]]:
 
 def every_policy(choices: OpenChoices) -> Iterator[StepPolicy]:
     """Yield all policies for the open choices, without activations on the host."""
-    subsets = (_subsets(values) for values in (choices.units, choices.in_nodes, choices.stretches))
+    subsets = (_subsets(values) for values in (choices.units, choices.in_nodes, choices.regions))
     for kept, in_nodes, recomputed in itertools.product(*subsets):
         if not set(kept).intersection(in_nodes):
             for budget in choices.activation_budgets:

@@ -161,7 +161,7 @@ def print_table(results: Sequence[dict[str, Any]]) -> None:
         times = [f"{value * 1000:.0f}" for value in (statistics.median(seconds), min(seconds), max(seconds))]
         chosen = [str(facts.get(key, "")) for key in ("kept", "recomputed")]
         rows.append([name, f"{facts['bytes'] / 1e6:.1f}", *chosen, *times])
-    print(report.table(["system", "MB", "units kept", "stretches again", "step ms", "least", "most"], rows))
+    print(report.table(["system", "MB", "units kept", "regions again", "step ms", "least", "most"], rows))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -113,9 +113,7 @@ def print_table(results: Sequence[Sequence[dict[str, Any]]]) -> None:
         share = f"{found['counted'] / found['budget'] - 1:+.1%}"
         chosen = [str(found[name]) for name in ("kept", "recomputed")]
         rows.append([*megabytes, share, *chosen, f"{found['predicted_ns'] / 1e6:.1f}"])
-    print(
-        report.table(["budget MB", "accounted", "counted", "to budget", "units kept", "stretches again", "predicted ms"], rows)
-    )
+    print(report.table(["budget MB", "accounted", "counted", "to budget", "units kept", "regions again", "predicted ms"], rows))
 
 
 def main(argv: Sequence[str]) -> None:

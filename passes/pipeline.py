@@ -4,7 +4,7 @@
                              fold_layers
     joint graph              refresh_layouts
                              unfold_layers
-                             recompute_stretches (with a memory budget)
+                             recompute_regions (with a memory budget)
                              offload_activations
                              reshard_after_forward
     forward, backward graph  resolve_ties
@@ -25,7 +25,7 @@ and the passes after the schedule, and hands them in. Under a memory budget, :mo
 units reshard and what is recomputed.
 
 An :data:`Observer` is called after every pass. Some passes have work in few graphs, and report only if they change the graph:
-``fold_layers``, ``refresh_layouts``, ``unfold_layers``, ``recompute_stretches``, ``offload_activations``, ``copy_activations``,
+``fold_layers``, ``refresh_layouts``, ``unfold_layers``, ``recompute_regions``, ``offload_activations``, ``copy_activations``,
 ``fuse_products``.
 The observer :func:`log_pass` writes to torch's structured trace (tlparse shows it) and to the ``passes`` logger
 (``TORCH_LOGS="+passes"``). :func:`ignore_pass` is the observer for graphs that are only tried.
@@ -58,8 +58,8 @@ from .transforms.flat_storage import flat_storage, locate_shards
 from .transforms.gradient_sync import synchronize_gradients
 from .transforms.mixed_precision import mixed_precision
 from .transforms.name_shards import name_shards
-from .transforms.offload_activations import copy_activations, mark_stretches, offload_activations
-from .transforms.recompute_stretches import forward_stretches, recompute_stretches
+from .transforms.offload_activations import copy_activations, mark_regions, offload_activations
+from .transforms.recompute_regions import forward_regions, recompute_regions
 from .transforms.refresh_layouts import TracedValues, refresh_layouts
 from .transforms.repeated_layers import fold_layers, unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
@@ -180,10 +180,10 @@ def run_partitioner_passes(
         node_groups: with a policy: see :meth:`~passes.auto.step_policy.OpenChoices.of`.
     """
     if policy is not None:
-        with _observed(graph, "joint", "recompute_stretches", observer, if_changed=True):
-            stretches = forward_stretches(graph, num_forward_outputs)
-            recompute_stretches(stretches, policy.recomputed)
-        mark_stretches(stretches)
+        with _observed(graph, "joint", "recompute_regions", observer, if_changed=True):
+            regions = forward_regions(graph, num_forward_outputs)
+            recompute_regions(regions, policy.recomputed)
+        mark_regions(regions)
         policy.reshard(graph, node_groups or {})
     with _observed(graph, "joint", "offload_activations", observer, if_changed=True):
         offload_activations(graph)

@@ -100,7 +100,7 @@ def test_budgets_hold_in_counted_allocations(tmp_path: Path) -> None:
     # A larger budget buys a shorter step.
     times = [one["predicted_ns"] for one in found]
     assert times == sorted(times, reverse=True)
-    # The largest budget may still recompute a stretch, if the cost model says that it costs nothing.
+    # The largest budget may still recompute a region, if the cost model says that it costs nothing.
     assert found[0]["recomputed"] > found[2]["recomputed"] <= 1
 
 

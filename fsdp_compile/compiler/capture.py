@@ -121,8 +121,8 @@ class Capture:
         released = {extra[index].name: nbytes for index, nbytes in freed.items()}
         self.calls.append(GraphCall(graph, planned.is_backward, planned.registry, units, *held, released))
 
-    def _observe_eager(self, what: str) -> None:
-        self.outside.append(what)
+    def _observe_eager(self, label: str) -> None:
+        self.outside.append(label)
 
 
 _active: list[Capture] = []

@@ -164,7 +164,7 @@ class StepBudget:
             scheduled = [schedule(forward, False), schedule(backward, True)]
             with sizes.counted():
                 time = sum(graph_time(graph, self._hardware) for graph, _ in scheduled)
-                can_wait = [Activation(stretch, at, node.name, int(num_bytes(node.meta["val"]))) for node, stretch, at in saved]
+                can_wait = [Activation(region, at, node.name, int(num_bytes(node.meta["val"]))) for node, region, at in saved]
                 return Trial(policy, self._peak(scheduled), time, self._host_bytes(scheduled), tuple(can_wait))
 
         with replaying_traces():

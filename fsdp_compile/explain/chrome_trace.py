@@ -55,5 +55,5 @@ def _counter(held: MemorySample, process: int) -> Event:
     return {"ph": "C", "pid": process, "tid": 0, "name": "memory", "ts": held.at_ns / 1e3, "args": held.num_bytes}
 
 
-def _named(what: str, process: int, thread: int, name: str) -> Event:
-    return {"ph": "M", "pid": process, "tid": thread, "name": what, "args": {"name": name}}
+def _named(kind: str, process: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}

@@ -95,14 +95,14 @@ class Suggestion:
     """A change to a step, evaluated by the models that made its report.
 
     Attributes:
-        what: the change, as one would write it.
+        change: the change, as one would write it.
         time_ns: the time of the step with the change, in nanoseconds; 0 if it could not be evaluated.
         peak_bytes: the memory of the step with the change.
         saved_ns, added_bytes: the differences to the step of the report.
         note: why the change could not be evaluated, or a condition under which the numbers hold; otherwise empty.
     """
 
-    what: str
+    change: str
     time_ns: int
     peak_bytes: int
     saved_ns: int

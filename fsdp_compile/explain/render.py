@@ -190,11 +190,11 @@ def _budget_table(choice: Choice) -> Table:
         in_nodes = f", {len(policy.in_nodes)} in each node" if policy.in_nodes else ""
         cells = [f"{len(policy.kept)} of {units} units{in_nodes}"]
         recomputed = [] if policy.activation_budget == SAVE else ["what is cheap"]
-        recomputed += [_stretches(policy.recomputed, policy)] if policy.recomputed else []
+        recomputed += [_regions(policy.recomputed, policy)] if policy.recomputed else []
         cells.append(", ".join(recomputed) or "nothing")
         if offloads:
             some = f"{len(trial.waiting)} of {len(trial.waiting) + len(policy.on_device)} activations of "
-            waiting = f"{some if policy.on_device else ''}{_stretches(policy.offloaded, policy)}, {size(trial.host_bytes)}"
+            waiting = f"{some if policy.on_device else ''}{_regions(policy.offloaded, policy)}, {size(trial.host_bytes)}"
             cells.append(waiting if policy.offloaded else "nothing")
         mark = "chosen" if trial == choice.chosen else "" if trial.peak_bytes <= choice.limit else "too large"
         rows.append([mark, *cells, size(trial.peak_bytes), milliseconds(trial.time_ns)])
@@ -207,8 +207,8 @@ def _budget_table(choice: Choice) -> Table:
     return Table(rows, note)
 
 
-def _stretches(numbers: Sequence[int], policy: StepPolicy) -> str:
-    return f"{len(numbers)} of {policy.stretches} stretches"
+def _regions(numbers: Sequence[int], policy: StepPolicy) -> str:
+    return f"{len(numbers)} of {policy.regions} regions"
 
 
 def verdict(report: Report) -> str:
@@ -265,12 +265,12 @@ def _sentence(group: Sequence[Exposure]) -> str:
 
 def _suggestion(one: Suggestion) -> str:
     if not one.time_ns:
-        return f"- {one.what}: {one.note}"
+        return f"- {one.change}: {one.note}"
     faster = f"{milliseconds(one.saved_ns)} faster" if one.saved_ns >= 0 else f"{milliseconds(-one.saved_ns)} slower"
     if abs(one.saved_ns) < 1000:
         faster = "no faster"
     more = f"{size(one.added_bytes)} more" if one.added_bytes >= 0 else f"{size(-one.added_bytes)} less"
-    line = f"- {one.what}: {milliseconds(one.time_ns)}, {faster}; memory {size(one.peak_bytes)}, {more}"
+    line = f"- {one.change}: {milliseconds(one.time_ns)}, {faster}; memory {size(one.peak_bytes)}, {more}"
     return f"{line} ({one.note})" if one.note else line
 
 

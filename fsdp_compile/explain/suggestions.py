@@ -17,14 +17,14 @@ from .report import Report
 _GATHERS = (Role.COPY_TO_DEVICE, Role.START_GATHER, *MAKES_PARAMETERS)
 
 
-def suggestion(what: str, report: Report, run: Callable[[], Report]) -> Suggestion:
+def suggestion(change: str, report: Report, run: Callable[[], Report]) -> Suggestion:
     """Evaluate a change by the report that ``run`` makes of the step with it."""
     try:
         changed = run()
     except (ValueError, RuntimeError) as error:
-        return Suggestion(what, 0, 0, 0, 0, f"not possible here: {error}")
+        return Suggestion(change, 0, 0, 0, 0, f"not possible here: {error}")
     peak = changed.memory.peak_bytes
-    return Suggestion(what, changed.time_ns, peak, report.time_ns - changed.time_ns, peak - report.memory.peak_bytes)
+    return Suggestion(change, changed.time_ns, peak, report.time_ns - changed.time_ns, peak - report.memory.peak_bytes)
 
 
 def with_suggestions(report: Report) -> Report:
@@ -50,8 +50,8 @@ def _placed(report: Report) -> Suggestion:
             placed[id(graph)] = figures.timeline.total - result.total_ns, result.peak_bytes - before
         saved += placed[id(graph)][0]
         added = max(added, placed[id(graph)][1])
-    what, note = "options={'schedule': 'auto'}", "with the buckets that there are"
-    return Suggestion(what, report.time_ns - saved, report.memory.peak_bytes + added, saved, added, note)
+    change, note = "options={'schedule': 'auto'}", "with the buckets that there are"
+    return Suggestion(change, report.time_ns - saved, report.memory.peak_bytes + added, saved, added, note)
 
 
 def _without_second_gathers(report: Report) -> Suggestion:

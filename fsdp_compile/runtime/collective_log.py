@@ -556,24 +556,24 @@ def _programs(stage: str, sequence: Sequence[Collective], group_names: Mapping[s
 eager_observers: list[Callable[[str], None]] = []
 
 
-def eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> CheckedProgram:
+def eager_run(label: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> CheckedProgram:
     """Tell :data:`eager_observers` of an operator that communicates outside of a graph, and return the run of the operator.
 
     Args:
-        what: the operator, and the parameter or unit that it works on.
+        label: the operator, and the parameter or unit that it works on.
         shape: sizes that must be equal on all ranks, such as the parameter's.
         group_names: names of the shard group, of the replicate group (empty if it is not used), and of others.
     """
     for observe in eager_observers:
-        observe(what)
-    return _eager_run(what, shape, group_names)
+        observe(label)
+    return _eager_run(label, shape, group_names)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _eager_run(what: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> CheckedProgram:
-    program = Program(f"{what} outside of a compiled graph", (), (str(shape),), is_graph=False)
+def _eager_run(label: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> CheckedProgram:
+    program = Program(f"{label} outside of a compiled graph", (), (str(shape),), is_graph=False)
     roles = {name: role for name, role in zip(group_names, ("shard", "replicate"), strict=False) if name}
-    return CheckedProgram(lambda _log: program, list(filter(None, group_names)), roles, f"FSDP::{what}")
+    return CheckedProgram(lambda _log: program, list(filter(None, group_names)), roles, f"FSDP::{label}")
 
 
 @contextlib.contextmanager

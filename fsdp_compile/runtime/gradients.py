@@ -593,14 +593,14 @@ def reduce_pending(unit: Unit) -> list[ShardedParam]:
 
 
 def _reduce(
-    what: str, params: Sequence[ShardedParam], grads: Sequence[Tensor], reduction: Reduction, values: Sequence[float]
+    label: str, params: Sequence[ShardedParam], grads: Sequence[Tensor], reduction: Reduction, values: Sequence[float]
 ) -> None:
     """Reduce full gradients of one dtype. Without any, all-reduce the partial gradients of ``params`` over replicas."""
     mesh = params[0].mesh
     replicate_group = mesh.replicate_group if reduction.sync is Sync.ALL and not reduction.comm_hook_in_place else ""
     replicate_group = replicate_group if group_size(replicate_group) > 1 else ""
     shapes = tuple(size for param in params for size in param.shape)
-    run = eager_run(what, shapes, (mesh.shard_group, replicate_group, reduction.group))
+    run = eager_run(label, shapes, (mesh.shard_group, replicate_group, reduction.group))
     run.begin()
     with run:
         _communicate(params, grads, reduction, values, replicate_group)

@@ -73,14 +73,14 @@ _NONE: Mapping[ShardedParam, Resharded] = {}
 
 
 def start_gathers(
-    unit: Unit, buckets: Iterable[list[ShardedParam]], what: str, resharded: Mapping[ShardedParam, Resharded] = _NONE
+    unit: Unit, buckets: Iterable[list[ShardedParam]], label: str, resharded: Mapping[ShardedParam, Resharded] = _NONE
 ) -> list[PendingGather]:
     """Start to gather parameters, one collective for each bucket.
 
     Args:
         unit: the unit of all parameters.
         buckets: parameters of one dtype and mesh each.
-        what: names the gather in errors about ranks that disagree.
+        label: names the gather in errors about ranks that disagree.
         resharded: the parameters that are sharded over a smaller group, to gather there.
 
     Raises:
@@ -90,14 +90,14 @@ def start_gathers(
     if unit.scope.post_optim_event is not None:
         # Do not forget the event: the forward may run on another stream.
         unit.scope.post_optim_event.wait()
-    return [_start_gather(unit, params, what, resharded) for params in buckets]
+    return [_start_gather(unit, params, label, resharded) for params in buckets]
 
 
 def _start_gather(
-    unit: Unit, params: list[ShardedParam], what: str, resharded: Mapping[ShardedParam, Resharded]
+    unit: Unit, params: list[ShardedParam], label: str, resharded: Mapping[ShardedParam, Resharded]
 ) -> PendingGather:
     if params[0].is_packed:
-        return _start_packed(params, what)
+        return _start_packed(params, label)
     dtype, sharded = params[0].compute_dtype, [param for param in params if not param.is_whole]
     is_resharded = any(param in resharded for param in sharded)
     group = resharded[sharded[0]].group if is_resharded else params[0].mesh.shard_group
@@ -114,7 +114,7 @@ def _start_gather(
         shards = _runs(unit, sharded)
         if unit.copies:
             shards = [shard_on_device(shard, unit.mesh.device.type) for shard in shards]
-    run = eager_run(what if sent_as is None else f"{what} as {sent_as}", (sum(map(Tensor.numel, shards)),), (group,))
+    run = eager_run(label if sent_as is None else f"{label} as {sent_as}", (sum(map(Tensor.numel, shards)),), (group,))
     gathered = None
     if shards:
         run.begin()
@@ -124,12 +124,12 @@ def _start_gather(
     return PendingGather(params, dtype, gathered, group, run, sent_as, encoded_over=encoded_over)
 
 
-def _start_packed(params: list[ShardedParam], what: str) -> PendingGather:
+def _start_packed(params: list[ShardedParam], label: str) -> PendingGather:
     """Start to gather the tensors that extensions send, packed with other parameters of the unit."""
     group = params[0].mesh.shard_group
     pieces = {param: _pieces(param) for param in params if param.dim != REPLICATED}
     tensors = [tensor for sent in pieces.values() for tensor in sent.tensors]
-    run = eager_run(f"{what}, packed", tuple(map(torch.Tensor.numel, tensors)), (group,))
+    run = eager_run(f"{label}, packed", tuple(map(torch.Tensor.numel, tensors)), (group,))
     run.begin()
     with run:
         gathered = start_gather(tensors, group, dtypes=[tensor.dtype for tensor in tensors])

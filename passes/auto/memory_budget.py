@@ -10,13 +10,13 @@ The search begins with a grid of policies:
   shortest, and their gathers in backward have the least compute to hide behind. If ranks are on several nodes, each node may
   keep a copy of the other units, a shard on each of its ranks. Backward then gathers them without the network.
 - **Activations** are saved as the partitioner does by default. Or the partitioner recomputes cheap ones, its own next step.
-  Or the first stretches of forward are recomputed whole, too (:mod:`passes.transforms.recompute_stretches`), as their
-  activations would wait longest. The last stretch is not recomputed, as backward would do so at once.
-- **Host memory**, if granted, holds activations of the first stretches until backward
-  (:mod:`passes.transforms.offload_activations`): all that the partitioner saves, or those that recomputed stretches begin with.
-  Or it holds the largest activations of all stretches, up to a third or two thirds of a stretch's bytes.
+  Or the first regions of forward are recomputed whole, too (:mod:`passes.transforms.recompute_regions`), as their
+  activations would wait longest. The last region is not recomputed, as backward would do so at once.
+- **Host memory**, if granted, holds activations of the first regions until backward
+  (:mod:`passes.transforms.offload_activations`): all that the partitioner saves, or those that recomputed regions begin with.
+  Or it holds the largest activations of all regions, up to a third or two thirds of a region's bytes.
 
-If the graph is small enough for more trials, :func:`search` also tries neighbours of the best policies: one unit, stretch or
+If the graph is small enough for more trials, :func:`search` also tries neighbours of the best policies: one unit, region or
 activation is different, or two are exchanged. If a policy sends more to the host than the host holds, the search tries the
 largest values that fit.
 

@@ -15,13 +15,13 @@ from torch.fx import Graph, Node
 
 from ..collectives.layout import REPLICATED
 from ..ir.ops import Unshard, unshards, update_args
-from ..transforms.recompute_stretches import forward_stretches, is_open, units_of_parameters
+from ..transforms.recompute_regions import forward_regions, is_open, units_of_parameters
 
-#: The number of counts of gathered units, and of recomputed stretches, in the grid. The grid also has one gathered unit alone,
+#: The number of counts of gathered units, and of recomputed regions, in the grid. The grid also has one gathered unit alone,
 #: which is usually the root.
 _LEVELS = 4
 #: Activation budgets of the partitioner: it saves everything that is faster to save, or recomputes what is cheap. Below that,
-#: stretches are recomputed instead. Among costly operators the partitioner would choose by size alone, and backward would hold
+#: regions are recomputed instead. Among costly operators the partitioner would choose by size alone, and backward would hold
 #: all that it recomputes at once.
 SAVE, RECOMPUTE_CHEAP = 1.0, 0.999
 
@@ -30,13 +30,13 @@ class Activation(NamedTuple):
     """A value that forward saves for backward.
 
     Attributes:
-        stretch: the number of the stretch that computes it.
-        place: the number of its operator in the stretch, which is the same in equal layers.
+        region: the number of the region that computes it.
+        place: the number of its operator in the region, which is the same in equal layers.
         name: the name of its node.
         nbytes: its size in bytes.
     """
 
-    stretch: int
+    region: int
     place: int
     name: str
     nbytes: int
@@ -49,19 +49,19 @@ class StepPolicy:
     Attributes:
         kept: the open units that stay gathered, from the one that forward reads last.
         resharded: the other open units.
-        recomputed: the numbers of the stretches of forward that are recomputed.
-        stretches: the number of all stretches.
+        recomputed: the numbers of the regions of forward that are recomputed.
+        regions: the number of all regions.
         activation_budget: the partitioner's budget, from 0 to 1.
-        offloaded: the numbers of the stretches whose saved values wait on the host. The saved values of a recomputed stretch
-            are those that the next stretch begins with.
+        offloaded: the numbers of the regions whose saved values wait on the host. The saved values of a recomputed region
+            are those that the next region begins with.
         in_nodes: the resharded units of which each node keeps a copy.
-        on_device: the saved values of offloaded stretches that stay on the device.
+        on_device: the saved values of offloaded regions that stay on the device.
     """
 
     kept: tuple[str, ...]
     resharded: tuple[str, ...]
     recomputed: tuple[int, ...]
-    stretches: int
+    regions: int
     activation_budget: float
     offloaded: tuple[int, ...] = ()
     in_nodes: tuple[str, ...] = ()
@@ -71,10 +71,10 @@ class StepPolicy:
         """Return the same policy, but with nothing that waits on the host."""
         return replace(self, offloaded=(), on_device=())
 
-    def waits(self, stretch: int, place: int) -> bool:
-        """Return whether the result of an operator, ``place`` in ``stretch``, waits on the host if it is saved."""
-        stays = ((activation.stretch, activation.place) for activation in self.on_device)
-        return stretch in self.offloaded and (stretch, place) not in stays
+    def waits(self, region: int, place: int) -> bool:
+        """Return whether the result of an operator, ``place`` in ``region``, waits on the host if it is saved."""
+        stays = ((activation.region, activation.place) for activation in self.on_device)
+        return region in self.offloaded and (region, place) not in stays
 
     def reshard(self, graph: Graph, node_groups: Mapping[str, str]) -> None:
         """Set in a joint graph which open units reshard after forward, and to which group. In place.
@@ -111,7 +111,7 @@ class Trial:
     @property
     def waiting(self) -> list[Activation]:
         """The activations that wait on the host because of the policy."""
-        return [activation for activation in self.saved if self.policy.waits(activation.stretch, activation.place)]
+        return [activation for activation in self.saved if self.policy.waits(activation.region, activation.place)]
 
 
 @dataclass(frozen=True)
@@ -120,18 +120,18 @@ class OpenChoices:
 
     Attributes:
         units: the units whose resharding is open, from the one that forward reads last.
-        stretches: the numbers of the stretches that can be recomputed whole.
-        num_stretches: the number of all stretches.
+        regions: the numbers of the regions that can be recomputed whole.
+        num_regions: the number of all regions.
         activation_budgets: the partitioner's budgets to try.
         num_nodes: the number of nodes of the joint graph.
-        offloads: the numbers of the stretches whose saved values can wait on the host.
+        offloads: the numbers of the regions whose saved values can wait on the host.
         in_nodes: the units of which each node can keep a copy.
         host_bytes: the bytes of activations that may wait on the host.
     """
 
     units: tuple[str, ...]
-    stretches: tuple[int, ...]
-    num_stretches: int
+    regions: tuple[int, ...]
+    num_regions: int
     activation_budgets: tuple[float, ...]
     num_nodes: int
     offloads: tuple[int, ...] = ()
@@ -159,17 +159,17 @@ class OpenChoices:
             node_groups: for each sharding group on several nodes, by name, the name of the group of its ranks on this rank's
                 node.
         """
-        stretches = forward_stretches(graph, num_forward_outputs)
-        open_stretches = tuple(number for number, stretch in enumerate(stretches) if is_open(stretch))
-        units = tuple(unit for unit in _by_last_reader(graph, stretches) if unit in open_units)
+        regions = forward_regions(graph, num_forward_outputs)
+        open_regions = tuple(number for number, region in enumerate(regions) if is_open(region))
+        units = tuple(unit for unit in _by_last_reader(graph, regions) if unit in open_units)
         in_nodes = _units_in_nodes(graph, node_groups or {})
         return OpenChoices(
             units,
-            open_stretches,
-            len(stretches),
+            open_regions,
+            len(regions),
             (SAVE, RECOMPUTE_CHEAP) if activation_budget == SAVE else (activation_budget,),
             len(graph.nodes),
-            open_stretches if host_bytes > 0 else (),
+            open_regions if host_bytes > 0 else (),
             tuple(unit for unit in units if unit in in_nodes),
             host_bytes,
         )
@@ -187,21 +187,21 @@ class OpenChoices:
 
         Args:
             kept: the units that stay gathered; the other open units reshard.
-            recomputed: the numbers of the stretches to recompute.
+            recomputed: the numbers of the regions to recompute.
             activation_budget: the partitioner's budget.
-            offloaded: the numbers of the stretches whose saved values wait on the host.
+            offloaded: the numbers of the regions whose saved values wait on the host.
             in_nodes: the units of which each node keeps a copy, unless they stay gathered.
-            on_device: the saved values of ``offloaded`` stretches that stay on the device. Others are left out.
+            on_device: the saved values of ``offloaded`` regions that stay on the device. Others are left out.
         """
         return StepPolicy(
             tuple(unit for unit in self.units if unit in kept),
             tuple(unit for unit in self.units if unit not in kept),
             tuple(sorted(recomputed)),
-            self.num_stretches,
+            self.num_regions,
             activation_budget,
             tuple(sorted(offloaded)),
             tuple(unit for unit in self.in_nodes if unit in in_nodes and unit not in kept),
-            tuple(sorted(activation for activation in on_device if activation.stretch in offloaded)),
+            tuple(sorted(activation for activation in on_device if activation.region in offloaded)),
         )
 
     def allow(self, trial: Trial) -> bool:
@@ -214,12 +214,12 @@ class OpenChoices:
     def grid(self) -> list[StepPolicy]:
         """List policies that are spread over all open choices.
 
-        The last units stay gathered, and nodes keep copies of the others or not. The first stretches are recomputed, or wait on
+        The last units stay gathered, and nodes keep copies of the others or not. The first regions are recomputed, or wait on
         the host, or both.
         """
         levels, waiting = (
             [numbers[:count] for count in _levels(len(numbers))]
-            for numbers in map(self._earlier, (self.stretches, self.offloads))
+            for numbers in map(self._earlier, (self.regions, self.offloads))
         )
         saving, cheap = self.activation_budgets[0], self.activation_budgets[-1]
         policies = [
@@ -228,7 +228,7 @@ class OpenChoices:
             for budget, recomputed in [(saving, ()), *((cheap, level) for level in levels)]
             for count in sorted({*_levels(len(self.units)), min(1, len(self.units))})
         ]
-        # With stretches on the host, only the default unit or all units stay gathered.
+        # With regions on the host, only the default unit or all units stay gathered.
         policies += [
             self.policy(self.units[:count], recomputed, budget, offloaded)
             for offloaded in waiting[1:]
@@ -238,10 +238,10 @@ class OpenChoices:
         return list(dict.fromkeys(policies))
 
     def partial_offloads(self, trial: Trial) -> Iterator[StepPolicy]:
-        """Yield policies by which only the largest values of each stretch wait on the host, up to a part of its bytes.
+        """Yield policies by which only the largest values of each region wait on the host, up to a part of its bytes.
 
         So copies are spread over all of compute. There are such policies only for a trial that recomputes nothing and whose
-        stretches, all but the last, wait on the host.
+        regions, all but the last, wait on the host.
         """
         policy = trial.policy
         if policy.recomputed or not policy.offloaded or policy.offloaded != self._earlier(self.offloads):
@@ -249,7 +249,7 @@ class OpenChoices:
         for level in range(1, _LEVELS - 1):
             wait: list[Activation] = []
             for number in policy.offloaded:
-                values = [activation for activation in trial.waiting if activation.stretch == number]
+                values = [activation for activation in trial.waiting if activation.region == number]
                 wait += _largest(values, sum(activation.nbytes for activation in values) * level // (_LEVELS - 1))
             yield self.with_waiting(trial, wait)
 
@@ -261,8 +261,8 @@ class OpenChoices:
     def near(self, trial: Trial) -> Iterator[StepPolicy]:
         """Yield the neighbours of a trial's policy.
 
-        They differ in one unit, stretch or activation, or in two that are exchanged. Or they differ in the partitioner's
-        budget, in any two units of which nodes can keep copies, or in equal activations of all stretches.
+        They differ in one unit, region or activation, or in two that are exchanged. Or they differ in the partitioner's
+        budget, in any two units of which nodes can keep copies, or in equal activations of all regions.
         """
         policy = trial.policy
         for budget in self.activation_budgets:
@@ -272,7 +272,7 @@ class OpenChoices:
             yield self._changed(policy, kept={unit})
         for units in (*((unit,) for unit in self.in_nodes), *itertools.combinations(self.in_nodes, 2)):
             yield from self._other_residencies(policy, units)
-        for number in self.stretches:
+        for number in self.regions:
             yield self._changed(policy, recomputed={number})
         for number in self.offloads:
             yield self._changed(policy, offloaded={number})
@@ -280,7 +280,7 @@ class OpenChoices:
         yield from self._with_other_activations(trial)
         for one, other in itertools.product(policy.kept, policy.resharded):
             yield self._changed(policy, kept={one, other})
-        for name, numbers in (("recomputed", self.stretches), ("offloaded", self.offloads)):
+        for name, numbers in (("recomputed", self.regions), ("offloaded", self.offloads)):
             chosen = getattr(policy, name)
             for first, second in itertools.product(chosen, sorted(set(numbers).difference(chosen))):
                 yield self._changed(policy, **{name: {first, second}})
@@ -288,7 +288,7 @@ class OpenChoices:
     def _with_other_activations(self, trial: Trial) -> Iterator[StepPolicy]:
         """Yield policies by which activations change between host and device: equal ones, a single one, or two exchanged."""
         waiting = set(trial.waiting)
-        saved = [activation for activation in trial.saved if activation.stretch in self.offloads]
+        saved = [activation for activation in trial.saved if activation.region in self.offloads]
         for place in dict.fromkeys(activation.place for activation in saved):
             equal = {activation for activation in saved if activation.place == place}
             yield self.with_waiting(trial, waiting | equal)
@@ -306,14 +306,14 @@ class OpenChoices:
             policy.kept,
             policy.recomputed,
             policy.activation_budget,
-            {activation.stretch for activation in waiting},
+            {activation.region for activation in waiting},
             policy.in_nodes,
             set(trial.saved).difference(waiting),
         )
 
     def _earlier(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """Leave out the last stretch."""
-        return tuple(number for number in numbers if number < self.num_stretches - 1)
+        """Leave out the last region."""
+        return tuple(number for number in numbers if number < self.num_regions - 1)
 
     def _other_residencies(self, policy: StepPolicy, units: Sequence[str]) -> Iterator[StepPolicy]:
         """Yield all policies in which each of these units stays gathered whole, within a node, or not at all."""
@@ -336,9 +336,9 @@ class OpenChoices:
         recomputed: Set[int] = frozenset(),
         offloaded: Set[int] = frozenset(),
     ) -> StepPolicy:
-        """Return a policy that treats these units and stretches the opposite way."""
-        # A stretch that changes saves other values, or all of its values begin to wait.
-        on_device = [activation for activation in policy.on_device if activation.stretch not in recomputed | offloaded]
+        """Return a policy that treats these units and regions the opposite way."""
+        # A region that changes saves other values, or all of its values begin to wait.
+        on_device = [activation for activation in policy.on_device if activation.region not in recomputed | offloaded]
         return self.policy(
             kept ^ set(policy.kept),
             recomputed ^ set(policy.recomputed),
@@ -365,11 +365,11 @@ def _levels(count: int) -> list[int]:
     return sorted({round(count * level / (_LEVELS - 1)) for level in range(_LEVELS)}) if count > 0 else [0]
 
 
-def _by_last_reader(graph: Graph, stretches: Sequence[Sequence[Node]]) -> list[str]:
+def _by_last_reader(graph: Graph, regions: Sequence[Sequence[Node]]) -> list[str]:
     """Sort the units of a graph by their last reader in forward, the latest first."""
     unit_of = units_of_parameters(graph)
     last = dict.fromkeys(unit_of.values(), -1)
-    for place, node in enumerate(node for stretch in stretches for node in stretch):
+    for place, node in enumerate(node for region in regions for node in region):
         last |= {unit_of[source]: place for source in node.all_input_nodes if source in unit_of}
     return sorted(last, key=last.__getitem__, reverse=True)
 

@@ -7,7 +7,7 @@ After:  they are ``MUST_SAVE``, and marked if their memory can be offloaded. Vie
         that the memory is saved whole and once.
 
 ``offload_saved``, after the partitioner, in the forward and the backward graph, serves a memory budget. Of the tensors that
-stretches of forward save, it marks those that the budget's policy sends to the host.
+regions of forward save, it marks those that the budget's policy sends to the host.
 
 ``copy_activations``, in the forward and the backward graph:
 
@@ -44,10 +44,10 @@ from ..fx.sizes import num_bytes
 from ..ir.ops import ReduceGrad, reduce_grads
 from ..models.cost_model import is_free, kernels
 from ..models.memory_model import IS_OFFLOADED, IS_PARAMETER, memory_roots
-from .recompute_stretches import units_of_parameters
+from .recompute_regions import units_of_parameters
 
-#: The key in ``node.meta`` of a node's place in forward: the number of its stretch, and its index in the stretch.
-_STRETCH = "fsdp_stretch"
+#: The key in ``node.meta`` of a node's place in forward: the number of its region, and its index in the region.
+_REGION = "fsdp_region"
 #: The bytes of the smallest tensor that a budget sends to the host. A smaller one is not worth two copies.
 _LEAST_BYTES = 1 << 16
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
@@ -73,11 +73,11 @@ def offload_activations(graph: Graph) -> None:
             node.meta["ac_graph_id"] = root.meta["ac_graph_id"]
 
 
-def mark_stretches(stretches: Sequence[Sequence[Node]]) -> None:
-    """Record the stretch and place of each node of a joint graph, for :func:`offload_saved`. In place."""
-    for number, stretch in enumerate(stretches):
-        for place, node in enumerate(stretch):
-            node.meta[_STRETCH] = (number, place)
+def mark_regions(regions: Sequence[Sequence[Node]]) -> None:
+    """Record the region and place of each node of a joint graph, for :func:`offload_saved`. In place."""
+    for number, region in enumerate(regions):
+        for place, node in enumerate(region):
+            node.meta[_REGION] = (number, place)
 
 
 class SavedActivation(NamedTuple):
@@ -85,12 +85,12 @@ class SavedActivation(NamedTuple):
 
     Attributes:
         node: its node in the forward graph.
-        stretch: the number of the stretch that computes it.
-        place: the index in the stretch of the operator that computes it.
+        region: the number of the region that computes it.
+        place: the index in the region of the operator that computes it.
     """
 
     node: Node
-    stretch: int
+    region: int
     place: int
 
 
@@ -102,7 +102,7 @@ def offload_saved(
     Args:
         forward, backward: the graphs.
         num_forward_outputs: the number of the model's outputs, which are forward's first ones.
-        waits: returns whether a saved tensor waits on the host, from the number of its stretch and its place there.
+        waits: returns whether a saved tensor waits on the host, from the number of its region and its place there.
 
     Returns:
         The saved tensors that can wait, whether they do or not, in the order of forward's outputs.
@@ -112,13 +112,13 @@ def offload_saved(
     # Memory that is saved twice, or is an output of the model as well, would not be freed.
     holds = Counter(root_of[node] for node in dict.fromkeys(outputs) if isinstance(node, Node) and node in root_of)
     found = [
-        SavedActivation(node, *node.meta[_STRETCH])
+        SavedActivation(node, *node.meta[_REGION])
         for node in dict.fromkeys(outputs[num_forward_outputs:])
-        if isinstance(node, Node) and _STRETCH in node.meta and _can_wait(node, root_of) and holds[root_of[node]] == 1
+        if isinstance(node, Node) and _REGION in node.meta and _can_wait(node, root_of) and holds[root_of[node]] == 1
     ]
     taken = {node.name: node for node in backward.find_nodes(op="placeholder")}
-    for node, stretch, place in found:
-        if waits(stretch, place):
+    for node, region, place in found:
+        if waits(region, place):
             for end in (node, taken[node.name]):
                 end.meta[IS_OFFLOADED] = True
     return found

@@ -114,7 +114,7 @@ _COUNTED: Mapping[str, tuple[int, int, int, int]] = {
     "recompute all": (3, 1, 1, 1),
 }
 # ``_BLOCK``: changes if the block without a policy is recomputed. ``_RESULT`` and ``_NOT_SAVED``: changes if the result of the
-# last block is saved, because it enters a recomputed stretch. Then nothing needs the last product.
+# last block is saved, because it enters a recomputed region. Then nothing needs the last product.
 _BLOCK = (2, 1, -1, -1)
 _RESULT = {"save products": (0, 0, -1, 0)}
 _NOT_SAVED = (-1, 0, 0, 0)

@@ -61,7 +61,7 @@ def test_steps_that_copy_are_among_the_best() -> None:
 
 @pytest.mark.night
 def test_single_activations_are_among_the_best() -> None:
-    """A step may offload some of the activations that a stretch saves. Its report says so."""
+    """A step may offload some of the activations that a region saves. Its report says so."""
     found = explained.__wrapped__(_LARGE, _LARGE, 2).choices[0]  # type: ignore[attr-defined]
     trial = next(one for one in found.frontier() if one.policy.on_device)
     whole = [one for one in found.trials if not one.policy.on_device and one.peak_bytes <= trial.peak_bytes]
@@ -71,7 +71,7 @@ def test_single_activations_are_among_the_best() -> None:
     assert report.choices[0].chosen == trial
     assert (report.memory.host_bytes, step_ns(report)) == (trial.host_bytes, trial.time_ns)
     some = f"{len(trial.waiting)} of {len(trial.waiting) + len(trial.policy.on_device)} activations"
-    assert f"{some} of {len(trial.policy.offloaded)} of 3 stretches" in str(report)
+    assert f"{some} of {len(trial.policy.offloaded)} of 3 regions" in str(report)
 
 
 @pytest.mark.night
@@ -91,7 +91,7 @@ def test_the_step_is_the_one_that_was_tried_and_says_so() -> None:
     assert report.memory.peak_bytes + batch().nbytes <= trial.peak_bytes
     assert (report.memory.host_bytes, step_ns(report)) == (trial.host_bytes, trial.time_ns)
     text = str(report)
-    assert "wait on the host" in text and f"{len(trial.policy.offloaded)} of {trial.policy.stretches} stretches" in text
+    assert "wait on the host" in text and f"{len(trial.policy.offloaded)} of {trial.policy.regions} regions" in text
 
 
 # Graphs are executed here, with an engine whose copies leave NaN where nothing has arrived.
@@ -163,7 +163,7 @@ def _chosen_to_copy(found: Choice) -> Trial:
 
 
 def _in_part(found: Choice) -> Trial:
-    """Return a step that only copies, and that leaves some of a stretch's activations on the device."""
+    """Return a step that only copies, and that leaves some of a region's activations on the device."""
     return next(one for one in found.trials if one.policy.on_device and one.waiting)
 
 
@@ -222,7 +222,7 @@ _INSTANT = replace(_FAST, kernel_s=1e-9, host=HostLink(1e-9, 1e15, 1e15, 1e15))
 
 @few_trials
 def train_with_copies(lowering: str) -> list[Run]:
-    """Train without a budget, with one for which stretches wait on the host, and with only some of their activations there."""
+    """Train without a budget, with one for which regions wait on the host, and with only some of their activations there."""
     without, _, copied = _train_case({"lowering": lowering})
     assert not copied
     given = {"lowering": lowering, "hardware": _INSTANT, "host_budget": "1GB"}

@@ -120,7 +120,7 @@ def test_the_step_is_the_one_that_was_tried_and_explains_itself() -> None:
     assert report.memory.peak_bytes + batch().nbytes == middle.peak_bytes
     assert step_ns(report) == middle.time_ns
     text = str(report)
-    assert "chosen" in text and "too large" in text and f"{len(middle.policy.recomputed)} of 4 stretches" in text
+    assert "chosen" in text and "too large" in text and f"{len(middle.policy.recomputed)} of 4 regions" in text
     assert " more, the step would be " in text
 
 

@@ -63,8 +63,8 @@ def open_choices(num_nodes: int = 100, offloads: tuple[int, ...] = (), in_nodes:
 def attempt_with(seed: int, activations: int = 1) -> Callable[[StepPolicy], Trial]:
     """Return a function that tries a policy on a random model of a step.
 
-    Bytes and time are sums of random numbers: of kept units, recomputed stretches, cheap operators, and ``activations``
-    activations of each stretch.
+    Bytes and time are sums of random numbers: of kept units, recomputed regions, cheap operators, and ``activations``
+    activations of each region.
     """
     numbers = random.Random(seed)
     kept = {unit: (numbers.randint(1, 100), -numbers.randint(1, 100)) for unit in "abcd"}
@@ -82,14 +82,14 @@ def attempt_with(seed: int, activations: int = 1) -> Callable[[StepPolicy], Tria
         parts += [cheap] if policy.activation_budget == RECOMPUTE_CHEAP else []
         can_wait = []
         for number, values in copied.items():
-            # A recomputed stretch saves only its input.
+            # A recomputed region saves only its input.
             saved = [(values[0][0] // 4, values[0][1] // 4)] if number in policy.recomputed else values
             for place, (nbytes, copying) in enumerate(saved):
                 can_wait.append(Activation(number, place, f"{number}.{place}", nbytes))
                 if policy.waits(number, place):
                     parts.append((-nbytes, copying))
         peak, time = (1000 + sum(part[index] for part in parts) for index in range(2))
-        host_bytes = sum(saved.nbytes for saved in can_wait if policy.waits(saved.stretch, saved.place))
+        host_bytes = sum(saved.nbytes for saved in can_wait if policy.waits(saved.region, saved.place))
         return Trial(policy, peak, time, host_bytes, tuple(can_wait))
 
     return attempt
@@ -98,7 +98,7 @@ def attempt_with(seed: int, activations: int = 1) -> Callable[[StepPolicy], Tria
 def every_policy(choices: OpenChoices) -> list[StepPolicy]:
     subsets = [
         [subset for size in range(len(values) + 1) for subset in itertools.combinations(values, size)]
-        for values in (choices.units, choices.stretches, choices.offloads, choices.in_nodes)
+        for values in (choices.units, choices.regions, choices.offloads, choices.in_nodes)
     ]
     every = [
         choices.policy(kept, recomputed, budget, offloaded, in_nodes)
@@ -166,7 +166,7 @@ def with_every_activation(attempt: Callable[[StepPolicy], Trial], policies: Sequ
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.night) for seed in range(2, 6))])
 @pytest.mark.parametrize(("host_bytes", "least_found"), [(1 << 20, 0.95), (150, 0.75)], ids=["large host", "small host"])
 def test_search_finds_single_activations(host_bytes: int, least_found: float, seed: int) -> None:
-    """The search finds the best of all subsets of three activations for each stretch.
+    """The search finds the best of all subsets of three activations for each region.
 
     If the host holds only some of them, there are two limits to fill, and the best is found less often.
     """
@@ -185,10 +185,10 @@ def test_search_finds_single_activations(host_bytes: int, least_found: float, se
     assert min(one.peak_bytes for one in tried["search"]) <= 1.05 * optima[0].peak_bytes
 
 
-def test_parts_of_what_all_stretches_save() -> None:
-    """Each stretch sends its largest activations that fit into a third, or two thirds, of its bytes.
+def test_parts_of_what_all_regions_save() -> None:
+    """Each region sends its largest activations that fit into a third, or two thirds, of its bytes.
 
-    There are no such policies if stretches are recomputed, or if only some of them wait on the host.
+    There are no such policies if regions are recomputed, or if only some of them wait on the host.
     """
     choices = small_choices()
     sizes = {0: (10, 50, 30), 1: (90, 5, 5)}
@@ -207,7 +207,7 @@ def test_parts_of_what_all_stretches_save() -> None:
 
 
 def test_grid_of_the_host() -> None:
-    """In the grid, the first stretches wait on the host: all that they save, or the inputs if they are recomputed."""
+    """In the grid, the first regions wait on the host: all that they save, or the inputs if they are recomputed."""
     choices = open_choices(offloads=(0, 1, 2, 3))
     added = choices.grid()[len(open_choices().grid()) :]
     assert {one.kept for one in added} == {("d",), ("d", "c", "b", "a")}
@@ -226,11 +226,11 @@ def test_what_is_near() -> None:
         StepPolicy(("c",), ("d", "b", "a"), (0,), 4, SAVE) in near and StepPolicy(("d", "b"), ("c", "a"), (0,), 4, SAVE) in near
     )
     assert StepPolicy(("d", "c"), ("b", "a"), (), 4, SAVE) in near and StepPolicy(("d", "c"), ("b", "a"), (3,), 4, SAVE) in near
-    assert all(one.stretches == 4 and sorted(one.kept + one.resharded) == list("abcd") for one in near)
+    assert all(one.regions == 4 and sorted(one.kept + one.resharded) == list("abcd") for one in near)
 
 
 def test_activations_that_are_near() -> None:
-    """Neighbours move a single activation, or equal ones of all stretches, to or from the host; or they exchange two."""
+    """Neighbours move a single activation, or equal ones of all regions, to or from the host; or they exchange two."""
     choices = small_choices()
     each = {number: [Activation(number, place, f"{number}.{place}", 10) for place in range(2)] for number in range(2)}
     policy = choices.policy("ba", (), SAVE, (0, 1), on_device=[each[0][1]])
@@ -242,10 +242,10 @@ def test_activations_that_are_near() -> None:
     found = {one.on_device for one in same if one.offloaded == (0, 1)}
     alone = {(each[0][1], one) for one in each[1]}
     assert found == {(), (each[0][0],), (each[0][1],), *alone, *((one,) for one in each[1])}
-    # A stretch without waiting activations has no activation in ``on_device``.
+    # A region without waiting activations has no activation in ``on_device``.
     assert {one.on_device for one in same if one.offloaded == (1,)} == {(), (each[1][0],)}
     assert {one.on_device for one in same if one.offloaded == (0,)} == {(each[0][1],)}
-    # A stretch that changes has none there either.
+    # A region that changes has none there either.
     assert {one.on_device for one in near if one.recomputed == (0,)} == {()}
     assert {one.on_device for one in near if one.recomputed == (1,)} == {(each[0][1],)}
 

@@ -13,7 +13,7 @@ from passes.ir.ops import unshard
 from passes.models.memory_model import IS_OFFLOADED, mark_memory
 from passes.pipeline import graph_text
 from passes.transforms import offload_activations as offload_activations_pass
-from passes.transforms.offload_activations import copy_activations, mark_stretches, offload_activations, offload_saved
+from passes.transforms.offload_activations import copy_activations, mark_regions, offload_activations, offload_saved
 from tests.common.copy_engine import copying
 from tests.passes.tracing import PassTestCase
 
@@ -222,18 +222,18 @@ class TestOffloadSaved(PassTestCase):
         forward = make_fx(function)(torch.zeros(3, 8)).graph
         nodes = {node.name: node for node in forward.nodes}
         forward.output_node().args = (tuple(nodes[name] for name in outputs + saved),)
-        stretch = list(nodes.values())
-        mark_stretches([[], stretch])
+        region = list(nodes.values())
+        mark_regions([[], region])
         backward = Graph()
         for name in saved:
             backward.placeholder(name)
         with copying() if engine else nullcontext(), mock.patch.object(offload_activations_pass, "_LEAST_BYTES", least):
-            can_wait = offload_saved(forward, backward, len(outputs), lambda _, place: stretch[place].name != "sigmoid_1")
+            can_wait = offload_saved(forward, backward, len(outputs), lambda _, place: region[place].name != "sigmoid_1")
         found = [[node.name for node in graph.nodes if IS_OFFLOADED in node.meta] for graph in (forward, backward)]
         self.assertEqual(set(found[0]), set(found[1]))
         self.assertEqual([node.name for node, _, _ in can_wait if node.name != "sigmoid_1"], found[1])
         for node, number, place in can_wait:
-            self.assertEqual((number, stretch[place].name), (1, node.name))
+            self.assertEqual((number, region[place].name), (1, node.name))
         return found[1]
 
     def test_what_the_budget_named(self) -> None:

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from passes.ir.ops import unshard
 from passes.pipeline import graph_text
-from passes.transforms.recompute_stretches import forward_stretches, recompute_stretches
+from passes.transforms.recompute_regions import forward_regions, recompute_regions
 from passes.transforms.reshard_after_forward import reshard_after_forward
 from tests.passes.tracing import PassTestCase
 
@@ -17,12 +17,12 @@ class _IsTraced(Exception):
     pass
 
 
-class TestRecomputeStretches(PassTestCase):
+class TestRecomputeRegions(PassTestCase):
     def partitioned(self, count: int, *, tagged: bool = False) -> tuple[str, list[str], Graph, Graph]:
-        """Recompute the first ``count`` stretches of three layers of two products, and partition the graph.
+        """Recompute the first ``count`` regions of three layers of two products, and partition the graph.
 
         Returns:
-            The text of the joint graph with its tags, the nodes of each stretch, and the forward and backward graphs.
+            The text of the joint graph with its tags, the nodes of each region, and the forward and backward graphs.
         """
         found: list[Any] = []
 
@@ -36,12 +36,12 @@ class TestRecomputeStretches(PassTestCase):
             return x
 
         def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            stretches = forward_stretches(gm.graph, kwargs["num_fwd_outputs"])
+            regions = forward_regions(gm.graph, kwargs["num_fwd_outputs"])
             if tagged:
-                stretches[0][0].meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-            recompute_stretches(stretches, range(count))
+                regions[0][0].meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+            recompute_regions(regions, range(count))
             text = graph_text(gm.graph, {self.shard: "shard"}, tags=True)
-            found.extend([text, [" ".join(node.name for node in stretch) for stretch in stretches]])
+            found.extend([text, [" ".join(node.name for node in region) for region in regions]])
             reshard_after_forward(gm.graph)
             gm.recompile()
             parts = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
@@ -63,9 +63,9 @@ class TestRecomputeStretches(PassTestCase):
     def tags(self, text: str) -> str:
         return "\n".join(line.strip() for line in text.splitlines() if "  # " in line) + "\n"
 
-    def test_a_stretch_is_a_layer(self) -> None:
-        _, stretches, _, _ = self.partitioned(0)
-        self.assertEqual(stretches, ["mm sigmoid mm_1 add", "mm_2 sigmoid_1 mm_3 add_1", "mm_4 sigmoid_2 mm_5 add_2"])
+    def test_a_region_is_a_layer(self) -> None:
+        _, regions, _, _ = self.partitioned(0)
+        self.assertEqual(regions, ["mm sigmoid mm_1 add", "mm_2 sigmoid_1 mm_3 add_1", "mm_4 sigmoid_2 mm_5 add_2"])
 
     def test_what_the_next_reads_is_saved(self) -> None:
         text, _, forward, backward = self.partitioned(2)

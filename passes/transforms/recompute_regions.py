@@ -1,13 +1,13 @@
-"""Recompute stretches: tell the partitioner that backward computes stretches of forward again.
+"""Recompute regions: tell the partitioner that backward computes regions of forward again.
 
-A stretch is the part of forward between two places where forward turns from one unit's parameters to another's. If layers are
-units, a stretch is a layer. It ends where the fewest bytes cross to the next stretch; of several such places, at the last.
+A region is the part of forward between two places where forward turns from one unit's parameters to another's. If layers are
+units, a region is a layer. It ends where the fewest bytes cross to the next region; of several such places, at the last.
 
 Before: a joint graph without tags on its nodes.
-After:  the nodes of the chosen stretches are ``MUST_RECOMPUTE``; those whose memory later stretches read are ``MUST_SAVE``, as
-        for a layer with a checkpoint. Backward keeps the inputs of a stretch, and computes the rest when it needs it.
+After:  the nodes of the chosen regions are ``MUST_RECOMPUTE``; those whose memory later regions read are ``MUST_SAVE``, as
+        for a layer with a checkpoint. Backward keeps the inputs of a region, and computes the rest when it needs it.
 
-Leaves alone stretches in which a node has a tag already (activation checkpointing). In any stretch, random numbers, the model's
+Leaves alone regions in which a node has a tag already (activation checkpointing). In any region, random numbers, the model's
 own collectives, higher-order operators and in-place operators get no tag: the partitioner decides about them as usual.
 """
 
@@ -40,8 +40,8 @@ def units_of_parameters(graph: Graph) -> dict[Node, str]:
     return unit_of
 
 
-def forward_stretches(graph: Graph, num_forward_outputs: int) -> list[list[Node]]:
-    """Cut the forward of a joint graph into stretches, each a list of nodes.
+def forward_regions(graph: Graph, num_forward_outputs: int) -> list[list[Node]]:
+    """Cut the forward of a joint graph into regions, each a list of nodes.
 
     Args:
         graph: the graph.
@@ -64,26 +64,26 @@ def forward_stretches(graph: Graph, num_forward_outputs: int) -> list[list[Node]
     return [forward[begin:end] for begin, end in itertools.pairwise(places)]
 
 
-def is_open(stretch: Sequence[Node]) -> bool:
-    """Return whether no node of a stretch has a tag, so that the stretch can be recomputed as a whole."""
-    return not any("recompute" in node.meta for node in stretch)
+def is_open(region: Sequence[Node]) -> bool:
+    """Return whether no node of a region has a tag, so that the region can be recomputed as a whole."""
+    return not any("recompute" in node.meta for node in region)
 
 
-def recompute_stretches(stretches: Sequence[Sequence[Node]], numbers: Collection[int]) -> None:
-    """Tag stretches of a joint graph for the partitioner, before :mod:`~passes.transforms.reshard_after_forward`. In place.
+def recompute_regions(regions: Sequence[Sequence[Node]], numbers: Collection[int]) -> None:
+    """Tag regions of a joint graph for the partitioner, before :mod:`~passes.transforms.reshard_after_forward`. In place.
 
     Args:
-        stretches: all stretches, from :func:`forward_stretches`.
-        numbers: the indices of the stretches to recompute.
+        regions: all regions, from :func:`forward_regions`.
+        numbers: the indices of the regions to recompute.
     """
-    stretch_of = {node: number for number, stretch in enumerate(stretches) for node in stretch}
+    region_of = {node: number for number, region in enumerate(regions) for node in region}
     for number in sorted(numbers):
-        stretch = stretches[number]
-        if not is_open(stretch):
+        region = regions[number]
+        if not is_open(region):
             continue
-        read_later = [node for node in stretch if any(stretch_of.get(user, number) > number for user in node.users)]
+        read_later = [node for node in region if any(region_of.get(user, number) > number for user in node.users)]
         kept = set(map(_memory, read_later))
-        for node in stretch:
+        for node in region:
             if _may_run_again(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
                 node.meta["ac_graph_id"] = _GRAPH_ID

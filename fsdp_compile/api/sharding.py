@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.parameter import is_lazy
 
 from passes.collectives.layout import REPLICATED
 from passes.collectives.rounded_gather import GatherPolicy
@@ -298,6 +299,11 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
                 raise ValueError(
                     f"Parameter {prefix}{name} is sharded already, by an earlier call on a module around it. Call fully_shard "
                     "on inner modules first."
+                )
+            if is_lazy(param):
+                raise ValueError(
+                    f"Parameter {prefix}{name} has no shape yet, as {type(module).__name__} is lazy. Call the model once "
+                    "before sharding."
                 )
             piece = _piece(param)
             if is_extension(piece):

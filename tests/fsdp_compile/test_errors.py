@@ -315,6 +315,15 @@ def test_parameter_that_is_not_contiguous(fake_ranks: None) -> None:
     fully_shard(model, mesh=_mesh())
 
 
+def test_lazy_module(fake_ranks: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"1\.weight has no shape yet, as LazyLinear is lazy\. Call the model once"):
+        fully_shard(model, mesh=_mesh())
+    with torch.no_grad():
+        model(torch.zeros(2, 4))
+    fully_shard(model, mesh=_mesh())(torch.zeros(2, 4)).sum().backward()
+
+
 def test_failed_list_leaves_all_its_modules(fake_ranks: None) -> None:
     """Modules before and after the culprit in the list stay untouched."""
     model = _model()

@@ -159,6 +159,9 @@ def run_joint_passes(graph: Graph, observer: Observer = log_pass, *, traced: Tra
             refresh_layouts(graph, traced)
     with _observed(graph, "joint", "unfold_layers", observer, if_changed=True):
         unfold_layers(graph)
+    for node in reduce_grads(graph.nodes):
+        # A gradient that depends on no tangent, such as zeros, could else be reduced in forward.
+        node.meta["partitioner_tag"] = "must_be_in_backward"
     mark_memory(graph)
 
 

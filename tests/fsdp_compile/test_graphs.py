@@ -119,6 +119,23 @@ def test_backward_gathers_no_parameter_that_it_does_not_read() -> None:
     assert gathered >= 2 * read
 
 
+@pytest.mark.parametrize("depth", [2, 9], ids=["unfolded", "folded"])
+def test_gradients_that_depend_on_no_tangent_are_reduced_in_backward(depth: int) -> None:
+    """The derivative of ``trunc`` is zero, whatever comes from later layers."""
+
+    class Truncated(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x).trunc()
+
+    mesh = init_device_mesh("cpu", (8,))
+    model = nn.Sequential(*(fully_shard(Truncated(8, 8), mesh=mesh) for _ in range(depth)))
+    compiled = torch.compile(fully_shard(model, mesh=mesh), backend=fsdp_backend, options={"lowering": "aot_eager"})
+    with capture() as captured:
+        compiled(torch.ones(2, 8)).sum().backward()
+    assert count(captured, _reduce_scatter) == (0, depth)
+    assert all(param.grad is not None and not param.grad.full_tensor().any() for param in model.parameters())
+
+
 def test_no_unsharded_parameter_is_saved_when_resharding() -> None:
     captured = compile_gpt(reshard_after_forward=True)
     saved = captured.forward[0].graph_module.graph.output_node().args[0][1:]

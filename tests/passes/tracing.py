@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import expecttest
 import torch
 import torch.distributed as dist
+from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,6 +18,10 @@ from passes.ir.work import bucket, role
 from passes.pipeline import graph_text
 
 WORLD_SIZE = 8
+
+
+class _IsTraced(Exception):
+    pass
 
 
 class PassTestCase(expecttest.TestCase):
@@ -41,6 +46,22 @@ class PassTestCase(expecttest.TestCase):
         gm.graph.eliminate_dead_code()
         gm.recompile()
         return gm
+
+    def partition(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor], partition: Callable[..., Any]) -> None:
+        """Trace a function with AOTAutograd, which has ``partition`` cut the joint graph in two. Compile nothing."""
+
+        def compile_nothing(gm: GraphModule, _: Any) -> Any:
+            def run(*_: Any) -> Any:
+                raise _IsTraced
+
+            return run
+
+        traced = aot_function(function, fw_compiler=compile_nothing, bw_compiler=compile_nothing, partition_fn=partition)
+        self.assertRaises(_IsTraced, traced, *inputs)
+
+    def tags(self, text: str) -> str:
+        """Return the lines of a graph's text with a tag for the partitioner."""
+        return "\n".join(line.strip() for line in text.splitlines() if "  # " in line) + "\n"
 
     def text(self, graph: Graph) -> str:
         """Return the graph as the goldens show it."""

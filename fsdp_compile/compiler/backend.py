@@ -58,6 +58,9 @@ from .traced_forwards import holds_whole_forwards
 
 logger = logging.getLogger(__name__)
 
+# Segments are padded. Padding joint graphs, ranks could get different ones (passes/lowering/pad_products.py).
+_FOR_JOINT_GRAPHS = {"shape_padding": False}
+
 
 def fsdp_backend(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
@@ -320,8 +323,7 @@ class _Compilation:
             # Freezing writes parameters into the code as constants, which cannot be sharded.
             "freezing": False,
         }
-        # Segments are padded. Padding joint graphs, ranks could get different ones (passes/lowering/pad_products.py).
-        self._partitioning: dict[str, Any] = {"shape_padding": False}
+        self._partitioning: dict[str, Any] = dict(_FOR_JOINT_GRAPHS)
         if self._budget is not None:
             self._partitioning["custom_partitioner_fn"] = BudgetPartitioner(self._budget, self._schedule)
             # Segments have nothing to partition, and Inductor copies its configuration for each segment.
@@ -336,7 +338,7 @@ class _Compilation:
             if inductor_config.joint_custom_pre_pass or inductor_config.joint_custom_post_pass:
                 return self._compile(gm)
             unfolded = snapshot(gm)
-            with inductor_config.patch(shape_padding=False):
+            with inductor_config.patch(_FOR_JOINT_GRAPHS):
                 folded = fold(gm, observer())
             try:
                 return self._compile(gm)

@@ -42,7 +42,7 @@ class TracedValues:
     def restore(self, node: Node) -> None:
         """Give a node that was there before its value of then. A pattern gives it that of an operator that it stands for."""
         value = self._own.get(node)
-        if value is not None and value is not node.meta.get("val") and _layouts(value) != _layouts(node.meta.get("val")):
+        if value is not None and _differ(value, node.meta.get("val")):
             node.meta["val"] = value
 
     def inputs(self, node: Node, replaced: Mapping[Node, Any]) -> Sequence[Any]:
@@ -72,7 +72,7 @@ def refresh_layouts(graph: Graph, traced: TracedValues) -> None:
         changed = {
             source: value
             for source, value in zip(sources, traced.inputs(node, replaced), strict=True)
-            if source.meta.get("val") is not value and _layouts(source.meta.get("val")) != _layouts(value)
+            if _differ(source.meta.get("val"), value)
         }
         if not changed:
             continue
@@ -82,7 +82,7 @@ def refresh_layouts(graph: Graph, traced: TracedValues) -> None:
             for source, traced_value in changed.items():
                 node.replace_input_with(source, _copy_like(graph, source, traced_value, node))
             continue
-        if _layouts(value) != _layouts(node.meta["val"]):
+        if _differ(value, node.meta["val"]):
             replaced[node] = node.meta["val"]
             node.meta["val"] = value
 
@@ -92,6 +92,11 @@ def _sources(node: Node) -> list[Node]:
     sources: list[Node] = []
     map_arg((node.args, node.kwargs), sources.append)
     return sources
+
+
+def _differ(first: Any, second: Any) -> bool:
+    """Return whether two values have other sizes or strides."""
+    return first is not second and _layouts(first) != _layouts(second)
 
 
 def _layouts(value: Any) -> list[Any]:

@@ -62,6 +62,8 @@ class Prefetch:
 
 def find_prefetches(graph: Graph, buckets: Buckets, lists: Sequence[tuple[str, Sequence[str]]]) -> list[Prefetch]:
     """Express a plan's prefetch lists in nodes and buckets of a graph. Call this before bucketing consumes the operators."""
+    if not lists:
+        return []
     names: dict[str, list[str]] = {}
     for bucket in buckets.gathers:
         names.setdefault(bucket.unit, []).extend(bucket.name.unit_buckets)

@@ -14,6 +14,8 @@ each segment with padded products.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -25,7 +27,7 @@ from torch.fx.node import map_arg
 from ..fx.emit import emit
 from ..fx.graph import is_view
 from ..fx.sizes import size_hint
-from ..fx.torch_internals.core import OpOverload, enable_python_dispatcher, pytree
+from ..fx.torch_internals.core import FakeTensor, OpOverload, enable_python_dispatcher, pytree
 
 
 class TracedValues:
@@ -37,7 +39,17 @@ class TracedValues:
 
     def __init__(self, graph: Graph):
         self._own = {node: node.meta.get("val") for node in graph.nodes}
+        fake = (value for value in self._own.values() if isinstance(value, FakeTensor))
+        #: The mode of the graph's fake tensors.
+        self.fake_mode: contextlib.AbstractContextManager[Any] = next(
+            (value.fake_mode for value in fake), contextlib.nullcontext()
+        )
         self._inputs = {node: [source.meta.get("val") for source in _sources(node)] for node in graph.nodes}
+
+    def lacks(self, node: Node) -> bool:
+        """Tell whether a pattern has inserted ``node`` and given it no value, as where memory that nobody writes is made."""
+        has_value = isinstance(node.target, OpOverload) or node.target is operator.getitem
+        return has_value and node not in self._own and "val" not in node.meta
 
     def restore(self, node: Node) -> None:
         """Give a node that was there before its value of then. A pattern gives it that of an operator that it stands for."""
@@ -68,6 +80,9 @@ def refresh_layouts(graph: Graph, traced: TracedValues) -> None:
     replaced: dict[Node, Any] = {}
     for node in list(graph.nodes):
         traced.restore(node)
+        if traced.lacks(node):
+            with traced.fake_mode:
+                node.meta["val"] = _evaluate(node)
         sources = _sources(node)
         changed = {
             source: value
@@ -77,7 +92,7 @@ def refresh_layouts(graph: Graph, traced: TracedValues) -> None:
         if not changed:
             continue
         try:
-            value = _evaluate(node)
+            value = _evaluate_with_any_strides(node)
         except (NotImplementedError, RuntimeError, ValueError):
             for source, traced_value in changed.items():
                 node.replace_input_with(source, _copy_like(graph, source, traced_value, node))
@@ -108,7 +123,7 @@ def _layouts(value: Any) -> list[Any]:
     ]
 
 
-def _evaluate(node: Node) -> Any:
+def _evaluate_with_any_strides(node: Node) -> Any:
     """Return the fake value of a view, or of an operator that is pointwise or in torch's core, which take any strides.
 
     Raises:
@@ -119,6 +134,11 @@ def _evaluate(node: Node) -> Any:
     is_plain = is_view(node) or torch.Tag.core in tags or torch.Tag.pointwise in tags
     if not is_plain or "unbacked_bindings" in node.meta:
         raise NotImplementedError
+    return _evaluate(node)
+
+
+def _evaluate(node: Node) -> Any:
+    """Return the fake value of an operator."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     function = cast("Callable[..., Any]", node.target)
     with enable_python_dispatcher():

@@ -105,6 +105,30 @@ def forward(self, x_1: "f32[6, 4]"):
         )
         assert transposed.meta["val"].stride() == (1, 4)
 
+    def test_an_operator_that_a_pattern_gave_no_value_gets_one(self) -> None:
+        def forward(x):
+            return x.exp(), x.new_zeros(2, 3)
+
+        graph = self.trace(forward, torch.zeros(6, 4)).graph
+        traced = TracedValues(graph)
+        (zeros,) = graph.find_nodes(op="call_function", target=torch.ops.aten.new_zeros.default)
+        with graph.inserting_before(zeros):
+            inserted = graph.call_function(torch.ops.aten.empty_strided.default, ([2, 3], [1, 2]))
+        zeros.replace_all_uses_with(inserted)
+        graph.erase_node(zeros)
+        refresh_layouts(graph, traced)
+        self.assertExpectedInline(
+            self.text(graph),
+            """\
+def forward(self, x_1: "f32[6, 4]"):
+    exp: "f32[6, 4]" = aten.exp.default(x_1)
+    empty_strided_default: "f32[2, 3]" = aten.empty_strided.default([2, 3], [1, 2])
+    clone: "f32[2, 3]" = aten.clone.default(empty_strided_default, memory_format = torch.contiguous_format)
+    return (exp, clone)
+""",
+        )
+        assert inserted.meta["val"].stride() == (1, 2)
+
     def test_leaves_alone_what_follows_no_replaced_operator(self) -> None:
         def forward(x, weight):
             return (x @ weight).view(2, 12), x.t().exp()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -394,7 +395,9 @@ class _Compilation:
             can_keep=not kwargs.get("is_inference", False),
             can_merge=self._auto is not None or bool(self._min_bucket_bytes),
         )
-        if not prepared.is_backward:
+        # To lower ahead is to wait for the ranks with Dynamo's lock held. Of several threads only one may do so: on other
+        # ranks, another thread may hold the lock and wait for this rank.
+        if not prepared.is_backward and threading.current_thread() is threading.main_thread():
             planned.lower_ahead(self._params)
         return boxed(planned)
 

@@ -1,4 +1,4 @@
-"""Threads: two that communicate over one process group at once would mix up data."""
+"""Threads of a rank: two train two models, each over a process group of its own. Over one group they would mix up data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_compile import fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
 from tests.common import models
 from tests.common.distributed import RankPools
 from tests.common.parity import shard_units
@@ -50,3 +50,62 @@ def share_a_group() -> None:
 
 def test_a_group_serves_one_thread_at_a_time(rank_pools: RankPools) -> None:
     rank_pools[2].run(share_a_group)
+
+
+def train(model: Any, seed: int, losses: list[float], *, has_begun: threading.Event | None = None, options: Any = None) -> None:
+    """Train for a few steps, with another batch size in each. Say when the first step or its compilation begins."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def compile_graph(gm: Any, inputs: Any) -> Any:
+        if has_begun is not None:
+            has_begun.set()
+        return fsdp_backend(gm, inputs, options=options)
+
+    forward = model if options is None else torch.compile(model, backend=compile_graph)
+    if has_begun is not None and options is None:
+        has_begun.set()
+    for step in range(4):
+        generator = torch.Generator().manual_seed(100 * seed + 10 * step + dist.get_rank())
+        loss = forward(torch.randn(3 + step % 3, 8, generator=generator, dtype=torch.float64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+
+def train_two_models(options: dict[str, str] | None) -> None:
+    """Train two models, one after the other, then at once. Ranks start the threads in opposite orders."""
+
+    def make_models() -> list[Any]:
+        return [make_model(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")).double() for _ in range(2)]
+
+    expected: list[list[float]] = [[], []]
+    for seed, model in enumerate(make_models()):
+        train(model, seed, expected[seed], options=options)
+    # The threads compile anew.
+    torch._dynamo.reset()
+    losses: list[list[float]] = [[], []]
+    has_begun = threading.Event()
+    threads = [
+        threading.Thread(target=train, args=(model, seed, losses[seed]), kwargs={"options": options, "has_begun": has_begun})
+        for seed, model in enumerate(make_models())
+    ]
+    for thread in threads if dist.get_rank() == 0 else reversed(threads):
+        thread.daemon = True
+        thread.start()
+        # The second thread waits for Dynamo's lock, which the first holds.
+        assert has_begun.wait(timeout=60)
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "the threads wait for each other"
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "lowering",
+    [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)],
+    ids=["uncompiled", "aot_eager", "inductor"],
+)
+def test_two_threads_train_two_models(rank_pools: RankPools, lowering: str | None) -> None:
+    options = None if lowering is None else {"lowering": lowering}
+    rank_pools[2].run(train_two_models, options=options)

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from passes.fx.graph import placeholder_index, shard_input
+from passes.fx.torch_internals.core import current_autograd_node
 from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, reshard_rounded, unshards
 from passes.transforms.bucket import Bucket, Buckets, whole_buckets
 
 from ..units.sharded_param import ShardedParam, param_in_memory
+from ..units.unit import Unit
 
 
 def sharded_param(shard: Any) -> ShardedParam:
@@ -94,8 +96,8 @@ class ParameterRegistry:
 
     Normally a shard among the inputs has an attribute with its parameter. A saved-tensor hook may give backward another tensor
     in the place of the shard. The tensor of a checkpoint lies in the memory of the shard, which identifies the parameter. A
-    copy (``save_on_cpu``) belongs to the parameter that the graph was compiled for. If equal blocks share the graph, the
-    parameter of a copy cannot be told.
+    copy (``save_on_cpu``) belongs to the parameter that the graph was compiled for. If equal blocks share the graph, it belongs
+    to the unit that autograd is about to give gradients.
     """
 
     def __init__(self, params: Mapping[tuple[str, str], ShardedParam]):
@@ -119,7 +121,7 @@ class ParameterRegistry:
             names: the names of unit and parameter in the graph.
 
         Raises:
-            RuntimeError: the input is a copy, and the names do not stand for exactly one parameter.
+            RuntimeError: the input is a copy, the names stand for parameters of several units, and all of these are frozen.
         """
         found = getattr(shard, "_fsdp_sharded_param", None)
         return self._find(shard, names) if found is None else found
@@ -129,9 +131,21 @@ class ParameterRegistry:
         if found is not None:
             return found
         params = [param for known in list(self._seen.get(names, {}).values()) if (param := known()) is not None]
+        if len(params) > 1:
+            units = _units_with_gradients()
+            params = [param for param in params if param.unit in units]
         if len(params) == 1:
             return params[0]
         raise RuntimeError(
-            f"Backward found a copy of the shard of {names[1]} that forward saved, made by a saved-tensor hook (save_on_cpu), "
-            "and several modules share the compiled graph. Compile the whole model, or use no such hook around it."
+            f"Backward found a copy of the shard of {names[1]} that forward saved, made by a saved-tensor hook (save_on_cpu). "
+            "Several frozen modules share the compiled graph, so it cannot be told whose shard it is. Compile the whole model, "
+            "or use no such hook around it."
         )
+
+
+def _units_with_gradients() -> set[Unit]:
+    """Return the units to whose shards the running node of autograd passes gradients."""
+    node = current_autograd_node()
+    following: list[Any] = [] if node is None else [function for function, _ in node.next_functions]
+    shards = [function.variable for function in following if hasattr(function, "variable")]
+    return {sharded_param(shard).unit for shard in shards if hasattr(shard, "_fsdp_sharded_param")}

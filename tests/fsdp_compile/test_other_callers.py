@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -32,6 +32,10 @@ from tests.common.parity import Case, Forward, Run, compare, shard_units, train_
 
 def compile_whole(model: nn.Module, options: Any) -> Forward:
     return torch.compile(model, **options)
+
+
+def aot_eager_backend(gm: Any, inputs: Any) -> Any:
+    return fsdp_backend(gm, inputs, options={"lowering": "aot_eager"})
 
 
 def compile_blocks(model: nn.Module, options: Any) -> Forward:
@@ -404,14 +408,52 @@ def test_units_of_many_classes_that_are_compiled_one_by_one(one_rank: None) -> N
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 9
 
 
+def freeze(module: nn.Module, names: Sequence[str]) -> None:
+    for name in names:
+        module.get_parameter(name).requires_grad_(False)
+
+
+_PARAMS_OF_BLOCK = [name for name, _ in models.Block(8, 16).named_parameters()]
+
+
+@pytest.mark.parametrize("frozen", [[], _PARAMS_OF_BLOCK[:1], _PARAMS_OF_BLOCK[1:]], ids=["none", "one", "all but one"])
+@pytest.mark.parametrize("hook", [saved_on_the_cpu, copied])
+@pytest.mark.parametrize("backend", [pytest.param(fsdp_backend, marks=pytest.mark.inductor), aot_eager_backend])
+def test_saved_tensor_hooks_around_blocks_that_share_a_graph(
+    backend: Any, hook: Callable[[Any, Tensor], Tensor], frozen: list[str], one_rank: None
+) -> None:
+    """A copy of a shard is that of the unit to which autograd passes gradients."""
+    torch.manual_seed(0)
+    model, reference = models.MLP(layers=4), models.MLP(layers=4)
+    reference.load_state_dict(model.state_dict())
+    for block in (*model.blocks, *reference.blocks):
+        freeze(block, frozen)
+    shard_units(model, init_device_mesh("cpu", (1,)), fully_shard)
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(model, {"backend": backend})
+    for _ in range(2):
+        x = torch.randn(3, 8, requires_grad=True)
+        hook(model, x).square().sum().backward()
+        reference(x).square().sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        if theirs.grad is None:
+            assert ours.grad is None
+        else:
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
-    ("backend", "says"),
-    [pytest.param(fsdp_backend, "several modules share", marks=pytest.mark.inductor), ("aot_eager", "could not be told")],
+    ("backend", "frozen", "says"),
+    [(aot_eager_backend, _PARAMS_OF_BLOCK, "frozen modules share"), ("aot_eager", [], "could not be told")],
+    ids=["frozen", "another backend"],
 )
-def test_saved_tensor_hooks_that_hide_whose_gradient_it_is(backend: Any, says: str, one_rank: None) -> None:
+def test_saved_tensor_hooks_that_hide_whose_parameter_it_is(backend: Any, frozen: list[str], says: str, one_rank: None) -> None:
     model = make_mlp()
     for block in model.blocks:
+        freeze(block, frozen)
         block.compile(backend=backend)
+    # A call that finds parameters frozen since sharding runs without compiled code.
     copied(model, torch.randn(3, 8, requires_grad=True))
     loss = copied(model, torch.randn(3, 8, requires_grad=True)).sum()
     with pytest.raises(RuntimeError, match=says):

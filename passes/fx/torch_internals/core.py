@@ -61,8 +61,9 @@ from torch.utils._sympy import functions as sympy_functions
 # Prints conditions on sizes as Python, which checks them.
 from torch.utils._sympy.printers import PythonPrinter
 
-# Autograd's engine: the backward that runs (-1: none), whether it will run a node, and callbacks at its end.
+# Autograd's engine: the backward that runs (-1: none), the node, whether it will run a node, and callbacks at its end.
 current_graph_task_id = torch._C._current_graph_task_id
+current_autograd_node = torch._C._current_autograd_node
 will_engine_execute_node = torch._C._will_engine_execute_node
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 

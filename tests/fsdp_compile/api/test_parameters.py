@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
@@ -21,6 +24,7 @@ from fsdp_compile import fsdp_backend, fully_shard
 from fsdp_compile.api.parameters import ShardedParameters
 from passes.fx.torch_internals import patches
 from tests.common import models
+from tests.common.distributed import RankPools, device_mesh
 
 _EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "aot_eager"}}
 both_ways = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -281,6 +285,91 @@ def test_parametrizations_are_merged(is_unit: bool, one_rank: None) -> None:
     assert type(model[0]) is nn.Linear and not parametrize.is_parametrized(model)
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
+
+
+# --- Beside FSDP2 ---------------------------------------------------------------------------------
+
+
+class Penalised(nn.Module):
+    """A block whose forward reads its parameters by attribute, by name, by iteration and by slices."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.gains = nn.ParameterList(torch.empty(dim) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(torch.tanh(self.up(x)), self.down._parameters["weight"], self.get_parameter("down.bias"))
+        for gain in self.gains[1:]:
+            y = y * gain
+        return x + y + self.gains[0] + sum(param.square().mean() for param in self.parameters())
+
+
+def _initialise(module: nn.Module) -> None:
+    """Initialise the modules of exactly the types that are named, as torchtitan and transformers do."""
+    if type(module) in (nn.Linear, nn.ParameterList):
+        for param in module.parameters(recurse=False):
+            full = torch.sin(torch.arange(param.numel(), dtype=param.dtype)).view(param.shape)
+            assert isinstance(param, DTensor)
+            with torch.no_grad():
+                param.copy_(distribute_tensor(full, param.device_mesh, param.placements))
+
+
+def train_by_exact_types(mesh_shape: tuple[int, ...], options: dict[str, str] | None) -> None:
+    """Train a model that comes from the meta device, with groups of the optimizer by exact type, as FSDP2."""
+    mesh, generator = device_mesh(mesh_shape), torch.Generator().manual_seed(dist.get_rank())
+    results = []
+    batches = torch.randn(3, 5, 8, generator=generator, dtype=torch.float64)
+    for shard in (fully_shard, torch.distributed.fsdp.fully_shard):
+        with torch.device("meta"):
+            model = nn.Sequential(*(Penalised(8) for _ in range(3)), nn.Linear(8, 4)).double()
+        for block in (*model[:3], model):
+            shard(block, mesh=mesh)
+        model.to_empty(device="cpu")
+        model.apply(_initialise)
+        decayed = [param for module in model.modules() if type(module) is nn.Linear for param in module.parameters()]
+        others = [param for module in model.modules() if type(module) is nn.ParameterList for param in module.parameters()]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        # This eps is explained in tests/common/parity.py.
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+        is_ours = shard is fully_shard
+        forward = torch.compile(model, backend=fsdp_backend, options=options) if options and is_ours else model
+        for batch in batches:
+            forward(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([param.full_tensor() for param in model.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+def merge_parametrizations(mesh_shape: tuple[int, ...], options: dict[str, str] | None) -> None:
+    """Merge parametrizations after ``unshard()`` and after a step, as those of whole parameters."""
+    torch.manual_seed(0)
+    model: Any
+    model, twin = (nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4)).double() for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    for module in (model[1], model):
+        fully_shard(module, mesh=device_mesh(mesh_shape))
+    x = torch.randn(2, 8, dtype=torch.float64)
+    for each in (torch.compile(model, backend=fsdp_backend, options=options) if options else model, twin):
+        each(x).square().mean().backward()
+    for each in (model, twin):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    model.unshard()
+    for each in (model, twin):
+        parametrize.remove_parametrizations(each[0], "weight", leave_parametrized=True)
+    model.reshard()
+    compiled = torch.compile(model, backend=fsdp_backend, options=options) if options else model
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), twin(x))
+
+
+@pytest.mark.parametrize("job", [train_by_exact_types, merge_parametrizations])
+@pytest.mark.parametrize("mesh_shape", [(2,), pytest.param((2, 2), marks=pytest.mark.night)], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("lowering", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_on_ranks(job: Any, mesh_shape: tuple[int, ...], lowering: str | None, rank_pools: RankPools) -> None:
+    options = None if lowering is None else {"lowering": lowering}
+    rank_pools[torch.Size(mesh_shape).numel()].run(job, mesh_shape=mesh_shape, options=options)
 
 
 # --- Copies ---------------------------------------------------------------------------------------

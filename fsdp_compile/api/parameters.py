@@ -19,7 +19,7 @@ from passes.fx.torch_internals.core import disable_dynamo
 from passes.fx.torch_internals.patches import slice_parameter_list, swap_tensor
 from passes.ir.ops import unshard, unshard_extension
 
-from ..runtime.uncompiled import is_recomputing, read, read_in_recomputation
+from ..runtime.uncompiled import in_global_pre_hook, is_recomputing, read, read_in_recomputation
 from ..units.sharded_param import ShardedParam, shard_attribute
 from ..units.unit import Unit
 
@@ -72,7 +72,7 @@ class ShardedParameters(MutableMapping[str, Any]):
         if isinstance(found, Tensor):
             return sharded.convert_replacement(found) if is_active else found
         is_recomputed = not is_active and is_recomputing()
-        if not is_active and not is_recomputed:
+        if (not is_active and not is_recomputed) or in_global_pre_hook(self.unit):
             shown = sharded.state.shown(sharded.param)
             return registered if shown is None else self._lend(name, sharded.as_read(shown))
         if sharded.shard.is_meta:
@@ -166,7 +166,7 @@ class ShardedParameters(MutableMapping[str, Any]):
 
     def _is_in_forward(self) -> bool:
         if not is_compiling():
-            return self.scope.active or is_recomputing()
+            return (self.scope.active or is_recomputing()) and not in_global_pre_hook(self.unit)
         # Dynamo's own code, unlike code that it traces, iterates over the registered parameters.
         return is_dynamo_compiling() and (self.scope.active or _traces_recomputation())
 

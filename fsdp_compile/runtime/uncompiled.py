@@ -14,6 +14,7 @@ Communication is as FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_gro
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as nn_module
 
 from passes.fx.torch_internals.core import (
     TorchDispatchModeKey,
     disable_dynamo,
     get_dispatch_mode,
+    global_forward_pre_hooks,
+    is_in_any_mode_without_ignore_compile_internals,
     is_traceable_wrapper_subclass,
     peek_interpreter_stack,
     pytree,
@@ -220,6 +224,7 @@ class _State:
         gathered: returns the full parameters that forwards gathered; None if nothing references them any more.
         reading: the parameters that the running call of a module reads; None: no call has read one.
         trainable: the autograd node of the unit's trainable parameters in the model's forward.
+        running: the number of forwards of the unit's modules that run.
         modules_run: the modules of the unit whose forward is over; emptied when the forwards of all modules are.
         saves_notes: whether autograd saved notes in the place of parameters in the last forward. A checkpoint counts saved
             tensors, so a recomputation must do the same.
@@ -228,6 +233,7 @@ class _State:
     gathered: Callable[[], Gathered | None] = lambda: None
     reading: CallParameters | None = None
     trainable: TrainableStandIns | None = None
+    running: int = 0
     modules_run: set[nn.Module] = field(default_factory=set)
     saves_notes: bool = False
 
@@ -522,6 +528,25 @@ def read(param: ShardedParam) -> Tensor | None:
     return state.reading.value(param)
 
 
+def in_global_pre_hook(unit: Unit) -> bool:
+    """Return whether a hook of all modules (``register_module_forward_pre_hook``) runs, before the forward of the unit.
+
+    FSDP2 gathers after such hooks, so they see DTensors, as ``CommDebugMode`` expects. Hooks of the module itself see full
+    parameters.
+    """
+    if not global_forward_pre_hooks or state_of(unit).running:
+        return False
+    # ``nn.Module`` tells nobody which hook it calls, so the frames of its calls are read.
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals is vars(nn_module) and frame.f_locals.get("hook_id") in global_forward_pre_hooks:
+            called = frame.f_locals["self"]
+            if any(called is module for module in unit.modules):
+                return True
+        frame = frame.f_back
+    return False
+
+
 def is_recomputing() -> bool:
     """Return whether a checkpoint recomputes a part of a forward, in a backward."""
     # A part that records no gradients still has the saved-tensor hooks of the checkpoint around it.
@@ -569,7 +594,8 @@ class UncompiledForward:
     def begin(unit: Unit, module: nn.Module) -> UncompiledForward:
         """Begin an uncompiled forward. Gather the unit, unless this is a part of a compiled forward."""
         # Not in the constructor: in code that Dynamo is disabled for, there is no callback.
-        return UncompiledForward(unit, module, gathers=get_eval_frame_callback() is None)
+        compiles = get_eval_frame_callback() is not None and not is_in_any_mode_without_ignore_compile_internals()
+        return UncompiledForward(unit, module, gathers=not compiles)
 
     @_python
     def __init__(self, unit: Unit, module: nn.Module, gathers: bool):
@@ -578,6 +604,7 @@ class UncompiledForward:
         self._scope.uncompiled_depth += 1
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         state = state_of(unit)
+        state.running += 1
         if gathers and state.reading is None and _can_gather(unit) and not _is_traced():
             state.reading = CallParameters(unit)
             if torch.is_grad_enabled():
@@ -613,9 +640,10 @@ class UncompiledForward:
         if self._hooks is not None:
             self._hooks.__exit__()
         self._scope.uncompiled_depth -= 1
-        run = state_of(self._unit).modules_run
-        run.add(self._module)
-        if len(run) == len(self._unit.modules):
+        state = state_of(self._unit)
+        state.running -= 1
+        state.modules_run.add(self._module)
+        if len(state.modules_run) == len(self._unit.modules):
             _end_forward(self._unit)
         if self._scope.uncompiled_depth == 0:
             for unit in self._scope.units:

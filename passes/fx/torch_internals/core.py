@@ -46,14 +46,22 @@ from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defin
 
 # Graph modules that write their Python code at the first call. Segments are never called, as Inductor reads their graph.
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+# Hooks of all modules, which run before FSDP2 gathers a unit.
+from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 
 # Trees of the inputs and outputs of modules, in the form that Dynamo traces.
 from torch.utils import _pytree as pytree
 
 # Modes see every operator, including those that a function calls indirectly. AOTAutograd takes traceable subclasses apart, so
-# one tensor may be several inputs of a graph.
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+# one tensor may be several inputs of a graph. Dynamo compiles nothing in modes that do not leave compiled code alone.
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_in_any_mode_without_ignore_compile_internals,
+    is_traceable_wrapper_subclass,
+)
 
 # The sympy functions in expressions of sizes.
 from torch.utils._sympy import functions as sympy_functions

@@ -15,13 +15,14 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import GatherPolicy, fully_shard
+from fsdp_compile import GatherPolicy, fsdp_backend, fully_shard
 from fsdp_compile.runtime.uncompiled import Gathered, state_of
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
@@ -141,21 +142,49 @@ def test_communicates_as_fsdp2(world: int, names: list[str], rank_pools: RankPoo
         assert ours == theirs
 
 
-def seen_by_torchs_mode() -> tuple[dict[str, int], dict[str, int]]:
-    model: Any = models.MLP()
-    shard_units(model, device_mesh((2,)), fully_shard)
-    with CommDebugMode() as forward:
-        loss = model(torch.ones(3, 8)).sum()
-    with CommDebugMode() as backward:
+def seen_by_torchs_mode(compile_model: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Count what ``CommDebugMode`` sees. It reads the parameters of each module in a hook before the module's forward."""
+    model: Any = nn.Sequential(models.Block(8, 16), nn.Linear(8, 8), nn.Linear(8, 4))
+    for module in (*model[:2], model):
+        fully_shard(module, mesh=device_mesh((2,)))
+    forward = model
+    if compile_model == "in place":
+        model.compile(backend=fsdp_backend, options={"lowering": "aot_eager"})
+    elif compile_model == "wrapped":
+        forward = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+    with CommDebugMode() as in_forward:
+        loss = forward(torch.ones(3, 8)).sum()
+    with CommDebugMode() as in_backward:
         loss.backward()
-    first, second = ({str(op): number for op, number in mode.get_comm_counts().items()} for mode in (forward, backward))
+    first, second = ({str(op): number for op, number in mode.get_comm_counts().items()} for mode in (in_forward, in_backward))
     return first, second
 
 
-def test_torchs_mode_sees_each_unit(rank_pools: RankPools) -> None:
-    for forward, backward in rank_pools[2].run(seen_by_torchs_mode):
+@pytest.mark.parametrize("compile_model", ["not", "in place", "wrapped"])
+def test_torchs_mode_sees_each_unit(compile_model: str, rank_pools: RankPools) -> None:
+    """Dynamo compiles nothing in the mode, so all runs uncompiled."""
+    for forward, backward in rank_pools[2].run(seen_by_torchs_mode, compile_model=compile_model):
         assert forward == {"c10d_functional.all_gather_into_tensor": 3}
         assert backward == {"c10d_functional.all_gather_into_tensor": 2, "c10d_functional.all_to_all_single": 3}
+
+
+def test_hooks_before_a_units_forward(one_rank: None) -> None:
+    """Hooks of all modules see DTensors, as they run before FSDP2 gathers. Hooks of the module itself see full parameters."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[1])
+    fully_shard(model)
+    seen: list[tuple[str, type]] = []
+
+    def note(by: str, module: nn.Module) -> None:
+        seen.extend((by, type(param)) for param in (module.weight, next(module.parameters())))
+
+    own = model[1].register_forward_pre_hook(lambda module, _: note("own", module))
+    of_all = register_module_forward_pre_hook(lambda module, _: note("all", module) if module is not model else None)
+    with own, of_all:
+        model(torch.randn(2, 8)).sum().backward()
+    full, sharded = Tensor, DTensor
+    # The first layer belongs to the root, which is gathered by then.
+    assert seen == [("all", full)] * 2 + [("all", sharded)] * 2 + [("own", full)] * 2
 
 
 def accumulate(fully_shard: FullyShard, reshard_after_forward: bool | None, keep: bool, scatter_only: bool) -> list[Any]:

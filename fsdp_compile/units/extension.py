@@ -99,9 +99,30 @@ def with_tensors(tensor: Any, made_of: Callable[[Tensor], Tensor]) -> Tensor:
     names, context = tensor.__tensor_flatten__()
     held = {name: made_of(getattr(tensor, name)) for name in names}
     attributes = {key: made_of(value) for key, value in vars(tensor).items() if isinstance(value, Tensor) and key not in held}
-    copied: Tensor = type(tensor).__tensor_unflatten__(held, context, tensor.size(), tensor.stride())
+    copied = _maker(tensor)(held, context, tensor.size(), tensor.stride())
     copied.__dict__.update({**vars(tensor), **{key: held[key] for key in held if key in vars(tensor)}, **attributes})
     return copied
+
+
+def _maker(tensor: Any) -> Callable[..., Tensor]:
+    """Return ``__tensor_unflatten__`` of a subclass, or, if it does not make such tensors, a function in its place.
+
+    FSDP2 never calls ``__tensor_unflatten__``, so that nobody may have noticed that it is wrong.
+    """
+    kind, dtype = type(tensor), tensor.dtype
+    names, context = tensor.__tensor_flatten__()
+    layout = tensor.size(), tensor.stride()
+
+    def make(inner: Mapping[str, Tensor], _context: Any, size: torch.Size, stride: Sequence[int]) -> Tensor:
+        device = next(iter(inner.values())).device
+        made: Tensor = torch.Tensor._make_wrapper_subclass(kind, size, stride, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        return made
+
+    try:
+        made = kind.__tensor_unflatten__({name: getattr(tensor, name) for name in names}, context, *layout)
+    except Exception:
+        return make
+    return kind.__tensor_unflatten__ if type(made) is kind else make  # type: ignore[no-any-return]
 
 
 class ParamExtension:
@@ -132,6 +153,7 @@ class ParamExtension:
         self._kind = type(local)
         self._inner_names, self._context = local.__tensor_flatten__()
         self._size, self._stride = local.size(), local.stride()
+        self._make = _maker(local)
         attributes = vars(local)
         self.optional = tuple(key for key, value in attributes.items() if value is None or isinstance(value, Tensor))
         self._constants = {key: value for key, value in attributes.items() if key not in self.optional}
@@ -220,8 +242,6 @@ class ParamExtension:
         stride = tuple(math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape)))
         further = () if self._is_old else (self._shape, stride, self._module, self._mp_policy)
         try:
-            if type(local) is not self._kind:
-                raise TypeError(f"its __tensor_unflatten__ makes a {type(local).__name__}")
             pieces, metadata = local.fsdp_pre_all_gather(self._mesh, *further)
         except Exception as error:
             raise RuntimeError(self._failed(name, "fsdp_pre_all_gather", error)) from error
@@ -264,7 +284,7 @@ class ParamExtension:
         missing = [key for key in self._inner_names if key not in tensors]
         assert not missing, f"a {self._kind.__name__} has lost {missing}"
         inner = {key: tensors[key] for key in self._inner_names}
-        local = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+        local: Any = self._make(inner, self._context, self._size, self._stride)
         # Not every __tensor_flatten__ returns all attributes.
         local.__dict__.update({**self._constants, **dict.fromkeys(self.optional), **tensors})
         return local

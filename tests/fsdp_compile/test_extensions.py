@@ -43,7 +43,15 @@ class Reader(Halved):
         return (self.held * module.gain,), None
 
 
-KINDS: dict[str, Any] = {"halved": Halved, "scaled": Scaled, "reader": Reader}
+class Careless(Halved):
+    """An extension whose ``__tensor_unflatten__``, which FSDP2 never calls, is wrong, as in FSDP2's own tests."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], size: Any, stride: Any) -> Tensor:  # type: ignore[override]
+        return inner["held"]
+
+
+KINDS: dict[str, Any] = {"halved": Halved, "scaled": Scaled, "reader": Reader, "careless": Careless}
 
 
 @dataclass(frozen=True)
@@ -169,6 +177,7 @@ _FIXED = [
     Case(kind="scaled", system="eager"),
     Case(reshard=False, microbatches=2),
     Case(reshard=True),
+    *(Case(kind="careless", system=system, microbatches=2) for system in ("eager", "aot_eager")),
     Case(kind="scaled", system="inductor", microbatches=2),
     *(Case(system=system, **_MIXED) for system in ("eager", "aot_eager")),  # type: ignore[arg-type]
     *(Case(system=system, sizes=(8, 8, 8, 8), tied=True) for system in ("eager", "aot_eager")),
@@ -177,6 +186,7 @@ _FIXED = [
 ]
 _AT_NIGHT = [
     Case(system="inductor"),
+    Case(kind="careless", system="inductor"),
     Case(system="inductor", **_MIXED),  # type: ignore[arg-type]
     Case(system="inductor", checkpointed=True),
     *(Case(mesh=(2, 2), system=system) for system in ("eager", "inductor")),

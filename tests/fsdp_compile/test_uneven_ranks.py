@@ -73,6 +73,28 @@ class Gated(Block):
         return x * torch.sigmoid(torch.einsum("...d,edf->...ef", x, self.gates)).mean(-2) if is_gated else x
 
 
+class Experts(Block):
+    """Experts in a loop over those that tokens reach, which breaks graphs, as in Switch Transformers."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 12)
+        self.experts = nn.ModuleList(Block(8, 12) for _ in range(4))
+
+    def forward(self, x: Tensor, variant: bool = False) -> Tensor:
+        chosen = (x.sum(-1) > 0).long() + 2 * variant
+        for index in chosen.unique().tolist():
+            x = torch.where((chosen == index).unsqueeze(-1), self.experts[index](x), x)
+        return super().forward(x)
+
+
+class ExpertTowers(TwoHeads):
+    """Experts that only some ranks read, in units that are not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(Experts() for _ in range(2))
+
+
 class OtherBranch(TowersFirst):
     """The ranks compute other things with the same parameters."""
 
@@ -93,6 +115,7 @@ class OtherSizes(TowersFirst):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "another reader first": TowersFirst,
     "parameters that some ranks read": TwoHeads,
+    "experts in a loop": ExpertTowers,
     "another branch": OtherBranch,
     "no tokens": OtherSizes,
 }
@@ -101,6 +124,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def shard_all(model: nn.Module, shard: Callable[..., Any], mesh: Any) -> Any:
     for tower in model.towers:  # type: ignore[union-attr]
         shard(tower, mesh=mesh, reshard_after_forward=True)
+        if isinstance(tower, Experts):
+            tower.forward = torch.compiler.disable(tower.forward)
     shard(model, mesh=mesh)
     model.set_reduce_scatter_unused_params(isinstance(model, TwoHeads))  # type: ignore[operator]
     return model

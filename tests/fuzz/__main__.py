@@ -20,6 +20,9 @@ from .draw import draw
 from .generate import generate
 from .shrink import shrink
 
+#: How often to say how many cases have run, in seconds.
+_SAY_S = 300.0
+
 _SCRIPT = '''\
 """Run it with: torchrun --nproc-per-node {world} FILE, from where the folder "tests" is."""
 
@@ -102,7 +105,7 @@ def main() -> int:
     failed: list[int] = []
     of_fsdp2: list[int] = []
     count = 0
-    start = time.monotonic()
+    start = said = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         pool = RankPool(drawn(given.first).world, device=given.device)
@@ -113,6 +116,9 @@ def main() -> int:
                 case = drawn(seed) if given.device == "cpu" else for_gpu(drawn(seed))
                 lines = run(pool, case, *how)
                 count += 1
+                if time.monotonic() - said > _SAY_S:
+                    said = time.monotonic()
+                    print(f"{count} cases, {len(failed)} failed", flush=True)
                 if not lines:
                     continue
                 if given.oracle == "fsdp2" and is_of_fsdp2(pool, case, given.lowering, given.device):

@@ -22,7 +22,7 @@ from passes.fx.torch_internals.dynamo import OptimizedModule
 
 from ..compiler.traced_forwards import note_outermost_forward
 from ..runtime.uncompiled import UncompiledForward, is_recomputing
-from ..units.sharded_param import ShardedParam, shard_attribute
+from ..units.sharded_param import ShardedParam, params_with_memory, shard_attribute
 from ..units.unit import MovedError, Scope, Unit
 from .casts import cast_inputs, cast_output
 from .composable import UnitState, state_of
@@ -214,7 +214,12 @@ class FSDPModule(GradientControls, ScheduleControls):
 
 @torch.compiler.assume_constant_result
 def _begin_traced_forward(is_of_root: bool) -> bool:
-    """Record, while Dynamo traces, that an outermost forward begins, and whether it is the forward of a root."""
+    """Record, while Dynamo traces, that an outermost forward begins, and whether it is the forward of a root.
+
+    Parameters that were frozen or unfrozen since sharding pass that on before Dynamo reads and guards their shards.
+    """
+    for param in params_with_memory().values():
+        param.sync_requires_grad()
     note_outermost_forward(is_of_root=is_of_root)
     return True
 

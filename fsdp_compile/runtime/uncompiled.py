@@ -15,6 +15,7 @@ Communication is as FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_gro
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -602,6 +603,10 @@ class UncompiledForward:
         self._unit, self._module = unit, module
         self._scope = unit.scope
         self._scope.uncompiled_depth += 1
+        if self._scope.uncompiled_depth == 1:
+            # Compiled blocks are guarded by it, and a checkpoint expects forward and recomputation to run the same code.
+            for param in itertools.chain.from_iterable(other.params for other in self._scope.units):
+                param.sync_requires_grad()
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         state = state_of(unit)
         state.running += 1

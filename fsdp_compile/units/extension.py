@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from passes.fx.torch_internals.core import is_traceable_wrapper_subclass
+from passes.fx.torch_internals.core import is_traceable_wrapper_subclass, make_wrapper_subclass
 from passes.ir.extension import register_extension
 
 from .mesh import ShardingMesh
@@ -115,7 +115,7 @@ def _maker(tensor: Any) -> Callable[..., Tensor]:
 
     def make(inner: Mapping[str, Tensor], _context: Any, size: torch.Size, stride: Sequence[int]) -> Tensor:
         device = next(iter(inner.values())).device
-        made: Tensor = torch.Tensor._make_wrapper_subclass(kind, size, stride, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        made: Tensor = make_wrapper_subclass(kind, size, stride, dtype=dtype, device=device)
         return made
 
     try:

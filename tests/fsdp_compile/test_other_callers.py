@@ -4,6 +4,7 @@ errors."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -394,6 +395,57 @@ def test_blocks_that_are_compiled_inside_of_checkpoints(how: str, lowering: str,
     grads, ours = train_lengths(model)
     torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-5)
     assert ours == number == 6
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped", "composable"])
+def test_blocks_in_checkpoints_are_frozen_after_sharding(how: str, one_rank: None) -> None:
+    """Forward and recomputation run the same code: the flag reaches the shards before the first block runs, in any step."""
+    torch.manual_seed(0)
+    make = functools.partial(models.MLP, layers=3) if how == "composable" else functools.partial(CheckpointedBlocks, layers=3)
+    model, reference = make(), make()
+    reference.load_state_dict(model.state_dict())
+    options = {"backend": aot_eager_backend}
+    if how == "composable":
+        for block in model.blocks:
+            composable_checkpoint(block)
+    if how == "wrapped":
+        compile_wrapped(model, options)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    if how != "wrapped":
+        compile_blocks(model, options)
+    for trained in ("bias", "", "up"):
+        for each in (model, reference):
+            each.zero_grad()
+            for name, param in each.named_parameters():
+                param.requires_grad_(trained in name)
+        for _ in range(2):
+            x = torch.randn(3, 8, requires_grad=True)
+            for each in (model, reference):
+                each(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (ours.grad is None) is (theirs.grad is None)
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_frozen_after_sharding_compiles_once(in_place: bool, one_rank: None) -> None:
+    model = make_mlp()
+    for name, param in model.named_parameters():
+        param.requires_grad_("bias" in name)
+    options: Any = {"backend": aot_eager_backend}
+    if in_place:
+        model.compile(**options)
+    torch._dynamo.utils.counters.clear()
+    forward = model if in_place else torch.compile(model, **options)
+    for _ in range(2):
+        forward(torch.randn(3, 8)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert {name for name, param in model.named_parameters() if param.grad is not None} == {
+        name for name, _ in model.named_parameters() if "bias" in name
+    }
 
 
 def test_units_of_many_classes_that_are_compiled_one_by_one(one_rank: None) -> None:

@@ -108,5 +108,8 @@ from_functional_tensor = torch._from_functional_tensor
 functionalize_has_data_mutation = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 sync_functional_tensor = torch._sync
 
+# Makes tensors of a subclass that holds others, for subclasses that cannot do it themselves.
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
 # Modules of torch call it to count their uses, which a folded layer need not repeat.
 log_api_usage_once = torch._C._log_api_usage_once

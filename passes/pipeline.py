@@ -1,42 +1,21 @@
-"""The order in which the passes run, and the trace that each leaves.
-
-    Dynamo graph             deduplicate
-                             fold_layers
-    joint graph              refresh_layouts
-                             unfold_layers
-                             recompute_regions (with a memory budget)
-                             offload_activations
-                             reshard_after_forward
-    forward, backward graph  resolve_ties
-      once                   name_shards
-                             mixed_precision
-                             fuse_products
-                             copy_activations
-    forward, backward graph  bucket
-      for each plan          gradient_sync (backward)
-      that the graph is      flat_storage
-      called with            schedule, or auto_schedule
-                             order_collectives (where ranks read parameters in different orders)
-                             pin_layouts (lowering "inductor")
+"""The passes, in the order in which they run: a list for each stage.
 
 Before ``bucket``, ``large_parameters`` and ``small_units``, or ``auto_schedule``, decide which parameters share a bucket.
 :mod:`passes.transforms` describes the arguments, the result and the header of a pass. The lowering chooses ``fuse_products``
 and the passes after the schedule, and hands them in. Under a memory budget, :mod:`passes.auto.memory_budget` chooses which
 units reshard and what is recomputed.
 
-An :data:`Observer` is called after every pass. Some passes have work in few graphs, and report only if they change the graph:
-``fold_layers``, ``refresh_layouts``, ``unfold_layers``, ``recompute_regions``, ``offload_activations``, ``copy_activations``,
-``fuse_products``.
-The observer :func:`log_pass` writes to torch's structured trace (tlparse shows it) and to the ``passes`` logger
-(``TORCH_LOGS="+passes"``). :func:`ignore_pass` is the observer for graphs that are only tried.
+A new pass is an entry here. :func:`.pass_runner.run_all` runs a list, and calls an observer after every pass:
+:func:`.pass_runner.log_pass` writes to torch's structured trace (tlparse shows it) and to the ``passes`` logger
+(``TORCH_LOGS="+passes"``); :func:`.pass_runner.ignore_pass` is for graphs that are only tried.
 """
 
-import contextlib
-import logging
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from __future__ import annotations
 
-from torch.fx import Graph, GraphModule
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Graph, GraphModule, Node
 
 from .auto.auto_schedule import AutoSchedule, find_grouping, schedule_automatically
 from .auto.grouping import Grouping
@@ -46,12 +25,13 @@ from .auto.step_policy import StepPolicy
 from .fx.emit import replaying_traces
 from .fx.graph import shard_input
 from .fx.torch_internals.aot import stable_topological_sort
-from .fx.torch_internals.core import trace_log, trace_structured
 from .ir.interface import Interface
 from .ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from .ir.plan import Plan
+from .ir.storage import Location
 from .lowering.arrangement import Arrangement, CannotArrange, grouping_of, order_collectives
 from .models.memory_model import mark_freed_inputs, mark_memory
+from .pass_runner import Observer, Pass, ignore_pass, log_pass, run_all
 from .transforms.bucket import Buckets, bucket_gathers, find_buckets, sink_derived
 from .transforms.deduplicate import deduplicate
 from .transforms.flat_storage import flat_storage, locate_shards
@@ -63,85 +43,83 @@ from .transforms.recompute_regions import forward_regions, recompute_regions
 from .transforms.refresh_layouts import TracedValues, refresh_layouts
 from .transforms.repeated_layers import fold_layers, unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
-from .transforms.schedule import find_prefetches, schedule_gathers, schedule_reductions
+from .transforms.schedule import Prefetch, find_prefetches, schedule_gathers, schedule_reductions
 
-logger = logging.getLogger(__name__)
-
-#: Called with the stage ("dynamo", "joint", "forward", "backward"), the pass's name, and the graph's text before and after it.
-Observer = Callable[[str, str, str, str], None]
+# Dynamo's graph.
 
 
-def graph_text(graph: Graph, group_names: Mapping[str, str] | None = None, *, tags: bool = False) -> str:
-    """Return the graph as Python code, without colours, memory addresses or source positions.
+@dataclass
+class DynamoGraph:
+    """The graph that Dynamo captured.
 
-    Args:
-        graph: the graph.
-        group_names: the names to print, by the names of process groups.
-        tags: append to each node its ``recompute`` policy for the partitioner.
+    Attributes:
+        gm: the graph.
+        is_folded: whether repeated layers were folded.
     """
-    source = graph.python_code("self", verbose=True, include_stride=False, include_device=False).src
-    lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith("# ")]
-    # Drop the ``;  x = None`` after last uses: generated code frees values elsewhere.
-    lines = [re.sub(r";  (\w+ = )+None$", "", line) for line in lines]
-    if tags:
-        policies = {node.name: node.meta["recompute"].name for node in graph.nodes if "recompute" in node.meta}
-        for index, line in enumerate(lines):
-            policy = policies.get(re.split(r"[:= ]", line.strip(), maxsplit=1)[0])
-            lines[index] = f"{line}  # {policy}" if policy else line
-    text = "\n".join(lines).replace("torch.ops.", "")
-    for group, name in (group_names or {}).items():
-        text = text.replace(f"'{group}'", f"'{name}'")
-    return text + "\n"
+
+    gm: GraphModule
+    is_folded: bool = False
+
+    @property
+    def graph(self) -> Graph:
+        """The graph, without its attributes."""
+        return self.gm.graph
+
+    def fold(self) -> None:
+        """Fold repeated layers."""
+        self.is_folded = fold_layers(self.gm)
 
 
-def log_pass(stage: str, pass_name: str, before: str, after: str) -> None:
-    """Write a graph before and after a pass to torch's structured trace and to the log."""
-    _log_graph(f"fsdp_{stage}_{pass_name}_before", before)
-    _log_graph(f"fsdp_{stage}_{pass_name}_after", after)
-
-
-def ignore_pass(stage: str, pass_name: str, before: str, after: str) -> None:
-    """Record nothing, for graphs that are only tried."""
-
-
-def _log_graph(name: str, text: str) -> None:
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
-    logger.debug("%s:\n%s", name, text)
-
-
-def _is_observed(observer: Observer) -> bool:
-    if observer is ignore_pass:
-        return False
-    return observer is not log_pass or logger.isEnabledFor(logging.DEBUG) or bool(trace_log.handlers)
-
-
-@contextlib.contextmanager
-def _observed(graph: Graph, stage: str, pass_name: str, observer: Observer, *, if_changed: bool = False) -> Iterator[None]:
-    observed = _is_observed(observer)
-    before = graph_text(graph, tags=stage == "joint") if observed else ""
-    yield
-    if not observed:
-        return
-    graph.lint()
-    after = graph_text(graph, tags=stage == "joint")
-    if before != after or not if_changed:
-        observer(stage, pass_name, before, after)
+DYNAMO_PASSES = [Pass[DynamoGraph]("deduplicate", lambda on: deduplicate(on.gm))]
+FOLDING_PASSES = [Pass("fold_layers", DynamoGraph.fold, is_rare=True, is_optional=True)]
 
 
 def run_dynamo_passes(gm: GraphModule, observer: Observer = log_pass) -> None:
     """Run the passes over the graph that Dynamo captured, except :func:`fold`. In place."""
-    with _observed(gm.graph, "dynamo", "deduplicate", observer):
-        deduplicate(gm)
+    run_all(DYNAMO_PASSES, DynamoGraph(gm), "dynamo", observer)
 
 
-def fold(gm: GraphModule, observer: Observer = log_pass) -> bool:
-    """Run ``fold_layers``, the last pass over Dynamo's graph, which can be left out. In place.
+def fold(gm: GraphModule, observer: Observer = log_pass, disabled: Collection[str] = ()) -> bool:
+    """Run ``fold_layers``, the last pass over Dynamo's graph, without which a model is compiled, too. In place.
+
+    Args:
+        gm: the graph.
+        observer: called after the pass if it changed the graph.
+        disabled: the names of passes to leave out.
 
     Returns:
         Whether any layer was folded.
     """
-    with _observed(gm.graph, "dynamo", "fold_layers", observer, if_changed=True):
-        return fold_layers(gm)
+    on = DynamoGraph(gm)
+    run_all(FOLDING_PASSES, on, "dynamo", observer, disabled)
+    return on.is_folded
+
+
+# The joint graph.
+
+
+@dataclass
+class JointGraph:
+    """The joint graph, after Inductor's patterns.
+
+    Attributes:
+        graph: the graph.
+        traced: its values before the patterns; None: there were none.
+    """
+
+    graph: Graph
+    traced: TracedValues | None = None
+
+    def refresh(self) -> None:
+        """Refresh layouts."""
+        assert self.traced is not None
+        refresh_layouts(self.graph, self.traced)
+
+
+JOINT_PASSES = [
+    Pass("refresh_layouts", JointGraph.refresh, when=lambda on: on.traced is not None, is_rare=True),
+    Pass[JointGraph]("unfold_layers", lambda on: unfold_layers(on.graph), is_rare=True),
+]
 
 
 def run_joint_passes(graph: Graph, observer: Observer = log_pass, *, traced: TracedValues | None = None) -> None:
@@ -154,15 +132,41 @@ def run_joint_passes(graph: Graph, observer: Observer = log_pass, *, traced: Tra
     """
     # Inductor sorts the nodes of its own patterns only after this hook.
     stable_topological_sort(graph)
-    if traced is not None:
-        with _observed(graph, "joint", "refresh_layouts", observer, if_changed=True):
-            refresh_layouts(graph, traced)
-    with _observed(graph, "joint", "unfold_layers", observer, if_changed=True):
-        unfold_layers(graph)
+    run_all(JOINT_PASSES, JointGraph(graph, traced), "joint", observer)
     for node in reduce_grads(graph.nodes):
         # A gradient that depends on no tangent, such as zeros, could else be reduced in forward.
         node.meta["partitioner_tag"] = "must_be_in_backward"
     mark_memory(graph)
+
+
+@dataclass
+class SavingChoices:
+    """The joint graph, and what is known of what forward saves for backward.
+
+    Attributes:
+        graph: the graph.
+        policy, num_forward_outputs, node_groups: see :func:`run_partitioner_passes`.
+    """
+
+    graph: Graph
+    policy: StepPolicy | None
+    num_forward_outputs: int
+    node_groups: Mapping[str, str]
+
+    def recompute(self) -> None:
+        """Recompute the regions that the policy says."""
+        assert self.policy is not None
+        regions = forward_regions(self.graph, self.num_forward_outputs)
+        recompute_regions(regions, self.policy.recomputed)
+        mark_regions(regions)
+        self.policy.reshard(self.graph, self.node_groups)
+
+
+PARTITIONER_PASSES = [
+    Pass("recompute_regions", SavingChoices.recompute, when=lambda on: on.policy is not None, is_rare=True),
+    Pass[SavingChoices]("offload_activations", lambda on: offload_activations(on.graph), is_rare=True),
+    Pass[SavingChoices]("reshard_after_forward", lambda on: reshard_after_forward(on.graph)),
+]
 
 
 def run_partitioner_passes(
@@ -182,21 +186,40 @@ def run_partitioner_passes(
         num_forward_outputs: with a policy: the number of forward's outputs, which are the graph's first ones.
         node_groups: with a policy: see :meth:`~passes.auto.step_policy.OpenChoices.of`.
     """
-    if policy is not None:
-        with _observed(graph, "joint", "recompute_regions", observer, if_changed=True):
-            regions = forward_regions(graph, num_forward_outputs)
-            recompute_regions(regions, policy.recomputed)
-        mark_regions(regions)
-        policy.reshard(graph, node_groups or {})
-    with _observed(graph, "joint", "offload_activations", observer, if_changed=True):
-        offload_activations(graph)
-    with _observed(graph, "joint", "reshard_after_forward", observer):
-        reshard_after_forward(graph)
+    on = SavingChoices(graph, policy, num_forward_outputs, node_groups or {})
+    run_all(PARTITIONER_PASSES, on, "joint", observer)
+
+
+# A forward or backward graph, once.
+
+
+@dataclass
+class PartitionedGraph:
+    """A forward or backward graph, before any plan.
+
+    Attributes:
+        graph: the graph.
+        is_backward: whether it is a backward graph.
+    """
+
+    graph: Graph
+    is_backward: bool
+
+
+PREPARING_PASSES = [
+    Pass[PartitionedGraph]("resolve_ties", lambda on: resolve_ties(on.graph)),
+    Pass[PartitionedGraph]("name_shards", lambda on: name_shards(on.graph)),
+    Pass[PartitionedGraph]("mixed_precision", lambda on: mixed_precision(on.graph)),
+]
+# After the passes of the lowering.
+COPYING_PASSES = [
+    Pass[PartitionedGraph]("copy_activations", lambda on: copy_activations(on.graph, is_backward=on.is_backward), is_rare=True),
+]
 
 
 def run_preparing_passes(
     gm: GraphModule,
-    last_passes: Sequence[Callable[[Graph], None]] = (),
+    last_passes: Sequence[Pass[PartitionedGraph]] = (),
     *,
     is_backward: bool,
     observer: Observer = log_pass,
@@ -207,21 +230,11 @@ def run_preparing_passes(
         gm: the graph.
         last_passes: passes that the lowering adds, in order.
         is_backward: whether the graph is a backward graph.
-        observer: called after every pass; after ``last_passes`` and ``copy_activations`` only if they changed the graph.
+        observer: called after every pass.
     """
     graph = gm.graph
-    stage = "backward" if is_backward else "forward"
-    with _observed(graph, stage, "resolve_ties", observer):
-        resolve_ties(graph)
-    with _observed(graph, stage, "name_shards", observer):
-        name_shards(graph)
-    with _observed(graph, stage, "mixed_precision", observer):
-        mixed_precision(graph)
-    for last_pass in last_passes:
-        with _observed(graph, stage, last_pass.__name__, observer, if_changed=True):
-            last_pass(graph)
-    with _observed(graph, stage, "copy_activations", observer, if_changed=True):
-        copy_activations(graph, is_backward=is_backward)
+    on = PartitionedGraph(graph, is_backward)
+    run_all([*PREPARING_PASSES, *last_passes, *COPYING_PASSES], on, _stage(is_backward), observer)
     if is_backward:
         # An offset < 0: a piece that forward saved for a smaller group's gather. It is not in flat storage, so it is freed.
         gathered = [spec.shard for spec in map(Unshard.of, unshards(graph.nodes)) if spec.offset >= 0]
@@ -229,28 +242,82 @@ def run_preparing_passes(
         mark_freed_inputs(graph, [source for source in map(shard_input, [*gathered, *reduced]) if source is not None])
 
 
-def _insert_collectives(
-    graph: Graph,
-    buckets: Buckets,
-    plan: Plan,
-    grouping: Grouping,
-    *,
-    is_backward: bool,
-    unit_by_unit: bool = False,
-    observe: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
-) -> Interface:
-    """Replace a graph's ``unshard`` and ``reduce_grad`` by collectives, each where it is needed. Return the interface."""
-    interface = Interface(graph)
-    locations = locate_shards(graph)
-    with observe("bucket"):
-        bucket_gathers(graph, plan.gathers, interface, grouping.gathers, buckets=buckets.gathers, unit_by_unit=unit_by_unit)
-    if is_backward:
-        with observe("gradient_sync"):
-            synchronize_gradients(graph, plan.reductions, interface, grouping.reductions, buckets=buckets.reductions)
-    interface.finish()
-    with observe("flat_storage"):
-        flat_storage(graph, locations, interface)
-    return interface
+# A forward or backward graph, for each plan.
+
+
+@dataclass
+class GraphOfPlan:
+    """A prepared forward or backward graph, in the course of the passes for a plan.
+
+    Attributes:
+        graph: the graph.
+        plan: the plan.
+        is_backward: whether it is a backward graph.
+        buckets: the buckets of the prepared graph.
+        grouping: which of their members share a collective.
+        auto, arrangement: see :func:`run_passes`.
+        prefetches: the plan's prefetch lists, in nodes of the graph.
+        locations: where the shards lie in flat storage.
+        interface: the extra inputs and outputs.
+    """
+
+    graph: Graph
+    plan: Plan
+    is_backward: bool
+    buckets: Buckets
+    grouping: Grouping
+    auto: AutoSchedule | None = None
+    arrangement: Arrangement | None = None
+    prefetches: Sequence[Prefetch] = ()
+    locations: dict[Node, Location] = field(init=False)
+    interface: Interface = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.interface = Interface(self.graph)
+        self.locations = locate_shards(self.graph)
+
+    def bucket(self) -> None:
+        """Make collectives of the gathers."""
+        bucket_gathers(
+            self.graph,
+            self.plan.gathers,
+            self.interface,
+            self.grouping.gathers,
+            buckets=self.buckets.gathers,
+            unit_by_unit=self.auto is None,
+        )
+
+    def synchronize(self) -> None:
+        """Make collectives of the reductions."""
+        synchronize_gradients(
+            self.graph, self.plan.reductions, self.interface, self.grouping.reductions, buckets=self.buckets.reductions
+        )
+
+    def schedule(self) -> None:
+        """Put the collectives where they start and where the graph waits for them."""
+        if self.auto is not None:
+            schedule_automatically(self.graph, self.auto)
+        else:
+            schedule_gathers(self.graph, self.prefetches)
+            schedule_reductions(self.graph, self.plan.max_pending_reductions)
+
+    def order(self) -> None:
+        """Give the collectives the order of the arrangement."""
+        assert self.arrangement is not None
+        order_collectives(self.graph, self.arrangement)
+
+
+COLLECTIVE_PASSES = [
+    Pass("bucket", GraphOfPlan.bucket),
+    Pass("gradient_sync", GraphOfPlan.synchronize, when=lambda on: on.is_backward),
+]
+# With the interface's outputs, which the passes above collect.
+STORAGE_PASSES = [Pass[GraphOfPlan]("flat_storage", lambda on: flat_storage(on.graph, on.locations, on.interface))]
+SCHEDULING_PASSES = [
+    Pass("schedule", GraphOfPlan.schedule, is_optional=True),
+    # Where ranks read parameters in different orders.
+    Pass("order_collectives", GraphOfPlan.order, when=lambda on: on.arrangement is not None),
+]
 
 
 def run_passes(
@@ -258,8 +325,9 @@ def run_passes(
     plan: Plan,
     *,
     is_backward: bool,
-    final_passes: Sequence[Callable[[Graph], None]] = (),
+    final_passes: Sequence[Pass[GraphOfPlan]] = (),
     observer: Observer = log_pass,
+    disabled: Collection[str] = (),
     auto: AutoSchedule | None = None,
     min_bucket_bytes: int = 0,
     arrangement: Arrangement | None = None,
@@ -272,6 +340,7 @@ def run_passes(
         is_backward: whether the graph is a backward graph.
         final_passes: passes that the lowering adds, in order.
         observer: called after every pass.
+        disabled: the names of passes to leave out.
         auto: chooses buckets and issue points by the cost model; None: the default schedule.
         min_bucket_bytes: the bytes from which on a unit has collectives of its own (:mod:`passes.auto.small_units`); 0: all do.
         arrangement: the buckets and the order of collectives to use, in the place of the graph's own.
@@ -285,11 +354,6 @@ def run_passes(
         CannotArrange: the graph cannot have the arrangement.
     """
     graph = gm.graph
-    stage = "backward" if is_backward else "forward"
-
-    def observe(pass_name: str) -> contextlib.AbstractContextManager[None]:
-        return _observed(graph, stage, pass_name, observer)
-
     buckets = find_buckets(graph)
     separate = separate_large_parameters(buckets, plan)
     if arrangement is not None:
@@ -302,29 +366,31 @@ def run_passes(
         grouping = merge_small_units(graph, buckets, plan, separate, min_bucket_bytes)
     if auto is not None and arrangement is None:
         _refuse_explicit_schedule(plan)
-        grouping = find_grouping(graph, plan, grouping, auto, lambda trial, choice: _try(trial, plan, choice, is_backward))
-    prefetches = find_prefetches(graph, buckets, plan.prefetch)
-    with replaying_traces():
-        interface = _insert_collectives(
-            graph, buckets, plan, grouping, is_backward=is_backward, unit_by_unit=auto is None, observe=observe
+        grouping = find_grouping(
+            graph, plan, grouping, auto, lambda trial, choice: _try(trial, plan, choice, is_backward, auto)
         )
-    with observe("schedule"):
-        if auto is not None:
-            schedule_automatically(graph, auto)
-        else:
-            schedule_gathers(graph, prefetches)
-            schedule_reductions(graph, plan.max_pending_reductions)
-    if arrangement is not None:
-        with observe("order_collectives"):
-            order_collectives(graph, arrangement)
-    for final_pass in final_passes:
-        with observe(final_pass.__name__):
-            final_pass(graph)
-    return interface
+    prefetches = find_prefetches(graph, buckets, plan.prefetch)
+    on = GraphOfPlan(graph, plan, is_backward, buckets, grouping, auto, arrangement, prefetches)
+    with replaying_traces():
+        _insert_collectives(on, observer)
+    run_all([*SCHEDULING_PASSES, *final_passes], on, _stage(is_backward), observer, disabled)
+    return on.interface
 
 
-def _try(graph: Graph, plan: Plan, grouping: Grouping, is_backward: bool) -> None:
-    _insert_collectives(graph, find_buckets(graph), plan, grouping, is_backward=is_backward)
+def _stage(is_backward: bool) -> str:
+    return "backward" if is_backward else "forward"
+
+
+def _insert_collectives(on: GraphOfPlan, observer: Observer) -> None:
+    """Replace a graph's ``unshard`` and ``reduce_grad`` by collectives, each where it is needed."""
+    run_all(COLLECTIVE_PASSES, on, _stage(on.is_backward), observer)
+    on.interface.finish()
+    run_all(STORAGE_PASSES, on, _stage(on.is_backward), observer)
+
+
+def _try(graph: Graph, plan: Plan, grouping: Grouping, is_backward: bool, auto: AutoSchedule) -> None:
+    on = GraphOfPlan(graph, plan, is_backward, find_buckets(graph), grouping, auto)
+    _insert_collectives(on, ignore_pass)
 
 
 def _refuse_explicit_schedule(plan: Plan) -> None:

@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 # A module imports from its own folder and from those before it. Files beside the folders count as folders.
 ORDER = {
-    "passes": ["fx", "collectives", "ir", "models", "transforms", "auto", "lowering", "pipeline"],
+    "passes": ["fx", "collectives", "ir", "models", "transforms", "auto", "lowering", "pass_runner", "pipeline"],
     "fsdp_compile": [
         "torch_versions",
         "units",

@@ -27,9 +27,9 @@ from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, indu
 from passes.ir.interface import Interface
 from passes.ir.ops import Unshard, unshards, update_args
 from passes.ir.plan import Plan
+from passes.pass_runner import ignore_pass
 from passes.pipeline import (
     fold,
-    ignore_pass,
     run_dynamo_passes,
     run_joint_passes,
     run_partitioner_passes,
@@ -340,7 +340,7 @@ class _Compilation:
                 return self._compile(gm)
             unfolded = snapshot(gm)
             with inductor_config.patch(_FOR_JOINT_GRAPHS):
-                folded = fold(gm, observer())
+                folded = fold(gm, observer(), self._options.disable_passes)
             try:
                 return self._compile(gm)
             except Exception as error:
@@ -385,6 +385,7 @@ class _Compilation:
             self._recorders,
             self._other_groups,
             self._budget,
+            self._options.disable_passes,
         )
         planned = PlannedGraph(
             gm,
@@ -430,6 +431,7 @@ class _Compilation:
                 is_backward=is_backward,
                 final_passes=self._lowering.final_passes,
                 observer=ignore_pass,
+                disabled=self._options.disable_passes,
                 auto=self._auto,
                 min_bucket_bytes=self._min_bucket_bytes,
             )

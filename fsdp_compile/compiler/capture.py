@@ -16,7 +16,7 @@ from passes.fx.graph import copy_of
 from passes.fx.torch_internals.core import _make_graph_module, _use_lazy_graph_module
 from passes.models.hardware import Hardware
 from passes.models.memory_model import LiveBytes, live_bytes
-from passes.pipeline import Observer, graph_text, log_pass
+from passes.pass_runner import Observer, graph_text, log_pass
 
 from ..runtime.call import Call
 from ..runtime.collective_log import eager_observers

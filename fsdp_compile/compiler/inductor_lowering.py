@@ -18,6 +18,8 @@ from passes.fx.torch_internals.inductor import FxGraphCache, compile_fx, compile
 from passes.lowering.pad_products import pad_products
 from passes.lowering.program import write_program
 from passes.lowering.segments import Segment, cut_into_segments
+from passes.pass_runner import Pass
+from passes.pipeline import GraphOfPlan, PartitionedGraph
 from passes.transforms.fuse_products import fuse_products
 from passes.transforms.pin_layouts import pin_layouts
 
@@ -43,8 +45,8 @@ class InductorLowering(Lowering):
         compile_segment: compiles one segment.
     """
 
-    preparing_passes = (fuse_products,)
-    final_passes = (pin_layouts,)
+    preparing_passes = (Pass[PartitionedGraph]("fuse_products", lambda on: fuse_products(on.graph), is_rare=True),)
+    final_passes = (Pass[GraphOfPlan]("pin_layouts", lambda on: pin_layouts(on.graph)),)
 
     def __init__(self, compile_segment: SegmentCompiler = compile_fx_inner):
         self._compile_segment = compile_segment

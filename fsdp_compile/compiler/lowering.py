@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from passes.fx.size_guards import Assumptions
+from passes.pass_runner import Pass
+from passes.pipeline import GraphOfPlan, PartitionedGraph
 
 from ..runtime.planned_graph import BoxedFunction
 
@@ -45,8 +47,8 @@ class Lowering(ABC):
     """
 
     config_patches: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    preparing_passes: ClassVar[Sequence[Callable[[Graph], None]]] = ()
-    final_passes: ClassVar[Sequence[Callable[[Graph], None]]] = ()
+    preparing_passes: ClassVar[Sequence[Pass[PartitionedGraph]]] = ()
+    final_passes: ClassVar[Sequence[Pass[GraphOfPlan]]] = ()
     fuses: ClassVar[bool] = True
 
     def prepare(self, device_types: set[str]) -> None:  # noqa: B027 (most have nothing to prepare)

@@ -36,7 +36,8 @@ from passes.ir.ops import unshards
 from passes.models.group_layout import GroupLayout
 from passes.models.hardware import Hardware
 from passes.models.memory_model import Breakdown, Category
-from passes.pipeline import ignore_pass, run_partitioner_passes
+from passes.pass_runner import ignore_pass
+from passes.pipeline import run_partitioner_passes
 from passes.transforms.offload_activations import offload_saved
 
 from ..optim.device_state import device_state_bytes, on_first_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from passes.auto import small_units
 from passes.auto.auto_schedule import AutoSchedule
 from passes.models.hardware import Hardware
+from passes.pass_runner import Pass
+from passes.pipeline import FOLDING_PASSES, SCHEDULING_PASSES
 
 from . import inductor_options
 from .aot_eager_lowering import AotEagerLowering
@@ -25,6 +27,9 @@ from .optimizer_state import Optimizer
 #: Makers of lowerings, by the names that users give. Each is called once for each Dynamo graph.
 LOWERINGS: Mapping[str, Callable[[], Lowering]] = {"inductor": InductorLowering, "aot_eager": AotEagerLowering}
 _SCHEDULES = ("default", "auto")
+_PASSES: Sequence[Pass[Any]] = (*FOLDING_PASSES, *SCHEDULING_PASSES)
+#: The passes without which results are right, too.
+OPTIONAL_PASSES = tuple(each.name for each in _PASSES if each.is_optional)
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Options:
             wrote. None: the file that a calibration left, or a table.
         min_bucket_bytes: units with fewer bytes of parameters share collectives; 0: no unit does. None: the default,
             :data:`passes.auto.small_units.MIN_BUCKET_BYTES`.
+        disable_passes: names of passes to leave out, to find the one that makes a number wrong: of :data:`OPTIONAL_PASSES`.
         cudagraphs: record forward and backward as CUDA graphs (see :mod:`fsdp_compile.compiler.cuda_graphs`).
         inductor: settings of Inductor by their names in its configuration, given among the other options or as a mode. With
             "aot_eager", which generates no code, most have no effect.
@@ -60,6 +66,7 @@ class Options:
     optimizer: str | float | None = "adamw"
     hardware: Hardware | str | os.PathLike[str] | None = None
     min_bucket_bytes: int | None = None
+    disable_passes: Sequence[str] = ()
     cudagraphs: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -93,6 +100,12 @@ class Options:
         if below is not None and (not isinstance(below, int) or isinstance(below, bool) or below < 0):
             raise ValueError(
                 f"options['min_bucket_bytes'] must be a number of bytes, an int, 0 to merge no units, not {below!r}."
+            )
+        unknown = [name for name in parsed.disable_passes if name not in OPTIONAL_PASSES]
+        if isinstance(parsed.disable_passes, str) or unknown:
+            raise ValueError(
+                f"options['disable_passes'] must be a list of passes that can be left out, {', '.join(OPTIONAL_PASSES)}, not "
+                f"{parsed.disable_passes!r}."
             )
         if not isinstance(parsed.cudagraphs, bool):
             raise ValueError(f"options['cudagraphs'] must be True or False, not {parsed.cudagraphs!r}.")

@@ -68,6 +68,7 @@ class PreparedGraph:
         recorders: record programs as CUDA graphs; None: programs are not recorded.
         other_groups: process groups of other parallelisms: the name that a parallelism gives to each, by the group's own name.
         budget: the budget of the step, to which every lowered graph is held; None: there is none.
+        disabled: the names of passes to leave out.
 
     Attributes:
         is_backward: whether it is a backward graph.
@@ -85,6 +86,7 @@ class PreparedGraph:
         recorders: Recorders | None,
         other_groups: Mapping[str, str],
         budget: StepBudget | None = None,
+        disabled: Sequence[str] = (),
     ):
         self._gm = gm
         self._lowering = lowering
@@ -94,6 +96,7 @@ class PreparedGraph:
         self._auto = auto
         self._min_bucket_bytes = min_bucket_bytes
         self._budget = budget
+        self._disabled = tuple(disabled)
         self._recorders = recorders
         self._group_names = _group_names(gm.graph, other_groups)
         self._tracing_context = TracingContext.try_get()
@@ -157,7 +160,7 @@ class PreparedGraph:
         gathers = zip((bucket.name for bucket in self.buckets.gathers), plan.gathers, strict=True)
         made = (planned.reduction for planned in plan.reductions)
         reductions = zip((bucket.name for bucket in self.buckets.reductions), made, strict=True)
-        options = self._auto is not None, self._min_bucket_bytes
+        options = self._auto is not None, self._min_bucket_bytes, self._disabled
         return hash((self.is_backward, options, frozenset(gathers), frozenset(reductions)))
 
     def _schedule(
@@ -179,6 +182,7 @@ class PreparedGraph:
                 is_backward=self.is_backward,
                 final_passes=self._lowering.final_passes,
                 observer=observer(),
+                disabled=self._disabled,
                 auto=self._auto,
                 min_bucket_bytes=self._min_bucket_bytes,
                 arrangement=arrangement,

@@ -530,10 +530,15 @@ def test_unregistered_forward_method(fake_ranks: None) -> None:
             {"options": {"lowering": "tvm"}},
             r"options\['lowering'\] must be one of .*inductor.*aot_eager.*'tvm'",
         ),
+        (
+            {"options": {"disable_passes": ["bucket"]}},
+            r"options\['disable_passes'\] must be a list of passes .*fold_layers, schedule, not \['bucket'\]",
+        ),
+        ({"options": {"disable_passes": "schedule"}}, r"must be a list of passes .*not 'schedule'"),
         ({"options": {"cudagraphs": 1}}, r"options\['cudagraphs'\] must be True or False, not 1"),
         ({"mode": "fastest"}, r"There is no mode='fastest'; there are: default"),
     ],
-    ids=["option", "lowering", "cudagraphs", "mode"],
+    ids=["option", "lowering", "required pass", "no list of passes", "cudagraphs", "mode"],
 )
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
 def test_bad_arguments_of_compile(arguments: dict[str, Any], match: str, sharded: bool, one_rank: None) -> None:

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.ir.work import bucket, role
-from passes.pipeline import graph_text
+from passes.pass_runner import graph_text
 
 WORLD_SIZE = 8
 

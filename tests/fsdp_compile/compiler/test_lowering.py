@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config
-from torch.fx import Graph, GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter
 
 from fsdp_compile import capture, fully_shard
 from fsdp_compile.compiler.backend import compile_with
@@ -17,17 +17,19 @@ from fsdp_compile.compiler.lowering import Lowered, Lowering
 from fsdp_compile.compiler.options import LOWERINGS, Options
 from fsdp_compile.runtime.planned_graph import boxed
 from passes.fx.size_guards import Assumptions
+from passes.pass_runner import Pass
+from passes.pipeline import GraphOfPlan
 
 
-def mark_outputs(graph: Graph) -> None:
-    graph.output_node().meta["marked"] = True
+def mark_outputs(on: GraphOfPlan) -> None:
+    on.graph.output_node().meta["marked"] = True
 
 
 class Interpreted(Lowering):
     """A lowering that interprets graphs."""
 
     config_patches: ClassVar[Mapping[str, Any]] = {"fallback_random": True}
-    final_passes = (mark_outputs,)
+    final_passes = (Pass("mark_outputs", mark_outputs),)
 
     def __init__(self, log: list[Any]):
         self._log = log

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from passes.ir.ops import unshard
 from passes.models.memory_model import IS_OFFLOADED, mark_memory
-from passes.pipeline import graph_text
+from passes.pass_runner import graph_text
 from passes.transforms import offload_activations as offload_activations_pass
 from passes.transforms.offload_activations import copy_activations, mark_regions, offload_activations, offload_saved
 from tests.common.copy_engine import copying

@@ -6,7 +6,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
 from passes.ir.ops import unshard
-from passes.pipeline import graph_text
+from passes.pass_runner import graph_text
 from passes.transforms.recompute_regions import forward_regions, recompute_regions
 from passes.transforms.reshard_after_forward import reshard_after_forward
 from tests.passes.tracing import PassTestCase

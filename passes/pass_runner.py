@@ -19,18 +19,18 @@ Observer = Callable[[str, str, str, str], None]
 
 
 class HasGraph(Protocol):
-    """What the passes of a stage work on: a graph, and what they know and find out about it."""
+    """The subject of the passes of a stage: a graph, with what they know and find out about it."""
 
     @property
     def graph(self) -> Graph:
         """The graph."""
 
 
-Work = TypeVar("Work", bound=HasGraph)
+Subject = TypeVar("Subject", bound=HasGraph)
 
 
 @dataclass(frozen=True)
-class Pass(Generic[Work]):
+class Pass(Generic[Subject]):
     """A pass.
 
     Attributes:
@@ -42,13 +42,15 @@ class Pass(Generic[Work]):
     """
 
     name: str
-    run: Callable[[Work], object]
-    when: Callable[[Work], bool] | None = None
+    run: Callable[[Subject], object]
+    when: Callable[[Subject], bool] | None = None
     is_rare: bool = False
     is_optional: bool = False
 
 
-def run_all(passes: Sequence[Pass[Work]], on: Work, stage: str, observer: Observer, disabled: Collection[str] = ()) -> None:
+def run_all(
+    passes: Sequence[Pass[Subject]], on: Subject, stage: str, observer: Observer, disabled: Collection[str] = ()
+) -> None:
     """Run passes in order, and report each.
 
     Args:

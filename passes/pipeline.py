@@ -276,6 +276,11 @@ class GraphOfPlan:
         self.interface = Interface(self.graph)
         self.locations = locate_shards(self.graph)
 
+    @property
+    def stage(self) -> str:
+        """The stage, for observers."""
+        return _stage(self.is_backward)
+
     def bucket(self) -> None:
         """Make collectives of the gathers."""
         bucket_gathers(
@@ -373,7 +378,7 @@ def run_passes(
     on = GraphOfPlan(graph, plan, is_backward, buckets, grouping, auto, arrangement, prefetches)
     with replaying_traces():
         _insert_collectives(on, observer)
-    run_all([*SCHEDULING_PASSES, *final_passes], on, _stage(is_backward), observer, disabled)
+    run_all([*SCHEDULING_PASSES, *final_passes], on, on.stage, observer, disabled)
     return on.interface
 
 
@@ -383,9 +388,9 @@ def _stage(is_backward: bool) -> str:
 
 def _insert_collectives(on: GraphOfPlan, observer: Observer) -> None:
     """Replace a graph's ``unshard`` and ``reduce_grad`` by collectives, each where it is needed."""
-    run_all(COLLECTIVE_PASSES, on, _stage(on.is_backward), observer)
+    run_all(COLLECTIVE_PASSES, on, on.stage, observer)
     on.interface.finish()
-    run_all(STORAGE_PASSES, on, _stage(on.is_backward), observer)
+    run_all(STORAGE_PASSES, on, on.stage, observer)
 
 
 def _try(graph: Graph, plan: Plan, grouping: Grouping, is_backward: bool, auto: AutoSchedule) -> None:

@@ -20,7 +20,7 @@ from .draw import draw
 from .generate import generate
 from .shrink import shrink
 
-#: How often to say how many cases have run, in seconds.
+#: Seconds between two lines with the number of cases that have run.
 _SAY_S = 300.0
 
 _SCRIPT = '''\

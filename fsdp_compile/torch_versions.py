@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp
+from torch.compiler import is_exporting
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from passes.fx.torch_internals.core import CompileContext
 
 _FROM_2_15 = torch.__version__ >= "2.15"
 
@@ -18,6 +21,15 @@ GradientReductionHandle: Any = getattr(torch.distributed.fsdp, "GradientReductio
 
 # Whether ``reset_iter_state`` also discards ``param.grad``.
 RESET_DISCARDS_GRADIENTS = _FROM_2_15
+
+
+def in_compilation() -> bool:
+    """Return whether this thread compiles or exports, so that what runs for real belongs to a trace.
+
+    Dynamo cannot trace this function. ``torch.compiler.is_compiling`` is not enough for code that runs for real: while a thread
+    compiles, it is true in every thread from torch 2.13 on, and in none before.
+    """
+    return CompileContext.try_get() is not None or is_exporting()
 
 
 def reduce_dtype(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 # Imported by name, as other code may replace torch's class in that module by this library's.
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -22,6 +22,7 @@ from passes.fx.torch_internals.dynamo import OptimizedModule
 
 from ..compiler.traced_forwards import note_outermost_forward
 from ..runtime.uncompiled import UncompiledForward, is_recomputing
+from ..torch_versions import in_compilation
 from ..units.sharded_param import ShardedParam, params_with_memory, shard_attribute
 from ..units.unit import MovedError, Scope, Unit
 from .casts import cast_inputs, cast_output
@@ -50,7 +51,7 @@ def set_scope(module: nn.Module, scope: Scope) -> None:
 
 def _apply(module: nn.Module, original: Callable[..., Any], fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Call ``module._apply``, and make units follow the parameters that it moves or casts."""
-    if is_compiling() and _leaves_unchanged(fn, module):
+    if (is_dynamo_compiling() or in_compilation()) and _leaves_unchanged(fn, module):
         # A router may cast itself to its own precision in forward. The code below cannot be traced.
         return module
     with _SyncAfterApply(unit_of(module)), _HideUnchanged(module, fn) as applied:
@@ -237,18 +238,19 @@ def _in_unit(forward: Callable[..., Any]) -> Callable[..., Any]:
         was_active = scope.active
         unit = self._fsdp_unit
         policy = unit.mp_policy
-        uncompiled = None if is_compiling() else UncompiledForward.begin(unit, self)
+        is_traced = is_dynamo_compiling() or in_compilation()
+        uncompiled = None if is_traced else UncompiledForward.begin(unit, self)
         if not was_active:
             # Not written if it is True already: torch 2.11 traces no write inside of a checkpoint.
             scope.active = True
         try:
-            if is_compiling() and not was_active:
+            if is_traced and not was_active:
                 _begin_traced_forward(unit.is_root)
                 # Reading it makes Dynamo guard on it.
                 bool(scope.optimizer_state)
             args, kwargs = cast_inputs(policy, args, kwargs)
             result = cast_output(policy, forward(self, *args, **kwargs))
-            if is_compiling() and unit.flags.reduce_scatter_unused_params:
+            if is_traced and unit.flags.reduce_scatter_unused_params:
                 result = with_unit_of(unit, result)
             if uncompiled is not None:
                 uncompiled.returns(result, (args, kwargs))
@@ -281,7 +283,7 @@ def _active_in_recomputation(compiled: Callable[..., Any], module: Any) -> Calla
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         scope: Scope = module._fsdp_scope
-        if is_compiling() or scope.active or module._fsdp_unit.is_root or not is_recomputing():
+        if is_dynamo_compiling() or in_compilation() or scope.active or module._fsdp_unit.is_root or not is_recomputing():
             return compiled(*args, **kwargs)
         scope.active = True
         try:

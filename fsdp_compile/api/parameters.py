@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 
 from passes.fx.torch_internals.core import disable_dynamo
 from passes.fx.torch_internals.patches import slice_parameter_list, swap_tensor
 from passes.ir.ops import unshard, unshard_extension
 
 from ..runtime.uncompiled import in_global_pre_hook, is_recomputing, read, read_in_recomputation
+from ..torch_versions import in_compilation
 from ..units.sharded_param import ShardedParam, shard_attribute
 from ..units.unit import Unit
 
@@ -48,7 +49,7 @@ class ShardedParameters(MutableMapping[str, Any]):
 
     # Dynamo traces this for each parameter of each layer: every object and attribute on the way costs time, and a guard.
     def __getitem__(self, name: str) -> Any:
-        if not is_compiling():
+        if not (is_dynamo_compiling() or in_compilation()):
             return self._read_eagerly(name) if name in self.sharded else self.registered[name]
         if not self.scope.active and not _traces_recomputation():
             return self.registered[name]
@@ -96,7 +97,7 @@ class ShardedParameters(MutableMapping[str, Any]):
         if sharded is None:
             self.registered[name] = value
             return
-        if is_compiling():
+        if is_dynamo_compiling() or in_compilation():
             raise RuntimeError(
                 f"A compiled forward puts a tensor into module._parameters, in the place of parameter {sharded.name}. Use "
                 "torch.func.functional_call, or do it outside of the compiled function."
@@ -165,7 +166,7 @@ class ShardedParameters(MutableMapping[str, Any]):
         return reads[sharded.name]
 
     def _is_in_forward(self) -> bool:
-        if not is_compiling():
+        if not (is_dynamo_compiling() or in_compilation()):
             return (self.scope.active or is_recomputing()) and not in_global_pre_hook(self.unit)
         # Dynamo's own code, unlike code that it traces, iterates over the registered parameters.
         return is_dynamo_compiling() and (self.scope.active or _traces_recomputation())

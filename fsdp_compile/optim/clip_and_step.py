@@ -41,7 +41,7 @@ def clip_and_step(
             f"clip_and_step takes an optimizer, not a {type(optimizer).__name__}. Call "
             "clip_and_step(optimizer, max_norm); to clip gradients without a step, clip_grad_norm_(parameters, max_norm)."
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return torch.compiler.disable(_clip_and_step)(optimizer, max_norm, norm_type, error_if_nonfinite, foreach)
     return _clip_and_step(optimizer, max_norm, norm_type, error_if_nonfinite, foreach)
 

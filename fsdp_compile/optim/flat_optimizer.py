@@ -181,7 +181,7 @@ class FlatOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             torch.compiler.disable(self._step_runs)()
         else:
             self._step_runs()

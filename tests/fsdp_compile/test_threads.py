@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.runtime import collective_log
 from tests.common import models
 from tests.common.distributed import RankPools
 from tests.common.parity import shard_units
@@ -25,11 +28,9 @@ def make_model(mesh: DeviceMesh) -> Any:
 
 def share_a_group() -> None:
     """Run a forward in a second thread while the first holds the group, so that both communicate at once deterministically."""
-    from fsdp_compile.runtime.collective_log import eager_run
-
     model = make_model(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"))
     group = model._fsdp_unit.mesh.shard_group
-    run = eager_run("something", (1,), (group,))
+    run = collective_log.eager_run("something", (1,), (group,))
     errors: list[BaseException] = []
 
     def forward() -> None:
@@ -109,3 +110,73 @@ def train_two_models(options: dict[str, str] | None) -> None:
 def test_two_threads_train_two_models(rank_pools: RankPools, lowering: str | None) -> None:
     options = None if lowering is None else {"lowering": lowering}
     rank_pools[2].run(train_two_models, options=options)
+
+
+def train_beside_a_compilation() -> None:
+    """Train an uncompiled model while another thread compiles a function: torch says that all threads do."""
+    compiles, trained = threading.Event(), threading.Event()
+
+    def wait(gm: Any, inputs: Any) -> Any:
+        compiles.set()
+        assert trained.wait(timeout=60)
+        return gm
+
+    def train_and_list() -> tuple[list[float], list[str]]:
+        losses: list[float] = []
+        collectives: list[str] = []
+        with mock.patch.object(collective_log, "eager_observers", [collectives.append]):
+            train(make_model(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")).double(), 0, losses)
+        return losses, collectives
+
+    expected = train_and_list()
+    thread = threading.Thread(target=lambda: torch.compile(torch.sin, backend=wait)(torch.ones(3)), daemon=True)
+    thread.start()
+    try:
+        assert compiles.wait(timeout=60)
+        actual = train_and_list()
+    finally:
+        trained.set()
+        thread.join(timeout=60)
+    assert actual == expected
+
+
+def test_another_thread_may_compile(rank_pools: RankPools) -> None:
+    rank_pools[2].run(train_beside_a_compilation)
+
+
+class Outer(torch.nn.Module):
+    """A unit with a unit inside, in a root that is not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x).relu())
+
+
+def compile_on_one_rank() -> None:
+    """Train a compiled block under an uncompiled root, in whose second step one rank compiles another size."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(Outer())
+    fully_shard(model[0].inner)
+    fully_shard(model[0])
+    fully_shard(model)
+    model[0].compile(backend=fsdp_backend, options={"lowering": "aot_eager"}, dynamic=False)
+    collectives: list[str] = []
+    sizes = (2, 3) if dist.get_rank() == 0 else (2, 2)
+    # torch 2.11 has no such context.
+    without = (
+        mock.patch.object(torch.compiler, "_compile_session_context", contextlib.nullcontext)
+        if hasattr(torch.compiler, "_compile_session_context")
+        else contextlib.nullcontext()
+    )
+    with without, mock.patch.object(collective_log, "eager_observers", [collectives.append]):
+        for size in sizes:
+            model(torch.ones(size, 8)).sum().backward()
+    assert collectives == []
+
+
+def test_compilation_reads_no_parameters(rank_pools: RankPools) -> None:
+    rank_pools[2].run(compile_on_one_rank)

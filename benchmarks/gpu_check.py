@@ -8,8 +8,9 @@ It needs torch, Triton and this project, and no network. The checks:
 
 parity  Train a small Llama with fsdp_backend and with FSDP2: one rank on NCCL, and two ranks on Gloo that share the GPU; in
         fp32, with a policy of bf16, and in fp16 with divide factors. Gradients have to agree. In fp32 also train with shards on
-        the host, and with activations on the host (by a policy of checkpoints, and by a budget). Updates of an optimizer with
-        states on the host have to equal those of one on the device. On NCCL also capture a step as a CUDA graph.
+        the host, with activations on the host (by a policy of checkpoints, and by a budget), and with padded matrix products.
+        Updates of an optimizer with states on the host have to equal those of one on the device. On NCCL also capture a step as
+        a CUDA graph, and record graphs by an option and by Inductor's mode.
 code    Compile a sharded model for this GPU and, in a process that sees no GPU, with fsdp_compile.cuda_code: both have to
         launch the same kernels, collectives and waits in the same order.
 time    Time forward and backward of a Llama of 1.2 billion parameters in bf16, as one of eight pretended ranks: all kernels of
@@ -45,6 +46,7 @@ from harness.systems import (
     BASE,
     OFFLOADED,
     RECORDED,
+    REDUCED_OVERHEAD,
     ROUNDED,
     ROUNDED_UNCOMPILED,
     UNCOMPILED,
@@ -108,6 +110,13 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=float, default=_TIMEOUT_S, metavar="S", help=f"of a job; default {_TIMEOUT_S}")
     parser.add_argument("--batch", type=int, default=LlamaSize.batch, metavar="N", help=f"sequences; default {LlamaSize.batch}")
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        default=LlamaSize.vocabulary,
+        metavar="N",
+        help=f"words, of time; default {LlamaSize.vocabulary}. Inductor pads products with rows that are not aligned, as 50257",
+    )
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="of timing; default 8")
     parser.add_argument("--job", choices=_JOBS, help=argparse.SUPPRESS)
     report.add_flags(parser)
@@ -141,8 +150,14 @@ def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]
     kinds["fp32, updates by offload_optimizer"] = lambda: host.optimizer_parity(setting)
     if dist.get_backend() == "nccl":
         kinds["fp32, CUDA graph of a step"] = lambda: captured_parity(setting)
+    if not args.dry_run:
+        # Inductor pads on GPUs alone.
+        kinds["fp32, padded products"] = lambda: parity.compare_padded(setting)
     if mesh.size() == 1:
-        kinds["fp32, cudagraphs"] = lambda: recorded_parity(setting)
+        kinds["fp32, cudagraphs"] = lambda: recorded_parity(setting, RECORDED)
+        if not args.dry_run:
+            # A dry run records operators, and this mode calls generated code.
+            kinds["fp32, reduce-overhead"] = lambda: recorded_parity(setting, REDUCED_OVERHEAD)
         # The search for a budget takes the longest of all.
         kinds["fp32, memory and host budget"] = lambda: host.budget_parity(setting)
     result = {}
@@ -161,9 +176,9 @@ def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"ours": math.nan, "fsdp2": 0.0, "error": str(error), "traceback": traceback.format_exc()}
 
 
-def recorded_parity(setting: Setting) -> dict[str, Any]:
+def recorded_parity(setting: Setting, system: str) -> dict[str, Any]:
     with recordings(setting.device):
-        return parity.compare("fp32", setting, RECORDED)
+        return parity.compare("fp32", setting, system)
 
 
 def captured_parity(setting: Setting) -> dict[str, Any]:
@@ -277,7 +292,7 @@ def forget(system: System) -> None:
 def measure_time(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Measure loss, times, activity and memory of each system, then optimizers and CUDA graphs."""
     device = torch.device(args.device)
-    size = _DRY_SIZE if args.dry_run else replace(LlamaSize(), batch=args.batch)
+    size = _DRY_SIZE if args.dry_run else replace(LlamaSize(), batch=args.batch, vocabulary=args.vocabulary)
     setting = Setting(size, mesh, device, lowering=args.lowering)
     batch = size.make_batch(0, device)
     systems: dict[str, System] = {}

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.fx_passes import pad_mm
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .llama import LlamaSize
@@ -105,6 +108,29 @@ def compare(name: str, setting: Setting, ours: str = "ours", theirs: str = "fsdp
     comparison = Comparison(_distance(our, expected), _distance(their, expected))
     losses = {"fsdp2 in float32": expected_losses, "fsdp2": their_losses, "ours": our_losses}
     return {**asdict(comparison), "losses": losses}
+
+
+def compare_padded(setting: Setting) -> dict[str, Any]:
+    """Compare gradients in float32 where Inductor pads every matrix product that it can, as :func:`compare` does.
+
+    Raises:
+        RuntimeError: no product was padded.
+    """
+    assert isinstance(setting.size, LlamaSize)
+    # Rows of an odd length are not aligned.
+    odd = replace(setting.size, vocabulary=setting.size.vocabulary + 1)
+    answers: list[bool] = []
+    asked = pad_mm.should_pad
+
+    def should_pad(*args: Any) -> bool:
+        answers.append(asked(*args))
+        return answers[-1]
+
+    with mock.patch.object(pad_mm, "should_pad", should_pad), inductor_config.patch(force_shape_pad=True):
+        result = compare("fp32", replace(setting, size=odd))
+    if not any(answers):
+        raise RuntimeError(f"Inductor padded none of the {len(answers)} matrix products that it looked at")
+    return {**result, "padded": sum(answers)}
 
 
 def _train(system: System, batch: tuple[Tensor, Tensor], precision: Precision) -> tuple[list[float], list[Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ BASE = "unsharded"
 YARDSTICK = "fsdp2-compiled"
 AUTO = "ours-auto"
 RECORDED = "ours-cudagraphs"
+REDUCED_OVERHEAD = "ours-reduce-overhead"
 APART = "ours-apart"
 ROUNDED = "ours-rounded"
 UNCOMPILED = "ours-uncompiled"
@@ -185,6 +186,13 @@ def _ours(
     return System(model, forward, _sync_flags(model, setting.accumulation))
 
 
+def _ours_by_mode(setting: Setting, mode: str) -> System:
+    from fsdp_compile import fsdp_backend
+
+    system = _ours(setting, compiled=False)
+    return replace(system, forward=torch.compile(system.model, backend=fsdp_backend, mode=mode))
+
+
 def _ours_rounded(setting: Setting, compiled: bool = True) -> System:
     from fsdp_compile import GatherPolicy, comm_hooks, fsdp_backend, fully_shard
 
@@ -244,6 +252,7 @@ _BUILDERS: dict[str, Callable[[Setting], System]] = {
     "ours": _ours,
     AUTO: lambda setting: _ours(setting, schedule="auto", hardware=setting.hardware, memory_limit=setting.memory_limit),
     RECORDED: lambda setting: _ours(setting, cudagraphs=True),
+    REDUCED_OVERHEAD: lambda setting: _ours_by_mode(setting, "reduce-overhead"),
     APART: lambda setting: _ours(setting, min_bucket_bytes=0),
     ROUNDED: _ours_rounded,
     UNCOMPILED: lambda setting: _ours(setting, compiled=False),
@@ -261,6 +270,7 @@ SYSTEMS = {
     "ours": "fsdp_backend",
     AUTO: 'fsdp_backend, with options={"schedule": "auto"}',
     RECORDED: 'fsdp_backend, with options={"cudagraphs": True}; on CUDA, without Gloo',
+    REDUCED_OVERHEAD: 'fsdp_backend, with mode="reduce-overhead"; on CUDA, if asked for',
     APART: 'fsdp_backend, with options={"min_bucket_bytes": 0}; if asked for',
     ROUNDED: "fsdp_backend, with gathers in float8 and reductions in int8; if asked for",
     UNCOMPILED: "not compiled; if asked for",
@@ -277,7 +287,7 @@ def build(name: str, setting: Setting) -> System:
 
 def default_systems(group: str, device: str) -> list[str]:
     """Return the systems to compare by default, with this kind of process group on this kind of device."""
-    left_out = {APART, ROUNDED, UNCOMPILED, ROUNDED_UNCOMPILED, OFFLOADED, OFFLOADED_ACTIVATIONS}
+    left_out = {APART, ROUNDED, UNCOMPILED, ROUNDED_UNCOMPILED, OFFLOADED, OFFLOADED_ACTIVATIONS, REDUCED_OVERHEAD}
     if group == "fake":
         # The reducer of DDP fails with collectives that do nothing.
         left_out.add("ddp")

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compile
 from fsdp_compile.compiler import memory_budget
+from fsdp_compile.explain import explain
 from passes.auto.memory_budget import BudgetTooLow, Choice, search
 from passes.auto.step_policy import OpenChoices, StepPolicy, Trial
 
@@ -147,7 +148,7 @@ def trials_of(drawn: Drawn, *, host: bool = False) -> dict[str, list[Trial]]:
 
     with mock.patch.object(memory_budget, "search", search_all):
         options: dict[str, Any] = {"memory_budget": _UNLIMITED, "host_budget": _UNLIMITED if host else None}
-        fsdp_compile.explain(drawn.model, drawn.x, drawn.shape, drawn.hardware, shard=shard, options=options, suggest=False)
+        explain(drawn.model, drawn.x, drawn.shape, drawn.hardware, shard=shard, options=options, suggest=False)
     return found
 
 

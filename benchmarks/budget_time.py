@@ -33,6 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compile
 from fsdp_compile.calibrate import measure as calibrate
+from fsdp_compile.debug import capture
+from fsdp_compile.explain import explain_captured
 from passes.models.hardware import Hardware
 
 _WARM_UP_STEPS = 3
@@ -114,7 +116,7 @@ class _Makers:
         model = build_gpt(self._size, self._device)
         shard_blocks(model, fsdp_compile.fully_shard, mesh=self._mesh)
         options = {"memory_budget": budget, "optimizer": "sgd", "hardware": self._hardware}
-        with fsdp_compile.capture(passes=False) as captured:
+        with capture(passes=False) as captured:
             system = self._warm(model, options)
         (choice,) = captured.choices
         return system, choice.frontier()
@@ -127,9 +129,9 @@ class _Makers:
             model.blocks[index] = checkpoint_wrapper(block) if has_checkpoints else block
         sharding = {"mesh": self._mesh, "reshard_after_forward": reshard_after_forward}
         shard_blocks(model, fsdp_compile.fully_shard, **sharding)
-        with fsdp_compile.capture(passes=False) as captured:
+        with capture(passes=False) as captured:
             system = self._warm(model, {})
-        memory = captured.explain(self._hardware, optimizer="sgd").memory
+        memory = explain_captured(captured, self._hardware, optimizer="sgd").memory
         return system, memory.peak_bytes + sum(value.nbytes for batch in self._batches for value in batch)
 
     def _warm(self, model: torch.nn.Module, options: dict[str, Any]) -> System:

@@ -11,7 +11,7 @@ parity  Train a small Llama with fsdp_backend and with FSDP2: one rank on NCCL, 
         the host, with activations on the host (by a policy of checkpoints, and by a budget), and with padded matrix products.
         Updates of an optimizer with states on the host have to equal those of one on the device. On NCCL also capture a step as
         a CUDA graph, and record graphs by an option and by Inductor's mode.
-code    Compile a sharded model for this GPU and, in a process that sees no GPU, with fsdp_compile.cuda_code: both have to
+code    Compile a sharded model for this GPU and, in a process that sees no GPU, with cuda_code: both have to
         launch the same kernels, collectives and waits in the same order.
 time    Time forward and backward of a Llama of 1.2 billion parameters in bf16, as one of eight pretended ranks: all kernels of
         sharding run, and nothing is sent. Compare with the unsharded model, compiled, and with FSDP2. Systems take turns;
@@ -224,9 +224,9 @@ def local_gradients(system: System) -> list[Tensor]:
 
 def measure_code(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Compile a step for this GPU. Return its launches."""
-    import fsdp_compile
+    from fsdp_compile.debug import capture
 
-    with fsdp_compile.capture() as graphs:
+    with capture() as graphs:
         device = torch.device(args.device)
         system = build(_OURS, Setting(_CODE_SIZE, mesh, device, policy=_CODE_POLICY))
         forward_backward(system, _CODE_SIZE.make_batch(0, device))
@@ -235,7 +235,7 @@ def measure_code(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
 
 def measure_pretended_code(arch: str, size: LlamaSize) -> dict[str, Any]:
     """Compile the step of ``measure_code`` without a GPU. Return its launches."""
-    from fsdp_compile.cuda.code import cuda_code
+    from fsdp_compile.debug import cuda_code
 
     graphs = cuda_code(
         size.build(torch.device("meta")),
@@ -256,7 +256,7 @@ def shard_for_code(model: Any, mesh: DeviceMesh) -> None:
 
 def launches(graphs: Any) -> dict[str, list[list[str]]]:
     """Return the launches of the forward and the backward graphs, as lines of text."""
-    from fsdp_compile.cuda.outline import cuda_outline
+    from fsdp_compile.debug import cuda_outline
 
     return {kind: [cuda_outline(graph).splitlines() for graph in getattr(graphs, kind)] for kind in ("forward", "backward")}
 

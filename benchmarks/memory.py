@@ -86,9 +86,9 @@ def captured_graphs(system: str) -> Any:
     if not system.startswith("ours"):
         yield None
         return
-    import fsdp_compile
+    from fsdp_compile.debug import capture
 
-    with fsdp_compile.capture() as graphs:
+    with capture() as graphs:
         yield graphs
 
 

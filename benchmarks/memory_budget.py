@@ -23,6 +23,7 @@ from harness.gpt import Size, build_gpt, make_batches
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compile
+from fsdp_compile.debug import capture
 from passes.auto.memory_budget import Choice
 
 _WARM_UP_STEPS = 2
@@ -78,7 +79,7 @@ def measure_one(size: Size, mesh: DeviceMesh, device: torch.device, budget: int)
         optimizer.zero_grad()
         return peak
 
-    with fsdp_compile.capture(passes=False) as captured:
+    with capture(passes=False) as captured:
         for _ in range(_WARM_UP_STEPS):
             step()
     counted = max(step() for _ in range(_STEPS))

@@ -38,8 +38,8 @@ from harness.unsharded import build_recorded
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import fsdp_compile
 from fsdp_compile.calibrate import measure as calibrate
+from fsdp_compile.debug import capture
 from fsdp_compile.explain.make_report import make_report
 from passes.models.hardware import Hardware
 
@@ -156,7 +156,7 @@ def measure_one(configuration: Configuration, rounds: int, mesh: DeviceMesh, sch
     )
     microbatches = configuration.accumulation.microbatches
     batches = make_batches(configuration.size, dist.get_rank(), microbatches, device)
-    with fsdp_compile.capture(passes=False) as captured:
+    with capture(passes=False) as captured:
         ours = build(configuration.system, setting)
         ours.step(batches)
     alone, graphs = build_recorded(setting, torch.bfloat16 if configuration.bf16 else torch.float32)

@@ -4,7 +4,7 @@
 
 Every row is a run of PyTorch's FSDP, published with model, batch, machine and policy. Nothing here was measured, and no number
 of the cost models was fitted to a run. :data:`MACHINES` says, with sources, where a machine differs from the table of
-`passes.models.hardware`. `fsdp_compile.explain` predicts for this library and a model compiled as a whole; the published runs
+`passes.models.hardware`. `explain` predicts for this library and a model compiled as a whole; the published runs
 compile block by block. Operators outside of graphs, such as torchtitan's loss, count by what they read, write and hold.
 
 The predicted memory is what lives in a step of this library. torchtitan publishes what the allocator reserved in a run of
@@ -33,8 +33,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fsdp_compile import explain, fully_shard
-from fsdp_compile.explain.report import Report
+from fsdp_compile import fully_shard
+from fsdp_compile.explain import Report, explain
 from passes.models.hardware import Hardware, Link, Links, known_hardware
 
 _aten = torch.ops.aten
@@ -77,7 +77,7 @@ class Run:
         name: source and model.
         source: where it was published.
         machine: a key of :data:`MACHINES`.
-        mesh_shape: as :func:`fsdp_compile.explain` takes it.
+        mesh_shape: as :func:`fsdp_compile.explain.explain` takes it.
         size: the model, and a rank's batch.
         checkpointing: "none"; "op": backward recomputes every second matrix product of each block; "1" or "3": it recomputes
             each or every third block as a whole.

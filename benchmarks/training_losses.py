@@ -35,7 +35,8 @@ from harness.fresh_module import fresh_module
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_compile import GatherPolicy, capture, comm_hooks, fsdp_backend, fully_shard
+from fsdp_compile import GatherPolicy, comm_hooks, fsdp_backend, fully_shard
+from fsdp_compile.debug import capture
 
 extras.need("tqdm", "matplotlib")
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"

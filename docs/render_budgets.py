@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from harness.llama import LlamaSize
 
-from fsdp_compile import Report, explain
+from fsdp_compile.explain import Report, explain
 from fsdp_compile.explain.plot import draw_memory
 from fsdp_compile.explain.render import size
 from fsdp_compile.explain.tracks import predicted

@@ -24,16 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compile import (
-    Capture,
-    CapturedGraph,
-    CapturedPass,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    capture,
-    fsdp_backend,
-    fully_shard,
-)
+from fsdp_compile import FSDPModule, MixedPrecisionPolicy, fsdp_backend, fully_shard
+from fsdp_compile.debug import Capture, CapturedGraph, CapturedPass, capture
 
 PAGE = Path(__file__).parent / "passes.md"
 LINE_LENGTH = 128
@@ -77,7 +69,7 @@ Flags decide for each microbatch whether gradients are reduced and parameters ga
 run once for each plan (`passes/ir/plan.py`). The listings show the plan of a first microbatch that synchronises. The other
 plans are at the [end of the page](#the-backward-epilogue-of-each-plan).
 
-For your own model, `fsdp_compile.capture()` records every pass in `.passes`, `TORCH_LOGS="+passes"` prints them, and
+For your own model, `fsdp_compile.debug.capture()` records every pass in `.passes`, `TORCH_LOGS="+passes"` prints them, and
 `TORCH_TRACE=<directory>` stores them for tlparse.
 """
 

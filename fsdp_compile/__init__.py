@@ -1,4 +1,7 @@
-"""Fully sharded data parallelism (FSDP) as torch.compile graph passes. See README.md for a first example."""
+"""Fully sharded data parallelism (FSDP) as torch.compile graph passes. See README.md for a first example.
+
+:mod:`fsdp_compile.debug` shows what compilation makes of a model, and :mod:`fsdp_compile.explain` predicts a training step.
+"""
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
@@ -13,11 +16,6 @@ from .api.patch_fsdp2 import patch_fsdp2
 from .api.schedule_controls import share_comm_ctx
 from .api.sharding import fully_shard, sync_module_states
 from .compiler.backend import fsdp_backend
-from .compiler.capture import Capture, CapturedGraph, CapturedPass, capture
-from .cuda.code import CudaCode, cuda_code
-from .cuda.outline import cuda_outline
-from .explain.explain import explain
-from .explain.report import Report
 from .optim.clip import clip_grad_norm_
 from .optim.clip_and_step import clip_and_step
 from .optim.flat_optimizer import flat_optimizer
@@ -28,10 +26,6 @@ from .torch_versions import DataParallelMeshDims, GradientReductionHandle
 
 __all__ = [
     "CPUOffloadPolicy",
-    "Capture",
-    "CapturedGraph",
-    "CapturedPass",
-    "CudaCode",
     "DataParallelMeshDims",
     "FSDPModule",
     "GatherPolicy",
@@ -41,15 +35,10 @@ __all__ = [
     "OffloadPolicy",
     "PartialCPUOffloadPolicy",
     "RanksDisagree",
-    "Report",
     "UnshardHandle",
-    "capture",
     "clip_and_step",
     "clip_grad_norm_",
     "comm_hooks",
-    "cuda_code",
-    "cuda_outline",
-    "explain",
     "flat_optimizer",
     "fsdp_backend",
     "fully_shard",

@@ -29,6 +29,7 @@ ORDER = {
         "api",
         "dry_run",
         "cuda",
+        "debug",
         "explain",
         "plan",
     ],

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compile import capture, flat_optimizer, offload_optimizer
+from fsdp_compile import flat_optimizer, offload_optimizer
+from fsdp_compile.debug import capture
 from passes.collectives.host_copies import engine_of
 from passes.models.hardware import HostLink, known_hardware
 

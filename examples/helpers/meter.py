@@ -80,9 +80,9 @@ def count_bytes(first_step: Callable[[], float], model: GPT, args: argparse.Name
     world = dist.get_world_size()
     if args.system == "fsdp2":
         return first_step(), estimated_bytes(model, args, world), True
-    import fsdp_compile
+    from fsdp_compile.debug import capture
 
-    with fsdp_compile.capture() as captured:
+    with capture() as captured:
         loss = first_step()
     records = [*captured.forward, *captured.backward]
     return loss, graph_bytes((record.graph_module for record in records), world), False

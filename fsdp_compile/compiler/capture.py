@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, GraphModule
 
 from passes.auto.memory_budget import Choice
 from passes.fx.graph import copy_of
 from passes.fx.torch_internals.core import _make_graph_module, _use_lazy_graph_module
-from passes.models.hardware import Hardware
 from passes.models.memory_model import LiveBytes, live_bytes
 from passes.pass_runner import Observer, graph_text, log_pass
 
@@ -22,9 +19,6 @@ from ..runtime.call import Call
 from ..runtime.collective_log import eager_observers
 from ..runtime.planned_graph import BoxedFunction, PlannedGraph, Variant, call_observers
 from .calls import Census, GraphCall
-
-if TYPE_CHECKING:
-    from ..explain.report import Report
 
 
 @dataclass
@@ -94,19 +88,6 @@ class Capture:
     census: Census = field(default_factory=Census)
     _takes_passes: bool = field(default=True, repr=False)
 
-    def explain(self, hardware: Hardware | str | os.PathLike[str], **given: Any) -> Report:
-        """Predict time, communication and memory of the step that ran, on a given machine; see :func:`fsdp_compile.explain`.
-
-        Args:
-            hardware: as for :func:`fsdp_compile.explain`.
-            given: ``tokens`` and ``optimizer``, as for :func:`fsdp_compile.explain`.
-
-        Raises:
-            ValueError: a graph ran that was compiled before the capture, or no graph ran; or as for
-                :func:`fsdp_compile.explain`.
-        """
-        return _explainers[0](self, hardware, **given)
-
     def _observe(self, planned: PlannedGraph, variant: Variant, call: Call) -> None:
         self.census.note(call)
         graph = _graph_of.get(variant.function)
@@ -128,13 +109,6 @@ class Capture:
 _active: list[Capture] = []
 # The captured graph of each lowered function.
 _graph_of: weakref.WeakKeyDictionary[BoxedFunction, CapturedGraph] = weakref.WeakKeyDictionary()
-# The function behind Capture.explain. The package ``explain`` sets it, as this layer must not import that package.
-_explainers: list[Callable[..., Report]] = []
-
-
-def set_explainer(explainer: Callable[..., Report]) -> None:
-    """Set the function that :meth:`Capture.explain` calls."""
-    _explainers[:] = [explainer]
 
 
 @contextlib.contextmanager
@@ -149,7 +123,7 @@ def capture(*, passes: bool = True) -> Iterator[Capture]:
 
     Example::
 
-        with fsdp_compile.capture() as captured:
+        with capture() as captured:
             model(x).sum().backward()
         print(captured.forward[0].readable())
         print(captured.backward[0].code)

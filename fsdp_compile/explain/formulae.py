@@ -172,7 +172,7 @@ def make_formulae(step: SymbolicStep, values: Mapping[str, int], report: Report,
         step: a step that was traced with symbols.
         values: the sizes that decide what binds each kernel, and what compute waits for.
         report: the report on the step at ``values``.
-        optimizer: as for :func:`fsdp_compile.explain`.
+        optimizer: as for :func:`fsdp_compile.explain.explain`.
     """
     return _FormulaeBuilder(step, values, report, Optimizer.of(optimizer)).make()
 
@@ -182,7 +182,7 @@ class Derivation:
 
     Args:
         step: the symbolic step.
-        hardware, optimizer: as for :func:`fsdp_compile.explain`.
+        hardware, optimizer: as for :func:`fsdp_compile.explain.explain`.
         tokens: tokens of a rank in the step, at ``values``.
         values: the sizes, by the names of their symbols.
     """

@@ -64,11 +64,11 @@ def make_report(
     optimizer: str | float | None = "adamw",
     figures_of: Callable[[GraphCall, Sequence[UnitFacts], Hardware], GraphFigures] = GraphFigures.of,
 ) -> Report:
-    """Make a report on a captured step; see :func:`fsdp_compile.explain`. The step's process groups have to exist.
+    """Make a report on a captured step; see :func:`.predict.explain_captured`.
 
     Args:
         captured: the step.
-        hardware, tokens, optimizer: as for :func:`fsdp_compile.explain`.
+        hardware, tokens, optimizer: as for :func:`fsdp_compile.explain.explain`.
         figures_of: computes the figures of the graph of a call.
 
     Raises:

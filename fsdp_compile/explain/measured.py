@@ -119,7 +119,7 @@ class Measured:
 
 
 def read_profile(profile: Any, report: Report, source: Source) -> Measured:
-    """Read a profile; see :meth:`~fsdp_compile.Report.beside`."""
+    """Read a profile; see :meth:`~fsdp_compile.explain.Report.beside`."""
     if any(node.target in COPIES for figures in source.figures for node in figures.costs.transfer):
         raise NotImplementedError(
             "The step copies between device and host, and copies are not read from profiles. Look at the trace beside what "

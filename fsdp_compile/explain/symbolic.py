@@ -91,7 +91,7 @@ def symbolic_inputs(inputs: Any) -> SymbolicInputs:
     have another batch if it is one or equals the sequence. A sequence of one does not become a symbol.
 
     Args:
-        inputs: as for :func:`fsdp_compile.explain`.
+        inputs: as for :func:`fsdp_compile.explain.explain`.
     """
     tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.dim()]
     if not tensors:
@@ -129,7 +129,7 @@ class SymbolicStep:
     Args:
         captured: a step that was traced with :func:`marking`.
         sizes: the sizes that are symbols.
-        hardware, optimizer: as for :func:`fsdp_compile.explain`.
+        hardware, optimizer: as for :func:`fsdp_compile.explain.explain`.
 
     Attributes:
         calls: the calls of graphs, in order.

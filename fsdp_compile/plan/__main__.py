@@ -2,7 +2,7 @@
 
     python -m fsdp_compile.plan train.py:build --gpus 8,64,1024 --hardware h100 --global-batch 2048
 
-``build()`` is called with the meta device as default. It returns the model and its inputs, as ``fsdp_compile.explain`` takes
+``build()`` is called with the meta device as default. It returns the model and its inputs, as ``explain`` takes
 them. The batch of these inputs does not count. Each block in an outermost ``nn.ModuleList`` becomes a unit; the rest is one
 unit.
 

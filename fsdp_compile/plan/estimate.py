@@ -137,7 +137,7 @@ class StepTable:
 
     Args:
         step: the step, traced with symbols.
-        hardware, optimizer: as for :func:`fsdp_compile.explain`.
+        hardware, optimizer: as for :func:`fsdp_compile.explain.explain`.
 
     Attributes:
         own: the sizes that the step depends on, by name, as they are in the step that was given.

@@ -16,7 +16,7 @@ from torch import nn
 
 from passes.models.hardware import Hardware
 
-from ..explain.explain import symbolic_step
+from ..explain.predict import symbolic_step
 from ..explain.symbolic import symbolic_inputs
 from .estimate import Estimate, StepTable
 from .policies import ACCUMULATIONS, Policy
@@ -56,12 +56,12 @@ class Search:
     """A search for the fastest points.
 
     Args:
-        model, inputs: as for :func:`fsdp_compile.explain`.
+        model, inputs: as for :func:`fsdp_compile.explain.explain`.
         hardware: the machine.
         global_batch: the sequences of a step, over all ranks.
         memory_bytes: the most bytes that a rank may hold.
         base: the policy whose variants are tried.
-        optimizer: as for :func:`fsdp_compile.explain`.
+        optimizer: as for :func:`fsdp_compile.explain.explain`.
         tell: called with a message before each trace.
 
     Attributes:

@@ -14,8 +14,7 @@ from torch import Tensor
 from passes.fx.torch_internals.core import pytree
 
 from ..dry_run import train
-from ..explain.explain import explain
-from ..explain.report import Report
+from ..explain import Report, explain
 
 if TYPE_CHECKING:
     from .search import Point, Search

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.debug import Capture, capture
 from passes.fx.graph import memory_of
 from passes.ir.work import MAKES_PARAMETERS, Role, role
 from tests.common.distributed import RankPools

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_compile import Capture, FSDPModule, capture, fsdp_backend, fully_shard
+from fsdp_compile import FSDPModule, fsdp_backend, fully_shard
 from fsdp_compile.compiler.machine import HARDWARE_VARIABLE, default_path, find_hardware
 from fsdp_compile.compiler.options import Options
+from fsdp_compile.debug import Capture, capture
 from passes.ir.work import Role, bucket, role
 from passes.models.hardware import Hardware, Link, Links, known_hardware
 from tests.common import models

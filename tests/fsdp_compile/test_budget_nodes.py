@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_compile import Report, capture, explain, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
 from fsdp_compile.compiler import memory_budget
+from fsdp_compile.debug import capture
+from fsdp_compile.explain import Report, explain
 from fsdp_compile.units.mesh import ShardingMesh
 from passes.auto.memory_budget import Choice
 from passes.auto.step_policy import SAVE, OpenChoices, StepPolicy, Trial

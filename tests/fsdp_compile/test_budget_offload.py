@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compile import Capture, CPUOffloadPolicy, Report, capture, explain, fsdp_backend, fully_shard
+from fsdp_compile import CPUOffloadPolicy, fsdp_backend, fully_shard
 from fsdp_compile.compiler.options import Options
+from fsdp_compile.debug import Capture, capture
+from fsdp_compile.explain import Report, explain
 from passes.auto.memory_budget import Choice
 from passes.auto.step_policy import StepPolicy, Trial
 from passes.models.hardware import HostLink, known_hardware

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_compile
-from fsdp_compile import capture, comm_hooks, fsdp_backend, fully_shard
+from fsdp_compile import comm_hooks, fsdp_backend, fully_shard
+from fsdp_compile.debug import capture
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import shard_units

@@ -34,7 +34,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader, IterableDataset
 
-from fsdp_compile import capture, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.debug import capture
 from tests.common import models
 from tests.common.distributed import RankFailure, RankPools, device_mesh
 from tests.common.parity import Forward, adamw, regression_batch, shard_units, squared_error

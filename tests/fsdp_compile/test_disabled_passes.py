@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_compile import capture, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
 from fsdp_compile.compiler.options import OPTIONAL_PASSES
+from fsdp_compile.debug import capture
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import shard_units

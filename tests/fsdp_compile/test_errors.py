@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from fsdp_compile import FSDPModule, OffloadPolicy, capture, fsdp_backend, fully_shard
+from fsdp_compile import FSDPModule, OffloadPolicy, fsdp_backend, fully_shard
 from fsdp_compile.compiler.backend import _warn_once_that_nothing_is_sharded
+from fsdp_compile.debug import capture
 from tests.common import models
 
 _EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "aot_eager"}}

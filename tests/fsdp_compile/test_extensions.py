@@ -29,7 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_compile
 import passes.pipeline
-from fsdp_compile import GatherPolicy, capture, explain, fsdp_backend, fully_shard
+from fsdp_compile import GatherPolicy, fsdp_backend, fully_shard
+from fsdp_compile.debug import capture
+from fsdp_compile.explain import explain
 from passes.transforms.repeated_layers import fold_layers
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.graphs import kinds, operations

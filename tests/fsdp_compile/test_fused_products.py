@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_compile import CudaCode, capture, cuda_code, cuda_outline, explain, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.debug import CudaCode, capture, cuda_code, cuda_outline
+from fsdp_compile.explain import explain
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import relative_error
 

@@ -17,7 +17,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compile import Capture, GatherPolicy, RanksDisagree, capture, fsdp_backend, fully_shard
+from fsdp_compile import GatherPolicy, RanksDisagree, fsdp_backend, fully_shard
+from fsdp_compile.debug import Capture, capture
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import (
     FLAVOURS,

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import Capture, FSDPModule, MixedPrecisionPolicy, capture, fsdp_backend, fully_shard
+from fsdp_compile import FSDPModule, MixedPrecisionPolicy, fsdp_backend, fully_shard
+from fsdp_compile.debug import Capture, capture
 
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 _reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph
 
 import passes.pipeline
-from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.debug import Capture, capture
 from passes.fx.graph import is_view
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.graphs import kinds

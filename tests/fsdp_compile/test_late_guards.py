@@ -15,7 +15,8 @@ from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fsdp_compile import capture, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.debug import capture
 from passes.fx.size_guards import Assumptions, InputSizes
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import shard_units

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compile import Capture, FSDPModule, capture, explain, fsdp_backend, fully_shard
+from fsdp_compile import FSDPModule, fsdp_backend, fully_shard
 from fsdp_compile.compiler.options import Options
-from fsdp_compile.explain.report import Report
+from fsdp_compile.debug import Capture, capture
+from fsdp_compile.explain import Report, explain
 from passes.auto.memory_budget import Choice
 from passes.auto.step_policy import RECOMPUTE_CHEAP, SAVE, StepPolicy, Trial
 from passes.ir.work import Role, bucket, role

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_compile import Capture, CapturedGraph, capture, cuda_code, cuda_outline, explain, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.debug import Capture, CapturedGraph, capture, cuda_code, cuda_outline
+from fsdp_compile.explain import explain
 
 pytestmark = pytest.mark.units_apart
 

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from fsdp_compile import CapturedGraph, CudaCode, cuda_code, cuda_outline, explain, fully_shard
+from fsdp_compile import fully_shard
+from fsdp_compile.debug import CapturedGraph, CudaCode, cuda_code, cuda_outline
+from fsdp_compile.explain import explain
 
 pytestmark = pytest.mark.units_apart
 

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_compile import FSDPModule, GatherPolicy, capture, clip_grad_norm_, comm_hooks, fsdp_backend, fully_shard
+from fsdp_compile import FSDPModule, GatherPolicy, clip_grad_norm_, comm_hooks, fsdp_backend, fully_shard
+from fsdp_compile.debug import capture
 from passes.collectives.host_copies import copy_to_device
 from tests.common import models, parity
 from tests.common.copy_engine import copying

@@ -20,9 +20,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_compile import Capture, Report, capture, explain, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
 from fsdp_compile.compiler.backend import _check_activation_offload
 from fsdp_compile.compiler.options import Options
+from fsdp_compile.debug import Capture, capture
+from fsdp_compile.explain import Report, explain
 from fsdp_compile.explain.suggestions import with_suggestions
 from passes.collectives import host_copies
 from passes.collectives.host_copies import fetch, offload, wait_copy, wait_offload

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compile import capture, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.debug import capture
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.padded_products import padded_products
 

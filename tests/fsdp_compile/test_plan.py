@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile import explain
+from fsdp_compile.explain import explain
 from fsdp_compile.explain.make_report import hardware_of
 from fsdp_compile.plan.__main__ import build, main
 from fsdp_compile.plan.estimate import StepTable

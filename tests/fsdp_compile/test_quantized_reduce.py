@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import HookNotTraceable, capture, fsdp_backend, fully_shard
+from fsdp_compile import HookNotTraceable, fsdp_backend, fully_shard
 from fsdp_compile.comm_hooks import DefaultState, PowerSGD, QuantizedReduce, bind_hook
+from fsdp_compile.debug import capture
 from passes.collectives.traced_hook import apply_reduce_hook
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.rounding import LARGEST, rounded_group

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import passes.pipeline
 import passes.transforms.repeated_layers
-from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.debug import Capture, capture
 from passes.transforms.repeated_layers import fold_layers
 from tests.common.graphs import operations
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compile import capture, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.debug import capture
 from passes.auto import small_units
 from tests.common import models
 from tests.common.distributed import RankPools

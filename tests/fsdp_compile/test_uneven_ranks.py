@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
 
-from fsdp_compile import RanksDisagree, capture, fsdp_backend, fully_shard, optimizer_in_backward
+from fsdp_compile import RanksDisagree, fsdp_backend, fully_shard, optimizer_in_backward
+from fsdp_compile.debug import capture
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import count_collectives
 from tests.common.models import Block

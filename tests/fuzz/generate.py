@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compile
+from fsdp_compile.debug import CudaCode, cuda_code
 
 from .blocks import network
 from .case import Call, Case, Evaluate, Freeze, Micro, Step
 from .execute import call, shard
 
 
-def generate(case: Case) -> fsdp_compile.CudaCode:
+def generate(case: Case) -> CudaCode:
     """Generate the code of all graphs that a case goes through. The model is compiled as a whole, and states are not loaded."""
     case = replace(case, features=tuple(feature for feature in case.features if feature != "by block"))
     mesh_shape = dict(zip(("shard", "tp"), case.mesh, strict=True)) if "tensor parallel" in case.features else case.mesh
@@ -44,7 +45,7 @@ def generate(case: Case) -> fsdp_compile.CudaCode:
                 model.zero_grad()
 
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64):
-        return fsdp_compile.cuda_code(
+        return cuda_code(
             network(case.model),
             torch.zeros(2, 5, dtype=torch.long),
             mesh_shape,

@@ -30,7 +30,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
-from fsdp_compile import FSDPModule, capture, fsdp_backend, fully_shard, register_fsdp_forward_method
+from fsdp_compile import FSDPModule, fsdp_backend, fully_shard, register_fsdp_forward_method
+from fsdp_compile.debug import capture
 from fsdp_compile.units.param_state import grad_slice
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh

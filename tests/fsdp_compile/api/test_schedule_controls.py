@@ -21,7 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_compile.runtime.gradients
-from fsdp_compile import Capture, CapturedGraph, FSDPModule, UnshardHandle, capture, fsdp_backend, fully_shard
+from fsdp_compile import FSDPModule, UnshardHandle, fsdp_backend, fully_shard
+from fsdp_compile.debug import Capture, CapturedGraph, capture
 from passes.ir.reduction import Stage
 from passes.ir.work import bucket, role
 from tests.common import models

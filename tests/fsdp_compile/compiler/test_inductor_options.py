@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from fsdp_compile import Capture, capture, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
 from fsdp_compile.compiler.options import Options
+from fsdp_compile.debug import Capture, capture
 from tests.common.microbatches import full
 from tests.common.replay import recordings_on_cpu
 

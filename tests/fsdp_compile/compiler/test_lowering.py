@@ -11,10 +11,11 @@ from torch import nn
 from torch._inductor import config
 from torch.fx import GraphModule, Interpreter
 
-from fsdp_compile import capture, fully_shard
+from fsdp_compile import fully_shard
 from fsdp_compile.compiler.backend import compile_with
 from fsdp_compile.compiler.lowering import Lowered, Lowering
 from fsdp_compile.compiler.options import LOWERINGS, Options
+from fsdp_compile.debug import capture
 from fsdp_compile.runtime.planned_graph import boxed
 from passes.fx.size_guards import Assumptions
 from passes.pass_runner import Pass

@@ -17,19 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import fsdp_compile.cuda.ptx
-from fsdp_compile import (
-    CapturedGraph,
-    CudaCode,
-    GatherPolicy,
-    MixedPrecisionPolicy,
-    comm_hooks,
-    cuda_code,
-    cuda_outline,
-    fully_shard,
-)
+from fsdp_compile import GatherPolicy, MixedPrecisionPolicy, comm_hooks, fully_shard
 from fsdp_compile.compiler.cuda_graphs import find_device
 from fsdp_compile.cuda.outline import Step, cuda_steps, triton_kernels
 from fsdp_compile.cuda.pretend import require_triton
+from fsdp_compile.debug import CapturedGraph, CudaCode, cuda_code, cuda_outline
 from passes.fx.graph import is_collective
 from passes.transforms.foreach_copies import MAX_FOREACH_BYTES
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compile import CudaCode, cuda_code, cuda_outline, fully_shard
+from fsdp_compile import fully_shard
 from fsdp_compile.cuda.outline import Step, cuda_steps
+from fsdp_compile.debug import CudaCode, cuda_code, cuda_outline
 from passes.collectives.host_copies import fetch, offload
 from tests.fsdp_compile.cuda.test_code import Model
 from tests.fsdp_compile.test_offload_activations import Checkpointed

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import CudaCode, MixedPrecisionPolicy, cuda_code, cuda_outline, fully_shard
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.cuda.outline import Step, cuda_steps
+from fsdp_compile.debug import CudaCode, cuda_code, cuda_outline
 from tests.fsdp_compile.cuda.test_code import Model
 
 pytestmark = [

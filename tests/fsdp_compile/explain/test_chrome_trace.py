@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_compile import Report
+from fsdp_compile.explain import Report
 from tests.fsdp_compile.explain.test_explain import report_of
 
 pytestmark = pytest.mark.units_apart

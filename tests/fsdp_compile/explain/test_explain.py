@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_compile import Report, capture, explain, fsdp_backend, fully_shard
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.debug import capture
+from fsdp_compile.explain import Report, explain, explain_captured
 from passes.models.hardware import Hardware, known_hardware
 from passes.models.memory_model import Category
 from tests.common.distributed import RankPools, device_mesh
@@ -294,7 +296,7 @@ def test_needs_no_triton() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
-from fsdp_compile import explain
+from fsdp_compile.explain import explain
 print(explain(torch.nn.Linear(8, 8), torch.empty(8, 8), (8,), "b200", suggest=False).time_ns)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -341,7 +343,7 @@ def test_checkpointed_attention_is_computed_again() -> None:
     assert [call.flops for call in report.calls] == [scores + linear, 3.5 * scores + 2 * linear]
 
 
-def explain_captured(reshard: bool | None = None) -> Report:
+def capture_and_explain(reshard: bool | None = None) -> Report:
     """Capture a step in the present world, and return its report."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -350,16 +352,16 @@ def explain_captured(reshard: bool | None = None) -> Report:
     compiled: Any = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
     with capture() as captured:
         compiled(torch.ones(BATCH, DIM)).sum().backward()
-    report = captured.explain("cpu")
+    report = explain_captured(captured, "cpu")
     if reshard:
         peaks = [graph.live_bytes().peak_parameters for graph in (*captured.forward, *captured.backward)]
         assert report.memory.most[GATHERED] == max(peaks)
     return report
 
 
-def explain_captured_as_text() -> str:
+def capture_and_explain_as_text() -> str:
     device_mesh((2,))
-    return str(replace(explain_captured(), suggestions=()))
+    return str(replace(capture_and_explain(), suggestions=()))
 
 
 @pytest.mark.night
@@ -367,20 +369,20 @@ def test_says_of_a_model_what_its_run_says(rank_pools: RankPools) -> None:
     """A prediction for two ranks equals the report of two real ranks over Gloo."""
     options = {"lowering": "aot_eager"}
     told = explain(build(), torch.empty(BATCH, DIM), (2,), "cpu", options=options, shard=shard_all, suggest=False)
-    assert rank_pools[2].run(explain_captured_as_text) == [str(told)] * 2
+    assert rank_pools[2].run(capture_and_explain_as_text) == [str(told)] * 2
 
 
 def test_gathered_parameters_are_those_of_the_memory_model(fake_ranks: None) -> None:
-    report = explain_captured(reshard=True)
+    report = capture_and_explain(reshard=True)
     assert report.memory.most[GATHERED] > 2 * bytes_of(MLP(DIM, HIDDEN).blocks[0])
 
 
 def test_suggestions_of_what_ran(fake_ranks: None) -> None:
-    report = explain_captured()
+    report = capture_and_explain()
     auto, stays = report.suggestions
     assert auto.time_ns == report.time_ns - auto.saved_ns
     assert stays.saved_ns > 0
-    stayed = explain_captured(reshard=False)
+    stayed = capture_and_explain(reshard=False)
     assert stays.time_ns == pytest.approx(stayed.time_ns, rel=1e-3)
     assert stays.peak_bytes >= stayed.memory.peak_bytes
 
@@ -393,13 +395,13 @@ def test_graphs_from_before_a_capture_are_not_passed_over(fake_ranks: None) -> N
     with capture() as before:
         pass
     with pytest.raises(ValueError, match="No graph of fsdp_backend ran"):
-        before.explain("h100")
+        explain_captured(before, "h100")
     compiled(x).sum().backward()
     model.zero_grad()
     with capture() as late:
         compiled(x).sum().backward()
     with pytest.raises(ValueError, match=r"2 graphs ran .* compiled ahead of it.*torch._dynamo.reset"):
-        late.explain("h100")
+        explain_captured(late, "h100")
 
 
 def disabled(model: Any, mesh: Any) -> None:

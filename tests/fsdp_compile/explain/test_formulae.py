@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compile
-from fsdp_compile import GatherPolicy, explain, fully_shard
-from fsdp_compile.explain.report import Report
+from fsdp_compile import GatherPolicy, fully_shard
+from fsdp_compile.debug import capture
+from fsdp_compile.explain import Report, explain, explain_captured
 
 pytestmark = pytest.mark.units_apart
 
@@ -299,7 +300,7 @@ def test_captures_have_none(one_rank: None) -> None:
     model = nn.Linear(4, 4)
     fully_shard(model)
     compiled = torch.compile(model, backend=fsdp_compile.fsdp_backend, options={"lowering": "aot_eager"})
-    with fsdp_compile.capture() as captured:
+    with capture() as captured:
         compiled(torch.ones(2, 4)).sum().backward()
     with pytest.raises(ValueError, match="not for a capture"):
-        captured.explain("cpu").formulae  # noqa: B018
+        explain_captured(captured, "cpu").formulae  # noqa: B018

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_compile import Report, capture, fsdp_backend
+from fsdp_compile import fsdp_backend
+from fsdp_compile.debug import capture
+from fsdp_compile.explain import Report, explain_captured
 from fsdp_compile.explain.measured import Measured
 from fsdp_compile.explain.tracks import COMPUTE, Kind
 from passes.fx.graph import is_collective, starts_collective
@@ -40,7 +42,7 @@ class Training:
         self.compiled = torch.compile(self.model, backend=fsdp_backend, options=options)
         with capture(passes=False) as captured:
             self.step()
-        self.report: Report = captured.explain("cpu")
+        self.report: Report = explain_captured(captured, "cpu")
 
     def step(self, *, delay_s: float = 0.0) -> None:
         loss = self.compiled(torch.ones(16, 32)).sum()

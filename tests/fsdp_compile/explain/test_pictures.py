@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile import Report, explain, fully_shard
+from fsdp_compile import fully_shard
+from fsdp_compile.explain import Report, explain
 from fsdp_compile.explain.plot import draw_memory
 from fsdp_compile.explain.tracks import Kind, Span, legible, predicted
 from tests.fsdp_compile.explain.test_explain import report_of

@@ -10,7 +10,7 @@ import expecttest
 import pytest
 import torch
 
-from fsdp_compile import explain
+from fsdp_compile.explain import explain
 from fsdp_compile.explain.exposure import milliseconds
 from fsdp_compile.explain.parts import UnitReport
 from fsdp_compile.explain.render import fold

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 import fsdp_compile
-from fsdp_compile import capture, fsdp_backend, fully_shard, optimizer_in_backward
+from fsdp_compile import fsdp_backend, fully_shard, optimizer_in_backward
+from fsdp_compile.debug import capture
 from fsdp_compile.runtime import gradients
 from passes.ir.work import bucket, role
 from passes.models.memory_model import Category, MemoryModel

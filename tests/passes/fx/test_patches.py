@@ -88,7 +88,9 @@ def test_other_backends_keep_torchs_kernels(fake_ranks: None) -> None:
 
 
 def test_an_import_replaces_nothing() -> None:
+    """Nor does it load the parts that only look at a model."""
     code = f"""
+import sys
 import torch.distributed
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.cpu_vec_isa import VecISA
@@ -96,5 +98,7 @@ state = lambda: [*map(torch._C._dispatch_dump, {KERNELS}), dict(vars(AsyncCompil
 before = state()
 import fsdp_compile
 assert state() == before
+parts = {{name.split(".")[1] for name in sys.modules if name.startswith("fsdp_compile.")}}
+assert "compiler" in parts and not parts & {{"cuda", "debug", "dry_run", "explain", "plan"}}, parts
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=800)

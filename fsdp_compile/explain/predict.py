@@ -1,4 +1,4 @@
-"""``explain``: predict the time, communication and memory of a training step of a sharded model, without device or weights."""
+"""Predict the time, communication and memory of a training step: of a model without device or weights, or of one that ran."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from passes.models.hardware import Hardware
 
 from ..compiler.aot_eager_lowering import AotEagerLowering
 from ..compiler.backend import compile_with
-from ..compiler.capture import Capture, set_explainer
+from ..compiler.capture import Capture
 from ..compiler.lowering import Lowering
 from ..compiler.options import LOWERINGS, Options
 from ..cuda.attention import fused_attention
@@ -39,8 +39,6 @@ from .render import size
 from .report import Report
 from .suggestions import suggestion, with_suggestions
 from .symbolic import SymbolicStep, check_is_same, marking, symbolic_inputs
-
-set_explainer(lambda captured, hardware, **given: with_suggestions(make_report(captured, hardware, **given)))
 
 # Graphs hardly depend on the architecture. GPUs that are not listed get that of an H100.
 _ARCHS = {"A100": "sm_80", "B200": "sm_100"}
@@ -164,6 +162,34 @@ def explain(
         tried.append(suggestion("options={'schedule': 'auto'}", report, lambda: run(schedule="auto")))
     tried.append(suggestion("reshard_after_forward=False", report, lambda: run(schedule=given["schedule"], shard=keeping)))
     return replace(report, suggestions=tried)
+
+
+def explain_captured(
+    captured: Capture,
+    hardware: Hardware | str | os.PathLike[str],
+    *,
+    tokens: int | None = None,
+    optimizer: str | float | None = "adamw",
+) -> Report:
+    """Report the time, communication and memory of the step that ran inside of a capture, on a given machine.
+
+    The step's process groups have to exist.
+
+    Args:
+        captured: the step, of which :func:`~fsdp_compile.debug.capture` has to record all graphs.
+        hardware, tokens, optimizer: as for :func:`explain`, but without a default for ``tokens``.
+
+    Raises:
+        ValueError: a graph ran that was compiled before the capture, or no graph ran; the hardware is not known, or lacks a
+            rate that the step needs; the optimizer is not known.
+
+    Example::
+
+        with capture() as captured:
+            model(tokens).sum().backward()
+        print(explain_captured(captured, "cpu"))
+    """
+    return with_suggestions(make_report(captured, hardware, tokens=tokens, optimizer=optimizer))
 
 
 def symbolic_step(

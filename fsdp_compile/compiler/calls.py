@@ -6,7 +6,6 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -17,9 +16,7 @@ from passes.ir.symbolic_shards import StoredParam
 from ..runtime.call import Call
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, Unit
-
-if TYPE_CHECKING:
-    from .capture import CapturedGraph
+from .captured_graph import CapturedGraph
 
 
 @dataclass(frozen=True)

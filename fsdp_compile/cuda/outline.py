@@ -20,7 +20,7 @@ from passes.fx.graph import group_of, is_collective, is_host_copy, is_view
 from passes.fx.torch_internals.core import pytree
 from passes.ir.work import bucket
 
-from ..compiler.capture import CapturedGraph
+from ..compiler.captured_graph import CapturedGraph
 
 _DTYPES = {
     "float64": "f64",

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -28,66 +28,15 @@ from passes.models.memory_model import Breakdown, Category
 from ..compiler.calls import GraphCall
 from ..compiler.optimizer_state import Optimizer
 from .attribution import NO_UNIT, shares
+from .expressions import MEANINGS, SYMBOLS, Formulae, UnitFormulae
 from .figures import GraphFigures
-from .formulae_text import formulae_latex, formulae_text
 from .graph_formulae import GraphFormulae, usual
 from .memory import StepMemory
 from .report import Report
-from .symbolic import MEANINGS, SYMBOLS, SymbolicStep, unit_at
+from .symbolic import SymbolicStep, unit_at
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _KINDS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all"}
-
-
-@dataclass(frozen=True)
-class UnitFormulae:
-    """The expressions of one unit in a step; see :class:`~fsdp_compile.explain.parts.UnitReport`. Times are in seconds."""
-
-    name: str
-    shard_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
-    gathered_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
-    scattered_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
-    all_reduced_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
-    flops: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
-    compute_s: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
-    communication_s: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
-
-
-@dataclass(frozen=True)
-class Formulae:
-    """Expressions of sympy for a step. Times are in seconds.
-
-    Attributes:
-        units: the expressions of each unit.
-        memory: the bytes of each category, at the moment with the most live bytes at the report's sizes.
-        step_s: the time of the step, along its critical path at the report's sizes.
-        meanings: the meaning of each symbol, sizes first.
-        values: the value of each symbol, in the report or on its machine.
-    """
-
-    units: Sequence[UnitFormulae]
-    memory: Mapping[str, sympy.Expr]
-    step_s: sympy.Expr
-    meanings: Mapping[sympy.Symbol, str]
-    values: Mapping[sympy.Symbol, float]
-
-    @cached_property
-    def total(self) -> UnitFormulae:
-        """The sums over all units."""
-        names = [name for name in UnitFormulae.__dataclass_fields__ if name != "name"]
-        return UnitFormulae("total", **{name: sympy.Add(*(getattr(unit, name) for unit in self.units)) for name in names})
-
-    @cached_property
-    def peak_bytes(self) -> sympy.Expr:
-        """All live bytes, at the moment with the most of them at the report's sizes."""
-        return sympy.Add(*self.memory.values())
-
-    def __str__(self) -> str:
-        return formulae_text(self)
-
-    def latex(self) -> str:
-        """Format the formulae as an ``align*`` of LaTeX, for a document with ``amsmath``."""
-        return formulae_latex(self)
 
 
 class _Machine:
@@ -177,7 +126,7 @@ def make_formulae(step: SymbolicStep, values: Mapping[str, int], report: Report,
     return _FormulaeBuilder(step, values, report, Optimizer.of(optimizer)).make()
 
 
-class Derivation:
+class StepDerivation:
     """The formulae of a symbolic step, and reports on it at other sizes.
 
     Args:
@@ -212,7 +161,7 @@ class Derivation:
         tokens = self._tokens
         for name in {"B", "T", "M"} & set(own):
             tokens = None if tokens is None else tokens * wanted[name] // own[name]
-        there = Derivation(self._step, self._hardware, self._optimizer, tokens, wanted)
+        there = StepDerivation(self._step, self._hardware, self._optimizer, tokens, wanted)
         return replace(self._step.at(tokens, wanted), _derive=lambda: there)
 
     @cached_property

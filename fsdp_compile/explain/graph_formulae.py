@@ -22,7 +22,7 @@ from .symbolic import SymbolicGraph
 
 @dataclass(frozen=True, eq=False)
 class GraphFormulae:
-    """The formulae of one graph: expressions in the symbols of :data:`~fsdp_compile.explain.symbolic.SYMBOLS`, or numbers.
+    """The formulae of one graph: expressions in the symbols of :data:`~fsdp_compile.explain.expressions.SYMBOLS`, or numbers.
 
     Attributes:
         order: the nodes of the graph, in order.

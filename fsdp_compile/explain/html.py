@@ -12,17 +12,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from .colours import CATEGORIES, EXPOSED, SORTS, colour
 from .exposure import WORDS, milliseconds
+from .measured import Measured
 from .page import PAGE
-from .render import Table, headline, measured_table, size, tables, verdict
+from .prediction import Prediction
+from .render import Table, headline, size, tables, verdict
 from .tracks import Kind, Picture, Span, lanes, legible
-
-if TYPE_CHECKING:
-    from .measured import Measured
-    from .report import Report
 
 _LEFT, _WIDTH, _ROW, _GAP, _MEMORY, _HEAD = 120, 1260, 30, 6, 220, 26
 _ACROSS = 1_000_000
@@ -31,7 +28,7 @@ _LEVELS = 4000
 _CHARACTER = 6.6
 
 
-def page(report: Report, pictures: Sequence[Picture], measured: Measured | None) -> str:
+def page(report: Prediction, pictures: Sequence[Picture], measured: Measured | None) -> str:
     """Return the page as text.
 
     Args:
@@ -40,7 +37,7 @@ def page(report: Report, pictures: Sequence[Picture], measured: Measured | None)
         measured: the measured step; None: the page shows only the prediction.
     """
     title, *lines = filter(None, headline(report).splitlines())
-    shown = [*tables(report)] if measured is None else [measured_table(measured), *tables(report)]
+    shown = [*tables(report)] if measured is None else [measured.table, *tables(report)]
     return PAGE.substitute(
         title=escape(title),
         lines="".join(f"<p>{escape(line)}</p>\n" for line in lines),
@@ -52,7 +49,7 @@ def page(report: Report, pictures: Sequence[Picture], measured: Measured | None)
     )
 
 
-def _chart(report: Report, pictures: Sequence[Picture]) -> str:
+def _chart(report: Prediction, pictures: Sequence[Picture]) -> str:
     total = max(picture.total_ns for picture in pictures)
     parts, top = list[str](), 0
     for picture in pictures:
@@ -132,7 +129,7 @@ def _labels(spans: Sequence[Span], total: int, middle: float) -> Iterator[str]:
         yield f'<text x="{_LEFT + (begin + end) / 2 / total * _WIDTH:.1f}" y="{middle}">{escape(text)}</text>'
 
 
-def _areas(report: Report, picture: Picture, total: int) -> Iterator[str]:
+def _areas(report: Prediction, picture: Picture, total: int) -> Iterator[str]:
     """Draw each category as an area from the ground to its top in the stack. Lower areas are drawn later, over upper ones."""
     scale = _LEVELS / (1.1 * report.memory.peak_bytes)
     stacked = [0] * len(picture.memory)
@@ -153,7 +150,7 @@ def _steps(picture: Picture, heights: Sequence[int], total: int) -> str:
     return "".join([*parts, f"H{_across(picture.total_ns, total)}V{_LEVELS}Z"])
 
 
-def _memory_axis(report: Report, top: int) -> Iterator[str]:
+def _memory_axis(report: Prediction, top: int) -> Iterator[str]:
     peak = report.memory.peak_bytes
     for part in (0.0, 0.5, 1.0):
         y = top + _MEMORY * (1 - part / 1.1)
@@ -174,7 +171,7 @@ def _round(value: float) -> float:
     return next(number * power for number in (1, 2, 5, 10) if number * power >= value)
 
 
-def _legend(report: Report, pictures: Sequence[Picture]) -> str:
+def _legend(report: Prediction, pictures: Sequence[Picture]) -> str:
     kinds = dict.fromkeys(span.sort for picture in pictures for spans in picture.groups.values() for span in spans)
     entries = [("exposed", EXPOSED), *((WORDS[kind], SORTS[kind]) for kind in kinds)]
     entries += [(name, CATEGORIES[name]) for name in report.memory.categories]
@@ -197,7 +194,7 @@ def _table(table: Table) -> str:
     return f"<div class='table'><table><thead><tr>{first}</tr></thead><tbody>\n{body}\n</tbody></table>{note}</div>"
 
 
-def _data(report: Report, picture: Picture) -> str:
+def _data(report: Prediction, picture: Picture) -> str:
     """Return memory over time for the script, as JSON without a character that could end its element."""
     names = list(report.memory.categories)
     held = [[held.at_ns, *(held.num_bytes[name] for name in names)] for held in picture.memory]

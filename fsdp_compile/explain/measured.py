@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
@@ -33,13 +33,12 @@ from passes.models.cost_model import COPIES, collective_kind
 from ..compiler.calls import GraphCall
 from ..runtime.planned_graph import RANGES
 from .attribution import NO_UNIT
+from .exposure import milliseconds
 from .figures import GraphFigures
 from .parts import Source
-from .render import render_measured
+from .prediction import Prediction
+from .render import Table
 from .tracks import COMPUTE, Kind, Picture, Span, group_track, in_units, name_of_transfer, unit_of
-
-if TYPE_CHECKING:
-    from .report import Report
 
 # The prefix of the namespaces of functional collectives.
 _OPERATORS = "_c10d_functional"
@@ -97,7 +96,7 @@ class Measured:
         picture: the measured step as tracks.
     """
 
-    report: Report
+    report: Prediction
     steps: int
     calls: Sequence[MeasuredCall]
     optimizer_ns: int
@@ -114,11 +113,36 @@ class Measured:
         """The time of the step outside of graphs and optimizer, in nanoseconds."""
         return max(0, self.time_ns - self.optimizer_ns - sum(call.total_ns for call in self.calls))
 
+    @property
+    def table(self) -> Table:
+        """The predicted and measured times, of each graph and of the step."""
+        told = self.report
+        head = ["", "predicted", "measured", "longer by", "exposed", "measured", "in flight", "measured"]
+        rows = [head]
+        flights = [sum(figures.costs.transfer.values()) for figures in told._source.figures] if told._source else []
+        for index, (call, ran, flight) in enumerate(zip(told.calls, self.calls, flights, strict=True)):
+            times = _beside(call.total_ns, ran.total_ns)
+            pairs = [call.exposed_ns, ran.exposed_ns, flight, ran.in_flight_ns]
+            rows.append([f"{index} {call.stage}", *times, *map(milliseconds, pairs)])
+        rows.append(["optimizer", *_beside(told.optimizer_ns, self.optimizer_ns), *[""] * 4])
+        rows.append(["between them", "", milliseconds(self.outside_ns), *[""] * 5])
+        pairs = [told.exposed_ns, self.exposed_ns, sum(flights), sum(call.in_flight_ns for call in self.calls)]
+        rows.append(["step", *_beside(told.time_ns, self.time_ns), *map(milliseconds, pairs)])
+        steps = f"the step of median time of {self.steps}" if self.steps > 1 else "one step"
+        return Table(
+            rows, f"Predicted for {told.hardware.name}; measured: {steps}, on this rank, with what profiling it costs."
+        )
+
     def __str__(self) -> str:
-        return render_measured(self)
+        return f"{self.table}\n"
 
 
-def read_profile(profile: Any, report: Report, source: Source) -> Measured:
+def _beside(told: int, ran: int) -> list[str]:
+    """Format a predicted and a measured time, and by how much the measured one is longer."""
+    return [milliseconds(told), milliseconds(ran), f"{ran / told - 1:+.0%}" if told else ""]
+
+
+def read_profile(profile: Any, report: Prediction, source: Source) -> Measured:
     """Read a profile; see :meth:`~fsdp_compile.explain.Report.beside`."""
     if any(node.target in COPIES for figures in source.figures for node in figures.costs.transfer):
         raise NotImplementedError(
@@ -170,7 +194,7 @@ def _trace(profile: Any) -> dict[str, Any]:
         return _trace(path)
 
 
-def _steps(events: Sequence[Event], report: Report) -> list[Sequence[Event]]:
+def _steps(events: Sequence[Event], report: Prediction) -> list[Sequence[Event]]:
     """Split the ranges of calls of graphs into steps."""
     ranges = [event for event in events if event.name in _STAGES and event.category != "gpu_user_annotation"]
     wanted, found = [call.stage for call in report.calls], [_STAGES[event.name] for event in ranges]
@@ -194,7 +218,7 @@ class _Step:
         time_ns: how long it took.
     """
 
-    def __init__(self, events: Sequence[Event], ranges: Sequence[Event], report: Report, source: Source) -> None:
+    def __init__(self, events: Sequence[Event], ranges: Sequence[Event], report: Prediction, source: Source) -> None:
         self._report, self._source, self._ranges = report, source, ranges
         launches = {event.correlation: event for event in events if event.category in _LAUNCHES}
         on_device = [

@@ -8,15 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .colours import CATEGORIES, EXPOSED, SORTS, colour
 from .exposure import WORDS, milliseconds
+from .prediction import Prediction
 from .render import fold, scale_of, size
 from .tracks import Kind, Picture, Span, lanes, legible
-
-if TYPE_CHECKING:
-    from .report import Report
 
 _WIDTH, _DPI = 16.0, 100
 _TEXT, _GREY = "#22272e", "#6b7280"
@@ -24,7 +22,7 @@ _TEXT, _GREY = "#22272e", "#6b7280"
 _LABELS = {False: (8.0, 1 / 180), True: (6.0, 1 / 215)}
 
 
-def draw(path: str | os.PathLike[str], report: Report, pictures: Sequence[Picture]) -> None:
+def draw(path: str | os.PathLike[str], report: Prediction, pictures: Sequence[Picture]) -> None:
     """Draw the timelines of ``pictures`` and the memory of the first, and write the figure to ``path``.
 
     Raises:
@@ -44,7 +42,7 @@ def draw(path: str | os.PathLike[str], report: Report, pictures: Sequence[Pictur
     figure.savefig(path, dpi=_DPI, metadata=_without_date(path))
 
 
-def draw_memory(path: str | os.PathLike[str], reports: Mapping[str, Report], pictures: Sequence[Picture]) -> None:
+def draw_memory(path: str | os.PathLike[str], reports: Mapping[str, Prediction], pictures: Sequence[Picture]) -> None:
     """Draw the memory of several steps on equal axes, each with its name and budget, and write the figure to ``path``.
 
     Raises:
@@ -92,7 +90,7 @@ def _without_date(path: str | os.PathLike[str]) -> dict[str, None]:
     return {keys[suffix]: None} if (suffix := Path(path).suffix.lower()) in keys else {}
 
 
-def _title(report: Report) -> str:
+def _title(report: Prediction) -> str:
     ranks = " x ".join(f"{number} ({role})" for role, number in report.mesh.items()) or "one"
     step = f"Step {milliseconds(report.time_ns)} on {report.hardware.name}, ranks: {ranks}"
     exposed = f"exposed communication {milliseconds(report.exposed_ns)} ({report.exposed_share:.1%})"
@@ -146,7 +144,7 @@ def _labels(axis: Any, spans: Sequence[Span], row: int, total: int) -> None:
         axis.text(middle, row, text, ha="center", va="center", fontsize=fontsize, color=_TEXT, clip_on=True)
 
 
-def _memory(axis: Any, report: Report, picture: Picture, total: int) -> None:
+def _memory(axis: Any, report: Prediction, picture: Picture, total: int) -> None:
     base, unit = scale_of(report.memory.peak_bytes)
     times = [*(held.at_ns / 1e6 for held in picture.memory), picture.total_ns / 1e6]
     rows = {name: [held.num_bytes[name] / base for held in picture.memory] for name in report.memory.categories}

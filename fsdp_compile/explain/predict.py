@@ -33,7 +33,7 @@ from ..cuda.attention import fused_attention
 from ..cuda.pretend import device_of, pretend_cuda
 from ..dry_run import MeshShape, check_arguments, dry_step, shard_layers, train
 from .exposure import milliseconds
-from .formulae import Derivation
+from .formulae import StepDerivation
 from .make_report import hardware_of, make_report
 from .render import size
 from .report import Report
@@ -124,7 +124,7 @@ def explain(
             return make_report(captured, machine, tokens=found, optimizer=optimizer)
 
     @functools.cache
-    def derive() -> Derivation:
+    def derive() -> StepDerivation:
         if has_budget:
             raise ValueError(
                 "There are no formulae for a step under options['memory_budget'], as other sizes would have it choose "
@@ -145,7 +145,7 @@ def explain(
                 "it. Formulae, and what at() says, are of those.",
                 stacklevel=3,
             )
-        return Derivation(traced, machine, optimizer, report.tokens, traced.values)
+        return StepDerivation(traced, machine, optimizer, report.tokens, traced.values)
 
     report = replace(run(schedule=given["schedule"]), _derive=derive)
     if not suggest or has_budget:

@@ -6,17 +6,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from passes.auto.memory_budget import Choice
 from passes.auto.step_policy import SAVE, StepPolicy
 
 from .exposure import Exposure, milliseconds
 from .parts import Suggestion, UnitReport
-
-if TYPE_CHECKING:
-    from .measured import Measured
-    from .report import Report
+from .prediction import Prediction
 
 # The number of groups of exposures that the verdict names, the longest first. The others are summed.
 _NAMED = 3
@@ -33,15 +29,10 @@ _SENT = {
 _SUMMED = tuple(name for name in UnitReport.__dataclass_fields__ if name != "name")
 
 
-def render(report: Report) -> str:
+def render(report: Prediction) -> str:
     """Format a report as text. Equal reports give equal texts."""
-    parts = [headline(report), *(_text(table) for table in tables(report)), verdict(report)]
+    parts = [headline(report), *map(str, tables(report)), verdict(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def render_measured(measured: Measured) -> str:
-    """Format a measured step beside the predicted one, as text."""
-    return _text(measured_table(measured)) + "\n"
 
 
 @dataclass(frozen=True)
@@ -56,40 +47,16 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
 
+    def __str__(self) -> str:
+        return f"{columns(self.rows)}\n{self.note}" if self.note else columns(self.rows)
 
-def tables(report: Report) -> list[Table]:
+
+def tables(report: Prediction) -> list[Table]:
     """Make the tables of a report."""
     return [_unit_table(report), _call_table(report), _memory_table(report), *map(_budget_table, report.choices)]
 
 
-def measured_table(measured: Measured) -> Table:
-    """Make the table of predicted and measured times, of each graph and of the step."""
-    told = measured.report
-    head = ["", "predicted", "measured", "longer by", "exposed", "measured", "in flight", "measured"]
-    rows = [head]
-    flights = [sum(figures.costs.transfer.values()) for figures in told._source.figures] if told._source else []
-    for index, (call, ran, flight) in enumerate(zip(told.calls, measured.calls, flights, strict=True)):
-        times = _beside(call.total_ns, ran.total_ns)
-        pairs = [call.exposed_ns, ran.exposed_ns, flight, ran.in_flight_ns]
-        rows.append([f"{index} {call.stage}", *times, *map(milliseconds, pairs)])
-    rows.append(["optimizer", *_beside(told.optimizer_ns, measured.optimizer_ns), *[""] * 4])
-    rows.append(["between them", "", milliseconds(measured.outside_ns), *[""] * 5])
-    pairs = [told.exposed_ns, measured.exposed_ns, sum(flights), sum(call.in_flight_ns for call in measured.calls)]
-    rows.append(["step", *_beside(told.time_ns, measured.time_ns), *map(milliseconds, pairs)])
-    steps = f"the step of median time of {measured.steps}" if measured.steps > 1 else "one step"
-    return Table(rows, f"Predicted for {told.hardware.name}; measured: {steps}, on this rank, with what profiling it costs.")
-
-
-def _beside(told: int, ran: int) -> list[str]:
-    """Format a predicted and a measured time, and by how much the measured one is longer."""
-    return [milliseconds(told), milliseconds(ran), f"{ran / told - 1:+.0%}" if told else ""]
-
-
-def _text(table: Table) -> str:
-    return f"{columns(table.rows)}\n{table.note}" if table.note else columns(table.rows)
-
-
-def headline(report: Report) -> str:
+def headline(report: Prediction) -> str:
     """Describe the step in a few lines."""
     ranks = " x ".join(f"{size} ({role})" for role, size in report.mesh.items()) or "one"
     lines = [f"A step on {report.hardware.name}, ranks: {ranks}. Everything is what one rank does.", ""]
@@ -104,7 +71,7 @@ def headline(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _utilization(report: Report) -> str:
+def _utilization(report: Prediction) -> str:
     rates = ", ".join(f"{report.hardware.peak(dtype) / 1e12:g} TFLOP/s in {dtype}" for dtype in report.flops)
     if not rates:
         return "no matrix products"
@@ -142,7 +109,7 @@ def _sum(group: Sequence[UnitReport]) -> UnitReport:
     return replace(group[0], name=f"{group[0].name} ... {group[-1].name} ({len(group)})", **sums)
 
 
-def _unit_table(report: Report) -> Table:
+def _unit_table(report: Prediction) -> Table:
     always = ("gathered_bytes", "scattered_bytes")
     shown = [name for name in _SENT if name in always or any(getattr(unit, name) for unit in report.units)]
     head = ["unit", "parameters", "shards", *(_SENT[name] for name in shown)]
@@ -158,7 +125,7 @@ def _unit_table(report: Report) -> Table:
     return Table(rows, note if any(count > 1 for _, count in folded) else "")
 
 
-def _call_table(report: Report) -> Table:
+def _call_table(report: Prediction) -> Table:
     rows = [["graph", "begins", "takes", "exposed", "TFLOP", "collectives", "peak memory"]]
     for index, call in enumerate(report.calls):
         times = [call.begins_ns, call.total_ns, call.exposed_ns]
@@ -167,7 +134,7 @@ def _call_table(report: Report) -> Table:
     return Table(rows)
 
 
-def _memory_table(report: Report) -> Table:
+def _memory_table(report: Prediction) -> Table:
     memory = report.memory
     rows = [["memory", "at the peak", "at most"]]
     rows += [[name, size(held), size(memory.most[name])] for name, held in memory.categories.items()]
@@ -211,7 +178,7 @@ def _regions(numbers: Sequence[int], policy: StepPolicy) -> str:
     return f"{len(numbers)} of {policy.regions} regions"
 
 
-def verdict(report: Report) -> str:
+def verdict(report: Prediction) -> str:
     """Say what is exposed and why, and what was tried, in lines. Items of a list begin with a dash."""
     lines = []
     if report.outside:
@@ -232,7 +199,7 @@ def verdict(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _exposed_share(report: Report) -> str:
+def _exposed_share(report: Prediction) -> str:
     if not report.exposed_ns:
         copies = any(unit.to_device_bytes or unit.to_host_bytes for unit in report.units)
         return f"Compute hides all communication{' and copies' if copies else ''}."

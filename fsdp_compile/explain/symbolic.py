@@ -28,21 +28,13 @@ from passes.models.group_layout import GroupLayout
 from passes.models.hardware import Hardware
 
 from ..compiler.calls import Census, GraphCall, UnitFacts
-from ..compiler.capture import Capture, CapturedGraph
+from ..compiler.capture import Capture
+from ..compiler.captured_graph import CapturedGraph
+from .expressions import SYMBOLS
 from .figures import GraphFigures
 from .make_report import make_report
 from .report import Report
 
-#: The meanings of the symbols in formulae.
-MEANINGS = {
-    "S": "ranks that a parameter is sharded over",
-    "R": "replicas",
-    "B": "batch of a rank",
-    "T": "sequence",
-    "M": "microbatches",
-}
-#: The symbols in formulae, by name.
-SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in MEANINGS}
 _ROLES = {"shard": "S", "reduce": "S", "replicate": "R"}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
@@ -19,9 +18,7 @@ from ..compiler.calls import GraphCall
 from .exposure import WORDS, unit_of_transfer
 from .figures import GraphFigures
 from .parts import Source
-
-if TYPE_CHECKING:
-    from .report import Report
+from .prediction import Prediction
 
 #: The name of the track of compute.
 COMPUTE = "compute"
@@ -166,7 +163,7 @@ def legible(spans: Sequence[Span], fits: Callable[[str, int], bool], visible_ns:
     return found
 
 
-def predicted(report: Report, source: Source) -> Picture:
+def predicted(report: Prediction, source: Source) -> Picture:
     """Make the picture of the step that a report predicts."""
     tracks: dict[str, list[Span]] = {COMPUTE: []}
     memory: list[MemorySample] = []

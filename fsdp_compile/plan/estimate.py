@@ -24,9 +24,10 @@ from passes.models.timeline import awaited
 
 from ..compiler.calls import Census, GraphCall
 from ..compiler.optimizer_state import Optimizer
+from ..explain.expressions import SYMBOLS
 from ..explain.graph_formulae import GraphFormulae
 from ..explain.memory import StepMemory
-from ..explain.symbolic import SYMBOLS, SymbolicStep, unit_at
+from ..explain.symbolic import SymbolicStep, unit_at
 
 _SIZES = ("S", "R", "B", "T")
 

@@ -1,19 +1,28 @@
-"""Formulae as text and as LaTeX, in the form that they have where S divides the rows of each parameter."""
+"""The expressions of a step, and how they are written: as text and as LaTeX, where S divides the rows of each parameter."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import sympy
 
 from .exposure import milliseconds
 from .render import size
-from .symbolic import SYMBOLS
 
-if TYPE_CHECKING:
-    from .formulae import Formulae, UnitFormulae
+#: The meanings of the symbols in formulae.
+MEANINGS = {
+    "S": "ranks that a parameter is sharded over",
+    "R": "replicas",
+    "B": "batch of a rank",
+    "T": "sequence",
+    "M": "microbatches",
+}
+#: The symbols in formulae, by name.
+SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in MEANINGS}
 
 _FIELDS = {
     "shard_bytes": ("shards", "bytes"),
@@ -25,12 +34,62 @@ _FIELDS = {
     "communication_s": ("in flight", "s"),
 }
 
-
 _WIDTH = 124
 # Padding is not printed if it takes less than this part of a step.
 _LITTLE = 1e-3
 # Symbols for (S - 1) / S and (R - 1) / R: the part of a gathered or reduced buffer that each rank sends.
 _OTHERS = {SYMBOLS[name]: sympy.Symbol(f"({name}-1)/{name}", positive=True) for name in ("S", "R")}
+
+
+@dataclass(frozen=True)
+class UnitFormulae:
+    """The expressions of one unit in a step; see :class:`~fsdp_compile.explain.parts.UnitReport`. Times are in seconds."""
+
+    name: str
+    shard_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    gathered_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    scattered_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    all_reduced_bytes: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    flops: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    compute_s: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+    communication_s: sympy.Expr = field(default_factory=lambda: sympy.Integer(0))
+
+
+@dataclass(frozen=True)
+class Formulae:
+    """Expressions of sympy for a step. Times are in seconds.
+
+    Attributes:
+        units: the expressions of each unit.
+        memory: the bytes of each category, at the moment with the most live bytes at the report's sizes.
+        step_s: the time of the step, along its critical path at the report's sizes.
+        meanings: the meaning of each symbol, sizes first.
+        values: the value of each symbol, in the report or on its machine.
+    """
+
+    units: Sequence[UnitFormulae]
+    memory: Mapping[str, sympy.Expr]
+    step_s: sympy.Expr
+    meanings: Mapping[sympy.Symbol, str]
+    values: Mapping[sympy.Symbol, float]
+
+    @cached_property
+    def total(self) -> UnitFormulae:
+        """The sums over all units."""
+        names = [name for name in UnitFormulae.__dataclass_fields__ if name != "name"]
+        return UnitFormulae("total", **{name: sympy.Add(*(getattr(unit, name) for unit in self.units)) for name in names})
+
+    @cached_property
+    def peak_bytes(self) -> sympy.Expr:
+        """All live bytes, at the moment with the most of them at the report's sizes."""
+        return sympy.Add(*self.memory.values())
+
+    def __str__(self) -> str:
+        return _text_of(self)
+
+    def latex(self) -> str:
+        """Format the formulae as an ``align*`` of LaTeX, for a document with ``amsmath``."""
+        return _latex_of(self)
 
 
 def even(expression: Any) -> Any:
@@ -49,7 +108,7 @@ def even(expression: Any) -> Any:
     return sympy.expand(expression)
 
 
-def formulae_text(formulae: Formulae) -> str:
+def _text_of(formulae: Formulae) -> str:
     """Format formulae as lines of text."""
     lines = ["Of a step, on each rank, where S divides the rows of each parameter. Bytes, flops and seconds.", "", "step"]
     lines += _columns(_step_terms(formulae))
@@ -65,7 +124,7 @@ def _has_rows(section: tuple[str, Sequence[object]]) -> bool:
     return bool(section[1])
 
 
-def formulae_latex(formulae: Formulae) -> str:
+def _latex_of(formulae: Formulae) -> str:
     """Format formulae as an ``align*`` of LaTeX."""
     sections = [("step", [("time", formulae.step_s, "s")]), *_sections(formulae)]
     rows = [rf"  \text{{{name}, {what}}} &= {_latex(value)} \\" for name, rows in sections for what, value, _ in rows]

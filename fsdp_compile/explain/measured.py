@@ -332,7 +332,7 @@ def _match(events: Sequence[Event], call: GraphCall, index: int) -> list[tuple[N
         raise ValueError(
             f"The profile is one of another step: in call {index}, the report's graph has {len(wanted)} collectives and waits, "
             f"the profile {len(found)}; the first that differs, number {position}, is {told} in the report, and {ran} in the "
-            "profile. Compare the report of captured.explain with a later step of the same model, with the same flags."
+            "profile. Compare the report of explain_captured with a later step of the same model, with the same flags."
         )
     return list(zip(nodes, events, strict=True))
 

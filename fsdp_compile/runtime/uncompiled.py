@@ -325,6 +325,28 @@ class _NoteOfSubclass(NamedTuple):
         return restored
 
 
+class _SavedTensor(NamedTuple):
+    """A saved tensor of no parameter. Autograd leaves version counters to hooks."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _SavedTensor:
+        # With its autograd node, a saved output of the node would keep the node alive, which keeps the tensor alive.
+        return cls(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+
+    def restore(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.dtype} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected version "
+                f"{self.version} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
+                "gradient, with torch.autograd.set_detect_anomaly(True)."
+            )
+        return self.tensor
+
+
 class _UserPacked(NamedTuple):
     """A saved tensor that the user's saved-tensor hooks have packed."""
 
@@ -348,7 +370,7 @@ def _hooks(unit: Unit) -> torch.autograd.graph.saved_tensors_hooks:
         note = _note_of(tensor, unit)
         if note is not None:
             return note
-        return tensor if others is None else _UserPacked(others[1], others[0](tensor))
+        return _SavedTensor.of(tensor) if others is None else _UserPacked(others[1], others[0](tensor))
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
@@ -379,8 +401,8 @@ def _note_of_subclass(tensor: Any, unit: Unit) -> _NoteOfSubclass | None:
 
 
 @_python
-def _unpack(packed: Any) -> Tensor:
-    return packed.restore() if isinstance(packed, _Note | _NoteOfDTensor | _NoteOfSubclass | _UserPacked) else packed
+def _unpack(packed: _Note | _NoteOfDTensor | _NoteOfSubclass | _SavedTensor | _UserPacked) -> Tensor:
+    return packed.restore()
 
 
 # Parameters that a forward reads.

@@ -512,6 +512,46 @@ def test_other_optimizers_may_step_between(rank_pools: RankPools) -> None:
     rank_pools[2].run(others_may_step)
 
 
+class Saved(nn.Module):
+    """Two layers around an operator that saves its own output, which is changed in place if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.changes = False
+        self.hidden: weakref.ref[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        self.hidden = weakref.ref(hidden)
+        x = self.down(hidden)
+        if self.changes:
+            hidden.add_(1)
+        return x
+
+
+@pytest.mark.parametrize("shard", [fully_shard, torch.distributed.fsdp.fully_shard], ids=["here", "fsdp2"])
+def test_saved_tensors_of_a_forward_go_with_its_loss(shard: FullyShard, one_rank: None) -> None:
+    model: Any = nn.Sequential(Saved())
+    shard(model[0])
+    shard(model)
+    loss = model(torch.ones(3, 8)).sum()
+    del loss
+    gc.collect()
+    assert model[0].hidden() is None
+
+
+@pytest.mark.parametrize("shard", [fully_shard, torch.distributed.fsdp.fully_shard], ids=["here", "fsdp2"])
+def test_saved_tensors_that_are_changed_in_place_raise(shard: FullyShard, one_rank: None) -> None:
+    model: Any = nn.Sequential(Saved())
+    model[0].changes = True
+    shard(model[0])
+    shard(model)
+    loss = model(torch.ones(3, 8)).sum()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* is at version 1; expected version 0"):
+        loss.backward()
+
+
 class Experts(nn.Module):
     """A model that uses the expert that each rank passes, as a router would choose."""
 

@@ -363,7 +363,7 @@ def small_setting(one_rank: None) -> Setting:
 def test_updates_on_the_host_are_compared(small_setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """States on the host give equal updates, and different ones if a copy is lost."""
     assert host.optimizer_parity(small_setting) == {"ours": 0.0, "fsdp2": 0.0}
-    monkeypatch.setattr(host._AtOnce, "write_back", lambda self, values, homes: host._Done())
+    monkeypatch.setattr(host._AtOnce, "write_back", lambda self, values, targets: host._Done())
     assert not parity.Comparison(**host.optimizer_parity(small_setting)).agrees
 
 

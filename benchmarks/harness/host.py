@@ -45,9 +45,9 @@ class _AtOnce:
     def to_host(self, value: Tensor, *, pinned: bool, is_kept: bool = False) -> tuple[Tensor, _Done]:
         return value.clone(), _Done()
 
-    def write_back(self, values: Sequence[Tensor], homes: Sequence[Tensor]) -> _Done:
-        for value, home in zip(values, homes, strict=True):
-            home.copy_(value)
+    def write_back(self, values: Sequence[Tensor], targets: Sequence[Tensor]) -> _Done:
+        for value, target in zip(values, targets, strict=True):
+            target.copy_(value)
         return _Done()
 
 

@@ -53,9 +53,9 @@ class ParamGroup:
     def post_backward(self) -> None:
         """Reduce the gradients that wait, and free gathered parameters, as the unit's flags say."""
         self.took_unreduced = bool(collect_unreduced(self._unit))
-        landed = reduce_pending(self._unit)
-        self.has_reduced = bool(landed)
-        call_hooks(landed)
+        stored = reduce_pending(self._unit)
+        self.has_reduced = bool(stored)
+        call_hooks(stored)
         if self._unit.flags.reshard_after_backward:
             self._unit.drop_full()
 

@@ -60,8 +60,8 @@ def device_state_bytes(params: Iterable[ShardedParam], assumed: Callable[[Sharde
 
 
 def _home_bytes(param: ShardedParam) -> int:
-    home = param.state.home
-    return param.shard.nbytes if home is not None and home[0]() is not None else 0
+    slot = param.state.gradient_slot
+    return param.shard.nbytes if slot is not None and slot[0]() is not None else 0
 
 
 def _state_bytes(param: ShardedParam, optimizers: Sequence[Optimizer], assumed: Callable[[ShardedParam], float]) -> float:

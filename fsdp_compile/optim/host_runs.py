@@ -36,16 +36,16 @@ class HostRun(Run):
         self._new: dict[str, Tensor] = {}
         super().__init__(sharded, states)
 
-    def _home(self, values: list[Any]) -> FlatSlice | Tensor:
-        home = super()._home(values)
-        if isinstance(home, Tensor) or not self.copies:
-            return home
-        if home.flat.device == HOST and (not self._pinned or home.flat.is_pinned()):
-            return home
+    def _buffer(self, values: list[Any]) -> FlatSlice | Tensor:
+        buffer = super()._buffer(values)
+        if isinstance(buffer, Tensor) or not self.copies:
+            return buffer
+        if buffer.flat.device == HOST and (not self._pinned or buffer.flat.is_pinned()):
+            return buffer
         # The state was loaded, copied with the optimizer, or on the device while its parameter was in no run.
-        kept = self._on_host(home.numel, home.flat.dtype)
-        kept.copy_(home.tensor())
-        return FlatSlice(kept, 0, home.numel)
+        kept = self._on_host(buffer.numel, buffer.flat.dtype)
+        kept.copy_(buffer.tensor())
+        return FlatSlice(kept, 0, buffer.numel)
 
     def _on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=self._pinned)
@@ -78,7 +78,7 @@ class HostRun(Run):
             or [self.flat[:0]]
         )
 
-    def home(self, name: str, value: Tensor) -> Tensor:
+    def host_buffer(self, name: str, value: Tensor) -> Tensor:
         """Return the run's host buffer for the state ``name``: ``[numel of the run]``.
 
         A missing buffer is allocated in the dtype of ``value``, the state of a part.
@@ -190,7 +190,7 @@ class HostBucket:
 
     def give_back(self) -> None:
         """Begin to copy the states to the host, after the step."""
-        values, homes = [], []
+        values, targets = [], []
         for part, state in zip(self.parts, self._states, strict=True):
             scalars = {}
             for name, value in state.items():
@@ -198,14 +198,14 @@ class HostBucket:
                     scalars[name] = value
                 elif part.run.copies:
                     values.append(value)
-                    homes.append(part.of(part.run.home(name, value)))
+                    targets.append(part.of(part.run.host_buffer(name, value)))
                 else:
                     part.run.state[name] = value
             if part.is_last:
                 part.run.keep(scalars)
         self._states = []
         if values:
-            self._stepped, self._returned = values, engine(self.device).write_back(values, homes)
+            self._stepped, self._returned = values, engine(self.device).write_back(values, targets)
 
     def free(self) -> None:
         """Free the states on the device, once they are on the host. The device waits, the host does not."""

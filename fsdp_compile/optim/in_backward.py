@@ -128,14 +128,14 @@ class _UpdateSlot(NamedTuple):
     """A parameter as its update needs it.
 
     Attributes:
-        home: the buffers with its state.
-        place: its index in ``home``.
+        buffers: the buffers with its state.
+        place: its index in ``buffers``.
         group: its group, for the settings.
         group_number: the index of the group.
         update: the kind of update.
     """
 
-    home: _StateBuffers
+    buffers: _StateBuffers
     place: int
     group: dict[str, Any]
     group_number: int
@@ -154,7 +154,7 @@ def living_optimizers() -> bool:
 class OptimizerInBackward(Optimizer):
     """The mixin of :func:`optimizer_in_backward`, which stands before the torch class among the bases."""
 
-    _homes: dict[Any, _StateBuffers] | None = None
+    _state_buffers: dict[Any, _StateBuffers] | None = None
     _groups: tuple[list[int], dict[int, tuple[int, dict[str, Any]]]] | None = None
     _tensors: dict[Any, Tensor] | None = None
 
@@ -181,7 +181,7 @@ class OptimizerInBackward(Optimizer):
             if sharded is not None:
                 sharded.updater = self
                 sharded.unit.updates = True
-        self._homes = None
+        self._state_buffers = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step the parameters that have a gradient, as torch's. Parameters that backward has updated have none.
@@ -196,7 +196,7 @@ class OptimizerInBackward(Optimizer):
         return step(self, closure)
 
     def remove(self) -> None:
-        """Stop updating parameters in backward: gradients land in ``param.grad``, and ``step()`` steps their parameters."""
+        """Stop updating parameters in backward: gradients stay in ``param.grad``, and ``step()`` steps their parameters."""
         for param in params_with_memory().values():
             if param.updater is self:
                 param.updater = None
@@ -219,7 +219,7 @@ class OptimizerInBackward(Optimizer):
     @torch.no_grad()
     def planned(self, param: ShardedParam) -> Planned:
         found = self._find(param)
-        found.home.follow(found.place, found.update, self.state.get(param.param))
+        found.buffers.follow(found.place, found.update, self.state.get(param.param))
         return Planned(found.update, (id(self), found.group_number, self._count(found)))
 
     def numbers(self, param: ShardedParam) -> Tensor:
@@ -235,19 +235,19 @@ class OptimizerInBackward(Optimizer):
 
     def state_run(self, param: ShardedParam, numel: int, name: str) -> Tensor:
         found = self._find(param)
-        return found.home.buffer(name).narrow(0, found.home.starts[found.place], numel)
+        return found.buffers.buffer(name).narrow(0, found.buffers.starts[found.place], numel)
 
     @torch.no_grad()
     def updated(self, params: Sequence[ShardedParam]) -> None:
-        by_home: dict[int, tuple[_StateBuffers, list[int]]] = {}
+        by_buffers: dict[int, tuple[_StateBuffers, list[int]]] = {}
         for param in params:
             found = self._find(param)
-            found.home.publish(found.place, found.update, self.state)
-            by_home.setdefault(id(found.home), (found.home, []))[1].append(found.place)
+            found.buffers.publish(found.place, found.update, self.state)
+            by_buffers.setdefault(id(found.buffers), (found.buffers, []))[1].append(found.place)
             param.param.grad = None
             param.state.was_updated = True
-        for home, indices in by_home.values():
-            home.count(indices)
+        for buffers, indices in by_buffers.values():
+            buffers.count(indices)
         # Makes parameters that were gathered before the update stale, and tells autograd of the write.
         increment_version([param.local for param in params])
 
@@ -256,30 +256,30 @@ class OptimizerInBackward(Optimizer):
         self.planned(param)
         found = self._find(param)
         gradient: Any = param.param.grad
-        kept = [param.local, *(piece._local_tensor for piece in found.home.pieces(found.place, found.update))]
+        kept = [param.local, *(piece._local_tensor for piece in found.buffers.pieces(found.place, found.update))]
         local, *states = kept
         new = updated(local, gradient._local_tensor, self.numbers(param), states, update=found.update)
         foreach_copy_(kept, new)
         self.updated([param])
 
     def _count(self, found: _UpdateSlot) -> int:
-        count = found.home.counts[found.place]
+        count = found.buffers.counts[found.place]
         return count if found.update.kind == "adam" else min(count, 1)
 
     def _find(self, param: ShardedParam) -> _UpdateSlot:
-        homes = self._homes
-        if homes is None:
-            homes = self._homes = {}
+        known = self._state_buffers
+        if known is None:
+            known = self._state_buffers = {}
         key = id(param.unit), param.shard.dtype, param.shard.device
-        home = homes.get(key)
-        if home is None or param not in home.index:
+        buffers = known.get(key)
+        if buffers is None or param not in buffers.index:
             own = [each for each in param.unit.params if each.updater is self and each.shard.dtype == param.shard.dtype]
-            # After a cast or move of the model, the key is another. Drop the home of the old key.
-            for left in [left for left, other in homes.items() if not other.index.keys().isdisjoint(own)]:
-                del homes[left]
-            home = homes[key] = _StateBuffers(own)
+            # After a cast or move of the model, the key is another. Drop the buffers of the old key.
+            for left in [left for left, other in known.items() if not other.index.keys().isdisjoint(own)]:
+                del known[left]
+            buffers = known[key] = _StateBuffers(own)
         number, group = self._group_of(param)
-        return _UpdateSlot(home, home.index[param], group, number, self._update_of(group))
+        return _UpdateSlot(buffers, buffers.index[param], group, number, self._update_of(group))
 
     def _group_of(self, param: ShardedParam) -> tuple[int, dict[str, Any]]:
         present = [id(group) for group in self.param_groups]

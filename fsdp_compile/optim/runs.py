@@ -48,10 +48,10 @@ class Run:
         self.scalars: dict[str, Tensor] = {}
         entries = [states.get(param) or {} for param in self.params]
         if entries[0]:
-            homes = {name: self._home([entry[name] for entry in entries]) for name in entries[0]}
-            self._publish(homes, states)
+            buffers = {name: self._buffer([entry[name] for entry in entries]) for name in entries[0]}
+            self._publish(buffers, states)
 
-    def _home(self, values: list[Any]) -> FlatSlice | Tensor:
+    def _buffer(self, values: list[Any]) -> FlatSlice | Tensor:
         """Join one state of all parameters into that of the run: a slice of a flat buffer, or a copy of a scalar."""
         if not isinstance(values[0], DTensor):
             return values[0].clone()
@@ -66,25 +66,25 @@ class Run:
         assert first is not None
         return FlatSlice(first.flat, first.offset, end - first.offset)
 
-    def _publish(self, homes: dict[str, FlatSlice | Tensor], states: States) -> None:
-        """Make ``homes`` the state of the run, and give each parameter its part."""
+    def _publish(self, buffers: dict[str, FlatSlice | Tensor], states: States) -> None:
+        """Make ``buffers`` the state of the run, and give each parameter its part."""
         self.state.clear()
         self.scalars.clear()
         entries = [states[param] for param in self.params]
         for entry in entries:
-            for name in [name for name in entry if name not in homes]:
+            for name in [name for name in entry if name not in buffers]:
                 del entry[name]
-        for name, home in homes.items():
-            if isinstance(home, Tensor):
-                self.state[name] = home
-                self.scalars[name] = home.expand(len(entries)).clone()
+        for name, buffer in buffers.items():
+            if isinstance(buffer, Tensor):
+                self.state[name] = buffer
+                self.scalars[name] = buffer.expand(len(entries)).clone()
                 for index, entry in enumerate(entries):
                     entry[name] = self.scalars[name][index]
                 continue
-            self.state[name] = home.tensor()
-            offset = home.offset
+            self.state[name] = buffer.tensor()
+            offset = buffer.offset
             for entry, param, numel in zip(entries, self.params, self.numels, strict=True):
-                piece = FlatSlice(home.flat, offset, numel)
+                piece = FlatSlice(buffer.flat, offset, numel)
                 if not _is_slice(entry.get(name), piece):
                     entry[name] = _dtensor(piece, param)
                 offset += numel
@@ -92,8 +92,8 @@ class Run:
     def follow(self, states: States) -> None:
         """Publish the state of the run to its parameters, after the optimizer has replaced tensors in it."""
         # Each tensor that is no scalar becomes a buffer, of which parameters get slices.
-        homes = {name: kept if kept.dim() == 0 else FlatSlice(kept, 0, kept.numel()) for name, kept in self.state.items()}
-        self._publish(homes, states)
+        buffers = {name: kept if kept.dim() == 0 else FlatSlice(kept, 0, kept.numel()) for name, kept in self.state.items()}
+        self._publish(buffers, states)
 
 
 class FoundRuns(NamedTuple):

@@ -1,4 +1,4 @@
-"""One call of a graph: its parameters, the extra inputs that are bound and released, and the extra outputs that land."""
+"""One call of a graph: its parameters, the extra inputs that are bound and released, and the extra outputs that are stored."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from .gradients import (
     flat_grad,
     flat_partial,
     keep_partial,
-    land_gradients,
     note_update,
     reduced,
     reduction_of,
+    store_gradients,
     unsharded_grad,
 )
 from .graph_inputs import GraphInputs, ParameterRegistry
@@ -76,7 +76,7 @@ class Gradients:
         return self.reduction
 
     def leave_out(self) -> Reduction:
-        """Plan for gradients that were not asked for: the graph does not reduce them, and :meth:`Call.land` drops them."""
+        """Plan for gradients that were not asked for: the graph does not reduce them, and :meth:`Call.store` drops them."""
         self.reduction, self.factors = Reduction(Sync.NONE), ()
         return self.reduction
 
@@ -159,17 +159,17 @@ class Call:
         """Append the extra inputs to the arguments."""
         self._args.extend([_BIND[type(slot)](self, slot) for slot in slots])
 
-    def land(self, slots: Iterable[OutputSlot], values: Iterable[Tensor], *, gradients: bool) -> None:
+    def store(self, slots: Iterable[OutputSlot], values: Iterable[Tensor], *, gradients: bool) -> None:
         """Put extra outputs where the next graph, or the user, finds them.
 
         Args:
             slots: the kind of each output.
             values: the outputs.
-            gradients: whether gradients land; if not, they are dropped.
+            gradients: whether gradients are stored; if not, they are dropped.
         """
         for slot, value in zip(slots, values, strict=True):
             if gradients or isinstance(slot, FullParameter):
-                _LAND[type(slot)](self, slot, value)
+                _STORE[type(slot)](self, slot, value)
         for bucket in self.gradients:
             if bucket.reduction.updates:
                 note_update(bucket.params)
@@ -177,7 +177,7 @@ class Call:
                 reduced(bucket.params)
 
 
-# The functions that bind an input of each kind, or land an output.
+# The functions that bind an input of each kind, or store an output.
 
 
 def _bind_storage(call: Call, slot: StorageRun) -> Tensor:
@@ -198,7 +198,7 @@ def _bind_full(call: Call, slot: FullParameter) -> Tensor:
     return full
 
 
-def _land_full(call: Call, slot: FullParameter, value: Tensor) -> None:
+def _store_full(call: Call, slot: FullParameter, value: Tensor) -> None:
     param = _of_gather(call, slot)
     param.state.keep_full(param.param, value.contiguous())
 
@@ -208,7 +208,7 @@ def _bind_unsharded(call: Call, slot: UnshardedGradient) -> Tensor:
     return unsharded_grad(bucket.params[slot.position], bucket.like)
 
 
-def _land_unsharded(call: Call, slot: UnshardedGradient, value: Tensor) -> None:
+def _store_unsharded(call: Call, slot: UnshardedGradient, value: Tensor) -> None:
     call.gradients[slot.reduction].params[slot.position].state.unsharded_grad = value.contiguous()
 
 
@@ -216,7 +216,7 @@ def _bind_partial(call: Call, slot: PartialGradient) -> Tensor:
     return flat_partial(call.gradients[slot.reduction].params)
 
 
-def _land_partial(call: Call, slot: PartialGradient, value: Tensor) -> None:
+def _store_partial(call: Call, slot: PartialGradient, value: Tensor) -> None:
     keep_partial(call.gradients[slot.reduction].params, value)
 
 
@@ -225,8 +225,8 @@ def _bind_reduced(call: Call, slot: ReducedGradient) -> Tensor:
     return flat_grad(bucket.params, bucket.grad_dtype)
 
 
-def _land_reduced(call: Call, slot: ReducedGradient, value: Tensor) -> None:
-    land_gradients(call.gradients[slot.reduction].params, value)
+def _store_reduced(call: Call, slot: ReducedGradient, value: Tensor) -> None:
+    store_gradients(call.gradients[slot.reduction].params, value)
 
 
 def _bind_factor(call: Call, slot: DivideFactor) -> Tensor:
@@ -271,9 +271,9 @@ _BIND: dict[type, Callable[[Call, Any], Tensor]] = {
     OptimizerState: _bind_state,
     UpdateNumbers: _bind_numbers,
 }
-_LAND: dict[type, Callable[[Call, Any, Tensor], None]] = {
-    FullParameter: _land_full,
-    UnshardedGradient: _land_unsharded,
-    PartialGradient: _land_partial,
-    ReducedGradient: _land_reduced,
+_STORE: dict[type, Callable[[Call, Any, Tensor], None]] = {
+    FullParameter: _store_full,
+    UnshardedGradient: _store_unsharded,
+    PartialGradient: _store_partial,
+    ReducedGradient: _store_reduced,
 }

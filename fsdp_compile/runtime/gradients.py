@@ -1,4 +1,4 @@
-"""Gradients between graphs: where reduced gradients land, where unfinished gradients wait, and how a backward ends.
+"""Gradients between graphs: where reduced gradients are stored, where unfinished gradients wait, and how a backward ends.
 
 Reduced gradients become ``param.grad``: DTensors over one flat buffer for each bucket. So the next microbatch can add to all of
 them with one kernel. Gradients that wait for communication are kept per parameter, so that any graph or eager operator can go
@@ -116,7 +116,7 @@ def in_order_of_storage(params: Sequence[ShardedParam]) -> tuple[int, ...]:
 def may_update(params: Sequence[ShardedParam]) -> bool:
     """Return whether a graph that reduces the gradients of ``params`` may also update these parameters.
 
-    All parameters must have an optimizer in backward. Otherwise, or in one of these cases, the gradients land instead:
+    All parameters must have an optimizer in backward. Otherwise, or in one of these cases, the gradients are stored instead:
 
     - Another backward of the step will read a parameter, or add to its gradient.
     - A post-accumulate-grad hook will see a gradient. The update then follows at the end of the backward.
@@ -185,22 +185,22 @@ def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
     return flat
 
 
-def land_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
+def store_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
     """Set ``param.grad`` of a bucket's parameters to their runs of ``flat``, the flat shard of reduced gradients.
 
-    A shard that is being copied to the host lands at the end of the running backward, so that nothing waits for it before.
+    A shard that is being copied to the host is stored at the end of the running backward, so that nothing waits for it before.
     """
     if not params[0].unit.copies:
         _set_gradients(params, flat)
         return
     backward = _backwards.get(current_graph_task_id())
     if backward is None:
-        _land_on_host([(params, flat)])
+        _store_on_host([(params, flat)])
     else:
         backward.arriving.append((params, flat))
 
 
-def _land_on_host(arriving: Sequence[tuple[Sequence[ShardedParam], Tensor]]) -> None:
+def _store_on_host(arriving: Sequence[tuple[Sequence[ShardedParam], Tensor]]) -> None:
     """Wait for gradients that are being copied to the host, and add them to ``param.grad`` or set it."""
     for _, flat in arriving:
         wait_on_host(flat)
@@ -213,22 +213,22 @@ def _land_on_host(arriving: Sequence[tuple[Sequence[ShardedParam], Tensor]]) -> 
 
 
 def _set_gradients(params: Sequence[ShardedParam], flat: Tensor) -> None:
-    if _land_at_home(params, flat):
+    if _store_in_slots(params, flat):
         return
     runs = flat.split([param.padded_numel for param in params])
     for param, piece, run in zip(params, _slices(params, flat), runs, strict=True):
         set_grad_in(param.param, param.unpad(run.view(param.padded_shape)), piece)
 
 
-def _land_at_home(params: Sequence[ShardedParam], flat: Tensor) -> bool:
+def _store_in_slots(params: Sequence[ShardedParam], flat: Tensor) -> bool:
     """Copy the flat shard of gradients into the buffer that is kept from step to step. Return whether that was possible."""
-    homes = [param.state.home for param in params]
-    if homes[0] is None:
+    slots = [param.state.gradient_slot for param in params]
+    if slots[0] is None:
         return False
-    buffer = homes[0][0]()
-    if buffer is None or any(home is None or home[0]() is not buffer for home in homes):
+    buffer = slots[0][0]()
+    if buffer is None or any(slot is None or slot[0]() is not buffer for slot in slots):
         return False
-    return buffer.land([home[1] for home in homes if home is not None], flat)
+    return buffer.store([slot[1] for slot in slots if slot is not None], flat)
 
 
 def _slices(params: Sequence[ShardedParam], flat: Tensor) -> list[FlatSlice]:
@@ -292,7 +292,7 @@ def receive(unit: Unit, params: Sequence[ShardedParam]) -> None:
 
 
 def reduced(params: Sequence[ShardedParam]) -> None:
-    """Note that gradients of parameters have landed. Their post-accumulate-grad hooks and updates follow when backward ends."""
+    """Note that gradients of parameters are stored. Their post-accumulate-grad hooks and updates follow when backward ends."""
     backward = _current_backward()
     for param in params:
         if param.updater is not None or param.param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
@@ -315,7 +315,7 @@ def _finish_backward(task: int) -> None:
                 unit.drop_full()
             if not unit.scope.finalizes_by_hand:
                 backward.reduced.update(dict.fromkeys(reduce_pending(unit)))
-        _land_on_host(backward.arriving)
+        _store_on_host(backward.arriving)
         call_hooks(backward.reduced)
         if backward.updated:
             _forget_uses(backward.scopes)
@@ -324,16 +324,16 @@ def _finish_backward(task: int) -> None:
 
 
 def call_hooks(params: Iterable[ShardedParam]) -> None:
-    """Call the post-accumulate-grad hooks of parameters whose gradients have landed, then update parameters.
+    """Call the post-accumulate-grad hooks of parameters whose gradients are stored, then update parameters.
 
     Only parameters with an optimizer in backward are updated, and only after the last backward of a step.
     """
-    landed = list(params)
-    for param in landed:
+    stored = list(params)
+    for param in stored:
         for hook in list((param.param._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
             hook(param.param)
     scopes: dict[Scope, None] = {}
-    for param in landed:
+    for param in stored:
         if param.updater is not None and param.param.grad is not None and param.unit.scope.is_last_backward:
             param.updater.update(param)
             scopes[param.unit.scope] = None
@@ -568,9 +568,9 @@ def reduce_pending(unit: Unit) -> list[ShardedParam]:
     finalised by hand, they are all accumulated gradients. Each dtype and mesh has a collective.
 
     Returns:
-        The parameters whose gradients have landed.
+        The parameters whose gradients are stored.
     """
-    landed = []
+    stored = []
     buckets: dict[Any, list[ShardedParam]] = {}
     for param in unit.params:
         full = param.state.unsharded_grad
@@ -588,8 +588,8 @@ def reduce_pending(unit: Unit) -> list[ShardedParam]:
         what = f"reduction of gradients of {unit.name or 'the root'} that earlier microbatches left"
         _reduce(what, params, grads, replace(reduction, has_unsharded=False), values)
         if reduction.sync is Sync.ALL:
-            landed += params
-    return landed
+            stored += params
+    return stored
 
 
 def _reduce(
@@ -650,7 +650,7 @@ def _communicate(
     elif reduction.has_grad:
         flat_grad(params, flat.dtype).add_(flat)
     else:
-        land_gradients(params, flat)
+        store_gradients(params, flat)
 
 
 def drop_eager_gradient(shard: Tensor) -> None:

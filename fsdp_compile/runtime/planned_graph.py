@@ -1,4 +1,4 @@
-"""Planned graphs: each call makes the plan, binds extra inputs, runs the graph lowered for that plan, and lands extra outputs.
+"""Planned graphs: each call makes the plan, binds extra inputs, runs the graph lowered for that plan, and stores extra outputs.
 
 A lowered graph does not know which parameters it works on, as equal blocks may share a graph. The shards among its inputs
 identify the parameters (:mod:`fsdp_compile.runtime.graph_inputs`).
@@ -174,7 +174,7 @@ class PlannedGraph:
         with variant.run, AutoDispatchBelowAutograd(), RecordFunctionFast(RANGES[self.is_backward]):
             outputs = list(variant.function(args))
         self._hand_over([outputs[index] for index in self._offloaded])
-        call.land(variant.outputs, outputs[self._num_outputs :], gradients=is_wanted)
+        call.store(variant.outputs, outputs[self._num_outputs :], gradients=is_wanted)
         return outputs[: self._num_outputs]
 
     def _hand_over(self, offloaded: Sequence[Tensor]) -> None:

@@ -108,7 +108,7 @@ class GradientBuffer:
                 note_slice(local, piece)
                 self.locals.append(local)
                 self.gradients.append(DTensor(local, param.param._spec, requires_grad=False))  # type: ignore[attr-defined]
-                param.state.home = (weakref.ref(self), len(self._pieces))
+                param.state.gradient_slot = (weakref.ref(self), len(self._pieces))
                 self._pieces.append(piece)
                 start += param.padded_numel
         return flat
@@ -118,7 +118,7 @@ class GradientBuffer:
         are_own = all(map(is_, map(_LOCAL, self.gradients), self.locals))
         return are_own and list(map(Tensor.data_ptr, self.locals)) == self._addresses
 
-    def land(self, indices: Sequence[int], flat: Tensor) -> bool:
+    def store(self, indices: Sequence[int], flat: Tensor) -> bool:
         """Copy a flat shard into the buffer, as gradients of parameters that have none.
 
         Args:

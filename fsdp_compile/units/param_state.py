@@ -74,10 +74,10 @@ def neighbours(slices: Iterable[FlatSlice]) -> list[FlatSlice]:
     return found
 
 
-class GradientHome(Protocol):
+class GradientStore(Protocol):
     """A buffer that keeps the gradients of parameters from step to step (:class:`~.gradient_buffer.GradientBuffer`)."""
 
-    def land(self, indices: Sequence[int], flat: Tensor) -> bool:
+    def store(self, indices: Sequence[int], flat: Tensor) -> bool:
         """Copy a flat shard into the buffer, as gradients of parameters that have none. Return whether that was possible."""
 
 
@@ -93,7 +93,8 @@ class ParamState:
         uses: for a parameter that is updated in backward: how many forwards have read it and wait for their backward, as far as
             is known. No graph may update the parameter before the last of these backwards.
         was_updated: the parameter was updated in backward since the last forward that read it.
-        home: the buffer that keeps its gradient from step to step, and the index of its gradient there; None: no such buffer.
+        gradient_slot: the buffer that keeps its gradient from step to step, and the index of its gradient there; None: there is
+            no such buffer.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class ParamState:
         self.is_unsharded = False
         self.uses = 0
         self.was_updated = False
-        self.home: tuple[weakref.ReferenceType[GradientHome], int] | None = None
+        self.gradient_slot: tuple[weakref.ReferenceType[GradientStore], int] | None = None
         self._full: Tensor | None = None
         self._shown: Tensor | None = None
         self._full_of: Stamp = (0, 0, 0)

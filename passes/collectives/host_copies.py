@@ -73,14 +73,14 @@ class Engine(Protocol):
         With ``is_kept``, the caller does not free ``value`` before it has called ``wait_on_device`` of the copy.
         """
 
-    def write_back(self, values: Sequence[Tensor], homes: Sequence[Tensor]) -> Copy:
+    def write_back(self, values: Sequence[Tensor], targets: Sequence[Tensor]) -> Copy:
         """Begin to overwrite flat tensors on the host with flat tensors of one device.
 
         The caller does not free ``values`` before it has called ``wait_on_device`` of the copy.
 
         Args:
             values: the sources.
-            homes: the destinations, of the same sizes and dtypes.
+            targets: the destinations, of the same sizes and dtypes.
         """
 
 
@@ -131,11 +131,11 @@ class StreamEngine:
             value.record_stream(self._out)
         return copy, _Event(self._out)
 
-    def write_back(self, values: Sequence[Tensor], homes: Sequence[Tensor]) -> Copy:
+    def write_back(self, values: Sequence[Tensor], targets: Sequence[Tensor]) -> Copy:
         self._out.wait_stream(torch.accelerator.current_stream(values[0].device))
         with self._out:
-            for home, value in zip(homes, values, strict=True):
-                home.copy_(value, non_blocking=True)
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(value, non_blocking=True)
         return _Event(self._out)
 
 

@@ -70,7 +70,7 @@ class Reduction:
         replica_hook: averages over the replicas in place, instead of the all-reduce: ``hook(shard)``; or a hook with tensors of
             its own.
         host: the averaged gradient is copied to "pinned" or "pageable" memory of the host; empty: it stays on the device.
-        updates: the averaged gradient updates the parameters, by :class:`~passes.ir.update.Update`, and does not land in
+        updates: the averaged gradient updates the parameters, by :class:`~passes.ir.update.Update`, and is not stored in
             ``param.grad``.
     """
 

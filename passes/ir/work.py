@@ -26,9 +26,9 @@ class Role(Enum):
         ACCUMULATE: adds gradients to those of earlier microbatches, without communication.
         START_REDUCE: copies gradients in, and starts the reduce-scatter.
         ALL_REDUCE: finishes the reduce-scatter, and starts the all-reduce over replicas.
-        FINISH_REDUCE: waits for the last collective, and makes the gradient that lands.
+        FINISH_REDUCE: waits for the last collective, and makes the gradient that is stored.
         UPDATE: updates parameters and optimizer state in place.
-        COPY_TO_HOST: starts the copy of the gradient to the host, if it lands there.
+        COPY_TO_HOST: starts the copy of the gradient to the host, if it is stored there.
     """
 
     COPY_TO_DEVICE = "copy_to_device"

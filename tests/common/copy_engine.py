@@ -105,8 +105,8 @@ class CopyEngine:
         result = torch.empty_like(value)
         return result, self._begin("to_host", [result], [value], pinned)
 
-    def write_back(self, values: Sequence[Tensor], homes: Sequence[Tensor]) -> Copied:
-        return self._begin("to_host", homes, values)
+    def write_back(self, values: Sequence[Tensor], targets: Sequence[Tensor]) -> Copied:
+        return self._begin("to_host", targets, values)
 
 
 @contextlib.contextmanager

@@ -170,14 +170,14 @@ def test_gradients_that_were_changed(change: Callable[[Any], None], one_rank: No
         _backward(each)
         clip_grad_norm_(each.parameters(), 1e9)
         change(each.blocks[0].up.weight.grad)
-    landed = [param.grad._local_tensor for param in model.parameters()]
+    stored = [param.grad._local_tensor for param in model.parameters()]
     norm = clip_grad_norm_(model.parameters(), 0.5)
     locals_of_twin = [param.grad._local_tensor for param in twin.parameters()]
     expected = torch.linalg.vector_norm(torch.cat([local.flatten() for local in locals_of_twin]))
     for local in locals_of_twin:
         local.mul_(0.5 / (expected + 1e-6))
     torch.testing.assert_close(_full(norm), expected, rtol=1e-6, atol=0)
-    assert all(param.grad._local_tensor is local for param, local in zip(model.parameters(), landed, strict=True))
+    assert all(param.grad._local_tensor is local for param, local in zip(model.parameters(), stored, strict=True))
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(param.grad._local_tensor, other.grad._local_tensor, rtol=2e-6, atol=0)
 

@@ -203,7 +203,7 @@ def test_a_step_takes_one_tensor_for_each_unit(fake_ranks: None) -> None:
 
 @pytest.mark.parametrize("options", [None, {}, {"min_bucket_bytes": 0}], ids=str)
 def test_gradients_in_order_are_not_copied(options: dict[str, Any] | None, fake_ranks: None) -> None:
-    """A compiled backward computes the last layer's gradients first, but gradients land in the order of storage."""
+    """A compiled backward computes the last layer's gradients first, but gradients are stored in the order of storage."""
     model = _deep(2)
     optimizer = flat_optimizer(torch.optim.SGD, model.parameters())
     forward: Any = model

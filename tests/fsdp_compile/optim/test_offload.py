@@ -112,9 +112,9 @@ class _AtOnce:
     def to_host(self, value: Tensor, *, pinned: bool, is_kept: bool = False) -> Any:
         raise AssertionError("states have a place on the host")
 
-    def write_back(self, values: Sequence[Tensor], homes: Sequence[Tensor]) -> _Begun:
-        for value, home in zip(values, homes, strict=True):
-            home.copy_(value)
+    def write_back(self, values: Sequence[Tensor], targets: Sequence[Tensor]) -> _Begun:
+        for value, target in zip(values, targets, strict=True):
+            target.copy_(value)
         return self._begin("return", values)
 
 

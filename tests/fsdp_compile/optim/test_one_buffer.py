@@ -220,7 +220,7 @@ def test_buffers_go_with_the_optimizer(one_rank: None) -> None:
     del optimizer
     gc.collect()
     assert buffer() is None
-    # Gradients land as they do without the optimizer.
+    # Gradients are stored as they are without the optimizer.
     model(_batch(1)).sum().backward()
     assert model.bias.grad is not None
 

@@ -35,13 +35,13 @@ def test_what_they_give() -> None:
 
 
 def test_tensors_on_the_host_that_are_written_back() -> None:
-    values, homes = [torch.ones(3), torch.arange(2)], [torch.zeros(3), torch.zeros(2, dtype=torch.int64)]
+    values, targets = [torch.ones(3), torch.arange(2)], [torch.zeros(3), torch.zeros(2, dtype=torch.int64)]
     with copying(1e4) as copies:
-        begun = engine(CPU).write_back(values, homes)
-        assert bool(homes[0].isnan().all()), "nothing has arrived"
+        begun = engine(CPU).write_back(values, targets)
+        assert bool(targets[0].isnan().all()), "nothing has arrived"
         begun.wait_on_host()
         assert [(copy.kind, copy.nbytes) for copy in copies.copies] == [("to_host", 28)]
-    assert all(map(torch.equal, homes, values))
+    assert all(map(torch.equal, targets, values))
 
 
 def test_they_look_like_what_they_give() -> None:

@@ -7,9 +7,11 @@ on with them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -263,7 +265,8 @@ class _Backward:
         self.arriving: list[tuple[Sequence[ShardedParam], Tensor]] = []
 
 
-_backwards: dict[int, _Backward] = {}
+# By the identifier of autograd's task, which holds the record, also where a backward raises and so never ends.
+_backwards: WeakValueDictionary[int, _Backward] = WeakValueDictionary()
 
 
 def in_backward() -> bool:
@@ -273,10 +276,11 @@ def in_backward() -> bool:
 
 def _current_backward() -> _Backward:
     task = current_graph_task_id()
-    if task not in _backwards:
-        _backwards[task] = _Backward()
-        queue_callback(lambda: _finish_backward(task))
-    return _backwards[task]
+    backward = _backwards.get(task)
+    if backward is None:
+        backward = _backwards[task] = _Backward()
+        queue_callback(functools.partial(_finish_backward, task, backward))
+    return backward
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -299,9 +303,8 @@ def reduced(params: Sequence[ShardedParam]) -> None:
             backward.reduced[param] = None
 
 
-def _finish_backward(task: int) -> None:
-    backward = _backwards.get(task)
-    if backward is None:
+def _finish_backward(task: int, backward: _Backward) -> None:
+    if _backwards.get(task) is not backward:
         # reset_iter_state() was called meanwhile.
         return
     try:

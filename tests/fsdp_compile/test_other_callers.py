@@ -512,14 +512,28 @@ def test_saved_tensor_hooks_that_hide_whose_parameter_it_is(backend: Any, frozen
         loss.backward()
 
 
+def refuse(_grad: Tensor) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("then", ["backward", "nothing", "an error"])
 @pytest.mark.parametrize("how", SYSTEMS)
-def test_a_deleted_model_is_gone(how: str, one_rank: None) -> None:
+def test_a_deleted_model_is_gone(how: str, then: str, one_rank: None) -> None:
     def train() -> Any:
         model = make_mlp()
-        compile_with(model, how)(torch.randn(3, 8)).sum().backward()
+        x = torch.randn(3, 8, requires_grad=True)
+        loss = compile_with(model, how)(x).sum()
+        if then == "an error":
+            x.register_hook(refuse)
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+        elif then == "backward":
+            loss.backward()
         return weakref.ref(model)
 
     model = train()
+    # After an error, torch keeps what it has not run until the thread's next backward.
+    torch.ones(1, requires_grad=True).sum().backward()
     gc.collect()
     assert model() is None
 

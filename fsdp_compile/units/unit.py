@@ -53,6 +53,23 @@ class Scope:
             go when the hooks go.
     """
 
+    # Not in a dictionary of the instance: Dynamo of torch 2.13 loses what traced code writes there after a hook on a tensor
+    # (``register_hook``) has been registered, so that ``active`` would stay True.
+    __slots__ = (
+        "__weakref__",
+        "active",
+        "finalizes_by_hand",
+        "is_last_backward",
+        "left_out_gradients",
+        "optimizer_state",
+        "post_optim_event",
+        "tied_reads",
+        "uncompiled_depth",
+        "units",
+        "was_unsharded_by_hand",
+        "with_hooks",
+    )
+
     def __init__(self) -> None:
         self.active = False
         self.uncompiled_depth = 0

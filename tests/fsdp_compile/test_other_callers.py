@@ -538,6 +538,34 @@ def test_a_deleted_model_is_gone(how: str, then: str, one_rank: None) -> None:
     assert model() is None
 
 
+class Doubled(nn.Module):
+    """A hook of the forward's own doubles a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        x.register_hook(lambda grad: 2 * grad)
+        return self.down(torch.tanh(x))
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+def test_a_forward_registers_a_hook_on_a_tensor(lowering: str, one_rank: None) -> None:
+    torch.manual_seed(0)
+    model, twin = Doubled().double(), Doubled().double()
+    twin.load_state_dict(model.state_dict())
+    fully_shard(model)
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
+    for _ in range(2):
+        for forward in (compiled, twin):
+            forward(torch.ones(3, 8, dtype=torch.float64)).square().sum().backward()
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(full(one.grad), other.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
 class Dropout(nn.Module):
     def __init__(self) -> None:
         super().__init__()

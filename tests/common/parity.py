@@ -138,6 +138,24 @@ class Run:
     graphs: int = 0
 
 
+def compiled_beside_whole(
+    build: Callable[[], nn.Module], fully_shard: FullyShard, options: Compile
+) -> tuple[nn.Module, Forward, nn.Module]:
+    """Build a model in float64. Return it sharded as one unit, its compiled forward, and the same model whole and uncompiled."""
+    torch.manual_seed(0)
+    model, whole = build().double(), build().double()
+    whole.load_state_dict(model.state_dict())
+    fully_shard(model)
+    return model, compile_whole(model, options), whole
+
+
+def assert_same_gradients(model: nn.Module, whole: nn.Module) -> None:
+    """Check that a sharded model has the gradients of the whole one, both in float64."""
+    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        gradient: Any = one.grad
+        torch.testing.assert_close(gradient.full_tensor(), other.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
 def _snapshot(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 

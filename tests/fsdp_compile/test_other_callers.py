@@ -28,7 +28,17 @@ from fsdp_compile import fsdp_backend, fully_shard
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import full
-from tests.common.parity import Case, Forward, Run, compare, shard_units, train_reference, train_sharded
+from tests.common.parity import (
+    Case,
+    Forward,
+    Run,
+    assert_same_gradients,
+    compare,
+    compiled_beside_whole,
+    shard_units,
+    train_reference,
+    train_sharded,
+)
 
 
 def compile_whole(model: nn.Module, options: Any) -> Forward:
@@ -553,17 +563,13 @@ class Doubled(nn.Module):
 
 @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_a_forward_registers_a_hook_on_a_tensor(lowering: str, one_rank: None) -> None:
-    torch.manual_seed(0)
-    model, twin = Doubled().double(), Doubled().double()
-    twin.load_state_dict(model.state_dict())
-    fully_shard(model)
-    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
+    options = {"backend": fsdp_backend, "options": {"lowering": lowering}}
+    model, compiled, whole = compiled_beside_whole(Doubled, fully_shard, options)
     for _ in range(2):
-        for forward in (compiled, twin):
+        for forward in (compiled, whole):
             forward(torch.ones(3, 8, dtype=torch.float64)).square().sum().backward()
         assert all(isinstance(param, DTensor) for param in model.parameters())
-        for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(full(one.grad), other.grad, rtol=1e-9, atol=1e-12, msg=name)
+        assert_same_gradients(model, whole)
 
 
 class Dropout(nn.Module):

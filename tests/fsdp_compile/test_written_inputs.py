@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 from fsdp_compile import fsdp_backend, fully_shard
+from tests.common.parity import assert_same_gradients, compiled_beside_whole
 
 
 def legacy() -> nn.Module:
@@ -44,16 +45,12 @@ class Codebook(nn.Module):
 @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("build", [legacy, parametrized, Codebook])
 def test_gradients_are_those_of_the_values_before(build: Any, lowering: str, one_rank: None) -> None:
-    torch.manual_seed(0)
-    model, twin = build().double(), build().double()
-    twin.load_state_dict(model.state_dict())
-    fully_shard(model)
-    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
+    options = {"backend": fsdp_backend, "options": {"lowering": lowering}}
+    model, compiled, whole = compiled_beside_whole(build, fully_shard, options)
     for step in range(3):
         x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        for forward in (compiled, twin):
+        for forward in (compiled, whole):
             forward(x).square().sum().backward()
-        for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-9, atol=1e-12, msg=f"{step} {name}")
-    for (name, one), other in zip(model.named_buffers(), twin.buffers(), strict=True):
+        assert_same_gradients(model, whole)
+    for (name, one), other in zip(model.named_buffers(), whole.buffers(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -190,7 +190,8 @@ def _ours_by_mode(setting: Setting, mode: str) -> System:
     from fsdp_compile import fsdp_backend
 
     system = _ours(setting, compiled=False)
-    return replace(system, forward=torch.compile(system.model, backend=fsdp_backend, mode=mode))
+    system.forward = torch.compile(system.model, backend=fsdp_backend, mode=mode)
+    return system
 
 
 def _ours_rounded(setting: Setting, compiled: bool = True) -> System:

@@ -26,8 +26,9 @@ RESET_DISCARDS_GRADIENTS = _FROM_2_15
 def in_compilation() -> bool:
     """Return whether this thread compiles or exports, so that what runs for real belongs to a trace.
 
-    Dynamo cannot trace this function. ``torch.compiler.is_compiling`` is not enough for code that runs for real: while a thread
-    compiles, it is true in every thread from torch 2.13 on, and in none before.
+    ``torch.compiler.is_compiling`` is not enough for code that runs for real: while a thread compiles, it is true in every
+    thread from torch 2.13 on, and in none before. Dynamo cannot trace this function. Callers that it traces ask
+    ``is_dynamo_compiling()`` first, a constant for it. To trace a function that asks both takes up to a tenth of its time.
     """
     return CompileContext.try_get() is not None or is_exporting()
 

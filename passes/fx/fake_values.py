@@ -1,14 +1,24 @@
-"""Fake values for copied nodes, faster than running the operators again."""
+"""Fake values of nodes: by running an operator, or for copied nodes, faster than that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
 
-from .torch_internals.core import FakeTensor, in_kernel_invocation_manager
+from .torch_internals.core import FakeTensor, enable_python_dispatcher, in_kernel_invocation_manager
+
+
+def evaluate(node: Node) -> Any:
+    """Return the fake value of an operator, from those of its arguments."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    function = cast("Callable[..., Any]", node.target)
+    with enable_python_dispatcher():
+        return function(*args, **kwargs)
 
 
 class FakeCopies:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,9 +25,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..fx.emit import emit
+from ..fx.fake_values import evaluate
 from ..fx.graph import is_view
 from ..fx.sizes import size_hint
-from ..fx.torch_internals.core import FakeTensor, OpOverload, enable_python_dispatcher, pytree
+from ..fx.torch_internals.core import FakeTensor, OpOverload, pytree
 
 
 class TracedValues:
@@ -82,7 +83,7 @@ def refresh_layouts(graph: Graph, traced: TracedValues) -> None:
         traced.restore(node)
         if traced.lacks(node):
             with traced.fake_mode:
-                node.meta["val"] = _evaluate(node)
+                node.meta["val"] = evaluate(node)
         sources = _sources(node)
         changed = {
             source: value
@@ -134,15 +135,7 @@ def _evaluate_with_any_strides(node: Node) -> Any:
     is_plain = is_view(node) or torch.Tag.core in tags or torch.Tag.pointwise in tags
     if not is_plain or "unbacked_bindings" in node.meta:
         raise NotImplementedError
-    return _evaluate(node)
-
-
-def _evaluate(node: Node) -> Any:
-    """Return the fake value of an operator."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    function = cast("Callable[..., Any]", node.target)
-    with enable_python_dispatcher():
-        return function(*args, **kwargs)
+    return evaluate(node)
 
 
 def _in_order(value: Tensor, order: Sequence[int]) -> Tensor:

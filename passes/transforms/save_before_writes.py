@@ -13,11 +13,10 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from ..fx.emit import emit
+from ..fx.fake_values import evaluate
 from ..fx.graph import memory_of, viewed
-from ..fx.torch_internals.core import enable_python_dispatcher
 
 
 def save_before_writes(graph: Graph) -> None:
@@ -49,9 +48,7 @@ def _on_copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
     on_copy = _on_copy(graph, source, copies)
     with graph.inserting_after(on_copy):
         view = graph.node_copy(node, lambda operand: on_copy if operand is source else operand)
-    with enable_python_dispatcher():
-        args, kwargs = map_arg((view.args, view.kwargs), lambda operand: operand.meta["val"])
-        view.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    view.meta["val"] = evaluate(view)
     copies[node] = view
     return view
 

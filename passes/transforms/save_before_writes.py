@@ -4,8 +4,8 @@ Before: the graph overwrites an input (``copy_``), such as a buffer that forward
         of it, to save the value of before. By then, the memory holds the new value.
 After:  the graph returns a copy that is made at its beginning.
 
-Leaves alone inputs that are overwritten and not returned. torch's partitioner, of torch 2.11 to 2.15 at least, saves inputs
-without regard to writes: plain torch.compile gives wrong gradients for ``torch.nn.utils.spectral_norm``, for example.
+Leaves alone inputs that are overwritten and not returned. torch's partitioner (seen with 2.13) saves inputs without regard to
+writes: plain torch.compile gives wrong gradients for ``torch.nn.utils.spectral_norm``, for example.
 """
 
 from typing import cast
@@ -46,7 +46,8 @@ def _on_copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
             copies[node] = cast("Node", emit(graph, copy, node))
         return copies[node]
     on_copy = _on_copy(graph, source, copies)
-    with graph.inserting_after(on_copy):
+    # Where the other operands are known, such as sizes.
+    with graph.inserting_after(node):
         view = graph.node_copy(node, lambda operand: on_copy if operand is source else operand)
     view.meta["val"] = evaluate(view)
     copies[node] = view

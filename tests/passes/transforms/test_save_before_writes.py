@@ -66,6 +66,28 @@ def forward(self, x: "f32[3, 2]", buffer: "f32[3, 2]"):
 """,
         )
 
+    def test_a_view_whose_size_the_graph_computes(self) -> None:
+        def forward(x, buffer):
+            row = buffer[0].expand(3, 4)
+            new = buffer + x
+            buffer.copy_(new)
+            return new, row
+
+        buffer = torch.rand(3, 4)
+        expected = buffer[:1].expand(3, 4).clone()
+        gm = self.trace(forward, torch.ones(3, 4), buffer, names="x buffer")
+        graph = gm.graph
+        x, _ = graph.find_nodes(op="placeholder")
+        (view,) = graph.find_nodes(op="call_function", target=torch.ops.aten.expand.default)
+        with graph.inserting_before(view):
+            rows = graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
+        rows.meta["val"] = 3
+        view.args = (view.args[0], [rows, 4])
+        save_before_writes(graph)
+        graph.lint()
+        _, saved = Interpreter(gm, graph=graph).run(torch.ones(3, 4), buffer)
+        torch.testing.assert_close(saved, expected, rtol=0, atol=0)
+
     def test_leaves_alone(self) -> None:
         def forward(x, buffer, weight):
             new = buffer * x

@@ -30,9 +30,9 @@ class Block(nn.Module):
         return y.flatten(1).sin().view(x.shape) if self.flattens else y
 
 
-def blocks(depth: int, *, flattens: bool) -> Any:
+def blocks(*flattens: bool) -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(flattens=flattens) for _ in range(depth)))
+    return nn.Sequential(*(Block(flattens=each) for each in flattens))
 
 
 def shard(model: Any, world: int) -> Any:
@@ -41,10 +41,10 @@ def shard(model: Any, world: int) -> Any:
     return fully_shard(model, mesh=device_mesh((world,)))
 
 
-def train(flattens: bool, depth: int) -> None:
+def train(flattens: tuple[bool, ...]) -> None:
     """Check outputs, with their strides, and gradients against whole parameters. Runs on every rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    alone, model = (blocks(depth, flattens=flattens) for _ in range(2))
+    alone, model = (blocks(*flattens) for _ in range(2))
     compiled = torch.compile(shard(model, world), backend=fsdp_backend)
     with padded_products() as products:
         for batch, length in ((2, 3), (3, 5), (4, 2)):
@@ -63,19 +63,23 @@ def train(flattens: bool, depth: int) -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("depth", [2, pytest.param(9, marks=pytest.mark.night)], ids=["unfolded", "folded"])
-@pytest.mark.parametrize("flattens", [False, True], ids=["output", "view"])
-def test_trains_as_with_whole_parameters(rank_pools: RankPools, flattens: bool, depth: int) -> None:
-    rank_pools[2].run(train, flattens=flattens, depth=depth)
+@pytest.mark.parametrize(
+    "flattens",
+    [
+        pytest.param((True, False), id="view and output"),
+        pytest.param((True,) * 9, id="folded views", marks=pytest.mark.night),
+        pytest.param((False,) * 9, id="folded outputs", marks=pytest.mark.night),
+    ],
+)
+def test_trains_as_with_whole_parameters(rank_pools: RankPools, flattens: tuple[bool, ...]) -> None:
+    rank_pools[2].run(train, flattens=flattens)
 
 
 @pytest.mark.parametrize("depth", [2, 9], ids=["unfolded", "folded"])
 def test_graphs_do_not_depend_on_what_a_rank_measures(fake_ranks: None, depth: int) -> None:
     def graphs() -> tuple[str, ...]:
         torch._dynamo.reset()
-        compiled = torch.compile(
-            shard(blocks(depth, flattens=False), 8), backend=fsdp_backend, options={"lowering": "aot_eager"}
-        )
+        compiled = torch.compile(shard(blocks(*[False] * depth), 8), backend=fsdp_backend, options={"lowering": "aot_eager"})
         with capture() as captured:
             compiled(torch.ones(2, 3, WIDTH)).sum().backward()
         return tuple(graph.readable() for graph in (*captured.forward, *captured.backward))

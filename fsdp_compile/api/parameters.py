@@ -108,6 +108,7 @@ class ShardedParameters(MutableMapping[str, Any]):
             self.registered[name] = sharded.param
             sharded.update_operator_args()
         else:
+            sharded.check_is_no_other(value)
             self.registered[name] = value
             setattr(self, shard_attribute(name), value)
 

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from passes.fx.torch_internals.dynamo import ConstantVariable
-from passes.fx.torch_internals.patches import read_module_attribute
+from passes.fx.torch_internals.patches import guard_module_attribute, read_module_attribute
 
 
 def install(kind: type) -> None:
-    """Make Dynamo look up attributes of modules with a table of parameters directly, until ``patches.uninstall()``.
+    """Make Dynamo look up, and guard on, attributes of modules with a table of parameters, until ``patches.uninstall()``.
 
-    If the installed torch lacks the private names for this, Dynamo traces the lookup, which is right but slower.
+    If the installed torch lacks the private names for this, Dynamo traces the lookup, which is right but slower, and fails at
+    a ``hasattr`` of a parameter.
 
     Args:
         kind: the type of the tables, whose items are the parameters.
@@ -43,3 +44,38 @@ def install(kind: type) -> None:
         return read
 
     read_module_attribute.install(make)
+
+    def make_guard(original: Callable[..., Any]) -> Callable[..., Any]:
+        # With torch's names, as it passes some by keyword.
+        def guard(
+            self: Any,
+            source: Any,
+            base_guard_manager: Any,
+            base_example_value: Any,
+            example_value: Any,
+            base_source_name: str,
+            source_name: str,
+            guard_manager_enum: Any,
+        ) -> Any:
+            own, name = vars(base_example_value), source.member
+            table = own.get("_parameters")
+            is_registered = type(table) is kind and name not in own
+            if is_registered and name in table:
+                # The guard of a ``hasattr``. What traced code reads has guards of its own.
+                return base_guard_manager.getattr_manager(
+                    attr=name, source=source_name, example_value=example_value, guard_manager_enum=guard_manager_enum
+                )
+            return original(
+                self,
+                source,
+                base_guard_manager,
+                base_example_value,
+                example_value,
+                base_source_name,
+                source_name,
+                guard_manager_enum,
+            )
+
+        return guard
+
+    guard_module_attribute.install(make_guard)

@@ -283,6 +283,25 @@ class ShardedParam:
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict."
             )
 
+    def check_is_no_other(self, value: Any) -> None:
+        """Check that ``value``, which is to take this parameter's place in a module, is no other sharded parameter.
+
+        Raises:
+            ValueError: it is one, of this or another model. Each would take the other's memory and gradients for its own.
+        """
+        local = getattr(value, "_local_tensor", None)
+        if local is None:
+            return
+        others = [param for unit in self.unit.scope.units for param in unit.params]
+        # Of another model. A shard without rows has no memory, but all ranks fail if one does.
+        others += [found] if (found := param_in_memory(local)) is not None else []
+        other = next((param for param in others if param.param is value and param is not self), None)
+        if other is not None:
+            raise ValueError(
+                f"Parameter {self.name} cannot be replaced by {other.name}, which is sharded already. Tie or exchange "
+                "parameters before fully_shard. To copy values: with torch.no_grad(): param.copy_(other)."
+            )
+
     def adopt_assigned_parameter(self) -> None:
         """Adopt a parameter that was registered in the place of this one (``load_state_dict(assign=True)``)."""
         for module, name in self.owners:

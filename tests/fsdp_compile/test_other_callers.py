@@ -679,3 +679,45 @@ def test_a_rank_alone_does_not_communicate(one_rank: None) -> None:
         reference(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def sharded_layers(is_unit: bool) -> Any:
+    layers: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    for layer in layers if is_unit else ():
+        fully_shard(layer)
+    return fully_shard(layers)
+
+
+@pytest.mark.parametrize("is_unit", [False, True], ids=["root", "units"])
+def test_parameters_are_not_tied_or_exchanged_after_sharding(is_unit: bool, one_rank: None) -> None:
+    model, other = sharded_layers(is_unit), sharded_layers(is_unit)
+    weights = [layer.weight for layer in model]
+    for theirs, name in ((weights[0], "0.weight"), (other[1].weight, "1.weight")):
+        with pytest.raises(ValueError, match=rf"Parameter 2.weight cannot be replaced by {name}, which is sharded already"):
+            model[2].weight = theirs
+    assert [layer.weight for layer in model] == weights
+    model[2].weight = weights[2]
+    model(torch.randn(3, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("is_unit", [False, True], ids=["root", "units"])
+def test_a_layer_that_takes_the_place_of_another(is_unit: bool, one_rank: None) -> None:
+    """A graph that was traced with two layers does not run with one, which would get only one of two gradients."""
+    model, reference = models.MLP(layers=3), models.MLP(layers=3)
+    reference.load_state_dict(model.state_dict())
+    for block in model.blocks if is_unit else ():
+        fully_shard(block)
+    fully_shard(model)
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+    x = torch.randn(3, 8)
+    compiled(x).sum().backward()
+    model.zero_grad()
+    model.blocks[2], reference.blocks[2] = model.blocks[0], reference.blocks[0]
+    if is_unit:
+        with pytest.raises(RuntimeError, match=r"Parameters blocks.0.up.weight and blocks.2.up.weight were two .*\.reset\(\)"):
+            compiled(x)
+        torch._dynamo.reset()
+    compiled(x).sum().backward()
+    reference(x).sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

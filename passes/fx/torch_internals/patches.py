@@ -96,6 +96,11 @@ hash_ranks_to_str = Method("torch.distributed.distributed_c10d", "_hash_ranks_to
 # without such a method, Dynamo traces the lookup.
 read_module_attribute = Method("torch._dynamo.variables.nn_module:UnspecializedNNModuleVariable", "var_getattr", parameters=3)
 
+# From the first sharded module on, when Dynamo guards on an attribute of a module: has the guard read sharded parameters by
+# ``getattr``. torch's guard looks into ``_parameters`` in C++, as into a dictionary, and fails
+# (``fsdp_compile/compiler/registered_attributes.py``). Tested with torch 2.13.
+guard_module_attribute = Method("torch._dynamo.guards:GuardBuilder", "getattr_on_nn_module", parameters=8)
+
 # From the first sharded module on: makes a slice of a list of sharded parameters a plain list. torch would register the slice
 # in a new ``nn.ParameterList``, as if each parameter was trained there (``fsdp_compile/api/parameters.py``). Tested with torch
 # 2.13.

@@ -175,6 +175,35 @@ def test_without_dynamos_shortcut(one_rank: None) -> None:
 # --- Reads outside of a forward -------------------------------------------------------------------
 
 
+class _Asks(nn.Module):
+    """A module that asks for parameters, of its own and of a module inside, by ``hasattr`` and ``getattr``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8, bias=False)
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if hasattr(self, "scale"):
+            y = y * getattr(self, "scale", 1.0)
+        if getattr(self.inner, "bias", None) is not None or hasattr(self, "missing"):
+            y = y * 3
+        return y * 5 if hasattr(self.inner, "weight") else y
+
+
+@pytest.mark.parametrize("is_unit", [False, True], ids=["root", "unit"])
+@both_ways
+def test_asks_whether_there_is_a_parameter(compiled: bool, is_unit: bool, one_rank: None) -> None:
+    model, x = _Asks(), torch.randn(3, 8)
+    expected = 10 * x @ model.inner.weight.detach().t()
+    if is_unit:
+        fully_shard(model.inner)
+    fully_shard(model)
+    for _ in range(2):
+        torch.testing.assert_close(_call(model, compiled)(x), expected)
+
+
 def test_reads_after_unshard(one_rank: None) -> None:
     """Reads by name give full tensors. Iteration gives the registered DTensors, for optimizers and state dicts."""
     model = fully_shard(_Runs(lambda inner: inner[0].weight.sum()))

@@ -92,6 +92,11 @@ class ShardedParameters(MutableMapping[str, Any]):
         self._lent[name] = weakref.ref(full)
         return full
 
+    def has_lent(self, name: str, value: Any) -> bool:
+        """Return whether ``value`` is the full parameter that an uncompiled read returned last."""
+        lent = self._lent.get(name)
+        return lent is not None and value is not None and lent() is value
+
     def __setitem__(self, name: str, value: Any) -> None:
         sharded = self.sharded.get(name)
         if sharded is None:
@@ -102,8 +107,7 @@ class ShardedParameters(MutableMapping[str, Any]):
                 f"A compiled forward puts a tensor into module._parameters, in the place of parameter {sharded.name}. Use "
                 "torch.func.functional_call, or do it outside of the compiled function."
             )
-        lent = self._lent.get(name)
-        if value is sharded.param or (lent is not None and lent() is value):
+        if value is sharded.param or self.has_lent(name, value):
             # The caller replaced the parameter, and puts back what it had read before.
             self.registered[name] = sharded.param
             sharded.update_operator_args()

@@ -175,6 +175,51 @@ def test_without_dynamos_shortcut(one_rank: None) -> None:
 # --- Reads outside of a forward -------------------------------------------------------------------
 
 
+class _Delta(nn.Module):
+    def __init__(self, delta: Tensor):
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta
+
+
+class _Adapted(nn.Module):
+    """A layer with an adapter that each forward registers as a parametrization, as peft does for ``target_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8)
+        self.down, self.up = nn.Parameter(torch.randn(8, 1)), nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.base, "weight", _Delta(self.down @ self.up), unsafe=True)
+        try:
+            return self.base(x)
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+@both_ways
+def test_a_parametrization_for_the_time_of_a_forward(compiled: bool, one_rank: None) -> None:
+    model, reference, x = nn.Sequential(_Adapted(), _Adapted()), nn.Sequential(_Adapted(), _Adapted()), torch.randn(3, 8)
+    reference.load_state_dict(model.state_dict())
+    for layer in (*model, *reference):
+        layer.base.requires_grad_(False)
+    fully_shard(model[0])
+    fully_shard(model)
+    call = torch.compile(model, **_EAGER_LOWERING) if compiled else model
+    for _ in range(2):
+        call(x).square().sum().backward()
+        reference(x).square().sum().backward()
+    found = dict(model.named_parameters())
+    for name, param in reference.named_parameters():
+        assert isinstance(found[name], DTensor)
+        assert (found[name].grad is None) == (param.grad is None), name
+        if param.grad is not None:
+            torch.testing.assert_close(found[name].grad.full_tensor(), param.grad, rtol=1e-4, atol=1e-4)
+
+
 class _Asks(nn.Module):
     """A module that asks for parameters, of its own and of a module inside, by ``hasattr`` and ``getattr``."""
 

@@ -14,6 +14,7 @@ parameter's local tensor, which users save, copy and pass to compiled optimizers
 from __future__ import annotations
 
 import weakref
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -289,13 +290,11 @@ class ShardedParam:
         Raises:
             ValueError: it is one, of this or another model. Each would take the other's memory and gradients for its own.
         """
-        local = getattr(value, "_local_tensor", None)
-        if local is None:
+        if not isinstance(value, DTensor):
             return
-        others = [param for unit in self.unit.scope.units for param in unit.params]
-        # Of another model. A shard without rows has no memory, but all ranks fail if one does.
-        others += [found] if (found := param_in_memory(local)) is not None else []
-        other = next((param for param in others if param.param is value and param is not self), None)
+        # Parameters on the meta device have no memory: those of this model are found by its units.
+        known = chain((param for unit in self.unit.scope.units for param in unit.params), _params_by_memory.values())
+        other = next((param for param in known if param.param is value and param is not self), None)
         if other is not None:
             raise ValueError(
                 f"Parameter {self.name} cannot be replaced by {other.name}, which is sharded already. Tie or exchange "

@@ -700,6 +700,17 @@ def test_parameters_are_not_tied_or_exchanged_after_sharding(is_unit: bool, one_
     model(torch.randn(3, 8)).sum().backward()
 
 
+def tie_without_rows() -> None:
+    """Tie parameters of one row to those of another model. Runs on every rank; the second has no row."""
+    model, other = (fully_shard(nn.Linear(8, 1, bias=False), mesh=device_mesh((2,))) for _ in range(2))
+    with pytest.raises(ValueError, match="Parameter weight cannot be replaced by weight, which is sharded already"):
+        model.weight = other.weight
+
+
+def test_ranks_without_rows_refuse_a_tie(rank_pools: RankPools) -> None:
+    rank_pools[2].run(tie_without_rows)
+
+
 @pytest.mark.parametrize("is_unit", [False, True], ids=["root", "units"])
 def test_a_layer_that_takes_the_place_of_another(is_unit: bool, one_rank: None) -> None:
     """A graph that was traced with two layers does not run with one, which would get only one of two gradients."""

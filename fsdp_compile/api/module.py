@@ -62,15 +62,15 @@ def _apply(module: nn.Module, original: Callable[..., Any], fn: Callable[[Tensor
 def _register_parameter(module: nn.Module, original: Callable[..., None], name: str, param: nn.Parameter | None) -> None:
     """Register a parameter. In the place of a sharded parameter, it must be sharded alike."""
     table = table_of(module)
-    if table is not None and table.has_lent(name, param):
+    if table is None or name not in table.sharded:
+        original(name, param)
+    elif table.has_lent(name, param):
         # A parametrization that a forward removes puts back the full tensor that it read.
         table[name] = param
-        return
-    sharded = sharded_params_of(module).get(name)
-    if sharded is not None:
+    else:
+        sharded = table.sharded[name]
         sharded.check_replacement(param)
-    original(name, param)
-    if sharded is not None:
+        original(name, param)
         sharded.unit.sync()
 
 

@@ -25,57 +25,37 @@ def install(kind: type) -> None:
         kind: the type of the tables, whose items are the parameters.
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+    def table_for(module: Any, name: str) -> Any:
+        """Return a module's table if it may have the attribute: those of the instance come first."""
+        table = vars(module).get("_parameters")
+        return table if type(table) is kind and name not in vars(module) else None
+
+    def make_read(original: Callable[..., Any]) -> Callable[..., Any]:
         def read(self: Any, tx: Any, name: str) -> Any:
             module = self.value
-            own = vars(module)
-            table = own.get("_parameters")
-            # Attributes of the class or instance come first, and so do attributes that traced code has set.
-            is_registered = type(table) is kind and name not in own and not hasattr(type(module), name)
+            table = table_for(module, name)
+            # Attributes of the class come first, and so do attributes that traced code has set.
+            is_registered = table is not None and not hasattr(type(module), name)
             if is_registered and not tx.output.side_effects.has_pending_mutation(self):
                 if name in table:
                     key = ConstantVariable.create(name)
                     function = self.build(tx, operator.getitem)
                     return function.call_function(tx, [original(self, tx, "_parameters"), key], {})
-                if name in own["_modules"] or name in own["_buffers"]:
+                if name in vars(module)["_modules"] or name in vars(module)["_buffers"]:
                     return self.manually_trace_nn_module_getattr(tx, name)
             return original(self, tx, name)
 
         return read
 
-    read_module_attribute.install(make)
-
     def make_guard(original: Callable[..., Any]) -> Callable[..., Any]:
-        # With torch's names, as it passes some by keyword.
-        def guard(
-            self: Any,
-            source: Any,
-            base_guard_manager: Any,
-            base_example_value: Any,
-            example_value: Any,
-            base_source_name: str,
-            source_name: str,
-            guard_manager_enum: Any,
-        ) -> Any:
-            own, name = vars(base_example_value), source.member
-            table = own.get("_parameters")
-            is_registered = type(table) is kind and name not in own
-            if is_registered and name in table:
-                # The guard of a ``hasattr``. What traced code reads has guards of its own.
-                return base_guard_manager.getattr_manager(
-                    attr=name, source=source_name, example_value=example_value, guard_manager_enum=guard_manager_enum
-                )
-            return original(
-                self,
-                source,
-                base_guard_manager,
-                base_example_value,
-                example_value,
-                base_source_name,
-                source_name,
-                guard_manager_enum,
-            )
+        def guard(self: Any, source: Any, base: Any, module: Any, value: Any, base_path: str, path: str, manager: Any) -> Any:
+            table = table_for(module, source.member)
+            if table is None or source.member not in table:
+                return original(self, source, base, module, value, base_path, path, manager)
+            # The guard of a ``hasattr``. What traced code reads has guards of its own.
+            return base.getattr_manager(attr=source.member, source=path, example_value=value, guard_manager_enum=manager)
 
         return guard
 
+    read_module_attribute.install(make_read)
     guard_module_attribute.install(make_guard)

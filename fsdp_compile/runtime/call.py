@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,19 +111,25 @@ class Call:
             Gradients([*map(self.param, bucket.members)], bucket.like, bucket.grad_dtype) for bucket in inputs.gradients
         ]
         self.units = {name: self.param(member).unit for name, member in inputs.units.items()}
-        if len({id(args[index]) for index in inputs.names}) < len(inputs.names):
-            self._refuse_one_shard_for_two()
 
-    def _refuse_one_shard_for_two(self) -> NoReturn:
+    def check_shards_differ(self) -> None:
+        """Check that no two inputs are one shard: the graph would keep one of its two gradients.
+
+        Raises:
+            RuntimeError: one unit has taken the place of another since the graph was traced.
+        """
+        names = self._inputs.names
+        if len({id(self._args[index]) for index in names}) == len(names):
+            return
         seen: dict[int, str] = {}
-        for index, (_, name) in self._inputs.names.items():
-            other = seen.setdefault(id(self._args[index]), name)
-            if other != name:
+        for index, (_, name) in names.items():
+            shard = id(self._args[index])
+            if shard in seen:
                 raise RuntimeError(
-                    f"Parameters {other} and {name} were two when a graph was compiled, and now are one, so the graph would "
-                    "lose gradients. Call torch._dynamo.reset() after such a change, so that the model is traced anew."
+                    f"Parameters {seen[shard]} and {name} were two when a graph was compiled, and now are one, so the graph "
+                    "would lose gradients. Call torch._dynamo.reset() after such a change, so that the model is traced anew."
                 )
-        raise AssertionError("A graph has one shard as two inputs.")
+            seen[shard] = name
 
     def param(self, index: int) -> ShardedParam:
         """Return the parameter whose shard is the input of this index."""

@@ -146,6 +146,8 @@ class PlannedGraph:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         call = Call(self._inputs, self.registry, args)
+        if not self.is_backward:
+            call.check_shards_differ()
         is_wanted = self.is_backward and call.accumulates()
         # Skipped for models without an optimizer in backward, as it takes time for each parameter.
         if any(unit.updates for unit in call.units.values()):

@@ -150,10 +150,12 @@ def compiled_beside_whole(
 
 
 def assert_same_gradients(model: nn.Module, whole: nn.Module) -> None:
-    """Check that a sharded model has the gradients of the whole one, both in float64."""
+    """Check that a sharded model has the gradients of the whole one, and where it has none, none. Both are in float64."""
     for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-        gradient: Any = one.grad
-        torch.testing.assert_close(gradient.full_tensor(), other.grad, rtol=1e-9, atol=1e-12, msg=name)
+        gradient: Any = one.grad if one.grad is None else one.grad.full_tensor()  # type: ignore[attr-defined]
+        assert (gradient is None) == (other.grad is None), name
+        if gradient is not None:
+            torch.testing.assert_close(gradient, other.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def _snapshot(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from passes.fx.torch_internals.dynamo import OptimizedModule
 
 from ..compiler.traced_forwards import note_outermost_forward
+from ..runtime.lent_parameters import end_loans
 from ..runtime.uncompiled import UncompiledForward, is_recomputing
 from ..torch_versions import in_compilation
 from ..units.sharded_param import ShardedParam, params_with_memory, shard_attribute
@@ -265,6 +266,8 @@ def _in_unit(forward: Callable[..., Any]) -> Callable[..., Any]:
                 scope.active = False
                 if scope.tied_reads:
                     scope.tied_reads.clear()
+                if scope.lent:
+                    end_loans(scope)
             if uncompiled is not None:
                 uncompiled.end()
 

@@ -19,7 +19,8 @@ from passes.fx.torch_internals.core import disable_dynamo
 from passes.fx.torch_internals.patches import slice_parameter_list, swap_tensor
 from passes.ir.ops import unshard, unshard_extension
 
-from ..runtime.uncompiled import in_global_pre_hook, is_recomputing, read, read_in_recomputation
+from ..runtime.lent_parameters import lend
+from ..runtime.uncompiled import in_global_pre_hook, is_outside, is_recomputing, read, read_in_recomputation
 from ..torch_versions import in_compilation
 from ..units.sharded_param import ShardedParam, shard_attribute
 from ..units.unit import Unit
@@ -86,6 +87,8 @@ class ShardedParameters(MutableMapping[str, Any]):
         full = sharded.as_read(full)
         # Makes it an ``nn.Parameter`` for ``isinstance``. Else containers would make a new one of it, without a gradient.
         full._is_param = True  # type: ignore[attr-defined]
+        if is_active and is_outside(self.unit):
+            lend(sharded, full)
         return self._lend(name, full)
 
     def _lend(self, name: str, full: Tensor) -> Tensor:

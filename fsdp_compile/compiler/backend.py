@@ -49,6 +49,7 @@ from .capture import observer, snapshot
 from .collector import collector_paused
 from .cuda_graphs import Recorders
 from .frame_chunks import in_large_frame_chunk
+from .full_parameters import FullParameters
 from .inductor_options import CUDAGRAPHS, asks_for_cudagraphs
 from .lowering import Lowering
 from .machine import find_hardware
@@ -97,6 +98,8 @@ def compile_with(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[A
 
 
 def _compile(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    full_parameters = FullParameters(gm, example_inputs)
+    full_parameters.check_writes()
     run_dynamo_passes(gm, observer())
     shards = _qualify_names(gm.graph, example_inputs)
     if not shards:
@@ -109,7 +112,8 @@ def _compile(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[Any],
     registry = ParameterRegistry(params)
     is_whole = holds_whole_forwards(gm, dict.fromkeys(param.unit for param in params.values()))
     compiled = _Compilation(example_inputs, options, lowering, params, registry, is_whole=is_whole).run(gm)
-    return _check_parameters(compiled, uncompiled, shards, registry)
+    checked = _check_parameters(compiled, uncompiled, shards, registry)
+    return checked if is_whole else full_parameters.lend_outputs(checked)
 
 
 def _compile_unsharded(

@@ -1,8 +1,12 @@
 """Attributes that sharded modules register, as Dynamo reads them.
 
-If a module has its parameters and submodules in plain dictionaries, Dynamo looks them up directly. Otherwise it traces
-``nn.Module.__getattr__`` for each read, which takes a tenth of its time for a deep model. Sharded modules have their parameters
-in a table of this library. For these modules, Dynamo gets the result of the lookup from here.
+**Time.** If a module has its parameters and submodules in plain dictionaries, Dynamo looks them up directly. Otherwise it
+traces ``nn.Module.__getattr__`` for each read, which takes a tenth of its time for a deep model. Sharded modules have their
+parameters in a table of this library. For these modules, Dynamo gets the result of the lookup from here.
+
+**Identity.** Each read is an ``unshard`` in the graph. Code may ask whether two reads are one object (``is``, ``id``), as
+models with tied parameters do, or whether one is an ``nn.Parameter``. So Dynamo gets the same variable for the same shard, with
+the class of a parameter.
 """
 
 from __future__ import annotations
@@ -10,9 +14,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.fx import Node
 
 from passes.fx.torch_internals.dynamo import ConstantVariable
-from passes.fx.torch_internals.patches import guard_module_attribute, read_module_attribute
+from passes.fx.torch_internals.patches import call_operator, guard_module_attribute, read_module_attribute
+from passes.ir.ops import unshard
+
+# The variables of full parameters in each graph that Dynamo traces, or body of one: by shard, and by the grad mode.
+_read: WeakKeyDictionary[Any, dict[tuple[Node, bool], Any]] = WeakKeyDictionary()
+
+
+def _same_for_shard(tx: Any, shard: Any, full: Any) -> Any:
+    """Return Dynamo's variable for the first full parameter that was read from a shard, given that of another read."""
+    full.class_type = nn.Parameter
+    earlier = _read.setdefault(tx.output.current_tracer, {})
+    return earlier.setdefault((shard.as_proxy().node, torch.is_grad_enabled()), full)
 
 
 def install(kind: type) -> None:
@@ -57,5 +77,13 @@ def install(kind: type) -> None:
 
         return guard
 
+    def make_call(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            result = original(self, tx, args, kwargs)
+            return _same_for_shard(tx, args[0], result) if self.value is unshard else result
+
+        return call
+
+    call_operator.install(make_call)
     read_module_attribute.install(make_read)
     guard_module_attribute.install(make_guard)

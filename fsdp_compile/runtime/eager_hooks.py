@@ -15,6 +15,7 @@ from passes.ir.ops import set_find_shard
 
 from ..units.sharded_param import ShardedParam, param_in_memory
 from .gradients import drop_eager_gradient, note_forward, receive_gradient
+from .lent_parameters import write_back
 
 
 def attach(param: ShardedParam) -> None:
@@ -42,6 +43,7 @@ def before_unshard(param: ShardedParam) -> None:
         )
     param.check_gather()
     param.check_registered()
+    write_back(param.unit)
     param.unit.scope.wait_for_optimizer()
     if torch.is_grad_enabled():
         note_forward([param])

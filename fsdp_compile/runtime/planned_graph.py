@@ -32,6 +32,7 @@ from .call import Call, Gradients
 from .collective_log import CheckedProgram
 from .gradients import in_order_of_storage, note_backward, note_forward, receive
 from .graph_inputs import GraphInputs, ParameterRegistry
+from .lent_parameters import write_back
 from .schedule_settings import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
 from .unsharding import finish_unshard
 
@@ -148,6 +149,9 @@ class PlannedGraph:
         call = Call(self._inputs, self.registry, args)
         if not self.is_backward:
             call.check_shards_differ()
+            for unit in call.units.values():
+                if unit.scope.lent:
+                    write_back(unit)
         is_wanted = self.is_backward and call.accumulates()
         # Skipped for models without an optimizer in backward, as it takes time for each parameter.
         if any(unit.updates for unit in call.units.values()):

@@ -28,6 +28,7 @@ from torch.nn.modules import module as nn_module
 
 from passes.fx.torch_internals.core import (
     TorchDispatchModeKey,
+    current_autograd_node,
     disable_dynamo,
     get_dispatch_mode,
     global_forward_pre_hooks,
@@ -54,6 +55,7 @@ from .gradients import (
     unreduced_gradient,
     zeros_like_gradient,
 )
+from .lent_parameters import check_reads_of_running_node, plain_tensors, write_back
 from .schedule_settings import must_not_gather
 from .unsharding import Resharded, end_forward, finish_gather_of, finish_unshard, gathered_together, start_gathers
 
@@ -94,7 +96,7 @@ class Gathered:
         self.fulls: dict[ShardedParam, Tensor] = {}
         self._versions = {param: _Version.of(param) for param in unit.params}
         self._resharded: dict[ShardedParam, Resharded] = {}
-        self._param_in: dict[int, tuple[ShardedParam, int]] = {}
+        self._param_in: dict[int, tuple[ShardedParam, int, int]] = {}
         #: Outputs of forwards. Backward runs hooks on them before it reads a parameter.
         self.given_out: list[weakref.ref[Tensor]] = []
         self._emptied: dict[ShardedParam, tuple[Tensor, int]] = {}
@@ -145,17 +147,23 @@ class Gathered:
         self._emptied = {}
 
     def _note_storages(self) -> None:
-        by_storage: dict[int, list[tuple[ShardedParam, int]]] = {}
+        by_storage: dict[int, list[tuple[ShardedParam, int, int]]] = {}
         for param in self.fulls:
             for place, full in enumerate(self.plain(param)):
-                by_storage.setdefault(full.untyped_storage()._cdata, []).append((param, place))
+                by_storage.setdefault(full.untyped_storage()._cdata, []).append((param, place, full._version))
         self._param_in = {storage: params[0] for storage, params in by_storage.items() if len(params) == 1}
         for storage in self._param_in:
             _by_storage[storage] = self
 
+    def refilled(self, param: ShardedParam) -> Tensor:
+        """Return a full parameter, which is gathered again if it is not in memory."""
+        self.fill()
+        full = self.fulls[param]
+        return full.detach() if is_traceable_wrapper_subclass(full) else full.data
+
     def plain(self, param: ShardedParam) -> list[Tensor]:
         """Return the full parameter, or the inner tensors of a tensor subclass."""
-        return _plain_tensors(self.fulls[param])
+        return plain_tensors(self.fulls[param])
 
     def _check_may_gather(self) -> None:
         for param, version in self._versions.items():
@@ -210,10 +218,12 @@ class Gathered:
 
     def note(self, tensor: Tensor) -> _Note | None:
         """Return the note to save for ``tensor``, which lies in the memory of a parameter; None: save the tensor itself."""
-        param, place = self._param_in[tensor.untyped_storage()._cdata]
+        param, place, version = self._param_in[tensor.untyped_storage()._cdata]
         full = self.plain(param)[place]
         if tensor.dtype != full.dtype or tensor.is_conj() or tensor.is_neg():
             return None
+        if full._version != version or tensor._version not in (0, version):
+            return None  # The forward has written to it: the shards do not have this value.
         return _Note(self, param, place, tensor.shape, tensor.stride(), tensor.storage_offset() - full.storage_offset())
 
 
@@ -226,6 +236,7 @@ class _State:
         reading: the parameters that the running call of a module reads; None: no call has read one.
         trainable: the autograd node of the unit's trainable parameters in the model's forward.
         running: the number of forwards of the unit's modules that run.
+        is_compiled_in_part: whether they are parts of a compiled forward.
         modules_run: the modules of the unit whose forward is over; emptied when the forwards of all modules are.
         saves_notes: whether autograd saved notes in the place of parameters in the last forward. A checkpoint counts saved
             tensors, so a recomputation must do the same.
@@ -235,6 +246,7 @@ class _State:
     reading: CallParameters | None = None
     trainable: TrainableStandIns | None = None
     running: int = 0
+    is_compiled_in_part: bool = False
     modules_run: set[nn.Module] = field(default_factory=set)
     saves_notes: bool = False
 
@@ -265,8 +277,15 @@ def gathered_of(unit: Unit) -> Gathered:
     return found
 
 
+def is_outside(unit: Unit) -> bool:
+    """Return whether no forward of the unit's modules runs, or one that is compiled in part, whose graphs read the shards."""
+    state = state_of(unit)
+    return (state.running == 0 or state.is_compiled_in_part) and not _is_traced()
+
+
 def reshard_by_hand(unit: Unit) -> None:
     """Free the full parameters that a forward left for its backward. Backward gathers them again."""
+    write_back(unit)
     gathered = state_of(unit).gathered()
     if gathered is not None:
         gathered.reshard()
@@ -375,12 +394,6 @@ def _hooks(unit: Unit) -> torch.autograd.graph.saved_tensors_hooks:
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
 
-def _plain_tensors(full: Tensor) -> list[Tensor]:
-    if not is_traceable_wrapper_subclass(full):
-        return [full]
-    return [tensor for name in full.__tensor_flatten__()[0] for tensor in _plain_tensors(getattr(full, name))]
-
-
 def _note_of(tensor: Tensor, unit: Unit) -> _Note | _NoteOfDTensor | _NoteOfSubclass | None:
     if type(tensor) is DTensor:
         note = _note_of(tensor._local_tensor, unit)
@@ -440,18 +453,41 @@ class _Parameters(torch.autograd.Function):
 class _Unshard(torch.autograd.Function):
     """The autograd function that turns outputs of :class:`_Parameters` into gathered parameters, for one call.
 
-    Backward calls :meth:`Gathered.end_backward`, and passes the gradients on.
+    Backward calls :meth:`Gathered.end_backward`, and passes the gradients on. The node saves its outputs, as notes: read later,
+    they are outputs of this node again.
     """
 
     @staticmethod
     def forward(ctx: Any, gathered: Gathered, params: list[ShardedParam], *_: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.gathered = gathered
+        ctx.gathered, ctx.params = gathered, params
         # New tensors for each call, as autograd marks them as outputs of this node.
-        return tuple(
+        outputs = tuple(
             full.detach() if is_traceable_wrapper_subclass(full) else full.data
             for full in map(gathered.fulls.__getitem__, params)
         )
+        ctx.save_for_backward(*outputs)
+        return outputs
+
+    @staticmethod
+    def of_running_node(unit: Unit) -> Any:
+        """Return the node of the unit whose outputs the running autograd node got as inputs; None: there is none.
+
+        The backward of a custom function may call a module again, and ask ``autograd.grad`` for the gradients of the full
+        parameters that its forward was given.
+        """
+        running = current_autograd_node()
+        for node, _ in running.next_functions if running is not None else ():
+            if isinstance(node, _Unshard._backward_cls) and node.gathered.unit is unit:  # type: ignore[attr-defined, union-attr]
+                return node
+        return None
+
+    @staticmethod
+    def apply_to(gathered: Gathered, params: list[ShardedParam], stand_ins: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the gathered parameters, as outputs of a new node."""
+        order = iter(params)
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: next(order), lambda param: gathered.refilled(param)):
+            return _Unshard.apply(gathered, params, *stand_ins)  # type: ignore[no-untyped-call, no-any-return]
 
     @staticmethod
     @_python
@@ -527,11 +563,16 @@ class CallParameters:
             # Not noted at the first read, which may need no gradients.
             note_forward(self.gathered.unit.params)
             self._is_noted = True
-        trainable = self.stand_ins()
         self._values = dict(self.gathered.fulls)
         self.is_recorded = True
+        node = _Unshard.of_running_node(self.gathered.unit)
+        if node is not None:
+            self._values.update(zip(node.params, node.saved_tensors, strict=True))
+            return
+        check_reads_of_running_node(self.gathered.unit)
+        trainable = self.stand_ins()
         if trainable.params:
-            fulls = _Unshard.apply(self.gathered, trainable.params, *trainable.stand_ins)  # type: ignore[no-untyped-call]
+            fulls = _Unshard.apply_to(self.gathered, trainable.params, trainable.stand_ins)
             if self.gathered.unit.scope.was_unsharded_by_hand:
                 fulls = [_link(param, full) for param, full in zip(trainable.params, fulls, strict=True)]
             self._values.update(zip(trainable.params, fulls, strict=True))
@@ -631,7 +672,10 @@ class UncompiledForward:
                 param.sync_requires_grad()
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         state = state_of(unit)
+        if self._scope.lent and write_back(unit):
+            state.reading = None
         state.running += 1
+        state.is_compiled_in_part = not gathers
         if gathers and state.reading is None and _can_gather(unit) and not _is_traced():
             state.reading = CallParameters(unit)
             if torch.is_grad_enabled():

@@ -45,6 +45,8 @@ class Scope:
         finalizes_by_hand: whether ``finalize_backward()``, not the end of a backward, reduces gradients that backward left.
         post_optim_event: the event that the next forward has to wait for.
         was_unsharded_by_hand: whether ``unshard()`` was ever called, as pipelines do.
+        lent: the full parameters that code outside of their unit got in the running forward, by unit and identity
+            (:mod:`fsdp_compile.runtime.lent_parameters`).
         left_out_gradients: whether, in a step of several microbatches, a backward dropped gradients of parameters because
             autograd had not asked for them.
         optimizer_state: bytes of optimizer state on the device, as text. A memory budget sets it to have the model compiled
@@ -61,6 +63,7 @@ class Scope:
         "finalizes_by_hand",
         "is_last_backward",
         "left_out_gradients",
+        "lent",
         "optimizer_state",
         "post_optim_event",
         "tied_reads",
@@ -75,6 +78,7 @@ class Scope:
         self.uncompiled_depth = 0
         self.units: list[Unit] = []
         self.tied_reads: dict[str, Any] = {}
+        self.lent: dict[Unit, dict[int, Any]] = {}
         self.is_last_backward = True
         self.finalizes_by_hand = False
         self.post_optim_event: Event | None = None

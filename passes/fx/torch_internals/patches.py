@@ -101,6 +101,11 @@ read_module_attribute = Method("torch._dynamo.variables.nn_module:UnspecializedN
 # (``fsdp_compile/compiler/registered_attributes.py``). Tested with torch 2.13.
 guard_module_attribute = Method("torch._dynamo.guards:GuardBuilder", "getattr_on_nn_module", parameters=8)
 
+# From the first sharded module on, when Dynamo traces a call of an operator: makes an ``unshard`` an ``nn.Parameter``, and
+# those of one shard one object (``fsdp_compile/compiler/registered_attributes.py``). Tested with torch 2.13; without such a
+# method, code that asks for either gets another answer than without compilation.
+call_operator = Method("torch._dynamo.variables.torch:TorchInGraphFunctionVariable", "call_function", parameters=4)
+
 # From the first sharded module on: makes a slice of a list of sharded parameters a plain list. torch would register the slice
 # in a new ``nn.ParameterList``, as if each parameter was trained there (``fsdp_compile/api/parameters.py``). Tested with torch
 # 2.13.

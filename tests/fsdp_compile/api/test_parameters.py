@@ -215,6 +215,35 @@ def test_a_parametrization_for_the_time_of_a_forward(compiled: bool, one_rank: N
     assert_same_gradients(model, reference)
 
 
+_QUESTIONS: dict[str, Callable[[Any], bool]] = {
+    "is_a_parameter": lambda inner: isinstance(inner[0].weight, nn.Parameter) and torch.is_tensor(inner[0].weight),
+    "is_itself": lambda inner: inner[0].weight is inner[0].weight and id(inner[0].bias) == id(inner[0].bias),
+    "is_the_tied_one": lambda inner: inner[0].weight is inner[2].weight,
+    "is_another": lambda inner: inner[0].bias is not inner[2].bias,
+    "is_in_a_list": lambda inner: [param is inner[2].bias for param in inner.parameters()] == [False, False, True],
+    "is_in_a_set": lambda inner: len({id(param) for param in inner.parameters()} | {id(inner[2].weight)}) == 3,
+    "is_a_key": lambda inner: {inner[0].weight: True}.get(inner[2].weight, False),
+    "all_are_parameters": lambda inner: all(isinstance(param, nn.Parameter) for _, param in inner.named_parameters()),
+}
+
+
+@pytest.mark.parametrize("unit", ["", "inner", "inner.0"])
+@both_ways
+@pytest.mark.parametrize("question", _QUESTIONS)
+def test_asks_what_a_parameter_is(question: str, compiled: bool, unit: str, one_rank: None) -> None:
+    def answer(inner: Any) -> Tensor:
+        return inner(torch.ones(2, 8)).square().sum() * (3 if _QUESTIONS[question](inner) else 2)
+
+    model = _Runs(answer)
+    model.inner.append(nn.Linear(8, 8))
+    model.inner[2].weight = model.inner[0].weight
+    expected = model()
+    if unit:
+        fully_shard(model.get_submodule(unit))
+    fully_shard(model)
+    torch.testing.assert_close(_call(model, compiled)(), expected)
+
+
 class _Asks(nn.Module):
     """A module that asks for parameters, of its own and of a module inside, by ``hasattr`` and ``getattr``."""
 

@@ -41,8 +41,12 @@ class LentParameter:
         self._lent = self._content()
 
     @torch.no_grad()
-    def _content(self) -> list[list[int]]:
-        return [_numbers(tensor) for tensor in plain_tensors(self._full)]
+    def _content(self) -> Tensor | None:
+        """Return numbers that a write changes; None: ``reshard()`` has freed the tensor."""
+        numbers = [_numbers(tensor) for tensor in plain_tensors(self._full) if tensor.numel()]
+        if any(each is None for each in numbers):
+            return None
+        return torch.cat(numbers) if numbers else torch.empty(0)  # type: ignore[arg-type]
 
     def write_back(self) -> bool:
         """Copy this rank's part into the shard, if the full tensor was written. Return whether it was.
@@ -50,7 +54,8 @@ class LentParameter:
         Raises:
             RuntimeError: the shard is more precise than the full tensor.
         """
-        if (content := self._content()) == self._lent:
+        content = self._content()
+        if content is None or self._lent is None or torch.equal(content, self._lent):
             return False
         self._lent = content
         param, (full, *_) = self.param, plain_tensors(self._full)
@@ -74,15 +79,14 @@ def plain_tensors(full: Tensor) -> list[Tensor]:
     return [tensor for name in full.__tensor_flatten__()[0] for tensor in plain_tensors(getattr(full, name))]
 
 
-def _numbers(tensor: Tensor) -> list[int]:
+def _numbers(tensor: Tensor) -> Tensor | None:
     """Return sums of the tensor's bits, which a write changes, even one through ``.data`` or one that only moves elements."""
-    if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0:
-        return []  # In the second case, reshard() has freed it.
+    if tensor.untyped_storage().nbytes() == 0:
+        return None
     bits = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = bits.view(_INTEGERS[bits.itemsize]).reshape(bits.size(0) if bits.dim() else 1, -1)
     sums = (bits.sum(dim) for dim in (0, 1))
-    weighted = [(each * torch.arange(1, each.numel() + 1, device=each.device)).sum() for each in sums]
-    return [int(number) for number in torch.stack(weighted).tolist()]
+    return torch.stack([(each * torch.arange(1, each.numel() + 1, device=each.device)).sum() for each in sums])
 
 
 def lend(param: ShardedParam, full: Tensor) -> None:
@@ -104,22 +108,30 @@ def _metadata(node: Any) -> dict[str, Any]:
 _LENT = "fsdp_compile: lent parameters"
 
 
+def inputs_of_running_node() -> list[tuple[Any, int]]:
+    """Return the nodes that the inputs of the running autograd node are outputs of, and the number of each output.
+
+    Empty for a checkpoint, whose backward calls ``backward``: that finds the shards, whichever full tensors it computes with.
+    """
+    running = current_autograd_node()
+    if running is None or running.name() == "CheckpointFunctionBackward":
+        return []
+    return [(node, number) for node, number in running.next_functions if node is not None]
+
+
 def check_reads_of_running_node(unit: Unit) -> None:
     """Check that the running autograd node, whose backward reads parameters of the unit anew, got none that was lent.
 
     Raises:
         NotImplementedError: it did: ``autograd.grad`` would find no gradient of the parameter that it got.
     """
-    running = current_autograd_node()
-    # A checkpoint gets gradients by ``backward``, which finds them at the shards.
-    if running is None or running.name() == "CheckpointFunctionBackward":
-        return
-    for node, number in running.next_functions:
-        param = None if node is None else _metadata(node).get(_LENT, {}).get(number)
+    for node, number in inputs_of_running_node():
+        param = _metadata(node).get(_LENT, {}).get(number)
         if param is not None and param.unit is unit:
+            function = current_autograd_node().name()
             raise NotImplementedError(
-                f"{running.name()} computes with parameter {param.name} again, which its forward got from compiled code, and "
-                "would find no gradient. Leave the module that calls it uncompiled: compile the others (module.compile())."
+                f"{function} computes with parameter {param.name} again, which its forward got from compiled code, and would "
+                "find no gradient. Leave the module that calls it uncompiled: compile the others (module.compile())."
             )
 
 
@@ -130,8 +142,8 @@ def write_back(unit: Unit) -> bool:
 
 
 @disable_dynamo
-def end_loans(scope: Scope) -> None:
-    """Copy into shards what was written to lent parameters, and forget these."""
-    lent, scope.lent = scope.lent, {}
-    for each in [each for by_id in lent.values() for each in by_id.values()]:
-        each.write_back()
+def end_loans(scope: Scope, unit: Unit | None = None) -> None:
+    """Copy into shards what was written to lent parameters, of all units or of one, and forget these."""
+    for each in list(scope.lent) if unit is None else [unit]:
+        write_back(each)
+        scope.lent.pop(each, None)

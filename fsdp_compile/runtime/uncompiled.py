@@ -28,7 +28,6 @@ from torch.nn.modules import module as nn_module
 
 from passes.fx.torch_internals.core import (
     TorchDispatchModeKey,
-    current_autograd_node,
     disable_dynamo,
     get_dispatch_mode,
     global_forward_pre_hooks,
@@ -55,7 +54,7 @@ from .gradients import (
     unreduced_gradient,
     zeros_like_gradient,
 )
-from .lent_parameters import check_reads_of_running_node, plain_tensors, write_back
+from .lent_parameters import check_reads_of_running_node, end_loans, inputs_of_running_node, plain_tensors, write_back
 from .schedule_settings import must_not_gather
 from .unsharding import Resharded, end_forward, finish_gather_of, finish_unshard, gathered_together, start_gathers
 
@@ -476,9 +475,8 @@ class _Unshard(torch.autograd.Function):
         The backward of a custom function may call a module again, and ask ``autograd.grad`` for the gradients of the full
         parameters that its forward was given.
         """
-        running = current_autograd_node()
-        for node, _ in running.next_functions if running is not None else ():
-            if isinstance(node, _Unshard._backward_cls) and node.gathered.unit is unit:  # type: ignore[attr-defined, union-attr]
+        for node, _ in inputs_of_running_node():
+            if isinstance(node, _Unshard._backward_cls) and node.gathered.unit is unit:  # type: ignore[attr-defined]
                 return node
         return None
 
@@ -714,6 +712,8 @@ class UncompiledForward:
         state = state_of(self._unit)
         state.running -= 1
         state.modules_run.add(self._module)
+        if state.is_compiled_in_part and self._scope.lent:
+            end_loans(self._scope, self._unit)
         if len(state.modules_run) == len(self._unit.modules):
             _end_forward(self._unit)
         if self._scope.uncompiled_depth == 0:

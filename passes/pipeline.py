@@ -23,7 +23,7 @@ from .auto.large_parameters import separate_large_parameters
 from .auto.small_units import merge_small_units
 from .auto.step_policy import StepPolicy
 from .fx.emit import replaying_traces
-from .fx.graph import shard_input
+from .fx.graph import inputs_first, shard_input
 from .fx.torch_internals.aot import stable_topological_sort
 from .ir.interface import Interface
 from .ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
@@ -235,6 +235,8 @@ def run_preparing_passes(
         observer: called after every pass.
     """
     graph = gm.graph
+    # AOTAutograd makes tokens of effects ahead of the inputs.
+    inputs_first(graph)
     on = PartitionedGraph(graph, is_backward)
     run_all([*PREPARING_PASSES, *last_passes, *COPYING_PASSES], on, _stage(is_backward), observer)
     if is_backward:

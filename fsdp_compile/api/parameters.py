@@ -7,20 +7,29 @@ not passed to ``fully_shard`` keeps its class. Dynamo traces a read like other P
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch.autograd.graph import get_gradient_edge
+from torch.compiler import is_dynamo_compiling, is_exporting
 
-from passes.fx.torch_internals.core import disable_dynamo
-from passes.fx.torch_internals.patches import slice_parameter_list, swap_tensor
+from passes.fx.torch_internals.core import disable_dynamo, pytree
+from passes.fx.torch_internals.patches import check_escaped_gradients, slice_parameter_list, swap_tensor
 from passes.ir.ops import unshard, unshard_extension
 
 from ..runtime.lent_parameters import lend
-from ..runtime.uncompiled import in_global_pre_hook, is_outside, is_recomputing, read, read_in_recomputation
+from ..runtime.uncompiled import (
+    in_global_pre_hook,
+    in_tracing_mode,
+    is_outside,
+    is_recomputing,
+    read,
+    read_in_recomputation,
+)
 from ..torch_versions import in_compilation
 from ..units.sharded_param import ShardedParam, shard_attribute
 from ..units.unit import Unit
@@ -50,8 +59,10 @@ class ShardedParameters(MutableMapping[str, Any]):
 
     # Dynamo traces this for each parameter of each layer: every object and attribute on the way costs time, and a guard.
     def __getitem__(self, name: str) -> Any:
-        if not (is_dynamo_compiling() or in_compilation()):
-            return self._read_eagerly(name) if name in self.sharded else self.registered[name]
+        if not is_dynamo_compiling():
+            if not in_compilation():
+                return self._read_eagerly(name) if name in self.sharded else self.registered[name]
+            self._check_is_seen_by_dynamo(name)
         if not self.scope.active and not _traces_recomputation():
             return self.registered[name]
         found = getattr(self, f"_fsdp_shard_{name}", None)
@@ -66,6 +77,20 @@ class ShardedParameters(MutableMapping[str, Any]):
             shard, args, kwargs = found
             return unshard(shard, *args, **kwargs)
         return _unshard_special(*found)
+
+    def _check_is_seen_by_dynamo(self, name: str) -> None:
+        """Check that no opaque function reads a sharded parameter while a forward is traced.
+
+        Raises:
+            RuntimeError: one does: Dynamo's graph has no input for the parameter, and so would have no gradient.
+        """
+        is_read = name in self.sharded and not isinstance(getattr(self, shard_attribute(name)), Tensor)
+        # Dynamo itself looks into tables, too, but not while operators are traced.
+        if is_read and in_tracing_mode() and not is_exporting():
+            message = _closes_over(self.sharded[name], "torch._dynamo.nonstrict_trace or torch.compiler.allow_in_graph")
+            # Dynamo reports each error in a function of nonstrict_trace as one about its output, and breaks the graph there.
+            warnings.warn(message, stacklevel=3)
+            raise RuntimeError(message)
 
     @disable_dynamo
     def _read_eagerly(self, name: str) -> Any:
@@ -156,8 +181,15 @@ class ShardedParameters(MutableMapping[str, Any]):
         return self.registered.keys()
 
     def items(self) -> Any:
-        """Return names and parameters, full inside of a forward."""
-        return [(name, self._read_once(name)) for name in self.registered] if self._is_in_forward() else self.registered.items()
+        """Return names and parameters, full inside of a forward. A tensor in a parameter's place comes for the parameter."""
+        if self._is_in_forward():
+            return [(name, self._read_once(name)) for name in self.registered]
+        swapped = {} if is_dynamo_compiling() else self._swapped()
+        return (self.registered | swapped).items() if swapped else self.registered.items()
+
+    def _swapped(self) -> dict[str, Any]:
+        found = ((name, self.__dict__.get(shard_attribute(name))) for name in self.sharded)
+        return {name: value for name, value in found if isinstance(value, Tensor)}
 
     def values(self) -> Any:
         """Return parameters, full inside of a forward."""
@@ -211,6 +243,33 @@ def _unshard_special(
     return full if layout is None else layout.wrap(full)
 
 
+def _closes_over(sharded: ShardedParam, decorators: str) -> str:
+    return (
+        f"Parameter {sharded.name} is read inside a function that Dynamo does not look into ({decorators}), so its gradient "
+        "would be lost. Pass the parameter, or the module that it belongs to, to the function as an argument."
+    )
+
+
+def _refuse_escaped_parameters(outputs: Any, inputs: Sequence[Any]) -> None:
+    """Check that what a leaf function returns depends on no sharded parameter that was not passed to it.
+
+    Raises:
+        RuntimeError: it does. The function has an autograd graph of its own, which gives gradients to its inputs alone.
+    """
+    nodes: list[Any] = [value.grad_fn for value in pytree.tree_leaves(outputs) if isinstance(value, Tensor)]
+    seen: set[Any] = {None}
+    seen.update(get_gradient_edge(value).node for value in inputs if isinstance(value, Tensor) and value.requires_grad)
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        sharded = getattr(getattr(node, "variable", None), "_fsdp_sharded_param", None)
+        if sharded is not None:
+            raise RuntimeError(_closes_over(sharded, "torch._dynamo.decorators.leaf_function"))
+        nodes += [earlier for earlier, _ in node.next_functions]
+
+
 def table_of(module: nn.Module) -> ShardedParameters | None:
     """Return the table of a module that registers sharded parameters."""
     params: Any = module._parameters
@@ -224,11 +283,12 @@ def sharded_params_of(module: nn.Module) -> dict[str, ShardedParam]:
 
 
 def replace_functions() -> None:
-    """Replace two functions of torch for modules with a table, until ``patches.uninstall()``. Other modules keep torch's.
+    """Replace functions of torch for modules with a table, until ``patches.uninstall()``. Other modules keep torch's.
 
     - Slicing an ``nn.ParameterList`` registers the parameters in a new list, as if they were trained there.
     - ``swap_tensor``, by which ``torch.func.functional_call`` puts tensors into modules, puts back the full parameter that it
       found in a forward.
+    - ``check_escaped_gradients``, which torch calls after each leaf function, does its work by request only.
     """
 
     def make_getitem(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -248,5 +308,13 @@ def replace_functions() -> None:
 
         return swap
 
+    def make_check(original: Callable[..., None]) -> Callable[..., None]:
+        def check(outputs: Any, inputs: Sequence[Any], requires_grad_indices: set[int]) -> None:
+            _refuse_escaped_parameters(outputs, inputs)
+            original(outputs, inputs, requires_grad_indices)
+
+        return check
+
     slice_parameter_list.install(make_getitem)
     swap_tensor.install(make_swap)
+    check_escaped_gradients.install(make_check)

@@ -632,9 +632,13 @@ def read_in_recomputation(param: ShardedParam) -> Tensor | None:
 _TRACING_MODES = tuple(getattr(TorchDispatchModeKey, mode) for mode in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 
+def in_tracing_mode() -> bool:
+    """Return whether a mode that traces, or that computes with fake tensors, sees operators."""
+    return any(get_dispatch_mode(mode) is not None for mode in _TRACING_MODES)
+
+
 def _is_traced() -> bool:
-    is_transformed = peek_interpreter_stack() is not None
-    return is_transformed or any(get_dispatch_mode(mode) is not None for mode in _TRACING_MODES)
+    return peek_interpreter_stack() is not None or in_tracing_mode()
 
 
 def _can_gather(unit: Unit) -> bool:

@@ -122,6 +122,14 @@ def placeholder_index(graph: Graph) -> dict[Node, int]:
     return {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
 
 
+def inputs_first(graph: Graph) -> None:
+    """Move the inputs of a graph ahead of all other nodes. In place."""
+    first = next(node for node in graph.nodes)
+    if first.op != "placeholder":
+        for node in graph.find_nodes(op="placeholder"):
+            first.prepend(node)
+
+
 def shard_input(shard: Node) -> Node | None:
     """Return the placeholder of a shard, which may be cast already; None if the graph computes the shard otherwise."""
     while shard.target == _prims.convert_element_type.default:

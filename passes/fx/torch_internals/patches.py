@@ -35,7 +35,11 @@ class Method:
 
     def is_known(self) -> bool:
         """Return whether the installed torch has the method, with this number of parameters."""
-        found = vars(self._owner()).get(self.name)
+        try:
+            owner = self._owner()
+        except ImportError:
+            return False
+        found = vars(owner).get(self.name)
         return callable(found) and len(signature(found).parameters) == self.parameters
 
     @contextlib.contextmanager
@@ -114,6 +118,11 @@ slice_parameter_list = Method("torch.nn.modules.container:ParameterList", "__get
 # From the first sharded module on: makes ``torch.func.functional_call`` put tensors into the tables of sharded modules. Traced
 # code would not see them elsewhere (``fsdp_compile/api/parameters.py``). Tested with torch 2.13.
 swap_tensor = Method("torch.nn.utils._named_member_accessor", "swap_tensor", parameters=4)
+
+# From the first sharded module on: raises where a leaf function of Dynamo reads a sharded parameter that is not among its
+# arguments. torch loses such gradients, and checks for them only by request (``fsdp_compile/api/parameters.py``). Tested with
+# torch 2.13.
+check_escaped_gradients = Method("torch._higher_order_ops.invoke_leaf_function", "check_escaped_gradients", parameters=3)
 
 # Operators with other kernels over Gloo, from the first mesh over Gloo on (``passes/collectives/gloo.py``). torch's gather can
 # abort the process and has no kernel on a GPU. Its exchange uses one direction of a connection at a time. The same in torch

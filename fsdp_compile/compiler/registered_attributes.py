@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from passes.fx.torch_internals.core import HigherOrderOperator
 from passes.fx.torch_internals.dynamo import ConstantVariable
 from passes.fx.torch_internals.patches import call_operator, guard_module_attribute, read_module_attribute
 from passes.ir.ops import unshard
@@ -33,6 +34,27 @@ def _same_for_shard(tx: Any, shard: Any, full: Any) -> Any:
     full.class_type = nn.Parameter
     earlier = _read.setdefault(tx.output.current_tracer, {})
     return earlier.setdefault((shard.as_proxy().node, torch.is_grad_enabled()), full)
+
+# Without such a check, torch.cond and its like, which compile their bodies in an uncompiled forward, too, fail in backward; or
+# torch refuses two shards as inputs that share memory. Bodies of checkpoints may read parameters.
+_CLOSED_BODIES = ("cond", "map_impl", "scan", "while_loop", "associative_scan", "invoke_subgraph")
+
+
+def _check_is_in_no_body(tx: Any, name: str) -> None:
+    """Check that Dynamo is not tracing the body of a higher-order operator in which a parameter may not be read.
+
+    Raises:
+        RuntimeError: it is. Dynamo would take a ``NotImplementedError`` for one of its own, and go on.
+    """
+    tracer = tx.output.current_tracer
+    while tracer is not None:
+        operator = getattr(tracer, "source_target", None)
+        if isinstance(operator, HigherOrderOperator) and operator.name() in _CLOSED_BODIES:
+            raise RuntimeError(
+                f"Parameter {name} is read inside the body of a higher-order operator ({operator.name()}). Read it before, and "
+                "pass it in as an operand."
+            )
+        tracer = tracer.parent
 
 
 def install(kind: type) -> None:
@@ -58,6 +80,8 @@ def install(kind: type) -> None:
             is_registered = table is not None and not hasattr(type(module), name)
             if is_registered and not tx.output.side_effects.has_pending_mutation(self):
                 if name in table:
+                    if name in table.sharded:
+                        _check_is_in_no_body(tx, table.sharded[name].name)
                     key = ConstantVariable.create(name)
                     function = self.build(tx, operator.getitem)
                     return function.call_function(tx, [original(self, tx, "_parameters"), key], {})

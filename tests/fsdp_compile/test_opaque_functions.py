@@ -120,3 +120,71 @@ def test_parameters_of_a_module_that_reads_other_tensors(one_rank: None) -> None
             name: id(value) for name, value in given.items()
         }
     assert all(isinstance(param, nn.Parameter) for param in model.parameters())
+
+
+@torch.compiler.nested_compile_region
+def region(x: Tensor, *weights: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, *weights)
+
+
+def nested(body: Callable[..., Tensor], x: Tensor, *operands: Tensor) -> Tensor:
+    return torch.compiler.nested_compile_region(body)(x, *operands)
+
+
+def cond(body: Callable[..., Tensor], x: Tensor, *operands: Tensor) -> Tensor:
+    result: Tensor = torch.cond(x.sum() > -100, body, lambda x, *_: x + 1, (x, *operands))
+    return result
+
+
+def mapped(body: Callable[..., Tensor], x: Tensor, *operands: Tensor) -> Tensor:
+    result: Tensor = torch._higher_order_ops.map(body, x, *operands)
+    return result
+
+
+def direct(body: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    return body(*given)
+
+
+class WithBody(nn.Module):
+    """A module with a unit inside, which the body of a higher-order operator calls, or whose parameters the body takes."""
+
+    def __init__(self, call: Callable[..., Tensor], body: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.layer, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)
+        self._call, self._body = call, body
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        if self._body is None:
+            return self._call(lambda x: self.inner(x), x)
+        return self._call(self._body, x, self.layer.weight, self.layer.bias)
+
+
+def body_beside_whole(call: Callable[..., Tensor], body: Callable[..., Tensor] | None = None) -> tuple[Any, Any, Any]:
+    def shard(model: Any) -> Any:
+        fully_shard(model.inner)
+        return fully_shard(model)
+
+    return compiled_beside_whole(lambda: WithBody(call, body), shard, _EAGER_LOWERING)
+
+
+@pytest.mark.parametrize(
+    ("call", "is_compiled"), [(cond, False), (cond, True), (mapped, False), (mapped, True), (nested, True)]
+)
+def test_a_body_of_a_higher_order_operator_that_reads_parameters_is_refused(
+    call: Callable[..., Tensor], is_compiled: bool, one_rank: None
+) -> None:
+    model, compiled, _ = body_beside_whole(call)
+    with pytest.raises(RuntimeError, match=r"Parameter inner\.weight is read inside the body of .*pass it in as an operand"):
+        (compiled if is_compiled else model)(torch.ones(3, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["uncompiled", "compiled"])
+@pytest.mark.parametrize(
+    ("call", "body"), [(cond, torch.nn.functional.linear), (mapped, torch.nn.functional.linear), (direct, region)]
+)
+def test_a_body_of_a_higher_order_operator_takes_parameters(
+    call: Callable[..., Tensor], body: Callable[..., Tensor], is_compiled: bool, one_rank: None
+) -> None:
+    model, compiled, whole = body_beside_whole(call, body)
+    train_both(model, compiled if is_compiled else model, whole)

@@ -16,8 +16,8 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 
-# The class of operators in a graph, which tells them from other functions and has their schema.
-from torch._ops import OpOverload
+# The classes of operators in a graph, which tell them from other functions and have their schema, and of those with bodies.
+from torch._ops import HigherOrderOperator, OpOverload
 
 # The strides of a contiguous tensor of a certain shape.
 from torch._prims_common import make_contiguous_strides_for

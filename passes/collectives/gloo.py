@@ -154,6 +154,11 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: Process
             register_work(whole, channel.send([sent[target]], target, tag))
 
 
+def _in_reals(tensor: Tensor) -> Tensor:
+    # Gloo exchanges no complex numbers.
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> Tensor:
     gathered = shard.new_empty([shard.size(0) * group_size, *shard.shape[1:]])
     group = _resolve(group_name)
@@ -166,8 +171,10 @@ def _all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> 
         if has_opposite:
             _exchange(rows.unbind(), [flat] * group_size, group, gathered, message_tags.get(group_name, _TAG))
             rows[group.rank()].copy_(flat)
+        elif group_size == 1:
+            rows.copy_(flat)
         else:
-            work = group.alltoall_base(rows.view(-1), flat.repeat(group_size), [], [])
+            work = group.alltoall_base(_in_reals(rows.view(-1)), _in_reals(flat.repeat(group_size)), [], [])
             register_work(gathered, work)
     return gathered
 
@@ -180,8 +187,10 @@ def _all_to_all_single(source: Tensor, output_split_sizes: list[int], input_spli
             pieces, sent = received.split(output_split_sizes), source.contiguous().split(input_split_sizes)
             _exchange(pieces, sent, group, received, message_tags.get(group_name, _TAG))
             pieces[group.rank()].copy_(sent[group.rank()])
+        elif group.size() == 1:
+            received.copy_(source)
         else:
-            work = group.alltoall_base(received, source, output_split_sizes, input_split_sizes)
+            work = group.alltoall_base(_in_reals(received), _in_reals(source), output_split_sizes, input_split_sizes)
             register_work(received, work)
     return received
 

@@ -265,14 +265,14 @@ class Spectral(nn.Module):
         return torch.view_as_real(x.to(torch.complex64) @ self.weight)
 
 
-def train_complex(compiled: bool) -> None:
+def train_complex(options: Any) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     twin, model = Spectral(), Spectral()
     model.load_state_dict(twin.state_dict())
     fully_shard(model, mesh=device_mesh((world,)))
-    if compiled:
-        model.compile(**_EAGER_LOWERING)
+    if options is not None:
+        model.compile(**options)
     batches = torch.randn(world, 4, 3)
     model(batches[rank]).square().mean().backward()
     twin(batches).square().mean().backward()
@@ -283,4 +283,9 @@ def train_complex(compiled: bool) -> None:
 @_systems
 def test_complex_parameters(compiled: bool, rank_pools: RankPools) -> None:
     """FSDP2 trains complex parameters over NCCL, but has no collective for them over Gloo."""
-    rank_pools[2].run(train_complex, compiled=compiled)
+    rank_pools[2].run(train_complex, options=_EAGER_LOWERING if compiled else None)
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_complex_parameters_of_one_rank(lowering: str, one_rank: None) -> None:
+    train_complex({"backend": fsdp_backend, "options": {"lowering": lowering}})

@@ -27,7 +27,14 @@ def _gather_many(opposite: bool) -> None:
     """Start gathers of several sizes and dtypes, and wait for the last one first; a job for ranks."""
     group = device_mesh((4,)).get_group()
     _set_opposite(group, opposite)
-    whats = [(1, torch.float32), (200_000, torch.float32), (3, torch.bfloat16), (0, torch.float32), (70_000, torch.int8)]
+    whats = [
+        (1, torch.float32),
+        (200_000, torch.float32),
+        (3, torch.bfloat16),
+        (0, torch.float32),
+        (70_000, torch.int8),
+        (5, torch.complex64),
+    ]
     for _ in range(3):
         flight = [_c10d.all_gather_into_tensor(_shard(group.rank(), *what), 4, group.group_name) for what in whats]
         for gathered, what in reversed(list(zip(flight, whats, strict=True))):
@@ -35,14 +42,14 @@ def _gather_many(opposite: bool) -> None:
             assert torch.equal(_c10d.wait_tensor(gathered), expected)
 
 
-def _exchange_unevenly(opposite: bool) -> None:
+def _exchange_unevenly(opposite: bool, dtype: torch.dtype) -> None:
     """Exchange matrices: rank i sends ``rows[i][j]`` rows, or none, to rank j; a job for ranks."""
     group = device_mesh((4,)).get_group()
     _set_opposite(group, opposite)
     rows = [[0, 3, 1, 2], [5, 1, 0, 0], [1, 1, 1, 40_000], [0, 0, 2, 1]]
 
     def piece(source: int, target: int) -> Tensor:
-        return torch.full((rows[source][target], 3), 10.0 * source + target)
+        return torch.full((rows[source][target], 3), 10.0 * source + target, dtype=dtype)
 
     rank = group.rank()
     sent = torch.cat([piece(rank, target) for target in range(4)])
@@ -55,7 +62,8 @@ def _exchange_unevenly(opposite: bool) -> None:
 @pytest.mark.parametrize("opposite", [True, False])
 def test_collectives_in_flight_do_not_mix(rank_pools: RankPools, opposite: bool) -> None:
     rank_pools[4].run(_gather_many, opposite=opposite)
-    rank_pools[4].run(_exchange_unevenly, opposite=opposite)
+    rank_pools[4].run(_exchange_unevenly, opposite=opposite, dtype=torch.float32)
+    rank_pools[4].run(_exchange_unevenly, opposite=opposite, dtype=torch.complex64)
 
 
 class Channel:

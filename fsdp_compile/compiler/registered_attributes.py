@@ -35,6 +35,7 @@ def _same_for_shard(tx: Any, shard: Any, full: Any) -> Any:
     earlier = _read.setdefault(tx.output.current_tracer, {})
     return earlier.setdefault((shard.as_proxy().node, torch.is_grad_enabled()), full)
 
+
 # Without such a check, torch.cond and its like, which compile their bodies in an uncompiled forward, too, fail in backward; or
 # torch refuses two shards as inputs that share memory. Bodies of checkpoints may read parameters.
 _CLOSED_BODIES = ("cond", "map_impl", "scan", "while_loop", "associative_scan", "invoke_subgraph")

@@ -364,11 +364,19 @@ def _(values: Sequence[Tensor], fulls: Sequence[Tensor]) -> list[Tensor]:
 def _save_fulls(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     _, fulls = inputs
     ctx.save_for_backward(*fulls)
+    trained = [index for index, full in enumerate(fulls) if full.requires_grad]
+    ctx.smallest = min(trained, key=lambda index: fulls[index].numel(), default=None)
 
 
 def _backward_with_unit(ctx: Any, grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    fulls = ctx.saved_tensors
-    return with_unit(list(grads), list(fulls)), list(map(torch.zeros_like, fulls))
+    fulls = list(ctx.saved_tensors)
+    zeros = list(map(torch.zeros_like, fulls))
+    if ctx.smallest is None:
+        return with_unit(list(grads), fulls), zeros
+    # One of the gradients passes through the operator. Else it would be dead code where no gradient of the unit depends on
+    # ``grads``: torch knows those of a batch of no elements in advance.
+    *passed, zeros[ctx.smallest] = with_unit([*grads, zeros[ctx.smallest]], fulls)
+    return passed, zeros
 
 
 torch.library.register_autograd(with_unit, _backward_with_unit, setup_context=_save_fulls, lib=_library)

@@ -97,6 +97,20 @@ class ExpertTowers(TwoHeads):
         self.towers = nn.ModuleList(Experts() for _ in range(2))
 
 
+class NoRows(TwoHeads):
+    """One rank has no rows: torch computes the gradients of a norm without parameters then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, tokens: Tensor, image: Tensor, variant: bool) -> Tensor:
+        x = self.tokens(tokens).flatten(0, 1)
+        for tower in self.towers:
+            x = tower(x[:0] if variant else x)
+        return torch.cat([self.head(x), self.boxes(x)], -1)
+
+
 class OtherBranch(TowersFirst):
     """The ranks compute other things with the same parameters."""
 
@@ -118,6 +132,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "another reader first": TowersFirst,
     "parameters that some ranks read": TwoHeads,
     "experts in a loop": ExpertTowers,
+    "no rows": NoRows,
     "another branch": OtherBranch,
     "no tokens": OtherSizes,
 }

@@ -19,6 +19,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes.auto.memory_budget import BudgetTooLow
+from passes.fx.decompositions import decompositions
 from passes.fx.graph import placeholder_index
 from passes.fx.size_guards import SizeGuard
 from passes.fx.torch_internals.aot import functorch_config
@@ -368,6 +369,7 @@ class _Compilation:
                 self._examples,
                 inner_compile=self._inner_compile,  # type: ignore[arg-type]
                 config_patches=self._config_patches | self._partitioning,
+                decompositions=decompositions(),
             )
         return cast("Callable[..., Any]", compiled)
 

@@ -43,10 +43,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
 
+from ..fx.decompositions import decompositions
 from ..fx.fake_values import FakeCopies
 from ..fx.torch_internals.aot import V, aot_function, joint_graph_passes
 from ..fx.torch_internals.core import FakeTensor, OpOverload, TracingContext, log_api_usage_once, pytree, tracing
-from ..fx.torch_internals.operators import seeds, select_decomp_table
+from ..fx.torch_internals.operators import seeds
 from ..ir.ops import ReduceGrad, Unshard, is_unshard, reduce_grad, unshards, update_args
 from .refresh_layouts import TracedValues, refresh_layouts
 
@@ -364,7 +365,7 @@ def _trace_jointly(function: Callable[..., Any], inputs: list[Tensor]) -> GraphM
         raise _Traced(gm)
 
     try:
-        aot_function(function, stop, partition_fn=stop, decompositions=select_decomp_table(), enable_log=False)(*inputs)
+        aot_function(function, stop, partition_fn=stop, decompositions=decompositions(), enable_log=False)(*inputs)
     except _Traced as traced:
         return traced.gm
     raise AssertionError("AOTAutograd traced no graph.")

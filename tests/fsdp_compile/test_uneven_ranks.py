@@ -128,11 +128,23 @@ class OtherSizes(TowersFirst):
         return self.head(x)
 
 
+class OneRow(TowersFirst):
+    """One rank has a single row. Inductor decomposes small products of one row, and so recomputes what they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 8)])
+
+    def forward(self, tokens: Tensor, image: Tensor, variant: bool) -> Tensor:
+        return self.towered(image.flatten(0, 1)[: 1 if variant else None]) + 0.0 * self.head(self.tokens(tokens)).sum()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "another reader first": TowersFirst,
     "parameters that some ranks read": TwoHeads,
     "experts in a loop": ExpertTowers,
     "no rows": NoRows,
+    "one row": OneRow,
     "another branch": OtherBranch,
     "no tokens": OtherSizes,
 }

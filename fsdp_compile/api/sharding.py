@@ -21,6 +21,7 @@ from passes.fx.torch_internals.distributed import concatenate_meshes
 from passes.fx.torch_internals.dynamo import OptimizedModule
 
 from ..compiler import registered_attributes
+from ..runtime import func_transforms
 from ..runtime.eager_hooks import attach
 from ..torch_versions import check_policy
 from ..units.extension import check_extension, is_extension
@@ -150,6 +151,7 @@ def fully_shard(
             _name_units(member)
     registered_attributes.install(ShardedParameters)
     replace_functions()
+    func_transforms.install()
     if isinstance(offload_policy, PartialCPUOffloadPolicy):
         offload_policy.bytes_on_device += bytes_on_device
     for param in ignored:

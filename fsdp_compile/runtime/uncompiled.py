@@ -14,10 +14,11 @@ Communication is as FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_gro
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -391,6 +392,20 @@ def _hooks(unit: Unit) -> torch.autograd.graph.saved_tensors_hooks:
         return _SavedTensor.of(tensor) if others is None else _UserPacked(others[1], others[0](tensor))
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+@contextlib.contextmanager
+def without_hooks_of_units() -> Iterator[None]:
+    """Remove the innermost saved-tensor hooks in the block, if they are of units. What is saved then is saved as it is."""
+    removed = []
+    while (hooks := top_saved_tensors_default_hooks(False)) is not None and hooks[1] is _unpack:
+        removed.append(torch.autograd.graph.saved_tensors_hooks(*hooks))
+        removed[-1].__exit__()
+    try:
+        yield
+    finally:
+        for each in reversed(removed):
+            each.__enter__()
 
 
 def _note_of(tensor: Tensor, unit: Unit) -> _Note | _NoteOfDTensor | _NoteOfSubclass | None:

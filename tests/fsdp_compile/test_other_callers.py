@@ -25,6 +25,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fsdp_backend, fully_shard
+from passes.fx.torch_internals.core import top_saved_tensors_default_hooks
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import full
@@ -731,3 +732,60 @@ def test_a_layer_that_takes_the_place_of_another(is_unit: bool, one_rank: None) 
     compiled(x).sum().backward()
     reference(x).sum().backward()
     assert_same_gradients(model, reference)
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+    "jacrev": lambda f, x: torch.func.jacrev(lambda x: f(x).sum(0))(x).sum(0),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).square().sum())(x).sum((0, 1)),
+    "vmap": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).square().sum()))(x),
+}
+
+
+class Transformed(nn.Module):
+    """A module whose forward transforms a function of its own parameters and those of a unit inside."""
+
+    def __init__(self, transform: str) -> None:
+        super().__init__()
+        self.own, self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self._transform = TRANSFORMS[transform]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inner(x))
+        return self.head(self._transform(lambda x: self.inner(torch.tanh(self.own(x))), x))
+
+
+def train_transformed(transform: str, how: str) -> None:
+    torch.manual_seed(0)
+    model, whole = Transformed(transform).double(), Transformed(transform).double()
+    whole.load_state_dict(model.state_dict())
+    mesh = device_mesh((dist.get_world_size(),))
+    fully_shard(model.inner, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    compiled = compile_with(model, how)
+    for step in range(2):
+        x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4) + step
+        for forward in (compiled, whole):
+            forward(x).square().sum().backward()
+        assert top_saved_tensors_default_hooks(False) is None
+        assert_same_gradients(model, whole)
+
+
+@pytest.mark.parametrize("how", ["uncompiled", "ours"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_forward_transforms_a_function_of_parameters(transform: str, how: str, one_rank: None) -> None:
+    """Transforms that compute gradients refuse saved-tensor hooks, which units that reshard after forward have."""
+    train_transformed(transform, how)
+
+
+def test_ranks_transform_a_function_of_parameters(rank_pools: RankPools) -> None:
+    rank_pools[2].run(train_transformed, transform="jacrev", how="uncompiled")
+
+
+def test_a_transform_still_refuses_hooks_of_the_user(one_rank: None) -> None:
+    model: Any = fully_shard(Transformed("grad"), mesh=init_device_mesh("cpu", (1,)))
+    x = torch.randn(3, 4)
+    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"), torch.autograd.graph.save_on_cpu():
+        model(x)
+    model(x).sum().backward()

@@ -124,6 +124,14 @@ swap_tensor = Method("torch.nn.utils._named_member_accessor", "swap_tensor", par
 # torch 2.13.
 check_escaped_gradients = Method("torch._higher_order_ops.invoke_leaf_function", "check_escaped_gradients", parameters=3)
 
+# From the first sharded module on: removes the saved-tensor hooks of units while ``torch.func.grad``, ``vjp`` or what builds on
+# them runs in the forward of a unit that reshards after it (``fsdp_compile/runtime/func_transforms.py``). Tested with torch
+# 2.13.
+gradient_transforms = (
+    Method("torch._functorch.eager_transforms", "grad_and_value_impl", parameters=5),
+    Method("torch._functorch.eager_transforms", "_vjp_with_argnums", parameters=4),
+)
+
 # Operators with other kernels over Gloo, from the first mesh over Gloo on (``passes/collectives/gloo.py``). torch's gather can
 # abort the process and has no kernel on a GPU. Its exchange uses one direction of a connection at a time. The same in torch
 # 2.11 to 2.15.

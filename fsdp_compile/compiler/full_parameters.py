@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from passes.fx.graph import placeholder_index
-from passes.fx.torch_internals.core import is_traceable_wrapper_subclass
+from passes.fx.torch_internals.core import get_unwrapped, is_functorch_wrapped_tensor, is_traceable_wrapper_subclass
 from passes.ir.ops import Unshard, unshards
 
 from ..runtime.graph_inputs import sharded_param
@@ -101,7 +102,9 @@ def _written(gm: GraphModule) -> Iterator[Node]:
 def _memory(node: Node) -> int | None:
     """Return a number for the memory of a node's value; None: it is no plain tensor."""
     value = node.meta.get("example_value")
-    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value) or value.layout != torch.strided:
         return None
     return value.untyped_storage()._cdata
 

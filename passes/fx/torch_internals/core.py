@@ -85,6 +85,10 @@ AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
 saved_tensors_hooks_is_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
+# Tensors in a transform of torch.func wrap others, whose memory they share.
+get_unwrapped = torch._C._functorch.get_unwrapped
+is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+
 # Tell whether a transform of torch.func, or a mode that traces, sees operators: then units do not communicate.
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 TorchDispatchModeKey = torch._C._TorchDispatchModeKey

@@ -274,8 +274,10 @@ class ShardedParam:
         """Check that ``param`` can replace this parameter.
 
         Raises:
-            ValueError: ``param`` is no DTensor of the same mesh, placements and shape.
+            ValueError: ``param`` is None, or no DTensor of the same mesh, placements and shape.
         """
+        if param is None:
+            raise ValueError(self._removed_message())
         spec, own = getattr(param, "_spec", None), self.param._spec  # type: ignore[attr-defined]
         if spec is None or spec.mesh != own.mesh or spec.placements != own.placements or spec.shape != own.shape:
             raise ValueError(
@@ -284,12 +286,21 @@ class ShardedParam:
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict."
             )
 
+    def _removed_message(self) -> str:
+        return (
+            f"Parameter {self.name} is sharded and cannot be removed by setting it to None. Do that before fully_shard; or "
+            "fill the parameter with zeros and freeze it: param.requires_grad_(False)."
+        )
+
     def check_is_no_other(self, value: Any) -> None:
         """Check that ``value``, which is to take this parameter's place in a module, is no other sharded parameter.
 
         Raises:
-            ValueError: it is one, of this or another model. Each would take the other's memory and gradients for its own.
+            ValueError: it is one, of this or another model. Each would take the other's memory and gradients for its own. Or it
+                is None.
         """
+        if value is None:
+            raise ValueError(self._removed_message())
         if not isinstance(value, DTensor):
             return
         # Parameters on the meta device have no memory: those of this model are found by its units.

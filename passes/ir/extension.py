@@ -80,8 +80,14 @@ def plain_gradient(grad: Tensor, name: str) -> Tensor:
     parallelisms (DTensor, AsyncCollectiveTensor) are returned as they are.
 
     Raises:
+        NotImplementedError: the gradient is sparse.
         TypeError: the gradient does not copy into a plain tensor.
     """
+    if grad.layout != torch.strided:
+        raise NotImplementedError(
+            f"The gradient of parameter {name} is sparse, as that of nn.Embedding(sparse=True). Sparse gradients are not "
+            "supported: build the module with sparse=False."
+        )
     if not is_traceable_wrapper_subclass(grad) or isinstance(grad, (DTensor, AsyncCollectiveTensor)):
         return grad
     inner = getattr(grad, grad.__tensor_flatten__()[0][0])

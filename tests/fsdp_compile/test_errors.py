@@ -658,3 +658,27 @@ def test_backend_by_name() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "DTensor"
+
+
+def test_a_parameter_is_set_to_none(one_rank: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=_mesh())
+    removals: list[Callable[[], None]] = [
+        lambda: setattr(model[1], "bias", None),
+        lambda: model[1].register_parameter("bias", None),
+        lambda: model[1]._parameters.__setitem__("bias", None),
+    ]
+    for remove in removals:
+        with pytest.raises(ValueError, match=r"Parameter 1\.bias is sharded and cannot be removed.*before fully_shard"):
+            remove()
+    model(torch.ones(3, 4)).sum().backward()
+    assert isinstance(model[1].bias.grad, DTensor)
+
+
+@pytest.mark.parametrize("options", [None, _EAGER_LOWERING, {"backend": "aot_eager"}], ids=["eager", "ours", "another backend"])
+def test_sparse_gradients(options: dict[str, Any] | None, one_rank: None) -> None:
+    model = fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), mesh=_mesh())
+    forward = model if options is None else torch.compile(model, **options)
+    # Compiled, the error is one of the backend's, in forward.
+    with pytest.raises(Exception, match=r"The gradient of parameter 0\.weight is sparse.*sparse=False"):
+        forward(torch.tensor([1, 2, 2])).sum().backward()

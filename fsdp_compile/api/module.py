@@ -65,7 +65,7 @@ def _register_parameter(module: nn.Module, original: Callable[..., None], name: 
     table = table_of(module)
     if table is None or name not in table.sharded:
         original(name, param)
-    elif table.has_lent(name, param):
+    elif table.was_read(name, param):
         # A parametrization that a forward removes puts back the full tensor that it read.
         table[name] = param
     else:

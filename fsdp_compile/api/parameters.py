@@ -55,7 +55,7 @@ class ShardedParameters(MutableMapping[str, Any]):
         self.unit = unit
         self.scope = unit.scope
         # The full parameters that uncompiled reads returned last.
-        self._lent: dict[str, weakref.ref[Tensor]] = {}
+        self._last_reads: dict[str, weakref.ref[Tensor]] = {}
 
     # Dynamo traces this for each parameter of each layer: every object and attribute on the way costs time, and a guard.
     def __getitem__(self, name: str) -> Any:
@@ -101,7 +101,7 @@ class ShardedParameters(MutableMapping[str, Any]):
         is_recomputed = not is_active and is_recomputing()
         if (not is_active and not is_recomputed) or in_global_pre_hook(self.unit):
             shown = sharded.state.shown(sharded.param)
-            return registered if shown is None else self._lend(name, sharded.as_read(shown))
+            return registered if shown is None else self._remember(name, sharded.as_read(shown))
         if sharded.shard.is_meta:
             raise RuntimeError(sharded.meta_message())
         # Where a checkpoint recomputes a part of a unit, no forward of the unit runs.
@@ -114,15 +114,15 @@ class ShardedParameters(MutableMapping[str, Any]):
         full._is_param = True  # type: ignore[attr-defined]
         if is_active and is_outside(self.unit):
             lend(sharded, full)
-        return self._lend(name, full)
+        return self._remember(name, full)
 
-    def _lend(self, name: str, full: Tensor) -> Tensor:
-        self._lent[name] = weakref.ref(full)
+    def _remember(self, name: str, full: Tensor) -> Tensor:
+        self._last_reads[name] = weakref.ref(full)
         return full
 
-    def has_lent(self, name: str, value: Any) -> bool:
+    def was_read(self, name: str, value: Any) -> bool:
         """Return whether ``value`` is the full parameter that an uncompiled read returned last."""
-        lent = self._lent.get(name)
+        lent = self._last_reads.get(name)
         return lent is not None and value is not None and lent() is value
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -135,7 +135,7 @@ class ShardedParameters(MutableMapping[str, Any]):
                 f"A compiled forward puts a tensor into module._parameters, in the place of parameter {sharded.name}. Use "
                 "torch.func.functional_call, or do it outside of the compiled function."
             )
-        if value is sharded.param or self.has_lent(name, value):
+        if value is sharded.param or self.was_read(name, value):
             # The caller replaced the parameter, and puts back what it had read before.
             self.registered[name] = sharded.param
             sharded.update_operator_args()
@@ -251,10 +251,10 @@ def _closes_over(sharded: ShardedParam, decorators: str) -> str:
 
 
 def _refuse_escaped_parameters(outputs: Any, inputs: Sequence[Any]) -> None:
-    """Check that what a leaf function returns depends on no sharded parameter that was not passed to it.
+    """Check that the results of a leaf function depend on no sharded parameter but those among its arguments.
 
     Raises:
-        RuntimeError: it does. The function has an autograd graph of its own, which gives gradients to its inputs alone.
+        RuntimeError: they do. The function has an autograd graph of its own, which gives gradients to its inputs alone.
     """
     nodes: list[Any] = [value.grad_fn for value in pytree.tree_leaves(outputs) if isinstance(value, Tensor)]
     seen: set[Any] = {None}

@@ -120,10 +120,10 @@ def inputs_of_running_node() -> list[tuple[Any, int]]:
 
 
 def check_reads_of_running_node(unit: Unit) -> None:
-    """Check that the running autograd node, whose backward reads parameters of the unit anew, got none that was lent.
+    """Check that no input of the running autograd node, whose backward reads the unit again, is a lent parameter of the unit.
 
     Raises:
-        NotImplementedError: it did: ``autograd.grad`` would find no gradient of the parameter that it got.
+        NotImplementedError: one is. ``autograd.grad`` would find no gradient for this input.
     """
     for node, number in inputs_of_running_node():
         param = _metadata(node).get(_LENT, {}).get(number)

@@ -155,9 +155,10 @@ class Gathered:
         for storage in self._param_in:
             _by_storage[storage] = self
 
-    def refilled(self, param: ShardedParam) -> Tensor:
-        """Return a full parameter, which is gathered again if it is not in memory."""
-        self.fill()
+    def new_tensor(self, param: ShardedParam) -> Tensor:
+        """Return a new tensor over the memory of a full parameter. Gather the unit if necessary."""
+        if not self.fulls:
+            self.fill()
         full = self.fulls[param]
         return full.detach() if is_traceable_wrapper_subclass(full) else full.data
 
@@ -476,10 +477,7 @@ class _Unshard(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.gathered, ctx.params = gathered, params
         # New tensors for each call, as autograd marks them as outputs of this node.
-        outputs = tuple(
-            full.detach() if is_traceable_wrapper_subclass(full) else full.data
-            for full in map(gathered.fulls.__getitem__, params)
-        )
+        outputs = tuple(map(gathered.new_tensor, params))
         ctx.save_for_backward(*outputs)
         return outputs
 
@@ -499,7 +497,7 @@ class _Unshard(torch.autograd.Function):
     def apply_to(gathered: Gathered, params: list[ShardedParam], stand_ins: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the gathered parameters, as outputs of a new node."""
         order = iter(params)
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: next(order), lambda param: gathered.refilled(param)):
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: next(order), gathered.new_tensor):
             return _Unshard.apply(gathered, params, *stand_ins)  # type: ignore[no-untyped-call, no-any-return]
 
     @staticmethod

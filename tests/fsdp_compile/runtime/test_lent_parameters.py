@@ -55,7 +55,7 @@ class _Taught(nn.Module):
 
     def __init__(self, write: Write, in_graph: bool = False):
         super().__init__()
-        # Of the last parameters, one rank of two holds no row.
+        # One of two ranks holds no row of the last layer's parameters.
         self.student, self.teacher = (nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 1)) for _ in range(2))
         self.teacher.requires_grad_(False)
         self.write = write if in_graph else torch.compiler.disable(write)

@@ -23,14 +23,13 @@ import torch.distributed as dist
 
 from passes.collectives.functional import (
     finish_all_reduce,
-    finish_gather,
     finish_reduce_scatter,
     group_size,
     start_all_reduce,
-    start_gather,
     start_reduce_scatter,
     supports_averaging,
 )
+from passes.collectives.gather import finish_gather, start_gather
 from passes.models.hardware import Hardware, HostLink, Link, Links, dtype_name
 
 from .calibrate_cpu import cold_product, measure_cpu

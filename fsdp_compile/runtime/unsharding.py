@@ -9,13 +9,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from passes.collectives.functional import finish_gather, group_size, reshard_rounded, shard_on_device, start_gather
-from passes.collectives.layout import REPLICATED, padded_shard_shape
+from passes.collectives.functional import group_size
+from passes.collectives.gather import (
+    AsNumbers,
+    Rounded,
+    choose_format,
+    finish_gather,
+    reshard_rounded,
+    shard_on_device,
+    start_gather,
+)
+from passes.collectives.layout import padded_shard_shape
 from passes.collectives.rounded_gather import is_rounded
 from passes.ir.extension import gathered_shape, with_rows
 
 from ..units.sharded_param import ShardedParam
-from ..units.unit import PackedTensors, PendingGather, Unit
+from ..units.unit import PendingGather, SentTensors, Unit
 from .collective_log import eager_run
 
 
@@ -96,83 +105,63 @@ def start_gathers(
 def _start_gather(
     unit: Unit, params: list[ShardedParam], label: str, resharded: Mapping[ShardedParam, Resharded]
 ) -> PendingGather:
-    if params[0].is_packed:
-        return _start_packed(params, label)
-    dtype, sharded = params[0].compute_dtype, [param for param in params if not param.is_whole]
-    is_resharded = any(param in resharded for param in sharded)
-    group = resharded[sharded[0]].group if is_resharded else params[0].mesh.shard_group
-    sent_as, dtypes, encoded_over = sharded[0].sent_as if sharded else None, [], ""
-    if is_resharded:
-        shards = [resharded[param].shard for param in sharded]
-        if sent_as is not None and any(shard.dtype == torch.uint8 for shard in shards):
-            dtypes, encoded_over = [shard.dtype for shard in shards], params[0].mesh.shard_group
-        else:
-            sent_as = None  # The shards are rounded already, but not kept as bytes.
+    first, kept = params[0], [resharded[param] for param in params if param in resharded]
+    group = kept[0].group if kept else first.mesh.shard_group
+    sent = {param: _sent(param, resharded) for param in params if param.extension is not None or not param.is_whole}
+    tensors = [tensor for of_one in sent.values() for tensor in of_one.tensors]
+    if not sent:
+        return PendingGather(params, sent, AsNumbers(), None, group, eager_run(label, (0,), (group,)))
+    # Shards that are kept in a smaller group, but not as bytes, have been rounded already.
+    sent_as = next(iter(sent)).sent_as if not kept or _are_bytes(kept) else None
+    format = choose_format(
+        [shape for shape, _ in _layouts(sent, group)],
+        [tensor.dtype for tensor in tensors],
+        dtype=first.compute_dtype,
+        sent_as=sent_as,
+        packed=first.is_packed,
+        encoded_over=first.mesh.shard_group if kept else "",
+    )
+    sizes: tuple[int, ...] = (sum(map(Tensor.numel, tensors)),)
+    if first.is_packed:
+        label, sizes = f"{label}, packed", tuple(map(Tensor.numel, tensors))
     elif sent_as is not None:
-        shards = [param.shard.detach() for param in sharded]
-    else:
-        shards = _runs(unit, sharded)
+        label = f"{label} as {sent_as}"
+    elif not kept:
+        tensors = _runs(unit, [*sent])
         if unit.copies:
-            shards = [shard_on_device(shard, unit.mesh.device.type) for shard in shards]
-    run = eager_run(label if sent_as is None else f"{label} as {sent_as}", (sum(map(Tensor.numel, shards)),), (group,))
-    gathered = None
-    if shards:
-        run.begin()
-        with run:
-            how: dict[str, Any] = {"dtypes": dtypes} if dtypes else {"dtype": dtype, "sent_as": sent_as}
-            gathered = start_gather(shards, group, **how)
-    return PendingGather(params, dtype, gathered, group, run, sent_as, encoded_over=encoded_over)
-
-
-def _start_packed(params: list[ShardedParam], label: str) -> PendingGather:
-    """Start to gather the tensors that extensions send, packed with other parameters of the unit."""
-    group = params[0].mesh.shard_group
-    pieces = {param: _pieces(param) for param in params if param.dim != REPLICATED}
-    tensors = [tensor for sent in pieces.values() for tensor in sent.tensors]
-    run = eager_run(f"{label}, packed", tuple(map(torch.Tensor.numel, tensors)), (group,))
+            tensors = [shard_on_device(tensor, unit.mesh.device.type) for tensor in tensors]
+    run = eager_run(label, sizes, (group,))
     run.begin()
     with run:
-        gathered = start_gather(tensors, group, dtypes=[tensor.dtype for tensor in tensors])
-    return PendingGather(params, params[0].compute_dtype, gathered, group, run, pieces=pieces)
+        gathered = start_gather(tensors, group, format=format)
+    return PendingGather(params, sent, format, gathered, group, run)
 
 
-def _pieces(param: ShardedParam) -> PackedTensors:
-    if param.extension is None:
-        return PackedTensors([param.shard.detach().to(param.compute_dtype)])
-    param.check_gather()
-    tensors, metadata = param.extension.encode(param.extension.tensors_of(param.local), param.name)
-    return PackedTensors([with_rows(tensor) for tensor in tensors], metadata)
+def _are_bytes(kept: Sequence[Resharded]) -> bool:
+    return any(piece.shard.dtype == torch.uint8 for piece in kept)
 
 
-def _finish_packed(pending: PendingGather) -> dict[ShardedParam, Tensor]:
-    assert pending.gathered is not None
-    tensors = [tensor for sent in pending.pieces.values() for tensor in sent.tensors]
-    ranks = group_size(pending.group)
-    shapes, dims = [gathered_shape(tensor, ranks) for tensor in tensors], [0] * len(tensors)
-    for place, param in _places_of_plain(pending.pieces):
-        shapes[place], dims[place] = [*param.shape], param.dim
-    with pending.run:
-        gathered = finish_gather(pending.gathered, shapes, dims, pending.group, dtypes=[tensor.dtype for tensor in tensors])
-    found, start = {}, 0
-    for param, sent in pending.pieces.items():
-        # With one rank, the gathered tensors are runs of one buffer.
-        own = [full.clone() if ranks == 1 else full for full in gathered[start : start + len(sent.tensors)]]
-        start += len(sent.tensors)
-        found[param] = (
-            own[0].contiguous() if param.extension is None else param.extension.decode(own, sent.metadata, param.name)
-        )
-    return found
+def _sent(param: ShardedParam, resharded: Mapping[ShardedParam, Resharded]) -> SentTensors:
+    if param.extension is not None:
+        param.check_gather()
+        tensors, metadata = param.extension.encode(param.extension.tensors_of(param.local), param.name)
+        return SentTensors([with_rows(tensor) for tensor in tensors], metadata)
+    shard = resharded[param].shard if param in resharded else param.shard.detach()
+    return SentTensors([shard.to(param.compute_dtype) if param.is_packed else shard])
 
 
-def _places_of_plain(pieces: Mapping[ShardedParam, PackedTensors]) -> list[tuple[int, ShardedParam]]:
-    ends = itertools.accumulate(len(sent.tensors) for sent in pieces.values())
-    return [(end - 1, param) for end, param in zip(ends, pieces, strict=True) if param.extension is None]
+def _layouts(sent: Mapping[ShardedParam, SentTensors], group: str) -> list[tuple[Sequence[int], int]]:
+    """Return the gathered shape of each tensor that is sent, and the dimension that it is cut along."""
+    ranks = group_size(group)
+    return [
+        (param.shape, param.dim) if param.extension is None else (gathered_shape(tensor, ranks), 0)
+        for param, of_one in sent.items()
+        for tensor in of_one.tensors
+    ]
 
 
 def _runs(unit: Unit, params: list[ShardedParam]) -> list[Tensor]:
     """Return the shards as one run of flat storage if they are neighbours, which needs no copy-in; else one by one."""
-    if not params:
-        return []
     first, last, numel = params[0], params[-1], sum(param.padded_numel for param in params)
     if last.offset + last.padded_numel - first.offset == numel:
         return [unit.storages[first.shard.dtype].narrow(0, first.offset, numel)]
@@ -201,43 +190,49 @@ def finish_gather_of(
     Returns:
         The full parameters, each contiguous and with memory of its own.
     """
-    if pending.pieces:
-        whole = {
-            param: param.shard.detach().to(param.compute_dtype, copy=True)
-            for param in pending.params
-            if param not in pending.pieces
-        }
-        return _finish_packed(pending) | whole
-    sharded = [param for param in pending.params if not param.is_whole]
-    fulls = {param: _whole(param, pending.dtype) for param in pending.params if param.is_whole}
-    if pending.gathered is not None:
-        shapes, dims = [param.shape for param in sharded], [param.dim for param in sharded]
-        how: dict[str, Any] = {"dtype": pending.dtype, "sent_as": pending.sent_as, "encoded_over": pending.encoded_over}
-        to_reshard = _places_to_reshard(pending, sharded) if resharded is not None else []
-        with pending.run:
-            gathered = finish_gather(pending.gathered, shapes, dims, pending.group, resharded=to_reshard, **how)
-        fulls.update(zip(sharded, gathered, strict=False))
-        parts = iter(gathered[len(sharded) :])
-        for param in map(sharded.__getitem__, to_reshard):
-            assert resharded is not None
-            group = param.post_forward_group
-            resharded[param] = Resharded(reshard_rounded([next(parts), next(parts)], group), group)
-    return {param: full.contiguous() for param, full in fulls.items()}
+    fulls = {param: _whole(param) for param in pending.params if param not in pending.sent}
+    if pending.gathered is None:
+        return fulls
+    layouts = _layouts(pending.sent, pending.group)
+    shapes, dims = [shape for shape, _ in layouts], [dim for _, dim in layouts]
+    to_reshard = [] if resharded is None else _to_reshard(pending)
+    places = [place for place, param in enumerate(pending.sent) if param in to_reshard]
+    with pending.run:
+        gathered = iter(finish_gather(pending.gathered, shapes, dims, pending.group, format=pending.format, resharded=places))
+    for param, of_one in pending.sent.items():
+        own = list(itertools.islice(gathered, len(of_one.tensors)))
+        fulls[param] = own[0].contiguous() if param.extension is None else _decode(param, own, of_one, pending)
+    for param in to_reshard:
+        assert resharded is not None
+        parts, group = list(itertools.islice(gathered, 2)), param.post_forward_group
+        resharded[param] = Resharded(reshard_rounded(parts, group), group)
+    return fulls
 
 
-def _whole(param: ShardedParam, dtype: torch.dtype) -> Tensor:
-    """Copy a parameter that this rank has whole into memory of its own, in ``dtype``."""
-    shard = param.shard.detach()
-    return shard_on_device(shard, param.mesh.device.type).to(dtype) if param.unit.copies else shard.to(dtype, copy=True)
+def _decode(param: ShardedParam, own: list[Tensor], sent: SentTensors, pending: PendingGather) -> Tensor:
+    assert param.extension is not None
+    if group_size(pending.group) == 1:
+        # The gathered tensors are runs of one buffer.
+        own = [tensor.clone() for tensor in own]
+    return param.extension.decode(own, sent.metadata, param.name)
 
 
-def _places_to_reshard(pending: PendingGather, params: Sequence[ShardedParam]) -> list[int]:
-    if pending.sent_as is None or pending.encoded_over:
+def _whole(param: ShardedParam) -> Tensor:
+    """Copy a parameter that this rank has whole into memory of its own, in the dtype that a forward reads it in."""
+    shard, dtype = param.shard.detach(), param.compute_dtype
+    if param.unit.copies:
+        return shard_on_device(shard, param.mesh.device.type).to(dtype).contiguous()
+    return shard.to(dtype, copy=True).contiguous()
+
+
+def _to_reshard(pending: PendingGather) -> list[ShardedParam]:
+    if not isinstance(pending.format, Rounded):
         return []
+    ranks = group_size(pending.group)
     return [
-        place
-        for place, param in enumerate(params)
-        if param.post_forward_group and is_rounded(padded_shard_shape(param.shape, param.dim, group_size(pending.group)))
+        param
+        for param in pending.sent
+        if param.post_forward_group and is_rounded(padded_shard_shape(param.shape, param.dim, ranks))
     ]
 
 

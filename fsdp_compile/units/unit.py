@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from passes.collectives.divide_factors import Averaging
+from passes.collectives.gather import GatherFormat
 from passes.collectives.host_copies import copies_to
 from passes.collectives.layout import padding_to
 from passes.collectives.rounded_gather import GatherPolicy
@@ -136,27 +137,23 @@ class PendingGather:
 
     Attributes:
         params: the parameters that are gathered together: of one unit, mesh and, unless packed, dtype.
-        dtype: the dtype that the parameters compute in.
-        gathered: the flat buffer in flight; None if all parameters are whole on every rank.
+        sent: the tensors that each parameter sends, without parameters that all ranks have whole.
+        format: the format in which they travel.
+        gathered: the flat buffer in flight; None: nothing is sent.
         group: name of the process group of the gather.
         run: the gather as a program that ranks compare (:mod:`fsdp_compile.runtime.collective_log`).
-        sent_as: the policy that rounded the parameters for the gather; None: they are not rounded.
-        pieces: for a packed gather, the tensors that each parameter sends.
-        encoded_over: if the shards in a smaller group are rounded bytes, the name of the group whose gather rounded them.
     """
 
     params: list[ShardedParam]
-    dtype: torch.dtype
+    sent: Mapping[ShardedParam, SentTensors]
+    format: GatherFormat
     gathered: Tensor | None
     group: str
     run: AbstractContextManager[Any]
-    sent_as: GatherPolicy | None = None
-    pieces: Mapping[ShardedParam, PackedTensors] = field(default_factory=dict)
-    encoded_over: str = ""
 
 
-class PackedTensors(NamedTuple):
-    """The tensors that a parameter sends in a packed gather.
+class SentTensors(NamedTuple):
+    """The tensors that a parameter sends in a gather: its shard, or what an extension makes of it.
 
     Attributes:
         tensors: this rank's tensors.

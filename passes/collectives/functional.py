@@ -1,14 +1,11 @@
-"""Gathers and gradient reductions as plain tensor functions over functional collectives.
+"""Gradient reductions as plain tensor functions over functional collectives, and the process groups that they name.
 
-Eager code calls these functions, and passes trace them into graphs. :mod:`passes.transforms.bucket` traces gathers;
-:mod:`passes.transforms.gradient_sync` traces reductions, in the order of :func:`passes.ir.reduction.stages`. Each gather or
-reduction is split where communication is in flight, so that a schedule can put work between start and finish.
+Eager code calls these functions, and :mod:`passes.transforms.gradient_sync` traces them into graphs, in the order of
+:func:`passes.ir.reduction.stages`. A reduction is split where communication is in flight, so that a schedule can put work
+between start and finish. :mod:`passes.collectives.gather` does the same for gathers.
 """
 
 import functools
-import itertools
-import math
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,8 +16,7 @@ from ..fx.symbolic_ranks import overridden_ranks, overridden_size
 from ..fx.torch_internals.distributed import resolve_process_group
 from . import gloo, host_copies
 from .divide_factors import Averaging, factor_dtype, gradient_divide_factors
-from .layout import assemble, disassemble, padded_shard_numel, padded_shard_shape
-from .rounded_gather import GatherPolicy, is_rounded, reinterpret, rounding
+from .layout import disassemble
 from .stateful_hook import RANDOM, HookParameter, StatefulHook, tensors_of_hook
 from .traced_hook import apply_in_place_hook, apply_reduce_hook, apply_stateful_hook
 
@@ -104,76 +100,6 @@ def resolve_averaging(
     return Averaging.of(factors, factor)
 
 
-def start_gather(
-    shards: Sequence[Tensor],
-    group: str,
-    gaps: Sequence[int] = (),
-    *,
-    dtype: torch.dtype | None = None,
-    sent_as: GatherPolicy | None = None,
-    dtypes: Sequence[torch.dtype] = (),
-) -> Tensor:
-    """Begin to gather padded shards of one dtype or, with ``dtypes``, of several.
-
-    Args:
-        shards: the shards.
-        group: name of the shard group.
-        gaps: the number of unused elements to gather after each shard; empty: the least that ``sent_as`` needs.
-        dtype: dtype of the gathered parameters; None: that of the shards.
-        sent_as: the rounding of the shards; None: send them in ``dtype``.
-        dtypes: the dtype of each shard, if shards are sent without a cast. Several dtypes, or one-byte dtypes, are sent as
-            bytes, without gaps.
-
-    Returns:
-        The flat buffer in flight, ``[world_size * sum of numels and gaps]``; bytes if shards are rounded or sent as bytes.
-    """
-    if _travel_as_bytes(dtypes):
-        flat = torch.cat([shard.reshape(-1).view(torch.uint8) for shard in shards])
-        return _c10d.all_gather_into_tensor(flat, group_size(group), group)
-    dtype = dtype or shards[0].dtype
-    sent_as = rounding(sent_as, [shard.shape for shard in shards])
-    if sent_as is None:
-        shards = [shard.to(dtype) for shard in shards]
-    gaps = gaps or _least_gaps([shard.numel() for shard in shards], sent_as)
-    pieces = _flat_pieces(shards, gaps)
-    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    if sent_as is not None:
-        flat = sent_as.encode(shards, flat, dtype)
-    return _c10d.all_gather_into_tensor(flat, group_size(group), group)
-
-
-def _flat_pieces(shards: Sequence[Tensor], gaps: Sequence[int]) -> list[Tensor]:
-    pieces = []
-    for shard, gap in zip(shards, gaps, strict=True):
-        pieces += [shard.reshape(-1), shard.new_zeros(gap)] if gap else [shard.reshape(-1)]
-    return pieces
-
-
-def start_copy_to_device(shards: Sequence[Tensor], gaps: Sequence[int] = (), *, device: str) -> Tensor:
-    """Begin to copy padded shards of one dtype from the host to the device that gathers them.
-
-    Args:
-        shards: the shards.
-        gaps: the number of unused elements after each shard; empty: none.
-        device: the device's type; the copy goes to the current device of this type.
-
-    Returns:
-        The flat shard in flight, ``[sum of numels and gaps]``.
-    """
-    return host_copies.copy_to_device(_flat_pieces(shards, gaps or [0] * len(shards)), device)
-
-
-def start_gather_of_copy(copied: Tensor, group: str, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Begin to gather the flat shard in flight of :func:`start_copy_to_device`. The device casts it to ``dtype``."""
-    return start_gather([host_copies.wait_copy(copied)], group, dtype=dtype)
-
-
-def shard_on_device(shard: Tensor, device: str) -> Tensor:
-    """Copy a shard from the host to the device, and wait for the copy. Returns a new tensor of the same shape."""
-    copied: Tensor = host_copies.wait_copy(start_copy_to_device([shard], device=device))
-    return copied.view(shard.shape)
-
-
 def start_copy_to_host(flat: Tensor, *, pinned: bool) -> Tensor:
     """Begin to copy a flat shard of averaged gradients to the host.
 
@@ -181,145 +107,6 @@ def start_copy_to_host(flat: Tensor, *, pinned: bool) -> Tensor:
     """
     copied: Tensor = host_copies.copy_to_host(flat, pinned)
     return copied
-
-
-def _travel_as_bytes(dtypes: Sequence[torch.dtype]) -> bool:
-    """Return whether tensors are sent as bytes: if dtypes differ, or are of one byte, which not every backend supports."""
-    return len(set(dtypes)) > 1 or any(dtype.itemsize == 1 for dtype in dtypes)
-
-
-def _least_gaps(numels: Sequence[int], sent_as: GatherPolicy | None) -> list[int]:
-    return [0] * len(numels) if sent_as is None else sent_as.paddings(numels)
-
-
-def finish_gather(
-    gathered: Tensor,
-    shapes: Sequence[Sequence[int]],
-    dims: Sequence[int],
-    group: str,
-    gaps: Sequence[int] = (),
-    *,
-    dtype: torch.dtype | None = None,
-    sent_as: GatherPolicy | None = None,
-    runs: Sequence[int] = (),
-    dtypes: Sequence[torch.dtype] = (),
-    encoded_over: str = "",
-    resharded: Sequence[int] = (),
-) -> list[Tensor]:
-    """Wait for a gather that :func:`start_gather` began and cut the full parameters out of its buffer.
-
-    Args:
-        gathered: the buffer in flight.
-        shapes: shapes of the full parameters.
-        dims: the dimension that each parameter is cut along.
-        group: name of the group that the gather ran over.
-        gaps, dtype, sent_as, dtypes: as for :func:`start_gather`; with ``sent_as``, ``dtype`` is needed.
-        runs: numbers of neighbouring parameters. Each run is cut out of the buffer as one piece, and its parameters out of the
-            piece. Empty: cut out each parameter by itself.
-        encoded_over: for shards of :func:`reshard_rounded`: name of the larger group that was gathered over before; else empty.
-        resharded: indices of the parameters whose bytes are returned, too, for :func:`reshard_rounded`.
-
-    Returns:
-        The parameters; after them, for each index in ``resharded``, two tensors ``[ranks, bytes]``: elements and scales.
-    """
-    world_size = group_size(group)
-    sent_as = rounding(sent_as, shapes)
-    rows = _c10d.wait_tensor(gathered).view(world_size, -1)
-    if encoded_over:
-        assert sent_as is not None and dtype is not None
-        return _cut_resharded(rows, shapes, dims, group_size(encoded_over), sent_as, dtype)
-    numels = [padded_shard_numel(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
-    if _travel_as_bytes(dtypes):
-        sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
-        numbers = list(map(reinterpret, _cut(rows, sizes, [0] * len(sizes), runs), dtypes))
-        return [assemble(piece, shape, dim) for piece, shape, dim in zip(numbers, shapes, dims, strict=True)]
-    gaps = gaps or _least_gaps(numels, sent_as)
-    if sent_as is None:
-        pieces = _cut(rows, numels, gaps, runs)
-    else:
-        assert dtype is not None
-        shard_shapes = [padded_shard_shape(shape, dim, world_size) for shape, dim in zip(shapes, dims, strict=True)]
-        ends = list(itertools.accumulate(map(operator.add, numels, gaps)))
-        places = [end - numel - gap for end, numel, gap in zip(ends, numels, gaps, strict=True)]
-        pieces = sent_as.decode(rows, shard_shapes, places, ends[-1], dtype)
-    fulls = [assemble(piece, shape, dim) for piece, shape, dim in zip(pieces, shapes, dims, strict=True)]
-    if resharded:
-        assert sent_as is not None and dtype is not None
-        encoded = sent_as.encoded(rows, shard_shapes, places, ends[-1], dtype)
-        fulls += [part for index in resharded for part in encoded[index]]
-    return fulls
-
-
-def reshard_rounded(parts: Sequence[Tensor], group: str) -> Tensor:
-    """Cut this rank's rows in a smaller group out of the bytes of one rounded parameter.
-
-    A gather of these rows over the smaller group restores all bytes, so they decode to the same values as before.
-
-    Args:
-        parts: elements and scales of the parameter, as :func:`finish_gather` returns them, each ``[ranks, bytes]``.
-        group: name of the smaller group.
-
-    Returns:
-        ``[ranks / ranks of the smaller group, bytes of both parts]``.
-    """
-    process_group = resolve_group(group)
-    rows = parts[0].size(0) // process_group.size()
-    return torch.cat([part.narrow(0, process_group.rank() * rows, rows) for part in parts], dim=1)
-
-
-def _cut_resharded(
-    rows: Tensor,
-    shapes: Sequence[Sequence[int]],
-    dims: Sequence[int],
-    num_encoded: int,
-    sent_as: GatherPolicy,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """Cut full parameters out of the bytes that a smaller group has gathered.
-
-    Args:
-        rows: ``[ranks of the smaller group, bytes]``.
-        shapes: shapes of the full parameters.
-        dims: the dimension that each parameter is cut along.
-        num_encoded: ranks of the larger group, each of which encoded a row of the rounded parameters.
-        sent_as: the rounding.
-        dtype: dtype of the result, and of the parameters that were not rounded.
-    """
-    ranks = rows.size(0)
-    shard_shapes = [padded_shard_shape(shape, dim, num_encoded) for shape, dim in zip(shapes, dims, strict=True)]
-    sizes = [
-        num_encoded // ranks * sent_as.encoded_numel(shard_shape)
-        if is_rounded(shard_shape)
-        else padded_shard_numel(shape, dim, ranks) * dtype.itemsize
-        for shape, dim, shard_shape in zip(shapes, dims, shard_shapes, strict=True)
-    ]
-    fulls = []
-    for piece, shape, dim, shard_shape in zip(rows.split(sizes, dim=1), shapes, dims, shard_shapes, strict=True):
-        if is_rounded(shard_shape):
-            encoded = piece.reshape(num_encoded, -1)
-            numel = math.prod(shard_shape)
-            (numbers,) = sent_as.decode(encoded, [shard_shape], [0], numel + sent_as.paddings([numel])[0], dtype)
-        else:
-            numbers = reinterpret(piece, dtype)
-        fulls.append(assemble(numbers, shape, dim))
-    return fulls
-
-
-def _cut(rows: Tensor, numels: Sequence[int], gaps: Sequence[int], runs: Sequence[int] = ()) -> list[Tensor]:
-    """Cut pieces of ``numels`` columns, each with a gap after it. With ``runs``, cut runs of so many pieces first."""
-    if runs:
-        ends = list(itertools.accumulate(runs))
-        slices = [slice(end - run, end) for end, run in zip(ends, runs, strict=True)]
-        split = rows.split([sum(numels[piece]) + sum(gaps[piece]) for piece in slices], dim=1)
-        pairs = zip(slices, split, strict=True)
-        return [cut for piece, run in pairs for cut in _cut(run, numels[piece], gaps[piece])]
-    sizes: list[int] = []
-    places = []
-    for numel, gap in zip(numels, gaps, strict=True):
-        places.append(len(sizes))
-        sizes += [numel, gap] if gap else [numel]
-    split = rows.split(sizes, dim=1) if len(sizes) > 1 else (rows,)
-    return [split[place] for place in places]
 
 
 def _divide(value: Tensor, factors: Sequence[Tensor]) -> Tensor:

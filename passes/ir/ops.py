@@ -38,8 +38,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..collectives.functional import finish_gather, group_size, resolve_group, shard_on_device, start_gather
-from ..collectives.functional import reshard_rounded as functional_reshard
+from ..collectives.functional import group_size, resolve_group
+from ..collectives.gather import choose_format, finish_gather, shard_on_device, start_gather
+from ..collectives.gather import reshard_rounded as functional_reshard
 from ..collectives.layout import REPLICATED, disassemble, padded_shard_shape
 from ..collectives.rounded_gather import GatherPolicy
 from ..fx.torch_internals.core import disable_dynamo
@@ -248,6 +249,7 @@ def _unshard_kernel(
     dim: int = 0,
     param_dtype: torch.dtype | None = None,
     sent_as: str = "",
+    packed: bool = False,
     encoded_over: str = "",
     device: str = "",
     **_: Any,
@@ -259,14 +261,16 @@ def _unshard_kernel(
         shard = shard_on_device(shard, device)
     if dim == REPLICATED or group_size(group) == 1:
         return shard.to(param_dtype or shard.dtype, copy=True)
-    dtype, sent = param_dtype or shard.dtype, GatherPolicy.parse(sent_as)
-    with _around("unshard" if sent is None else f"unshard as {sent}", shard, name, shape, (group,)):
-        started = (
-            start_gather([shard], group, dtypes=[shard.dtype])
-            if encoded_over
-            else start_gather([shard], group, dtype=dtype, sent_as=sent)
-        )
-        (full,) = finish_gather(started, [shape], [dim], group, dtype=dtype, sent_as=sent, encoded_over=encoded_over)
+    format = choose_format(
+        [shape],
+        [shard.dtype],
+        dtype=param_dtype,
+        sent_as=GatherPolicy.parse(sent_as),
+        packed=packed,
+        encoded_over=encoded_over,
+    )
+    with _around(f"unshard as {sent_as}" if sent_as else "unshard", shard, name, shape, (group,)):
+        (full,) = finish_gather(start_gather([shard], group, format=format), [shape], [dim], group, format=format)
     return full
 
 

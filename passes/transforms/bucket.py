@@ -32,15 +32,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..collectives.functional import (
-    finish_gather,
-    start_copy_to_device,
-    start_gather,
-    start_gather_of_copy,
-)
+from ..collectives.gather import choose_format, finish_gather, start_copy_to_device, start_gather, start_gather_of_copy
 from ..collectives.host_copies import wait_copy
 from ..collectives.layout import REPLICATED
-from ..collectives.rounded_gather import GatherPolicy, rounding
+from ..collectives.rounded_gather import GatherPolicy
 from ..fx.emit import emit
 from ..fx.graph import derived, is_collective, with_sources
 from ..ir.interface import FullParameter, Interface
@@ -224,30 +219,29 @@ def _gather(graph: Graph, bucket: Bucket, runs: Sequence[int] = ()) -> tuple[lis
         elements and scales, ``[ranks, bytes]`` each.
     """
     specs = [Unshard.of(node) for node in bucket.nodes]
-    shapes, dims, group = [spec.shape for spec in specs], [spec.dim for spec in specs], specs[0].group
-    shards, sent_as = bucket.shards, rounding(GatherPolicy.parse(specs[0].sent_as), shapes)
-    gaps = gaps_to_gather(specs, 1 if sent_as is None else sent_as.alignment)
-    sent: dict[str, Any] = {"dtype": specs[0].param_dtype or shards[0].meta["val"].dtype, "sent_as": sent_as}
-    received: dict[str, Any] = {}
-    dtypes = {"dtypes": [shard.meta["val"].dtype for shard in shards]}
-    if specs[0].packed:
-        sent, gaps = dtypes, []
-    elif specs[0].encoded_over:
-        sent, received, gaps = dtypes, {**sent, "dtypes": (), "encoded_over": specs[0].encoded_over}, []
+    first, shapes, shards = specs[0], [spec.shape for spec in specs], bucket.shards
+    format = choose_format(
+        shapes,
+        [shard.meta["val"].dtype for shard in shards],
+        dtype=first.param_dtype,
+        sent_as=GatherPolicy.parse(first.sent_as),
+        packed=first.packed,
+        encoded_over=first.encoded_over,
+    )
+    gaps = [] if format.alignment is None else gaps_to_gather(specs, format.alignment)
     resharded = [place for place, node in enumerate(bucket.nodes) if _rounded_reshards(node)]
-    if resharded:
-        received["resharded"] = resharded
     first_reader = min(reader for node in bucket.nodes for reader in node.users)
     _move_shard_sources_before(first_reader, bucket)
     with graph.inserting_before(first_reader):
         start, finish = Work(Role.START_GATHER, bucket.name), Work(Role.FINISH_GATHER, bucket.name)
-        if specs[0].device:
+        how: dict[str, Any] = {"group": first.group, "format": format}
+        if first.device:
             copy = Work(Role.COPY_TO_DEVICE, bucket.name)
-            copied = emit(graph, start_copy_to_device, shards, gaps=gaps, device=specs[0].device, work=copy)
-            started = emit(graph, start_gather_of_copy, copied, group=group, dtype=sent["dtype"], work=start)
+            copied = emit(graph, start_copy_to_device, shards, gaps=gaps, device=first.device, work=copy)
+            started = emit(graph, start_gather_of_copy, copied, work=start, **how)
         else:
-            started = emit(graph, start_gather, shards, group=group, gaps=gaps, work=start, **sent)
-        how = {"shapes": shapes, "dims": dims, "group": group, "gaps": gaps, "runs": runs, **sent, **received}
+            started = emit(graph, start_gather, shards, gaps=gaps, work=start, **how)
+        how |= {"shapes": shapes, "dims": [spec.dim for spec in specs], "gaps": gaps, "runs": runs, "resharded": resharded}
         found = emit(graph, finish_gather, started, work=finish, **how)
     fulls, parts = found[: len(shards)], iter(found[len(shards) :])
     return fulls, {place: [next(parts), next(parts)] for place in resharded}

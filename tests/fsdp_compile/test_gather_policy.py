@@ -221,6 +221,14 @@ def test_norms_alone_are_gathered_as_they_are(fake_ranks: None) -> None:
     assert {value.dtype for value in gathered(model)} == {torch.float32}
 
 
+def test_backward_gathers_a_norm_alone_from_a_smaller_group(fake_ranks: None) -> None:
+    """Nobody asks for a gradient of the unit's input. So backward reads the norm's weight, which is not rounded, and no matrix."""
+    model = fully_shard(
+        nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)), gather_policy=GatherPolicy(), reshard_after_forward=4
+    )
+    assert [value.dtype for value in gathered(model)] == [torch.uint8, torch.float32]
+
+
 class TestGraph(expecttest.TestCase):
     def test_forward(self) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)

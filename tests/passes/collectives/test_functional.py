@@ -4,14 +4,13 @@ import torch
 from passes.collectives import gloo
 from passes.collectives.divide_factors import Averaging
 from passes.collectives.functional import (
-    finish_gather,
     finish_reduce_scatter,
     finish_reduction,
     resolve_averaging,
-    start_gather,
     start_reduce_scatter,
     supports_averaging,
 )
+from passes.collectives.gather import finish_gather, start_gather
 from tests.common.distributed import RankPools, device_mesh
 from tests.passes.tracing import PassTestCase
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from passes.collectives.functional import shard_on_device, start_copy_to_device, start_copy_to_host
+from passes.collectives.functional import start_copy_to_host
+from passes.collectives.gather import shard_on_device, start_copy_to_device
 from passes.collectives.host_copies import copies_to, engine, wait_copy, wait_on_host
 from tests.common.copy_engine import CPU, copying
 from tests.common.streams import logged_streams

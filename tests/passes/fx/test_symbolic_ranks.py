@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes.collectives.functional import finish_gather, group_ranks, group_size, start_gather, start_reduce_scatter
+from passes.collectives.functional import group_ranks, group_size, start_reduce_scatter
+from passes.collectives.gather import finish_gather, start_gather
 from passes.collectives.gloo import pretending_gloo
 from passes.collectives.layout import padded_shard_shape
 from passes.fx.emit import emit

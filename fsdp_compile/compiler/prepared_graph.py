@@ -22,7 +22,7 @@ from passes.ir.interface import Interface
 from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from passes.ir.plan import Plan
 from passes.lowering.arrangement import Arrangement
-from passes.lowering.collective_sequence import collective_sequence
+from passes.lowering.collective_sequence import collective_sequence, members_of
 from passes.pipeline import run_passes, run_preparing_passes
 from passes.transforms.bucket import find_buckets
 
@@ -126,14 +126,14 @@ class PreparedGraph:
         """
         # A fake mode around the call is not the mode of the graph's fake tensors.
         with unset_fake_temporarily():
-            group_names = self._group_names | _reduce_scatter_groups(plan)
+            group_names, members = self._group_names | _reduce_scatter_groups(plan), members_of(self.buckets, plan)
             stage = "backward" if self.is_backward else "forward"
             # Wait for the ranks without the compile lock: another thread may compile meanwhile, whose graph other ranks expect
             # first.
             scheduled, run = agree_on_graph(
                 stage,
                 self._schedule(plan),
-                lambda scheduled: collective_sequence(scheduled.gm.graph, group_names),
+                lambda scheduled: collective_sequence(scheduled.gm.graph, group_names, members),
                 lambda arrangement: self._schedule(plan, arrangement),
                 group_names,
                 self._kind(plan),

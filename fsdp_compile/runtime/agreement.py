@@ -328,7 +328,11 @@ def _first_difference(label: str, programs: Sequence[tuple[str, Program]]) -> st
     shown = [[program.title, *program.lines] for _, program in programs]
     compared = [[program.title, *program.compared] for _, program in programs]
     # Compared parts come first: shown names may differ where nothing is wrong (see passes.lowering.collective_sequence).
-    position = min(_differences(shown), key=lambda position: (position not in _differences(compared), position))
+    wrong = _differences(compared)
+    position = min(wrong or _differences(shown))
+    if position not in _differences(shown):
+        # The collectives differ in the parameters that share them, which shown lines do not list.
+        shown = compared
     difference = f"The first difference is at collective {position}" if position else "They are programs of different kinds"
     lines = [
         f"The ranks of process group {label} are about to run different programs, and would hang or mix up data. {difference}:"

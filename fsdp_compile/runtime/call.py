@@ -99,7 +99,8 @@ class Call:
         gathers: the parameters of each bucket of gathers; None for a bucket that is gathered in any case
             (:attr:`.GraphInputs.gathers`).
         gradients: the gradients, a bucket for each collective.
-        units: the units that the graph works for, by their names in the graph.
+        params: a parameter of each unit that the graph works for, by the unit's name in the graph; the same on all ranks.
+        units: these units.
     """
 
     def __init__(self, inputs: GraphInputs, registry: ParameterRegistry, args: list[Any]):
@@ -110,7 +111,8 @@ class Call:
         self.gradients = [
             Gradients([*map(self.param, bucket.members)], bucket.like, bucket.grad_dtype) for bucket in inputs.gradients
         ]
-        self.units = {name: self.param(member).unit for name, member in inputs.units.items()}
+        self.params = {name: self.param(member) for name, member in inputs.units.items()}
+        self.units = {name: param.unit for name, param in self.params.items()}
 
     def check_shards_differ(self) -> None:
         """Check that no two inputs are one shard: the graph would keep one of its two gradients.

@@ -17,6 +17,8 @@ connections are closed, so that blocked ranks fail, too.
 
 **Tags.** Over Gloo on the CPU, messages are tagged with a number computed from all programs that the rank has run. So ranks
 with different histories never read each other's messages, even without a comparison: they wait until the watchdog finds them.
+
+The parameters that a program runs for belong to the history: equal blocks share graphs, and a rank may have skipped one.
 """
 
 from __future__ import annotations
@@ -83,11 +85,22 @@ class _LoggedProgram:
 
 
 class _Step(NamedTuple):
-    """The position of a rank: the number of its last program, that program, and a hash of all its programs so far."""
+    """The position of a rank.
+
+    Attributes:
+        number: the number of its last program.
+        known: that program.
+        mixed: a hash of all its programs so far, and of the parameters that they ran for.
+        param: the name of a parameter that the last program runs for; empty: its text names them.
+    """
 
     number: int
     known: _LoggedProgram
     mixed: int
+    param: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.known}, for {self.param}" if self.param else str(self.known)
 
 
 class CollectiveLog:
@@ -173,11 +186,11 @@ class CollectiveLog:
         if self.failure:
             raise RanksDisagree(self.failure)
 
-    def push(self, known: _LoggedProgram) -> None:
-        """Record that this rank begins a program."""
-        number, _, mixed = self._step
-        mixed = (mixed * 1000003 + known.key) & _MASK
-        self._step = _Step(number + 1, known, mixed)
+    def push(self, known: _LoggedProgram, runs_for: int = 0, param: str = "") -> None:
+        """Record that this rank begins a program. Arguments as for :meth:`CheckedProgram.begin`."""
+        number, _, mixed, _ = self._step
+        mixed = (mixed * 1000003 + known.key + runs_for) & _MASK
+        self._step = _Step(number + 1, known, mixed, param)
         self._steps.append(self._step)
         if self._has_tags:
             message_tags[self.group_name] = mixed & 0x7FFFFFFF
@@ -193,9 +206,9 @@ class CollectiveLog:
         return self.failure
 
     def _before(self) -> str:
-        number, known, mixed = self._step
+        number, known, mixed, param = self._step
         title = known.program.title if known.program is not None else known
-        return f"{title} (program {number} over this group, history {mixed:016x})"
+        return f"{title}{f' for {param}' if param else ''} (program {number} over this group, history {mixed:016x})"
 
     # The thread of the watchdog calls the methods below.
 
@@ -220,7 +233,7 @@ class CollectiveLog:
     def _compare(self, step: _Step, asking: tuple[int, str] | None) -> str:
         store = self.agreement.store
         if (step.number, asking) != self._posted:
-            store.set(self._board(self.agreement.rank), json.dumps([step.number, step.mixed, str(step.known), asking]))
+            store.set(self._board(self.agreement.rank), json.dumps([step.number, step.mixed, str(step), asking]))
             self._posted = (step.number, asking)
         for rank in self._neighbours:
             if store.check([self._board(rank)]):
@@ -244,11 +257,11 @@ class CollectiveLog:
         if number > step.number or number not in steps:
             return None
         if steps[number].mixed != mixed:
-            return f"{steps[number].known} (program {number} over this group)", f"{title} (program {number})"
+            return f"{steps[number]} (program {number} over this group)", f"{title} (program {number})"
         # The post may be old. But no comparison is passed without this rank, and a rank passes a comparison before it runs the
         # compared program.
         if asking is not None and number + 1 in steps and number < step.number and self.agreement.passed < asking[0]:
-            own = steps[number + 1].known
+            own = steps[number + 1]
             return f"{own} (program {number + 1} over this group)", f"{asking[1]} (about to run, as program {number + 1})"
         return None
 
@@ -401,9 +414,15 @@ class CheckedProgram:
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
         logs = _find_logs(self.group_names, self._roles)
         self._over = [(log, log.know(self._program_over(log))) for log in logs]
+        # Ranks of another parallelism, such as experts, may rightly run a graph for parameters of other names.
+        self._sharding = {log for log in logs if log.shards(self._roles)}
 
-    def begin(self) -> None:
+    def begin(self, runs_for: int = 0, param: str = "") -> None:
         """Wait until all ranks are about to run this program, unless they agreed earlier to run it after the last one.
+
+        Args:
+            runs_for: a number made of the parameters that a graph runs for, equal on all ranks; 0: the program names them.
+            param: the name of one of these parameters, for messages.
 
         Raises:
             RanksDisagree: some rank is about to run another program.
@@ -422,7 +441,7 @@ class CheckedProgram:
                 _together(self._over, CollectiveLog.ask, self._roles)
                 break
         for log, known in self._over:
-            log.push(known)
+            log.push(known, runs_for if log in self._sharding else 0, param)
 
     def __enter__(self) -> None:
         thread = threading.get_ident()
@@ -556,22 +575,24 @@ def _programs(stage: str, sequence: Sequence[Collective], group_names: Mapping[s
 eager_observers: list[Callable[[str], None]] = []
 
 
-def eager_run(label: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> CheckedProgram:
+def eager_run(label: str, shape: tuple[int, ...], group_names: tuple[str, ...], params: tuple[str, ...] = ()) -> CheckedProgram:
     """Tell :data:`eager_observers` of an operator that communicates outside of a graph, and return the run of the operator.
 
     Args:
         label: the operator, and the parameter or unit that it works on.
         shape: sizes that must be equal on all ranks, such as the parameter's.
         group_names: names of the shard group, of the replicate group (empty if it is not used), and of others.
+        params: the names of the parameters, if the label does not tell them.
     """
     for observe in eager_observers:
         observe(label)
-    return _eager_run(label, shape, group_names)
+    return _eager_run(label, shape, group_names, params)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _eager_run(label: str, shape: tuple[int, ...], group_names: tuple[str, ...]) -> CheckedProgram:
-    program = Program(f"{label} outside of a compiled graph", (), (str(shape),), is_graph=False)
+def _eager_run(label: str, shape: tuple[int, ...], group_names: tuple[str, ...], params: tuple[str, ...]) -> CheckedProgram:
+    names = f" ({', '.join(params)})" if params else ""
+    program = Program(f"{label}{names} outside of a compiled graph", (), (str(shape),), is_graph=False)
     roles = {name: role for name, role in zip(group_names, ("shard", "replicate"), strict=False) if name}
     return CheckedProgram(lambda _log: program, list(filter(None, group_names)), roles, f"FSDP::{label}")
 

@@ -110,9 +110,14 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tu
 def in_order_of_storage(params: Sequence[ShardedParam]) -> tuple[int, ...]:
     """Return the indices of ``params`` in the order of flat storage. Parameters with extensions, not in storage, come first.
 
-    Optimizers can read a flat shard of gradients in this order as it is.
+    Optimizers can read a flat shard of gradients in this order as it is. The order is the same on all ranks.
     """
-    return tuple(sorted(range(len(params)), key=lambda index: (params[index].extension is None, params[index].offset)))
+
+    def place(index: int) -> tuple[bool, int, str]:
+        param = params[index]
+        return param.extension is None, param.offset, param.name
+
+    return tuple(sorted(range(len(params)), key=place))
 
 
 def may_update(params: Sequence[ShardedParam]) -> bool:
@@ -603,7 +608,8 @@ def _reduce(
     replicate_group = mesh.replicate_group if reduction.sync is Sync.ALL and not reduction.comm_hook_in_place else ""
     replicate_group = replicate_group if group_size(replicate_group) > 1 else ""
     shapes = tuple(size for param in params for size in param.shape)
-    run = eager_run(label, shapes, (mesh.shard_group, replicate_group, reduction.group))
+    names = () if label.endswith(f" {params[0].name}") else tuple(param.name for param in params)
+    run = eager_run(label, shapes, (mesh.shard_group, replicate_group, reduction.group), names)
     run.begin()
     with run:
         _communicate(params, grads, reduction, values, replicate_group)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from passes.collectives.layout import REPLICATED
 from passes.fx.graph import placeholder_index, shard_input
 from passes.fx.torch_internals.core import current_autograd_node
 from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, reshard_rounded, unshards
@@ -18,6 +19,9 @@ from passes.transforms.bucket import Bucket, Buckets, whole_buckets
 
 from ..units.sharded_param import ShardedParam, param_in_memory
 from ..units.unit import Unit
+
+#: A text that comes after all names.
+_LAST = "\U0010ffff"
 
 
 def sharded_param(shard: Any) -> ShardedParam:
@@ -49,7 +53,7 @@ class GraphInputs:
 
     Attributes:
         names: for each shard, the names of unit and parameter in the graph.
-        units: for each unit, by its name in the graph, the index of one of its shards.
+        units: for each unit, by its name in the graph, the index of one of its shards, the same on all ranks.
         read: the indices of the shards that the graph unshards.
         buckets: as given.
         gathers: for each bucket of gathers, the indices of its shards. None for a bucket that is gathered in any case: its
@@ -66,11 +70,15 @@ class GraphInputs:
         self.names: dict[int, tuple[str, str]] = {}
         self.units: dict[str, int] = {}
         specs: list[Unshard | ReduceGrad] = [*gathered, *reduced]
+        chosen: dict[str, tuple[bool, str]] = {}
         for spec in specs:
             for index in self._places([spec.shard if isinstance(spec, ReduceGrad) else spec.source]):
                 self.names[index] = spec.unit, spec.name
-                if isinstance(spec, ReduceGrad) or spec.offset >= 0 or spec.token is not None:
-                    self.units.setdefault(spec.unit, index)
+                # A rank may leave out a scalar, for which it gathers nothing.
+                place = spec.dim == REPLICATED, spec.name
+                is_shard = isinstance(spec, ReduceGrad) or spec.offset >= 0 or spec.token is not None
+                if is_shard and place < chosen.get(spec.unit, (True, _LAST)):
+                    chosen[spec.unit], self.units[spec.unit] = place, index
         self.read = self._places([spec.source for spec in gathered])
         self.gathers = [self._members_to_keep(bucket) for bucket in buckets.gathers]
         self.gradients = [self._gradients(bucket) for bucket in buckets.reductions]

@@ -6,8 +6,10 @@ identify the parameters (:mod:`fsdp_compile.runtime.graph_inputs`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +63,7 @@ class Variant:
         run: the variant as a program that ranks compare.
         reductions: the gradients that each collective reduces, by bucket and position there; None: those of one bucket each.
         guard: tells whether the variant is for the sizes of a call's inputs; None: it is for all sizes.
+        communicating: the names in the graph of the units that it communicates for.
     """
 
     function: BoxedFunction
@@ -69,6 +72,22 @@ class Variant:
     run: CheckedProgram
     reductions: Sequence[Group] | None = None
     guard: SizeGuard | None = None
+    communicating: Sequence[str] = ()
+
+    def begin(self, params: Mapping[str, ShardedParam]) -> None:
+        """Begin to run, as ranks compare runs.
+
+        Args:
+            params: a parameter of each unit that the graph works for, by the unit's name in the graph. Equal blocks share a
+                graph: these tell which block it runs for.
+        """
+        names = [params[unit].name for unit in self.communicating]
+        self.run.begin(sum(map(_number, names)), names[0] if names else "")
+
+
+@functools.cache
+def _number(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
 #: The name of the range in profiles around each call of a lowered graph, by whether the graph is a backward graph.
@@ -161,7 +180,7 @@ class PlannedGraph:
                 note_forward(map(call.param, self._inputs.read))
         plan = self._plan(call, is_wanted)
         variant = self._variant(plan, call.units, args)
-        variant.run.begin()
+        variant.begin(call.params)
         if variant.reductions is not None:
             call.regroup(variant.reductions)
         for unit in call.units.values():
@@ -209,7 +228,8 @@ class PlannedGraph:
         log_idle_lists(units, is_backward=self.is_backward)
         function, interface, run, guard = self._lower(plan, args)
         groups = interface.reduction_groups if interface.reduction_groups != self._inputs.reduction_groups else None
-        variants.append(Variant(function, interface.inputs, interface.outputs, run, groups, guard))
+        communicating = self._communicating(plan)
+        variants.append(Variant(function, interface.inputs, interface.outputs, run, groups, guard, communicating))
         if len(variants) == _MANY_VARIANTS:
             logger.warning(
                 "A %s graph has been compiled for %d sets of sizes, and goes on so: its code is for %s.",
@@ -218,6 +238,15 @@ class PlannedGraph:
                 guard,
             )
         return variants[-1]
+
+    def _communicating(self, plan: Plan) -> list[str]:
+        """Return the names of the units that a plan communicates for, in the order of names."""
+        buckets = self._inputs.buckets
+        gathering = zip(buckets.gathers, plan.gathers, strict=True)
+        reducing = zip(buckets.reductions, plan.reductions, strict=True)
+        found = {bucket.unit for bucket, action in gathering if action is not Gather.REUSE}
+        found |= {bucket.unit for bucket, planned in reducing if planned.reduction.sync is not Sync.NONE}
+        return sorted(found & self._inputs.units.keys())
 
     def _plan(self, call: Call, is_wanted: bool) -> Plan:
         actions = tuple(self._gather(params) for params in call.gathers)

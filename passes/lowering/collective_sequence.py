@@ -2,7 +2,7 @@
 
 No graph is changed. Two ranks can run their graphs together if and only if they issue the same collectives, in the same order,
 over the groups that they share. Collectives are the same if kind, reduction operator, number of elements and dtype are equal.
-The bucket counts as well: two units of equal size in another order would not hang, but mix up parameters.
+The bucket counts as well, and the parameters in it: others of equal size would not hang, but be mixed up.
 
 Ranks may rightly differ in these, which are left out:
 
@@ -26,7 +26,9 @@ from torch.fx import Graph, Node
 
 from ..collectives.functional import group_size
 from ..fx.torch_internals.core import OpOverload
+from ..ir.plan import Plan
 from ..ir.work import BucketName, Role, bucket, role
+from ..transforms.bucket import Buckets
 
 _POINT_TO_POINT = {"isend", "irecv", "batch_p2p_ops"}
 
@@ -42,6 +44,7 @@ class Collective:
         without_sizes: ``text`` without numbers of elements.
         operation: the name of the operator.
         gathers: whether it gathers parameters.
+        parameters: the names within their units of the parameters in the buckets that it works for, in order.
     """
 
     text: str
@@ -50,22 +53,40 @@ class Collective:
     without_sizes: str = ""
     operation: str = ""
     gathers: bool = False
+    parameters: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.text}, bucket {self.bucket}" if self.bucket is not None else self.text
 
 
-def collective_sequence(graph: Graph, group_names: Mapping[str, str]) -> list[Collective]:
+#: For each unit's bucket of a graph, by whether it gathers and by name: the names of its parameters within the unit.
+Members = Mapping[tuple[bool, str], tuple[str, ...]]
+_NO_MEMBERS: Members = {}
+
+
+def members_of(buckets: Buckets, plan: Plan) -> Members:
+    """Return the parameters in each bucket, in the order in which a collective has them."""
+    found = {(True, str(each.name)): each.parameters for each in buckets.gathers}
+    for each, planned in zip(buckets.reductions, plan.reductions, strict=True):
+        names = each.parameters
+        found[False, str(each.name)] = tuple(names[index] for index in planned.order) if planned.order else names
+    return found
+
+
+def collective_sequence(graph: Graph, group_names: Mapping[str, str], members: Members = _NO_MEMBERS) -> list[Collective]:
     """List the collectives of a graph after all passes, in order.
 
     Args:
         graph: the graph.
         group_names: the roles in the mesh, by the names of process groups. Other groups are numbered in the order of use.
+        members: the parameters of each bucket, if they are to be compared.
     """
-    return [collective for _, collective in collectives_of(graph, group_names)]
+    return [collective for _, collective in collectives_of(graph, group_names, members)]
 
 
-def collectives_of(graph: Graph, group_names: Mapping[str, str]) -> Iterator[tuple[Node, Collective]]:
+def collectives_of(
+    graph: Graph, group_names: Mapping[str, str], members: Members = _NO_MEMBERS
+) -> Iterator[tuple[Node, Collective]]:
     """Yield the collectives of a graph, as :func:`collective_sequence` lists them, with their nodes."""
     roles = dict(group_names)
     for node in graph.nodes:
@@ -74,8 +95,11 @@ def collectives_of(graph: Graph, group_names: Mapping[str, str]) -> Iterator[tup
             if group not in roles:
                 roles[group] = f"group {len(roles) - len(group_names) + 1} of {group_size(group)} ranks"
             text, without_sizes = (f"{_operation(node, sizes)} over {roles[group]}" for sizes in (True, False))
-            gathers = role(node) is Role.START_GATHER
-            yield node, Collective(text, bucket(node), group, without_sizes, node.target._opname, gathers)  # type: ignore[union-attr]
+            gathers, name = role(node) is Role.START_GATHER, bucket(node)
+            units = () if name is None else name.unit_buckets
+            parameters = tuple(param for unit in units for param in members.get((gathers, unit), ()))
+            operation: str = node.target._opname  # type: ignore[union-attr]
+            yield node, Collective(text, name, group, without_sizes, operation, gathers, parameters)
 
 
 def by_unit(sequence: Sequence[Collective]) -> list[Collective]:
@@ -105,8 +129,15 @@ def identities(sequence: Sequence[Collective], groups: Collection[str]) -> list[
     named = [path for paths in buckets for path in paths]
     shared = len(list(takewhile(lambda modules: len(set(modules)) == 1, zip(*named, strict=False))))
     names = ["+".join(".".join(path[shared:]) for path in paths) for paths in buckets]
-    texts = [collective.text if collective.group in groups else collective.without_sizes for collective in sequence]
-    return [f"{text}, {name}" for text, name in zip(texts, names, strict=True)]
+    found = []
+    for collective, name in zip(sequence, names, strict=True):
+        text = collective.text if collective.group in groups else collective.without_sizes
+        found.append(", ".join(filter(None, [text, name and f"bucket {name}"])) + _listed(collective.parameters))
+    return found
+
+
+def _listed(parameters: Sequence[str]) -> str:
+    return f" with {', '.join(parameters)}" if parameters else ""
 
 
 def _modules(bucket: BucketName | None) -> list[list[str]]:

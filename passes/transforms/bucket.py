@@ -4,8 +4,8 @@ Before: an ``unshard`` for each parameter that the graph reads.
 After:  for each unit, dtype and group one ``all_gather_into_tensor`` just before the unit's first reader. Nothing overlaps yet.
         Parameters that the plan keeps are also outputs of the graph. Those that it reuses are inputs, without a gather.
 
-In a bucket, parameters are in the order of flat storage, never of a hash. Scalars, which every rank holds whole, are read
-without a gather.
+In a bucket, parameters are in the order of flat storage, or of their names where shards are not stored there, never of a hash,
+or of what this rank reads first. Scalars, which every rank holds whole, are read without a gather.
 
 If a parameter is rounded for its gather and resharded to a smaller group (``reshard_rounded``), the group's shard is cut from
 the bytes in the gather's buffer. Backward gathers these bytes and decodes them as forward did.
@@ -37,7 +37,7 @@ from ..collectives.host_copies import wait_copy
 from ..collectives.layout import REPLICATED
 from ..collectives.rounded_gather import GatherPolicy
 from ..fx.emit import emit
-from ..fx.graph import derived, is_collective, with_sources
+from ..fx.graph import derived, is_collective, shard_input, with_sources
 from ..ir.interface import FullParameter, Interface
 from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard, reshard_rounded, unshard, unshards, with_unit
 from ..ir.plan import Gather
@@ -52,7 +52,8 @@ class Bucket:
     Attributes:
         name: unique in the graph. A unit's bucket has the unit's name, numbered if dtypes or groups give the unit several.
         unit: the unit's name in the graph; of several units, the first one's.
-        nodes: the ``unshard`` nodes, in the order of flat storage, or the ``reduce_grad`` nodes, in the order of the graph.
+        nodes: the ``unshard`` nodes, by dtype and in the order of flat storage, or the ``reduce_grad`` nodes, in the order of
+            the graph.
         shards: the shard that each node reads.
     """
 
@@ -63,6 +64,19 @@ class Bucket:
     @property
     def shards(self) -> list[Node]:
         return [(Unshard if node.target == unshard else ReduceGrad).of(node).shard for node in self.nodes]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The name of each node's parameter within the unit. Blocks that share a graph have equal names."""
+        names = ((Unshard if node.target == unshard else ReduceGrad).of(node).name for node in self.nodes)
+        return tuple(_name_in(self.unit, name) for name in names)
+
+
+def _name_in(unit: str, name: str) -> str:
+    if not unit or name.startswith(f"{unit}."):
+        return name.removeprefix(f"{unit}.")
+    # A parameter of another module in a unit of several, or one that is tied to another unit's.
+    return name.rpartition(".")[2]
 
 
 def _named(buckets: dict[tuple[Hashable, ...], list[Node]]) -> list[Bucket]:
@@ -144,8 +158,19 @@ def _gather_buckets(graph: Graph) -> list[Bucket]:
         if node.users and spec.dim != REPLICATED:
             buckets.setdefault((spec.unit, gather_key(spec)), []).append(node)
     for nodes in buckets.values():
-        nodes.sort(key=lambda node: Unshard.of(node).offset)
+        nodes.sort(key=_order_in_bucket)
     return _named(buckets)
+
+
+def _order_in_bucket(node: Node) -> tuple[int, str, int, str]:
+    """Return a key to sort a bucket's unshards by, equal on all ranks: whichever parameter a rank reads first, and however it
+    computes a shard that is not in flat storage. Tensors that one parameter sends keep their order.
+    """
+    spec = Unshard.of(node)
+    stored = shard_input(spec.shard) if spec.offset >= 0 else None
+    dtype = (stored or spec.shard).meta["val"].dtype
+    # Wide numbers first: of bytes, the first ones are aligned.
+    return -dtype.itemsize, str(dtype), spec.offset, spec.name
 
 
 def _reduction_buckets(graph: Graph) -> list[Bucket]:

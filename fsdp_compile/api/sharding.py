@@ -84,8 +84,8 @@ def fully_shard(
     """Shard a module's parameters over a mesh, in place.
 
     Call it bottom-up. Each call groups the parameters that no earlier call on a submodule took into one *unit*. A unit is
-    gathered with one collective and reduced with one. Outside of a forward, parameters are ``DTensor`` s; inside, reading
-    one gives the full tensor. Compile the result with ``torch.compile(model, backend=fsdp_backend)``.
+    gathered with one collective, and reduced with one for each dtype. Outside of a forward, parameters are ``DTensor`` s;
+    inside, reading one gives the full tensor. Compile the result with ``torch.compile(model, backend=fsdp_backend)``.
 
     Args:
         module: the module, or a list of modules to make one unit of; also wrappers that ``torch.compile`` returned.
@@ -129,7 +129,6 @@ def fully_shard(
     if dp_mesh_dims is not None:
         _check_dims(found, cuts, mesh)
     _check_meshes(found, cuts)
-    _check_dtypes(found)
     _check_devices(found)
 
     meshes = dict.fromkeys(cut.mesh for cut in cuts.values()) or (sharding_mesh,)
@@ -514,19 +513,6 @@ def _check_devices(found: dict[nn.Parameter, _Owners]) -> None:
         raise ValueError(
             f"Parameters of one unit must all be on the meta device or none, but {names[True]} is on it and {names[False]} is "
             "not. Move one of them, or shard the module that holds it separately."
-        )
-
-
-def _check_dtypes(found: dict[nn.Parameter, _Owners]) -> None:
-    first: dict[torch.dtype, str] = {}
-    for param, owners in found.items():
-        if param.requires_grad:
-            first.setdefault(param.dtype, owners[0][2])
-    if len(first) > 1:
-        (dtype, name), (other_dtype, other) = list(first.items())[:2]
-        raise ValueError(
-            f"Trainable parameters of one unit must share a dtype, but {name} is {dtype} and {other} is {other_dtype}. "
-            "Cast one of them, shard the module that holds it separately, or freeze it."
         )
 
 

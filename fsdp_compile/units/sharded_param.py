@@ -226,8 +226,13 @@ class ShardedParam:
 
     @property
     def is_packed(self) -> bool:
-        """True if its gather may include tensors of other dtypes, as bytes: in units with extensions, unless it is rounded."""
-        return self.unit.has_extensions and self.sent_as is None
+        """True if its gather may include tensors of other dtypes, as bytes.
+
+        That is so in units with extensions, or with several dtypes. Not if the parameter is rounded, or copied from the host
+        for its gather: such a copy has one dtype.
+        """
+        unit = self.unit
+        return (unit.has_extensions or unit.has_several_dtypes) and self.sent_as is None and not unit.copies
 
     @property
     def alignment(self) -> int:

@@ -184,6 +184,7 @@ class Unit:
         scope: the state that it shares with all units of its tree.
         is_meta: whether parameters have no memory yet.
         has_extensions: whether a parameter has an all-gather extension.
+        has_several_dtypes: whether parameters differ in dtype.
         params: its parameters, in registration order.
         storages: flat storage for each dtype.
         places: for each storage, the buffer that it is a run of: itself, or a buffer for storages of several units.
@@ -227,6 +228,7 @@ class Unit:
         self.updates = False
         self.is_meta = False
         self.has_extensions = False
+        self.has_several_dtypes = False
         self.params: list[ShardedParam] = []
         self.storages: dict[torch.dtype, Tensor] = {}
         self.places: dict[torch.dtype, FlatSlice] = {}
@@ -286,6 +288,7 @@ class Unit:
     def allocate(self) -> None:
         """Lay out the parameters in new flat storage, in their present dtypes."""
         self.has_extensions = any(is_extension(sharded.local) for sharded in self.params)
+        self.has_several_dtypes = len({sharded.local.dtype for sharded in self.params}) > 1
         device = self.mesh.device if self.offload is None else torch.device("cpu")
         if self.params and self.params[0].local.is_meta:
             device = torch.device("meta")

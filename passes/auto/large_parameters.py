@@ -44,7 +44,7 @@ def separate_large_parameters(buckets: Buckets, plan: Plan) -> Grouping:
     for index, bucket in enumerate(buckets.gathers):
         if plan.gathers[index] is not Gather.REUSE:
             specs = list(map(Unshard.of, bucket.nodes))
-            stays_whole = any(spec.sent_as or spec.packed or spec.device for spec in specs)
+            stays_whole = any(spec.sent_as or spec.token or spec.device for spec in specs)
             gathers += _separate(index, [not stays_whole and _is_large(spec, spec.shard.meta["val"]) for spec in specs])
     for index, bucket in enumerate(buckets.reductions):
         may_regroup, grads = plan.reductions[index].reduction.may_regroup, map(ReduceGrad.of, bucket.nodes)

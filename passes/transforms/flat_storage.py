@@ -5,7 +5,8 @@ The shards of a unit lie in one flat buffer for each dtype (see ``fsdp_compile.u
 Before: ``cat([shard_a, shard_b, shard_c])`` (or of their casts) feeds a bucket's all-gather. Zeros between two shards stand for
         other elements that lie between them in storage, and that the gather sends, too (:mod:`passes.ir.storage`).
 After:  neighbours in storage, with the elements between them, are one extra placeholder: a run. A bucket of one run is gathered
-        in place, or cast in one pass. A bucket of several runs concatenates them. Copies from the host read runs, too.
+        in place, or cast in one pass. A bucket of several runs concatenates them: those of several dtypes as bytes. Copies
+        from the host read runs, too.
 
 Leaves alone shards without neighbours, and pieces that are not in flat storage.
 """
@@ -29,6 +30,7 @@ from ..ir.work import Role, mark, work
 
 _aten = torch.ops.aten
 _cast = torch.ops.prims.convert_element_type.default
+_reinterpret = _aten.view.dtype
 
 
 def locate_shards(graph: Graph) -> dict[Node, Location]:
@@ -41,16 +43,16 @@ def locate_shards(graph: Graph) -> dict[Node, Location]:
     return located
 
 
-def _strip(piece: Node) -> tuple[Node, torch.dtype | None]:
-    """Return the shard that ``piece`` flattens and perhaps casts, and the dtype of the cast (None: no cast)."""
-    dtype = None
+def _strip(piece: Node) -> tuple[Node, list[Node]]:
+    """Return the shard that ``piece`` flattens, and the nodes that change its dtype on the way, from the shard on."""
+    changes: list[Node] = []
     while piece.op != "placeholder":
-        if piece.target == _cast:
-            dtype = piece.args[1]
+        if piece.target in (_cast, _reinterpret):
+            changes.insert(0, piece)
         elif piece.target != _aten.view.default:
             break
         piece = piece.args[0]  # type: ignore[assignment]
-    return piece, dtype  # type: ignore[return-value]
+    return piece, changes
 
 
 @dataclass
@@ -61,28 +63,29 @@ class _Run:
         pieces: flattened shards, and zeros for the elements between two of them.
         numel: the number of elements of all pieces.
         shard: the first shard.
-        dtype: the dtype that the shards are cast to; None: no cast.
+        changes: the nodes that change the first shard's dtype. Those of the others do the same.
     """
 
     pieces: list[Node]
     numel: int
     shard: Node
-    dtype: torch.dtype | None
+    changes: list[Node]
 
 
 def _split_into_runs(pieces: list[Node], locations: dict[Node, Location]) -> list[_Run]:
     runs: list[_Run] = []
     end: Location | None = None
     for piece in pieces:
-        shard, dtype = _strip(piece)
-        numel = math.prod(piece.meta["val"].shape)
+        shard, changes = _strip(piece)
+        # Of bytes, the elements in storage.
+        numel = math.prod((shard if changes else piece).meta["val"].shape)
         is_gap = piece.target == _aten.new_zeros.default
         location = end if is_gap else locations.get(shard)
         if is_gap or (end is not None and size_hint(end.distance(location)) == 0):
             runs[-1].pieces.append(piece)
             runs[-1].numel += numel
         else:
-            runs.append(_Run([piece], numel, shard, dtype))
+            runs.append(_Run([piece], numel, shard, changes))
         end = None if location is None else location.after(numel)
     return runs
 
@@ -110,10 +113,10 @@ def flat_storage(graph: Graph, locations: dict[Node, Location], interface: Inter
             )
             mark_location(storage, locations[run.shard])
             num_runs += 1
-            if run.dtype is not None:
+            for change in run.changes:
                 with graph.inserting_before(cat):
-                    source = graph.call_function(_cast, (storage, run.dtype))
-                source.meta["val"] = storage.meta["val"].to(run.dtype)
+                    source = graph.call_function(change.target, (source, change.args[1]))  # type: ignore[arg-type]
+                source.meta["val"] = change.target(source.args[0].meta["val"], change.args[1])  # type: ignore[operator, union-attr]
                 mark(source, start)
             flat.append(source)
         if len(flat) == 1 and cat.target != copy_to_device:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp
+from torch import nn
 from torch.compiler import is_exporting
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -45,14 +46,22 @@ def reduce_dtype(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> torc
     return policy.reduce_dtype
 
 
-def check_policy(policy: MixedPrecisionPolicy) -> None:
-    """Raise for a setting of a policy that newer versions of torch have and this library does not support.
+def param_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, name: str) -> torch.dtype | None:
+    """Return the dtype that a parameter computes in by a policy. None: its own.
+
+    Args:
+        policy: the policy of the parameter's unit. With torch 2.15, its ``param_dtype_override_fn`` decides.
+        param: the parameter, not sharded yet.
+        name: its name, for errors.
 
     Raises:
-        NotImplementedError: ``policy`` has ``param_dtype_override_fn``.
+        ValueError: the function returns a dtype that is neither the policy's nor the parameter's.
     """
-    if getattr(policy, "param_dtype_override_fn", None) is not None:
-        raise NotImplementedError(
-            "MixedPrecisionPolicy(param_dtype_override_fn=...) is not supported yet. Shard a module whose parameters are to "
-            "compute in another dtype with a fully_shard call of its own, which takes another policy."
+    override: Any = getattr(policy, "param_dtype_override_fn", None)
+    found: torch.dtype | None = None if override is None else override(param)
+    if found not in (None, policy.param_dtype, param.dtype):
+        raise ValueError(
+            f"MixedPrecisionPolicy(param_dtype_override_fn=...) returned {found!r} for parameter {name}. It may return the "
+            f"parameter's dtype, {param.dtype}; or None or param_dtype, {policy.param_dtype}."
         )
+    return policy.param_dtype if found is None else found

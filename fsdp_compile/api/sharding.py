@@ -23,7 +23,7 @@ from passes.fx.torch_internals.dynamo import OptimizedModule
 from ..compiler import registered_attributes
 from ..runtime import func_transforms
 from ..runtime.eager_hooks import attach
-from ..torch_versions import check_policy
+from ..torch_versions import param_dtype
 from ..units.extension import check_extension, is_extension
 from ..units.mesh import ShardingMesh
 from ..units.model_parallel import ModelParallel
@@ -99,7 +99,8 @@ def fully_shard(
         shard_placement_fn: returns ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Dimensions other than 0 must
             divide by the number of ranks. It may also return torch's ``ShardPlacementResult``: one of these, and the mesh that
             the parameter is sharded over in the place of ``mesh``.
-        mp_policy: dtypes of computation and reduction.
+        mp_policy: dtypes of computation and reduction. Its ``param_dtype_override_fn`` (torch 2.15) is called once for each
+            parameter, and may return the parameter's dtype, which then computes in it.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the host (docs/memory.md).
             :class:`PartialCPUOffloadPolicy` does so if the device has no room for them.
         ignored_params: parameters to leave as they are.
@@ -118,13 +119,12 @@ def fully_shard(
     """
     modules = _check_modules(module)
     _check_offload_policy(offload_policy)
-    check_policy(mp_policy)
     if not isinstance(gather_policy, GatherPolicy | None):
         raise TypeError(f"fully_shard(gather_policy=...) takes a GatherPolicy, not {gather_policy!r}.")
     ignored = _check_ignored(ignored_params)
     found = _collect_parameters(modules, ignored)
     sharding_mesh = ShardingMesh.of(mesh if dp_mesh_dims is None else _mesh_of_dims(mesh, dp_mesh_dims))
-    cuts = _cuts(found, sharding_mesh, shard_placement_fn, dp_mesh_dims)
+    cuts = _cuts(found, sharding_mesh, shard_placement_fn, dp_mesh_dims, mp_policy)
     _check_extensions(found, cuts, reshard_after_forward)
     if dp_mesh_dims is not None:
         _check_dims(found, cuts, mesh)
@@ -365,11 +365,13 @@ class ParamSharding(NamedTuple):
         dim: the dimension that is cut, or ``REPLICATED``.
         mesh: the mesh that the parameter is sharded over.
         layout: the layout by another parallelism before; None: there is none.
+        param_dtype: the dtype that the parameter computes in; None: its own.
     """
 
     dim: int
     mesh: ShardingMesh
     layout: ModelParallel | None
+    param_dtype: torch.dtype | None
 
 
 def _cuts(
@@ -377,6 +379,7 @@ def _cuts(
     mesh: ShardingMesh,
     shard_placement_fn: ShardPlacementFn | None,
     dp_mesh_dims: object | None,
+    policy: MixedPrecisionPolicy,
 ) -> dict[nn.Parameter, ParamSharding]:
     meshes = {mesh.mesh: mesh}
     cuts = {}
@@ -393,7 +396,8 @@ def _cuts(
             if mesh_info.mesh not in meshes:
                 meshes[mesh_info.mesh] = ShardingMesh.of(mesh_info.mesh)
             own = meshes[mesh_info.mesh]
-        cuts[param] = ParamSharding(_shard_dim(param, name, own, placement), own, ModelParallel.of(param, dp_mesh_dims))
+        dim, layout = _shard_dim(param, name, own, placement), ModelParallel.of(param, dp_mesh_dims)
+        cuts[param] = ParamSharding(dim, own, layout, param_dtype(policy, param, name))
     return cuts
 
 
@@ -466,7 +470,7 @@ def _shard_dim(param: nn.Parameter, name: str, mesh: ShardingMesh, placement: ob
 
 def _check_meshes(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, ParamSharding]) -> None:
     for param, owners in found.items():
-        dim, mesh, layout = cuts[param]
+        dim, mesh, layout, _ = cuts[param]
         if layout is None:
             continue
         if any(isinstance(placement, Partial) for placement in layout.placements):

@@ -59,10 +59,11 @@ def check_memory(unit: Unit) -> None:
 
 
 def gathered_together(unit: Unit) -> list[list[ShardedParam]]:
-    """Group a unit's parameters by collective: by dtype and mesh, or by mesh alone if they are packed."""
+    """Group a unit's parameters by collective: by dtypes and mesh, or by mesh alone if they are packed."""
     found: dict[Any, list[ShardedParam]] = {}
     for param in unit.params:
-        found.setdefault(("packed" if param.is_packed else param.shard.dtype, param.mesh), []).append(param)
+        dtypes = None if param.is_packed else (param.shard.dtype, param.compute_dtype)
+        found.setdefault((dtypes, param.mesh), []).append(param)
     return list(found.values())
 
 

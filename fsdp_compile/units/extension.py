@@ -135,6 +135,7 @@ class ParamExtension:
         mesh: the mesh that the parameter is sharded on.
         module: the module that registers the parameter.
         mp_policy: the mixed-precision policy of its unit.
+        dtype: the dtype that the parameter computes in.
 
     Attributes:
         key: the extension's name in graphs.
@@ -149,6 +150,7 @@ class ParamExtension:
         mesh: ShardingMesh,
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
+        dtype: torch.dtype,
     ):
         self._kind = type(local)
         self._inner_names, self._context = local.__tensor_flatten__()
@@ -163,7 +165,7 @@ class ParamExtension:
         self._module = module if _reads_module(local) else None
         self._mp_policy = mp_policy
         self._is_old = _num_arguments(local) == 1
-        self._dtype = mp_policy.param_dtype or local.dtype
+        self._dtype = dtype
         self.key = f"{self._kind.__name__} {next(_numbers)}"
 
     @staticmethod
@@ -174,9 +176,10 @@ class ParamExtension:
         mesh: ShardingMesh,
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
+        dtype: torch.dtype,
     ) -> ParamExtension:
         """Return the extension of a local tensor. Local tensors that differ only in the tensors they hold share one."""
-        made = ParamExtension(local, shape, padded_shape, mesh, module, mp_policy)
+        made = ParamExtension(local, shape, padded_shape, mesh, module, mp_policy, dtype)
         same = made._identity()
         try:
             found = _shared.setdefault(same, made)

@@ -65,6 +65,7 @@ class ShardedParam:
         local_name: name within the unit; equal for the same parameter of equal blocks.
         shape: the gathered shape: the full one, or with another parallelism that of this rank's piece.
         model_parallel: the layout by another parallelism; None: there is none.
+        param_dtype: the dtype that it computes in, if it is of floating point; None: its own.
         dim: the dimension that is cut, or ``REPLICATED`` for a scalar.
         padded_shape, padded_numel: shape and number of elements of every rank's padded shard.
         rows: first index and number of indices along ``dim`` of this rank's shard, without padding.
@@ -86,12 +87,14 @@ class ShardedParam:
         dim: int,
         mesh: ShardingMesh,
         model_parallel: ModelParallel | None,
+        param_dtype: torch.dtype | None,
     ):
         self.unit = unit
         self.mesh = mesh
         self.owners = owners
         self.name = self.local_name = local_name
         self.model_parallel = model_parallel
+        self.param_dtype = param_dtype
         piece = param._local_tensor if isinstance(param, DTensor) else param
         self.shape = piece.shape
         self.dim = dim
@@ -165,7 +168,9 @@ class ShardedParam:
         """Make the extension and the shard of a local tensor that is a subclass. The subclass keeps the values."""
         local = self._bound = self.local
         module, policy = self.owners[0][0], self.unit.mp_policy
-        self.extension = ParamExtension.of(local, self.shape, self.padded_shape, self.mesh, module, policy)
+        self.extension = ParamExtension.of(
+            local, self.shape, self.padded_shape, self.mesh, module, policy, self.param_dtype or local.dtype
+        )
         # The shard only identifies the parameter: nobody reads its values.
         self._set_shard(torch.zeros((), dtype=local.dtype, device=local.device).expand(self.padded_shape))
 
@@ -209,8 +214,7 @@ class ShardedParam:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype that a forward reads the parameter in."""
-        param_dtype = self.unit.mp_policy.param_dtype
-        return param_dtype if param_dtype is not None and self.param.is_floating_point() else self.shard.dtype
+        return self.param_dtype if self.param_dtype is not None and self.param.is_floating_point() else self.shard.dtype
 
     @property
     def compute_device(self) -> torch.device:
@@ -341,7 +345,7 @@ class ShardedParam:
         kwargs = {
             "dim": self.dim,
             "offset": self.offset,
-            "param_dtype": policy.param_dtype if self.param.is_floating_point() else None,
+            "param_dtype": self.param_dtype if self.param.is_floating_point() else None,
             "reduce_dtype": reduce_dtype(policy, self.param.dtype),
             "replicate_group": mesh.replicate_group,
             "reshard_after_forward": self.unit.reshards_after_forward,

@@ -184,7 +184,7 @@ class Unit:
         scope: the state that it shares with all units of its tree.
         is_meta: whether parameters have no memory yet.
         has_extensions: whether a parameter has an all-gather extension.
-        has_several_dtypes: whether parameters differ in dtype.
+        has_several_dtypes: whether parameters differ in dtype, or in the dtype that they compute in.
         params: its parameters, in registration order.
         storages: flat storage for each dtype.
         places: for each storage, the buffer that it is a run of: itself, or a buffer for storages of several units.
@@ -288,7 +288,7 @@ class Unit:
     def allocate(self) -> None:
         """Lay out the parameters in new flat storage, in their present dtypes."""
         self.has_extensions = any(is_extension(sharded.local) for sharded in self.params)
-        self.has_several_dtypes = len({sharded.local.dtype for sharded in self.params}) > 1
+        self.has_several_dtypes = len({(sharded.local.dtype, sharded.param_dtype) for sharded in self.params}) > 1
         device = self.mesh.device if self.offload is None else torch.device("cpu")
         if self.params and self.params[0].local.is_meta:
             device = torch.device("meta")

@@ -43,12 +43,16 @@ def locate_shards(graph: Graph) -> dict[Node, Location]:
     return located
 
 
-def _strip(piece: Node) -> tuple[Node, list[Node]]:
-    """Return the shard that ``piece`` flattens, and the nodes that change its dtype on the way, from the shard on."""
-    changes: list[Node] = []
+# An operator that changes a shard's dtype, and the dtype.
+_Change = tuple[Any, Any]
+
+
+def _strip(piece: Node) -> tuple[Node, list[_Change]]:
+    """Return the shard that ``piece`` flattens, and the changes of its dtype on the way, from the shard on."""
+    changes: list[_Change] = []
     while piece.op != "placeholder":
         if piece.target in (_cast, _reinterpret):
-            changes.insert(0, piece)
+            changes.insert(0, (piece.target, piece.args[1]))
         elif piece.target != _aten.view.default:
             break
         piece = piece.args[0]  # type: ignore[assignment]
@@ -57,19 +61,19 @@ def _strip(piece: Node) -> tuple[Node, list[Node]]:
 
 @dataclass
 class _Run:
-    """Pieces that follow each other in flat storage.
+    """Pieces that follow each other in flat storage, and that are sent in one dtype.
 
     Attributes:
         pieces: flattened shards, and zeros for the elements between two of them.
         numel: the number of elements of all pieces.
         shard: the first shard.
-        changes: the nodes that change the first shard's dtype. Those of the others do the same.
+        changes: the changes of the shards' dtype before they are sent.
     """
 
     pieces: list[Node]
     numel: int
     shard: Node
-    changes: list[Node]
+    changes: list[_Change]
 
 
 def _split_into_runs(pieces: list[Node], locations: dict[Node, Location]) -> list[_Run]:
@@ -81,7 +85,8 @@ def _split_into_runs(pieces: list[Node], locations: dict[Node, Location]) -> lis
         numel = math.prod((shard if changes else piece).meta["val"].shape)
         is_gap = piece.target == _aten.new_zeros.default
         location = end if is_gap else locations.get(shard)
-        if is_gap or (end is not None and size_hint(end.distance(location)) == 0):
+        follows = end is not None and size_hint(end.distance(location)) == 0
+        if is_gap or (follows and changes == runs[-1].changes):
             runs[-1].pieces.append(piece)
             runs[-1].numel += numel
         else:
@@ -113,10 +118,11 @@ def flat_storage(graph: Graph, locations: dict[Node, Location], interface: Inter
             )
             mark_location(storage, locations[run.shard])
             num_runs += 1
-            for change in run.changes:
+            for operator, dtype in run.changes:
+                value = operator(source.meta["val"], dtype)
                 with graph.inserting_before(cat):
-                    source = graph.call_function(change.target, (source, change.args[1]))  # type: ignore[arg-type]
-                source.meta["val"] = change.target(source.args[0].meta["val"], change.args[1])  # type: ignore[operator, union-attr]
+                    source = graph.call_function(operator, (source, dtype))
+                source.meta["val"] = value
                 mark(source, start)
             flat.append(source)
         if len(flat) == 1 and cat.target != copy_to_device:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 
@@ -22,3 +26,10 @@ needs_placements_with_a_mesh = pytest.mark.skipif(
 needs_mesh_dims = pytest.mark.skipif(
     not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason=f"torch {torch.__version__} has no DataParallelMeshDims"
 )
+
+
+@dataclass(frozen=True)
+class NewerPolicy(MixedPrecisionPolicy):
+    """A policy with a setting of torch 2.15."""
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None

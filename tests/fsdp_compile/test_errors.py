@@ -13,7 +13,6 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from fsdp_compile import FSDPModule, OffloadPolicy, fsdp_backend, fully_shard
 from fsdp_compile.compiler.backend import _warn_once_that_nothing_is_sharded
 from fsdp_compile.debug import capture
 from tests.common import models
+from tests.common.versions import NewerPolicy
 
 _EAGER_LOWERING: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "aot_eager"}}
 
@@ -244,18 +244,13 @@ def test_offload_policy(fake_ranks: None) -> None:
     fully_shard(nn.Linear(8, 8), mesh=_mesh(), offload_policy=OffloadPolicy())
 
 
-@dataclass(frozen=True)
-class NewerPolicy(MixedPrecisionPolicy):
-    """A policy with a setting of torch 2.15."""
-
-    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
-
-
 def test_dtype_of_single_parameters(fake_ranks: None) -> None:
     model = _model()
-    with _refused(model, NotImplementedError, r"param_dtype_override_fn=.* not supported yet.*fully_shard call of its own"):
-        fully_shard(model, mesh=_mesh(), mp_policy=NewerPolicy(param_dtype_override_fn=lambda param: param.dtype))
-    fully_shard(nn.Linear(8, 8), mesh=_mesh(), mp_policy=NewerPolicy())
+    policy = NewerPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: torch.float16 if param.ndim == 1 else None)
+    with _refused(
+        model, ValueError, r"returned torch\.float16 for parameter bias.*parameter's dtype, torch\.float32;.*bfloat16"
+    ):
+        fully_shard(model, mesh=_mesh(), mp_policy=policy)
 
 
 @pytest.mark.parametrize("mesh_of_param", ["the same mesh", "another mesh"])

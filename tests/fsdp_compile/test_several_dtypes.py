@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.func import functional_call
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import flat_optimizer, fsdp_backend, fully_shard, optimizer_in_backward
 from fsdp_compile.debug import Capture, capture
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.parity import shard_units
+from tests.common.versions import NewerPolicy
 
 _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _SYSTEMS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor))
@@ -33,6 +35,8 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(6, 6, dtype=dtype) for _ in range(2))
         self.norm = nn.LayerNorm(6)
         self.codes = nn.Parameter(torch.arange(6, dtype=torch.int8), requires_grad=False)
+        for param in (*self.router.parameters(), *self.norm.parameters()):
+            param.keeps_dtype = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x.to(self.router.weight.dtype)).softmax(-1).to(x.dtype)
@@ -115,6 +119,54 @@ def test_parameters_on_the_host(rank_pools: RankPools) -> None:
     rank_pools[2].run(train, system="aot_eager", mesh=(2,), offload_policy=CPUOffloadPolicy())
 
 
+# Parameters that compute in different dtypes, as torch 2.15 lets a policy decide.
+
+
+def _keeps_own(param: nn.Parameter) -> torch.dtype | None:
+    """Return the parameter's dtype for the router and the norm."""
+    return param.dtype if getattr(param, "keeps_dtype", False) else None
+
+
+def train_in_other_dtypes(system: str, **options: Any) -> None:
+    """Compare gradients with those of the whole model, with cast parameters. Runs on every rank."""
+    torch._dynamo.reset()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone, model = Mixture(torch.float32), Mixture(torch.float32)
+    policy = NewerPolicy(torch.float64, torch.float64, param_dtype_override_fn=_keeps_own)
+    shard_units(model, device_mesh((world,)), fully_shard, mp_policy=policy, **options)
+    compiled: Any = model if system == "eager" else torch.compile(model, backend=fsdp_backend, options={"lowering": system})
+    batches = torch.randn(world, 2, 5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    compiled(batches[rank]).square().mean().backward()
+    read = {
+        name: param.to(_keeps_own(param) or torch.float64) if param.is_floating_point() else param
+        for name, param in alone.named_parameters()
+    }
+    (sum(functional_call(alone, read, (batch,)).square().mean() for batch in batches) / world).backward()
+    for (name, param), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+        if param.requires_grad:
+            assert param.grad.dtype == torch.float32
+            torch.testing.assert_close(
+                param.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("system", _SYSTEMS)
+def test_a_policy_decides_for_each_parameter(system: str, rank_pools: RankPools) -> None:
+    rank_pools[2].run(train_in_other_dtypes, system=system)
+
+
+def test_a_policy_and_parameters_on_the_host(rank_pools: RankPools) -> None:
+    rank_pools[2].run(train_in_other_dtypes, system="eager", offload_policy=CPUOffloadPolicy())
+    rank_pools[2].run(train_in_other_dtypes, system="aot_eager", offload_policy=CPUOffloadPolicy())
+
+
+def test_one_gather_and_one_reduction(fake_ranks: None) -> None:
+    policy = NewerPolicy(torch.bfloat16, torch.float32, param_dtype_override_fn=_keeps_own)
+    graphs = captured(policy, torch.float32)
+    assert gathered(graphs) == [torch.uint8]
+    assert len(reduced(graphs)) == 1
+
+
 def captured(policy: MixedPrecisionPolicy, dtype: torch.dtype = torch.bfloat16) -> Capture:
     model = fully_shard(nn.Sequential(Experts(dtype)), mp_policy=policy)
     torch._dynamo.reset()
@@ -129,14 +181,18 @@ def gathered(graphs: Capture) -> list[torch.dtype]:
     return [node.meta["val"].dtype for node in graph.find_nodes(op="call_function", target=_ALL_GATHER)]
 
 
+def reduced(graphs: Capture) -> list[torch.dtype]:
+    graph = graphs.backward[0].graph_module.graph
+    target = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    return [node.meta["val"].dtype for node in graph.find_nodes(op="call_function", target=target)]
+
+
 def test_one_gather(fake_ranks: None) -> None:
     assert gathered(captured(MixedPrecisionPolicy())) == [torch.uint8]
 
 
 def test_one_reduction_for_each_dtype(fake_ranks: None) -> None:
-    graph = captured(MixedPrecisionPolicy()).backward[0].graph_module.graph
-    found = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.reduce_scatter_tensor.default)
-    assert {node.meta["val"].dtype for node in found} == {torch.bfloat16, torch.float32} and len(found) == 2
+    assert sorted(reduced(captured(MixedPrecisionPolicy())), key=str) == [torch.bfloat16, torch.float32]
 
 
 class Gated(nn.Module):

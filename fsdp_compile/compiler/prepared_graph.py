@@ -126,14 +126,16 @@ class PreparedGraph:
         """
         # A fake mode around the call is not the mode of the graph's fake tensors.
         with unset_fake_temporarily():
-            group_names, members = self._group_names | _reduce_scatter_groups(plan), members_of(self.buckets, plan)
+            group_names = self._group_names | _reduce_scatter_groups(plan)
             stage = "backward" if self.is_backward else "forward"
             # Wait for the ranks without the compile lock: another thread may compile meanwhile, whose graph other ranks expect
             # first.
             scheduled, run = agree_on_graph(
                 stage,
                 self._schedule(plan),
-                lambda scheduled: collective_sequence(scheduled.gm.graph, group_names, members),
+                lambda scheduled: collective_sequence(
+                    scheduled.gm.graph, group_names, members_of(self.buckets, scheduled.interface)
+                ),
                 lambda arrangement: self._schedule(plan, arrangement),
                 group_names,
                 self._kind(plan),

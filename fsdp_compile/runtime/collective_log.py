@@ -297,13 +297,13 @@ _logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = weakref.Wea
 
 
 def _find_logs(group_names: Iterable[str], roles: Mapping[str, str]) -> list[CollectiveLog]:
-    """Return the logs of process groups, in the same order on all ranks.
+    """Return the logs of process groups, in the same order on all ranks: by role and name.
 
     A group whose ranks are all in an earlier group belongs to the log of that group. A group that parameters are sharded or
     replicated over has a log of its own, unless an earlier group has the same ranks.
     """
     found: list[CollectiveLog] = []
-    for name in dict.fromkeys(group_names):
+    for name in sorted(set(group_names), key=lambda name: (_place_of_role(roles.get(name, "")), name)):
         group = resolve_group(name)
         ranks = dist.get_process_group_ranks(group)
         shards = roles.get(name) in SHARDING_ROLES
@@ -315,6 +315,10 @@ def _find_logs(group_names: Iterable[str], roles: Mapping[str, str]) -> list[Col
     for log in found:
         log.family.update(found)
     return found
+
+
+def _place_of_role(role: str) -> int:
+    return SHARDING_ROLES.index(role) if role in SHARDING_ROLES else len(SHARDING_ROLES)
 
 
 def _log_of(group: dist.ProcessGroup, name: str, label: str) -> CollectiveLog | None:

@@ -172,7 +172,8 @@ class Interface:
         num_outputs: the number of outputs without the extra ones.
         inputs, outputs: the slots of the added inputs and outputs.
         output_nodes: the nodes of ``outputs``.
-        reduction_groups: for each reduction, its gradients, each by the index of its bucket and its position there.
+        gather_groups: for each gather, its parameters, each by the index of its bucket and its position there.
+        reduction_groups: for each reduction, its gradients, likewise.
     """
 
     graph: Graph
@@ -180,6 +181,7 @@ class Interface:
     inputs: list[InputSlot] = field(default_factory=list)
     outputs: list[OutputSlot] = field(default_factory=list)
     output_nodes: list[Node] = field(default_factory=list)
+    gather_groups: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     reduction_groups: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     _last: Node | None = None
 

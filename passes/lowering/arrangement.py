@@ -107,10 +107,11 @@ def _regrouped(buckets: Sequence[Bucket], items: Sequence[Item], wanted: Sequenc
     item_of = {bucket.name: item for bucket, item in zip(named, items, strict=True)}
     found = []
     for name in wanted:
-        shares = [item_of.pop(BucketName((part,)), None) for part in name.parts]
-        items = [item for item in shares if item is not None]
+        # A unit that is whole in the other graph may have been split and merged again.
+        shares = [[own for own in item_of if own.parts[0] == part or (own.parts[0][0], None) == part] for part in name.parts]
+        items = [item_of.pop(own) for share in shares for own in share]
         keys = {item.key for item in items}
-        if len(items) < len(shares) or (len(items) > 1 and (len(keys) > 1 or None in keys)):
+        if not all(shares) or (len(items) > 1 and (len(keys) > 1 or None in keys)):
             raise CannotArrange(f"the graph cannot have the bucket {name}")
         found.append(tuple(itertools.chain.from_iterable(item.members for item in items)))
     return (*found, *(item.members for item in item_of.values()))

@@ -26,9 +26,9 @@ from torch.fx import Graph, Node
 
 from ..collectives.functional import group_size
 from ..fx.torch_internals.core import OpOverload
-from ..ir.plan import Plan
+from ..ir.interface import Interface
 from ..ir.work import BucketName, Role, bucket, role
-from ..transforms.bucket import Buckets
+from ..transforms.bucket import Buckets, regroup
 
 _POINT_TO_POINT = {"isend", "irecv", "batch_p2p_ops"}
 
@@ -44,7 +44,7 @@ class Collective:
         without_sizes: ``text`` without numbers of elements.
         operation: the name of the operator.
         gathers: whether it gathers parameters.
-        parameters: the names within their units of the parameters in the buckets that it works for, in order.
+        parameters: the names of its bucket's parameters within their units, in the order in which it has them.
     """
 
     text: str
@@ -59,18 +59,18 @@ class Collective:
         return f"{self.text}, bucket {self.bucket}" if self.bucket is not None else self.text
 
 
-#: For each unit's bucket of a graph, by whether it gathers and by name: the names of its parameters within the unit.
-Members = Mapping[tuple[bool, str], tuple[str, ...]]
+#: For each bucket of a graph, by whether it gathers and by name: the names of its parameters within their units.
+Members = Mapping[tuple[bool, BucketName], tuple[str, ...]]
 _NO_MEMBERS: Members = {}
 
 
-def members_of(buckets: Buckets, plan: Plan) -> Members:
-    """Return the parameters in each bucket, in the order in which a collective has them."""
-    found = {(True, str(each.name)): each.parameters for each in buckets.gathers}
-    for each, planned in zip(buckets.reductions, plan.reductions, strict=True):
-        names = each.parameters
-        found[False, str(each.name)] = tuple(names[index] for index in planned.order) if planned.order else names
-    return found
+def members_of(buckets: Buckets, interface: Interface) -> Members:
+    """Return the parameters in each bucket of a graph, in the order in which the collective has them."""
+    gathers = regroup(buckets.gathers, interface.gather_groups)
+    reductions = regroup(buckets.reductions, interface.reduction_groups)
+    return {
+        (is_gather, each.name): each.parameters for is_gather, some in ((True, gathers), (False, reductions)) for each in some
+    }
 
 
 def collective_sequence(graph: Graph, group_names: Mapping[str, str], members: Members = _NO_MEMBERS) -> list[Collective]:
@@ -96,8 +96,7 @@ def collectives_of(
                 roles[group] = f"group {len(roles) - len(group_names) + 1} of {group_size(group)} ranks"
             text, without_sizes = (f"{_operation(node, sizes)} over {roles[group]}" for sizes in (True, False))
             gathers, name = role(node) is Role.START_GATHER, bucket(node)
-            units = () if name is None else name.unit_buckets
-            parameters = tuple(param for unit in units for param in members.get((gathers, unit), ()))
+            parameters = () if name is None else members.get((gathers, name), ())
             operation: str = node.target._opname  # type: ignore[union-attr]
             yield node, Collective(text, name, group, without_sizes, operation, gathers, parameters)
 

@@ -39,7 +39,7 @@ from ..collectives.rounded_gather import GatherPolicy
 from ..fx.emit import emit
 from ..fx.graph import derived, is_collective, shard_input, with_sources
 from ..ir.interface import FullParameter, Interface
-from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard, reshard_rounded, unshard, unshards, with_unit
+from ..ir.ops import ReduceGrad, Unshard, is_unshard, reduce_grads, reshard, reshard_rounded, unshards, with_unit
 from ..ir.plan import Gather
 from ..ir.storage import gaps_to_gather
 from ..ir.work import MAKES_PARAMETERS, BucketName, Role, Work, mark, nodes_of, role
@@ -63,13 +63,13 @@ class Bucket:
 
     @property
     def shards(self) -> list[Node]:
-        return [(Unshard if node.target == unshard else ReduceGrad).of(node).shard for node in self.nodes]
+        return [(Unshard if is_unshard(node) else ReduceGrad).of(node).shard for node in self.nodes]
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The name of each node's parameter within the unit. Blocks that share a graph have equal names."""
-        names = ((Unshard if node.target == unshard else ReduceGrad).of(node).name for node in self.nodes)
-        return tuple(_name_in(self.unit, name) for name in names)
+        """The name of each node's parameter within its unit. Blocks that share a graph have equal names."""
+        specs = ((Unshard if is_unshard(node) else ReduceGrad).of(node) for node in self.nodes)
+        return tuple(_name_in(spec.unit, spec.name) for spec in specs)
 
 
 def _name_in(unit: str, name: str) -> str:
@@ -80,17 +80,21 @@ def _name_in(unit: str, name: str) -> str:
 
 
 def _named(buckets: dict[tuple[Hashable, ...], list[Node]]) -> list[Bucket]:
-    """Make a bucket of each list of nodes. The first element of a key is the unit's name."""
+    """Make a bucket of each list of nodes. The first element of a key is the unit's name.
+
+    Several buckets of a unit are numbered in the order of their parameters' names, whichever this rank reads first.
+    """
     # The second bucket of unit "blocks" must not take the name of a unit "blocks.1" inside of it.
     units = {str(unit) or "root" for unit, *_ in buckets}
-    named: dict[str, Bucket] = {}
-    for (key_unit, *_), nodes in buckets.items():
-        unit = str(key_unit)
-        first = unit or "root"
+    found = [Bucket(BucketName.of_unit(""), str(unit), nodes) for (unit, *_), nodes in buckets.items()]
+    taken: set[str] = set()
+    for bucket in sorted(found, key=lambda bucket: min(bucket.parameters)):
+        first = bucket.unit or "root"
         numbered = (f"{first}.{number}" for number in itertools.count(1))
-        name = first if first not in named else next(name for name in numbered if name not in named and name not in units)
-        named[name] = Bucket(BucketName.of_unit(name), unit, nodes)
-    return list(named.values())
+        name = first if first not in taken else next(name for name in numbered if name not in taken and name not in units)
+        taken.add(name)
+        bucket.name = BucketName.of_unit(name)
+    return found
 
 
 #: Parameters that share a collective. Each is the index of its unit's bucket, and its position in that bucket.
@@ -105,22 +109,48 @@ def whole_buckets(buckets: Sequence[Bucket]) -> list[Group]:
 def regroup(buckets: Sequence[Bucket], groups: Sequence[Group]) -> list[Bucket]:
     """Merge and split the buckets of units into one bucket for each of ``groups``.
 
-    A merged bucket is named after all its units (``"a+b"``), a piece of a split one by number (``"a/0"``, ``"a/1"``).
+    A merged bucket is named after all its units (``"a+b"``), a piece of a split one by number (``"a/0"``, ``"a/1"``). Numbers
+    do not depend on which piece this rank needs first.
     """
-    pieces: dict[int, int] = {}
+    shares = [_by_bucket(group) for group in groups]
+    pieces: dict[int, list[tuple[str, int]]] = {}
+    for share in shares:
+        for index, positions in share.items():
+            if len(positions) < len(buckets[index].nodes):
+                pieces.setdefault(index, []).append(_first_place(buckets[index], positions))
     regrouped = []
-    for group in groups:
-        sources = list(dict.fromkeys(index for index, _ in group))
+    for group, share in zip(groups, shares, strict=True):
         parts: list[tuple[str, int | None]] = []
-        for index in sources:
+        for index, positions in share.items():
             (name,) = buckets[index].name.unit_buckets
-            piece = None
-            if sum(source == index for source, _ in group) < len(buckets[index].nodes):
-                piece = pieces[index] = pieces.get(index, -1) + 1
-            parts.append((name, piece))
+            is_piece = len(positions) < len(buckets[index].nodes)
+            number = sorted(pieces[index]).index(_first_place(buckets[index], positions)) if is_piece else None
+            parts.append((name, number))
         nodes = [buckets[index].nodes[position] for index, position in group]
-        regrouped.append(Bucket(BucketName(tuple(parts)), buckets[sources[0]].unit, nodes))
+        regrouped.append(Bucket(BucketName(tuple(parts)), buckets[group[0][0]].unit, nodes))
     return regrouped
+
+
+def _first_place(bucket: Bucket, positions: Sequence[int]) -> tuple[str, int]:
+    """Return the first of some positions in a bucket, in an order that all ranks have."""
+    if is_unshard(bucket.nodes[0]):
+        return "", min(positions)
+    # Gradients are in the order of this rank's graph.
+    names = bucket.parameters
+    return min((names[position], position) for position in positions)
+
+
+def _by_bucket(group: Group) -> dict[int, list[int]]:
+    """Return the positions of a group's parameters by the index of their bucket, in the order of the group."""
+    found: dict[int, list[int]] = {}
+    for index, position in group:
+        found.setdefault(index, []).append(position)
+    return found
+
+
+def _sorted_by_unit(group: Group) -> Group:
+    """Sort the parameters of each unit in a group, which may have been split and merged again. Units keep their order."""
+    return tuple((index, position) for index, positions in _by_bucket(group).items() for position in sorted(positions))
 
 
 def gather_key(spec: Unshard) -> Hashable:
@@ -323,6 +353,9 @@ def bucket_gathers(
     if groups is None:
         reused = {index for index, action in enumerate(plan or ()) if action is Gather.REUSE}
         groups = [group for group in whole_buckets(buckets) if group[0][0] not in reused]
+    groups = list(map(_sorted_by_unit, groups))
+    if interface is not None:
+        interface.gather_groups = groups
     for group, bucket in zip(groups, regroup(buckets, groups), strict=True):
         shares = unit_by_unit and len(bucket.name.parts) > 1
         runs = [len(list(run)) for _, run in itertools.groupby(group, _bucket_of)] if shares else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from fsdp_compile import GatherPolicy, fsdp_backend, fully_shard
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.rounding import rounded
 from tests.common.subclasses import Halved
+from tests.common.versions import needs_placements_with_a_mesh
 
 _AOT_EAGER: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "aot_eager"}}
 
@@ -23,9 +25,9 @@ _AOT_EAGER: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "
 class Pair(nn.Module):
     """Two weights of equal size, and a way to use them for each rank: one or the other, or both in some order."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.a, self.b = (nn.Parameter(torch.randn(8, 8) / 3) for _ in range(2))
+        self.a, self.b = (nn.Parameter(torch.randn(size, size) / size**0.5) for _ in range(2))
 
     def forward(self, x: Tensor, order: str) -> Tensor:
         found = {name: x @ getattr(self, name) for name in order}
@@ -35,11 +37,11 @@ class Pair(nn.Module):
 class Model(nn.Module):
     """A layer, and two pairs."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = nn.Linear(8, 8)
-        self.pairs = nn.ModuleList(Pair() for _ in range(2))
+        self.layer = nn.Linear(8, size)
+        self.pairs = nn.ModuleList(Pair(size) for _ in range(2))
 
     def forward(self, x: Tensor, orders: dict[int, str]) -> Tensor:
         x = self.layer(x)
@@ -55,6 +57,8 @@ _ORDERS: dict[str, dict[str, Any]] = {
     "in a smaller group": {"reshard_after_forward": 2},
     "rounded, in a smaller group": {"reshard_after_forward": 2, "gather_policy": GatherPolicy(torch.int8, "row")},
     "with an extension": {},
+    "over two meshes": {},
+    "large": {},
 }
 
 
@@ -62,7 +66,16 @@ def train_in_other_order(kind: str, compiled: bool) -> None:
     """Compare gradients with those of the whole model. Ranks alternate in the weight that they read first. Runs on every rank."""
     torch._dynamo.reset()
     rank, world = dist.get_rank(), dist.get_world_size()
-    alone, model = Model(), Model()
+    options, mesh = dict(_ORDERS[kind]), device_mesh((world,))
+    if "meshes" in kind:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+        elsewhere = ShardPlacementResult(None, FSDPMeshInfo(mesh, shard_mesh_dim=0))
+        mesh, names = device_mesh((2, world // 2)), itertools.cycle("ab")
+        options["shard_placement_fn"] = lambda _: elsewhere if next(names) == "a" else None
+    # Parameters of 1 MiB have collectives of their own.
+    size = 520 if kind == "large" else 8
+    alone, model = Model(size), Model(size)
     for pair, own in zip(model.pairs, alone.pairs, strict=True):
         for name in ("a", "b"):
             weight = getattr(own, name).detach()
@@ -70,8 +83,8 @@ def train_in_other_order(kind: str, compiled: bool) -> None:
                 setattr(pair, name, nn.Parameter(Halved(weight.clone())))
                 weight.copy_(weight.bfloat16())
             elif "rounded" in kind:
-                weight.copy_(rounded(weight, world, _ORDERS[kind]["gather_policy"]))
-        fully_shard(pair, mesh=device_mesh((world,)), **_ORDERS[kind])
+                weight.copy_(rounded(weight, world, options["gather_policy"]))
+        fully_shard(pair, mesh=mesh, **options)
     fully_shard(model, mesh=device_mesh((world,)))
     forward: Any = torch.compile(model, **_AOT_EAGER) if compiled else model
     batches = torch.randn(world, 3, 8, generator=torch.Generator().manual_seed(1))
@@ -84,9 +97,11 @@ def train_in_other_order(kind: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("kind", _ORDERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[needs_placements_with_a_mesh] if "meshes" in kind else []) for kind in _ORDERS]
+)
 def test_other_order(kind: str, compiled: bool, rank_pools: RankPools) -> None:
-    rank_pools[4 if "smaller" in kind else 2].run(train_in_other_order, kind=kind, compiled=compiled)
+    rank_pools[4 if "smaller" in kind or "meshes" in kind else 2].run(train_in_other_order, kind=kind, compiled=compiled)
 
 
 # Other parameters.

@@ -99,35 +99,35 @@ def forward(self, x: "f32[3, 512]", norm_0: "f32[64]", up_0: "f32[64, 512]", dow
         self.assertExpectedInline(
             self.outline(gm.graph),
             """\
-start_gather 0/2
 start_gather 0/0
 start_gather 0/1
-start_gather 1/2
+start_gather 0/2
 start_gather 1/0
 start_gather 1/1
-finish_gather 0/2
-mul
+start_gather 1/2
 finish_gather 0/0
-mm
-relu
+mul
 finish_gather 0/1
 mm
-start_gather 2/2
+relu
+finish_gather 0/2
+mm
 start_gather 2/0
 start_gather 2/1
-finish_gather 1/2
-mul
+start_gather 2/2
 finish_gather 1/0
-mm
-relu
+mul
 finish_gather 1/1
 mm
-finish_gather 2/2
-mul
+relu
+finish_gather 1/2
+mm
 finish_gather 2/0
+mul
+finish_gather 2/1
 mm
 relu
-finish_gather 2/1
+finish_gather 2/2
 mm
 """,
         )
@@ -140,35 +140,35 @@ mm
         self.assertExpectedInline(
             self.outline(gm.graph),
             """\
-start_gather 0/2
 start_gather 0/0
 start_gather 0/1
-start_gather 2/2
+start_gather 0/2
 start_gather 2/0
 start_gather 2/1
-finish_gather 0/2
-mul
+start_gather 2/2
 finish_gather 0/0
-mm
-relu
+mul
 finish_gather 0/1
 mm
-start_gather 1/2
+relu
+finish_gather 0/2
+mm
 start_gather 1/0
 start_gather 1/1
-finish_gather 1/2
-mul
+start_gather 1/2
 finish_gather 1/0
-mm
-relu
+mul
 finish_gather 1/1
 mm
-finish_gather 2/2
-mul
+relu
+finish_gather 1/2
+mm
 finish_gather 2/0
+mul
+finish_gather 2/1
 mm
 relu
-finish_gather 2/1
+finish_gather 2/2
 mm
 """,
         )

@@ -304,17 +304,17 @@ relu
         self.assertExpectedInline(
             self.gathers(gm, {"a": ["b"]}),
             """\
-start_gather a
 start_gather a.1
-start_gather b
+start_gather a
 start_gather b.1
-finish_gather a
-mm
+start_gather b
 finish_gather a.1
-mul
-finish_gather b
 mm
+finish_gather a
+mul
 finish_gather b.1
+mm
+finish_gather b
 mul
 """,
         )

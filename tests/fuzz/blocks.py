@@ -259,6 +259,40 @@ class Extended(nn.Module):
         return x + torch.tanh(self.layer(x))
 
 
+class Routed(nn.Module):
+    """Two layers that a router weighs, whose parameters have another dtype than the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.layers = nn.Linear(DIM, 2), nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def change_dtype(self) -> None:
+        """Give the router a dtype of its own. Call it when the model has its dtype."""
+        self.router.to(torch.float32 if self.router.weight.dtype == torch.float64 else torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x.to(self.router.weight.dtype)).softmax(-1).to(x.dtype)
+        return x + sum(torch.tanh(layer(x)) * weights[..., index, None] for index, layer in enumerate(self.layers))
+
+
+class Ordered(nn.Module):
+    """Two weights of one size, which ranks may read in different orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(DIM, DIM) / 3) for _ in range(2))
+        self.is_swapped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_swapped:
+            second = x @ self.second
+            first = x @ self.first
+        else:
+            first = x @ self.first
+            second = x @ self.second
+        return x + torch.tanh(first) * second
+
+
 KINDS: dict[str, type[nn.Module]] = {
     "mlp": MLP,
     "attention": Attention,
@@ -278,6 +312,8 @@ KINDS: dict[str, type[nn.Module]] = {
     "target": Target,
     "parallel": Parallel,
     "extended": Extended,
+    "routed": Routed,
+    "ordered": Ordered,
 }
 
 
@@ -330,4 +366,8 @@ def network(spec: Model) -> Network:
     """Build a model, with the same values on every rank and in every run."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Network(spec).to(getattr(torch, spec.dtype))
+        made = Network(spec).to(getattr(torch, spec.dtype))
+    for module in made.modules():
+        if isinstance(module, Routed):
+            module.change_dtype()
+    return made

@@ -31,7 +31,7 @@ from tests.common.distributed import device_mesh
 from tests.common.padded_products import padded_products
 from tests.common.subclasses import Wrapper
 
-from .blocks import VOCABULARY, Extended, Gated, Network, Parallel, network
+from .blocks import VOCABULARY, Extended, Gated, Network, Ordered, Parallel, network
 from .case import Call, Case, Evaluate, Event, Freeze, Micro, Model, Path, Reload, Step
 
 _adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
@@ -214,6 +214,8 @@ class _Trainee:
             if "uneven" in self.case.features:
                 for gated in (module for module in self.model.modules() if isinstance(module, Gated)):
                     gated.is_open = (rank + self.index) % 2 == 0
+            for ordered in (module for module in self.model.modules() if isinstance(module, Ordered)):
+                ordered.is_swapped = "other order" in self.case.features and rank % 2 == 1
             loss: Any = 0.0
             for number in range(forwards):
                 tokens, target = _batch(10 * self.index + number, rank, sizes[rank % len(sizes)], dtype, self.device)

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.auto import small_units
 from tests.common import inductor_use
-from tests.common.distributed import RankPools, collect_once
+from tests.common.distributed import RankPools, collect_once, fake_group
 from tests.common.lost_guards import refuse_lost_guards
 from tests.common.wrong_layouts import refuse_wrong_layouts
 
@@ -81,11 +80,8 @@ def rank_pools() -> Iterator[RankPools]:
 @pytest.fixture
 def fake_ranks() -> Iterator[None]:
     """Eight pretended ranks, of which this process is the first; collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    torch._dynamo.reset()
-    yield
-    dist.destroy_process_group()
-    torch._dynamo.reset()
+    with fake_group():
+        yield
 
 
 @pytest.fixture

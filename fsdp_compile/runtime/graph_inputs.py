@@ -20,9 +20,6 @@ from passes.transforms.bucket import Bucket, Buckets, whole_buckets
 from ..units.sharded_param import ShardedParam, param_in_memory
 from ..units.unit import Unit
 
-#: A text that comes after all names.
-_LAST = "\U0010ffff"
-
 
 def sharded_param(shard: Any) -> ShardedParam:
     """Return the parameter whose shard is a graph input."""
@@ -68,17 +65,15 @@ class GraphInputs:
         gathered = [Unshard.of(node) for node in unshards(graph.nodes)]
         reduced = [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]
         self.names: dict[int, tuple[str, str]] = {}
-        self.units: dict[str, int] = {}
         specs: list[Unshard | ReduceGrad] = [*gathered, *reduced]
-        chosen: dict[str, tuple[bool, str]] = {}
+        shards: dict[str, list[tuple[bool, str, int]]] = {}
         for spec in specs:
             for index in self._places([spec.shard if isinstance(spec, ReduceGrad) else spec.source]):
                 self.names[index] = spec.unit, spec.name
-                # A rank may leave out a scalar, for which it gathers nothing.
-                place = spec.dim == REPLICATED, spec.name
-                is_shard = isinstance(spec, ReduceGrad) or spec.offset >= 0 or spec.token is not None
-                if is_shard and place < chosen.get(spec.unit, (True, _LAST)):
-                    chosen[spec.unit], self.units[spec.unit] = place, index
+                if isinstance(spec, ReduceGrad) or spec.offset >= 0 or spec.token is not None:
+                    # A rank may leave out a scalar, for which it gathers nothing: these come last.
+                    shards.setdefault(spec.unit, []).append((spec.dim == REPLICATED, spec.name, index))
+        self.units = {unit: min(found)[-1] for unit, found in shards.items()}
         self.read = self._places([spec.source for spec in gathered])
         self.gathers = [self._members_to_keep(bucket) for bucket in buckets.gathers]
         self.gradients = [self._gradients(bucket) for bucket in buckets.reductions]

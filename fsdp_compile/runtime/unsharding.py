@@ -89,7 +89,7 @@ def start_gathers(
 
     Args:
         unit: the unit of all parameters.
-        buckets: parameters of one dtype and mesh each.
+        buckets: parameters that :func:`gathered_together` puts together.
         label: names the gather in errors about ranks that disagree.
         resharded: the parameters that are sharded over a smaller group, to gather there.
 
@@ -115,7 +115,7 @@ def _start_gather(
     # Shards that are kept in a smaller group, but not as bytes, have been rounded already.
     sent_as = next(iter(sent)).sent_as if not kept or _are_bytes(kept) else None
     format = choose_format(
-        [shape for shape, _ in _layouts(sent, group)],
+        [param.shape for param in sent],
         [tensor.dtype for tensor in tensors],
         dtype=first.compute_dtype,
         sent_as=sent_as,
@@ -196,14 +196,14 @@ def finish_gather_of(
         return fulls
     layouts = _layouts(pending.sent, pending.group)
     shapes, dims = [shape for shape, _ in layouts], [dim for _, dim in layouts]
-    to_reshard = [] if resharded is None else _to_reshard(pending)
-    places = [place for place, param in enumerate(pending.sent) if param in to_reshard]
+    to_reshard = {} if resharded is None else _to_reshard(pending)
     with pending.run:
-        gathered = iter(finish_gather(pending.gathered, shapes, dims, pending.group, format=pending.format, resharded=places))
+        how: dict[str, Any] = {"format": pending.format, "resharded": [*to_reshard]}
+        gathered = iter(finish_gather(pending.gathered, shapes, dims, pending.group, **how))
     for param, of_one in pending.sent.items():
         own = list(itertools.islice(gathered, len(of_one.tensors)))
         fulls[param] = own[0].contiguous() if param.extension is None else _decode(param, own, of_one, pending)
-    for param in to_reshard:
+    for param in to_reshard.values():
         assert resharded is not None
         parts, group = list(itertools.islice(gathered, 2)), param.post_forward_group
         resharded[param] = Resharded(reshard_rounded(parts, group), group)
@@ -226,15 +226,16 @@ def _whole(param: ShardedParam) -> Tensor:
     return shard.to(dtype, copy=True).contiguous()
 
 
-def _to_reshard(pending: PendingGather) -> list[ShardedParam]:
+def _to_reshard(pending: PendingGather) -> dict[int, ShardedParam]:
+    """Return the parameters whose bytes are kept in a smaller group, by their places in the gather."""
     if not isinstance(pending.format, Rounded):
-        return []
+        return {}
     ranks = group_size(pending.group)
-    return [
-        param
-        for param in pending.sent
+    return {
+        place: param
+        for place, param in enumerate(pending.sent)
         if param.post_forward_group and is_rounded(padded_shard_shape(param.shape, param.dim, ranks))
-    ]
+    }
 
 
 def end_forward(unit: Unit) -> None:

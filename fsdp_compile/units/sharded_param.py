@@ -214,7 +214,12 @@ class ShardedParam:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype that a forward reads the parameter in."""
-        return self.param_dtype if self.param_dtype is not None and self.param.is_floating_point() else self.shard.dtype
+        return self._cast_dtype or self.shard.dtype
+
+    @property
+    def _cast_dtype(self) -> torch.dtype | None:
+        """The dtype that the parameter is cast to for a forward; None: no cast."""
+        return self.param_dtype if self.param.is_floating_point() else None
 
     @property
     def compute_device(self) -> torch.device:
@@ -345,7 +350,7 @@ class ShardedParam:
         kwargs = {
             "dim": self.dim,
             "offset": self.offset,
-            "param_dtype": self.param_dtype if self.param.is_floating_point() else None,
+            "param_dtype": self._cast_dtype,
             "reduce_dtype": reduce_dtype(policy, self.param.dtype),
             "replicate_group": mesh.replicate_group,
             "reshard_after_forward": self.unit.reshards_after_forward,

@@ -26,7 +26,7 @@ from torch import Tensor
 from . import host_copies
 from .functional import group_size, resolve_group
 from .layout import assemble, padded_shard_shape
-from .rounded_gather import GatherPolicy, is_rounded, reinterpret, rounding
+from .rounded_gather import GatherPolicy, as_bytes, is_rounded, reinterpret, rounding
 
 _c10d = torch.ops._c10d_functional
 
@@ -119,7 +119,7 @@ class AsBytes(GatherFormat):
     dtypes: tuple[torch.dtype, ...]
 
     def encode(self, shards: Sequence[Tensor], gaps: Sequence[int]) -> Tensor:
-        return _bytes(shards)
+        return as_bytes(shards)
 
     def decode(self, rows: Tensor, shards: Shards) -> list[Tensor]:
         sizes = [numel * dtype.itemsize for numel, dtype in zip(shards.numels, self.dtypes, strict=True)]
@@ -174,7 +174,7 @@ class RoundedBefore(GatherFormat):
     ranks: int
 
     def encode(self, shards: Sequence[Tensor], gaps: Sequence[int]) -> Tensor:
-        return _bytes(shards)
+        return as_bytes(shards)
 
     def decode(self, rows: Tensor, shards: Shards) -> list[Tensor]:
         encoded_shapes = shards.shard_shapes(self.ranks)
@@ -326,10 +326,6 @@ def _pieces(shards: Sequence[Tensor], gaps: Sequence[int]) -> list[Tensor]:
 def _flatten(shards: Sequence[Tensor], gaps: Sequence[int]) -> Tensor:
     pieces = _pieces(shards, gaps)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _bytes(shards: Sequence[Tensor]) -> Tensor:
-    return torch.cat([shard.reshape(-1).view(torch.uint8) for shard in shards])
 
 
 def _cut(rows: Tensor, numels: Sequence[int], gaps: Sequence[int], runs: Sequence[int] = ()) -> list[Tensor]:

@@ -92,7 +92,7 @@ class GatherPolicy:
         """
         rounded, scales = zip(*(round_groups(group, self.dtype) for group in self._groups(shards, flat)), strict=True)
         whole = [shard.reshape(-1).to(dtype) for shard in shards if not is_rounded(shard.shape)]
-        return torch.cat([values.view(-1).view(torch.uint8) for values in (*rounded, *scales, *whole)])
+        return as_bytes([*rounded, *scales, *whole])
 
     def encoded_numel(self, shape: Sequence[int]) -> int:
         """Return the number of bytes of one rounded shard of this shape, encoded alone."""
@@ -227,6 +227,11 @@ def round_groups(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def restore_groups(rounded: Tensor, scale: Tensor) -> Tensor:
     """Decode the results of :func:`round_groups`, to ``[..., elements]`` in :data:`SCALE`."""
     return rounded.to(SCALE) * scale.unsqueeze(-1)
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of tensors, one after the other: ``[bytes]`` of uint8."""
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
 def reinterpret(rows: Tensor, dtype: torch.dtype) -> Tensor:

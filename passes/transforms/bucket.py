@@ -63,13 +63,20 @@ class Bucket:
 
     @property
     def shards(self) -> list[Node]:
-        return [(Unshard if is_unshard(node) else ReduceGrad).of(node).shard for node in self.nodes]
+        return [_spec(node).shard for node in self.nodes]
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """The name of each node's parameter within its unit. Blocks that share a graph have equal names."""
-        specs = ((Unshard if is_unshard(node) else ReduceGrad).of(node) for node in self.nodes)
-        return tuple(_name_in(spec.unit, spec.name) for spec in specs)
+        return _parameters(self.nodes)
+
+
+def _spec(node: Node) -> Unshard | ReduceGrad:
+    return Unshard.of(node) if is_unshard(node) else ReduceGrad.of(node)
+
+
+def _parameters(nodes: Sequence[Node]) -> tuple[str, ...]:
+    return tuple(_name_in(spec.unit, spec.name) for spec in map(_spec, nodes))
 
 
 def _name_in(unit: str, name: str) -> str:
@@ -85,16 +92,15 @@ def _named(buckets: dict[tuple[Hashable, ...], list[Node]]) -> list[Bucket]:
     Several buckets of a unit are numbered in the order of their parameters' names, whichever this rank reads first.
     """
     # The second bucket of unit "blocks" must not take the name of a unit "blocks.1" inside of it.
-    units = {str(unit) or "root" for unit, *_ in buckets}
-    found = [Bucket(BucketName.of_unit(""), str(unit), nodes) for (unit, *_), nodes in buckets.items()]
-    taken: set[str] = set()
-    for bucket in sorted(found, key=lambda bucket: min(bucket.parameters)):
-        first = bucket.unit or "root"
-        numbered = (f"{first}.{number}" for number in itertools.count(1))
-        name = first if first not in taken else next(name for name in numbered if name not in taken and name not in units)
-        taken.add(name)
-        bucket.name = BucketName.of_unit(name)
-    return found
+    by_unit: dict[str, list[tuple[Hashable, ...]]] = {}
+    for key in buckets:
+        by_unit.setdefault(str(key[0]) or "root", []).append(key)
+    names: dict[tuple[Hashable, ...], str] = {}
+    for unit, keys in by_unit.items():
+        free = (name for number in itertools.count(1) if (name := f"{unit}.{number}") not in by_unit)
+        keys = sorted(keys, key=lambda key: min(_parameters(buckets[key]))) if len(keys) > 1 else keys
+        names.update(zip(keys, itertools.chain([unit], free), strict=False))
+    return [Bucket(BucketName.of_unit(names[key]), str(key[0]), nodes) for key, nodes in buckets.items()]
 
 
 #: Parameters that share a collective. Each is the index of its unit's bucket, and its position in that bucket.
@@ -112,32 +118,36 @@ def regroup(buckets: Sequence[Bucket], groups: Sequence[Group]) -> list[Bucket]:
     A merged bucket is named after all its units (``"a+b"``), a piece of a split one by number (``"a/0"``, ``"a/1"``). Numbers
     do not depend on which piece this rank needs first.
     """
-    shares = [_by_bucket(group) for group in groups]
-    pieces: dict[int, list[tuple[str, int]]] = {}
-    for share in shares:
-        for index, positions in share.items():
-            if len(positions) < len(buckets[index].nodes):
-                pieces.setdefault(index, []).append(_first_place(buckets[index], positions))
+    shares = list(map(_by_bucket, groups))
+    numbers = _piece_numbers(buckets, shares)
     regrouped = []
     for group, share in zip(groups, shares, strict=True):
         parts: list[tuple[str, int | None]] = []
         for index, positions in share.items():
             (name,) = buckets[index].name.unit_buckets
-            is_piece = len(positions) < len(buckets[index].nodes)
-            number = sorted(pieces[index]).index(_first_place(buckets[index], positions)) if is_piece else None
-            parts.append((name, number))
+            parts.append((name, numbers.get((index, positions[0]))))
         nodes = [buckets[index].nodes[position] for index, position in group]
         regrouped.append(Bucket(BucketName(tuple(parts)), buckets[group[0][0]].unit, nodes))
     return regrouped
 
 
-def _first_place(bucket: Bucket, positions: Sequence[int]) -> tuple[str, int]:
-    """Return the first of some positions in a bucket, in an order that all ranks have."""
-    if is_unshard(bucket.nodes[0]):
-        return "", min(positions)
-    # Gradients are in the order of this rank's graph.
-    names = bucket.parameters
-    return min((names[position], position) for position in positions)
+def _piece_numbers(buckets: Sequence[Bucket], shares: Sequence[dict[int, list[int]]]) -> dict[tuple[int, int], int]:
+    """Return the numbers of the pieces of split buckets, by the bucket's index and the piece's first position in its group."""
+    pieces: dict[int, list[list[int]]] = {}
+    for share in shares:
+        for index, positions in share.items():
+            if len(positions) < len(buckets[index].nodes):
+                pieces.setdefault(index, []).append(positions)
+    found = {}
+    for index, split in pieces.items():
+        # Gathers are sorted alike on all ranks. Gradients are in the order of this rank's graph.
+        nodes = buckets[index].nodes
+        places = (
+            range(len(nodes)) if is_unshard(nodes[0]) else [*zip(buckets[index].parameters, itertools.count(), strict=False)]
+        )
+        split.sort(key=lambda positions: min(places[position] for position in positions))  # type: ignore[type-var]
+        found.update({(index, positions[0]): number for number, positions in enumerate(split)})
+    return found
 
 
 def _by_bucket(group: Group) -> dict[int, list[int]]:

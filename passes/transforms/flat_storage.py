@@ -81,8 +81,8 @@ def _split_into_runs(pieces: list[Node], locations: dict[Node, Location]) -> lis
     end: Location | None = None
     for piece in pieces:
         shard, changes = _strip(piece)
-        # Of bytes, the elements in storage.
-        numel = math.prod((shard if changes else piece).meta["val"].shape)
+        # Elements of the storage, also of pieces that are bytes.
+        numel = math.prod(shard.meta["val"].shape)
         is_gap = piece.target == _aten.new_zeros.default
         location = end if is_gap else locations.get(shard)
         follows = end is not None and size_hint(end.distance(location)) == 0

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.auto import small_units
 
@@ -72,6 +73,18 @@ def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None, de
     """Return the mesh of this shape, kept for the life of the rank: creating a mesh creates process groups."""
     names = names or {1: ("shard",), 2: ("replicate", "shard"), 3: ("replicate", "shard", "tp")}[len(shape)]
     return init_device_mesh(device, shape, mesh_dim_names=names)
+
+
+@contextlib.contextmanager
+def fake_group(world_size: int = 8) -> Iterator[None]:
+    """Pretend that this process is the first of some ranks inside of the ``with`` block; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
 
 
 @contextlib.contextmanager

@@ -16,14 +16,12 @@ from typing import Any
 import expecttest
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -33,7 +31,7 @@ from fsdp_compile import GatherPolicy, fsdp_backend, fully_shard
 from fsdp_compile.debug import capture
 from fsdp_compile.explain import explain
 from passes.transforms.repeated_layers import fold_layers
-from tests.common.distributed import RankPools, device_mesh
+from tests.common.distributed import RankPools, device_mesh, fake_group
 from tests.common.graphs import kinds, operations
 from tests.common.subclasses import Halved, Scaled, Wrapper
 
@@ -538,14 +536,10 @@ def test_explain_counts_what_is_sent() -> None:
 
 class TestGraph(expecttest.TestCase):
     def test_forward(self) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-        try:
-            torch._dynamo.reset()
+        with fake_group():
             model = sharded(Scaled(torch.randn(16, 16)))
             with capture() as graphs:
                 compiled_call(model)
-        finally:
-            dist.destroy_process_group()
         self.assertExpectedInline(
             graphs.forward[0].readable(),
             """\

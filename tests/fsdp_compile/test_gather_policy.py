@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import GatherPolicy, RanksDisagree, fsdp_backend, fully_shard
 from fsdp_compile.debug import Capture, capture
-from tests.common.distributed import RankPools, device_mesh
+from tests.common.distributed import RankPools, device_mesh, fake_group
 from tests.common.microbatches import (
     FLAVOURS,
     GPT,
@@ -231,12 +230,9 @@ def test_backward_gathers_a_norm_alone_from_a_smaller_group(fake_ranks: None) ->
 
 class TestGraph(expecttest.TestCase):
     def test_forward(self) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-        try:
+        with fake_group():
             model = fully_shard(nn.Sequential(nn.Linear(64, 64)), gather_policy=GatherPolicy(torch.int8))
             text = captured(model).forward[0].readable()
-        finally:
-            dist.destroy_process_group()
         self.assertExpectedInline(
             text,
             """\

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.func import functional_call
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import flat_optimizer, fsdp_backend, fully_shard, optimizer_in_backward
 from fsdp_compile.debug import Capture, capture
-from tests.common.distributed import RankPools, device_mesh
+from tests.common.distributed import RankPools, device_mesh, fake_group
 from tests.common.parity import shard_units
 from tests.common.versions import NewerPolicy
 
@@ -211,15 +210,11 @@ class TestGraph(expecttest.TestCase):
     """Runs of flat storage in each dtype are sent as bytes, together. The wide numbers come first."""
 
     def test_forward(self) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-        try:
+        with fake_group():
             model = fully_shard(nn.Sequential(Gated()), mesh=init_device_mesh("cpu", (8,), mesh_dim_names=("shard",)))
-            torch._dynamo.reset()
             compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
             with capture() as graphs, torch.no_grad():
                 compiled(torch.ones(4, 8))
-        finally:
-            dist.destroy_process_group()
         self.assertExpectedInline(
             graphs.forward[0].readable(),
             """\

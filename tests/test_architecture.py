@@ -6,6 +6,7 @@ Imports for types count as well.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 from collections.abc import Iterator
@@ -15,6 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from passes.fx.torch_internals.core import OpOverload
+from passes.fx.torch_internals.distributed import DTensorSpec
+from passes.fx.torch_internals.dynamo import OptimizedModule
 
 ROOT = Path(__file__).parent.parent
 # A module imports from its own folder and from those before it. Files beside the folders count as folders.
@@ -202,6 +210,96 @@ def test_public_names_and_operators_are_not_private(code: str) -> None:
     assert not private_names(ast.parse(code))
 
 
+# Classes of torch whose objects the library handles.
+CLASSES = (
+    nn.Module,
+    torch.Tensor,
+    torch.UntypedStorage,
+    torch.autograd.Function,
+    torch.fx.Graph,
+    torch.fx.Node,
+    torch.library.Library,
+    torch.optim.Optimizer,
+    DeviceMesh,
+    DTensor,
+    DTensorSpec,
+    OpOverload,
+    OptimizedModule,
+    ProcessGroup,
+)
+PRIVATE_ATTRIBUTES = {
+    name for kind in CLASSES for base in kind.__mro__ for name in {*vars(base), *vars(base).get("__annotations__", ())}
+}
+
+
+def private_attributes(tree: ast.AST) -> set[str]:
+    """Find the private attributes of torch's objects that code names. Those of ``self`` are a class's own."""
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not _is_own(node) | _is_operator(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "attrgetter"):
+            found |= {str(value.value) for value in node.args[:2] if isinstance(value, ast.Constant)}
+    private = {name for name in found if _is_private(name) and not name.startswith("_fsdp_")}
+    return {name for name in private if name in PRIVATE_ATTRIBUTES or name not in own_attributes()}
+
+
+@functools.cache
+def own_attributes() -> set[str]:
+    """Find the attributes of the classes of this repository, and the methods of named tuples."""
+    nodes = [node for path in MODULES.values() for node in ast.walk(ast.parse(path.read_text()))]
+    found = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _is_own(node)}
+    found |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    for node in nodes:
+        for field in node.body if isinstance(node, ast.ClassDef) else ():
+            targets = (
+                field.targets if isinstance(field, ast.Assign) else [field.target] if isinstance(field, ast.AnnAssign) else []
+            )
+            found |= {ast.unparse(target) for target in targets}
+    return found | {"_asdict", "_replace"}
+
+
+def _is_own(node: ast.Attribute) -> bool:
+    return ast.unparse(node.value) in ("self", "cls", "super()")
+
+
+def _is_operator(node: ast.Attribute) -> bool:
+    """Return whether an attribute is an operator: of ``torch.ops``, or of a namespace of it under a name such as ``_aten``."""
+    return re.match(r"(torch\.ops|_aten|_c10d)\b", ast.unparse(node)) is not None
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - WALL.keys()))
+def test_private_attributes_of_torch_are_used_by_the_wall_alone(name: str) -> None:
+    assert not private_attributes(ast.parse(MODULES[name].read_text())), "use passes.fx.torch_internals.objects"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "param._local_tensor",
+        "def f(x):\n    x._spec = None",
+        "getattr(tensor, '_version', 0)",
+        "node._made_up",
+        "class C:\n    def f(self, other):\n        self._parameters = other._parameters",
+    ],
+)
+def test_private_attributes_are_found(code: str) -> None:
+    assert private_attributes(ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "param.grad.shape",
+        "class C(nn.Module):\n    def f(self):\n        super()._apply(self._buffers)",
+        "class C:\n    def f(self, other):\n        return self._order < other._order",
+        "_aten._to_copy.default",
+        "pair._replace(x=1)",
+        "shard._fsdp_unit",
+    ],
+)
+def test_own_attributes_and_operators_are_not_private(code: str) -> None:
+    assert not private_attributes(ast.parse(code))
+
+
 @pytest.mark.parametrize("name", WALL)
 def test_installed_torch_has_every_name_of_the_wall(name: str) -> None:
     names = sorted({*torch_names(ast.parse(WALL[name].read_text()))})
@@ -249,7 +347,8 @@ def test_exists_knows_what_is_missing() -> None:
 def test_wall_has_no_name_that_nothing_imports() -> None:
     trees = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
     used = {alias.name for tree in trees.values() for node in _imports(tree) if _is_of_wall(node) for alias in node.names}
-    defined = {name for module in WALL for node in trees[module].body for name in _defined(node)}
+    modules = [module for module in WALL if not module.endswith(".patches")]
+    defined = {name for module in modules for node in trees[module].body for name in _defined(node)}
     assert defined <= used
 
 
@@ -258,8 +357,11 @@ def _is_of_wall(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def _defined(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+    if isinstance(node, ast.FunctionDef):
+        return [node.name]
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
         return [alias.asname or alias.name for alias in node.names]
     return [alias.asname for alias in node.names if alias.asname] if isinstance(node, ast.Import) else []

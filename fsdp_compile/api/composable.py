@@ -18,6 +18,7 @@ import torch.distributed.fsdp
 from torch import nn
 
 from passes.fx.torch_internals.distributed import REGISTRY_KEY, STATE_KEY, RegistryItem
+from passes.fx.torch_internals.objects import gradient_hooks
 
 from ..runtime.gradients import call_hooks, collect_unreduced, reduce_pending
 from ..runtime.uncompiled import UncompiledForward
@@ -110,7 +111,7 @@ class UnitState:
         scope = self._unit.scope
         left_out, scope.left_out_gradients = scope.left_out_gradients, False
         trained = [param for unit in scope.units for param in unit.params if param.param.requires_grad]
-        hooked = [param.name for param in trained if param.param._backward_hooks]  # type: ignore[attr-defined]
+        hooked = [param.name for param in trained if gradient_hooks(param.param)]
         if hooked and any(state._fsdp_param_group.took_unreduced for state in self.all_states):
             raise RuntimeError(
                 f"{', '.join(hooked)}: a parameter with a hook (register_hook) gets no gradient in a pipeline without bubbles. "

@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from passes.fx.torch_internals.dynamo import OptimizedModule
+from passes.fx.torch_internals.objects import compiled_call, own_buffers, own_parameters, set_compiled_call
 
 from ..compiler.traced_forwards import note_outermost_forward
 from ..runtime.lent_parameters import end_loans
@@ -95,7 +96,7 @@ def _leaves_unchanged(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool
     ``fn`` gets shards in the place of parameters, as torch refuses to replace a parameter that guards refer to.
     """
     for inner in module.modules():
-        params: dict[str, Any] = inner._parameters
+        params: dict[str, Any] = own_parameters(inner)
         found: list[Any] = []
         table = table_of(inner)
         if table is not None:
@@ -103,7 +104,7 @@ def _leaves_unchanged(fn: Callable[[Tensor], Tensor], module: nn.Module) -> bool
             if any(one is None for one in found):
                 return False
             params = {name: param for name, param in table.registered.items() if name not in table.sharded}
-        tensors = [*(shard for shard, *_ in found), *params.values(), *inner._buffers.values()]
+        tensors = [*(shard for shard, *_ in found), *params.values(), *own_buffers(inner).values()]
         if any(tensor is not None and fn(tensor) is not tensor for tensor in tensors):
             return False
     return True
@@ -145,7 +146,7 @@ class _HideUnchanged:
     """
 
     def __init__(self, module: Any, fn: Callable[[Tensor], Tensor]):
-        self._params: dict[str, nn.Parameter | None] = getattr(module._parameters, "registered", module._parameters)
+        self._params: dict[str, nn.Parameter | None] = getattr(own_parameters(module), "registered", own_parameters(module))
         self._sharded = tuple(sharded_params_of(module))
         self._fn = fn
         self._changed: dict[int, Tensor] = {}
@@ -211,8 +212,8 @@ class FSDPModule(GradientControls, ScheduleControls):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         super().compile(*args, **kwargs)  # type: ignore[misc]
-        compiled: Any = self._compiled_call_impl  # type: ignore[has-type]
-        self._compiled_call_impl = _active_in_recomputation(compiled, self)
+        compiled = compiled_call(self)
+        set_compiled_call(self, _active_in_recomputation(compiled, self))
 
     def _get_fsdp_state(self) -> UnitState | None:
         # Torch's code calls this method to find FSDP2's state.
@@ -321,7 +322,7 @@ def shard_parameters(module: nn.Module, unit: Unit, sharded: dict[str, ShardedPa
         unit: the unit that the module belongs to.
         sharded: the parameters by their names in the module.
     """
-    registered = module._parameters
+    registered = own_parameters(module)
     for name, param in sharded.items():
         registered[name] = param.param
     module.__dict__["_parameters"] = ShardedParameters(registered, sharded, unit)
@@ -346,8 +347,8 @@ def make_unit(module: nn.Module, unit: Unit) -> None:
     if "forward" in module.__dict__:
         # A forward patched onto the instance hides the class's.
         _wrap_on_instance(module, "forward")
-    if module._compiled_call_impl is not None:
-        module._compiled_call_impl = _active_in_recomputation(module._compiled_call_impl, module)
+    if compiled_call(module) is not None:
+        set_compiled_call(module, _active_in_recomputation(compiled_call(module), module))
     module.register_load_state_dict_post_hook(lambda _module, _keys: unit.sync())
 
 

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from passes.fx.torch_internals.core import disable_dynamo, pytree
+from passes.fx.torch_internals.objects import mark_as_parameter, own_parameters
 from passes.fx.torch_internals.patches import check_escaped_gradients, slice_parameter_list, swap_tensor
 from passes.ir.ops import unshard, unshard_extension
 
@@ -111,7 +112,7 @@ class ShardedParameters(MutableMapping[str, Any]):
             full = sharded.gather_alone()
         full = sharded.as_read(full)
         # Makes it an ``nn.Parameter`` for ``isinstance``. Else containers would make a new one of it, without a gradient.
-        full._is_param = True  # type: ignore[attr-defined]
+        mark_as_parameter(full)
         if is_active and is_outside(self.unit):
             lend(sharded, full)
         return self._remember(name, full)
@@ -272,7 +273,7 @@ def _refuse_escaped_parameters(outputs: Any, inputs: Sequence[Any]) -> None:
 
 def table_of(module: nn.Module) -> ShardedParameters | None:
     """Return the table of a module that registers sharded parameters."""
-    params: Any = module._parameters
+    params: Any = own_parameters(module)
     return params if isinstance(params, ShardedParameters) else None
 
 

@@ -19,6 +19,7 @@ from passes.collectives.rounded_gather import GatherPolicy
 from passes.fx.torch_internals.core import FakeTensor
 from passes.fx.torch_internals.distributed import concatenate_meshes
 from passes.fx.torch_internals.dynamo import OptimizedModule
+from passes.fx.torch_internals.objects import as_local, flattened, own_parameters, wrapped_module
 
 from ..compiler import registered_attributes
 from ..runtime import func_transforms
@@ -194,7 +195,7 @@ def _check_modules(module: Any) -> list[nn.Module]:
     if not modules:
         raise ValueError("fully_shard got an empty list of modules.")
     # The wrapper that torch.compile returns only calls its module.
-    modules = [member._orig_mod if isinstance(member, OptimizedModule) else member for member in modules]
+    modules = [wrapped_module(member) if isinstance(member, OptimizedModule) else member for member in modules]
     for member in modules:
         if not isinstance(member, nn.Module):
             raise TypeError(f"fully_shard takes a module or a list of modules, but got {type(member).__name__}.")
@@ -293,7 +294,7 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
                 "torch.distributed.fsdp and fsdp_compile for the whole model."
             )
         visited.add(module)
-        for name, param in module._parameters.items():
+        for name, param in own_parameters(module).items():
             if param is None or param in ignored:
                 continue
             if name in sharded_params_of(module):
@@ -346,7 +347,7 @@ def _inside(modules: list[nn.Module]) -> list[nn.Module]:
 
 def _piece(param: Tensor) -> Tensor:
     """Return the tensor to shard: the parameter, or the local tensor that another parallelism has left this rank."""
-    return param._local_tensor if isinstance(param, DTensor) else param
+    return as_local(param)
 
 
 def _overrides_operators(param: Tensor) -> bool:
@@ -412,7 +413,7 @@ def _mesh_of_dims(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
         raise NotImplementedError(
             f"{dims} shards nothing, which is not supported. Use torch's replicate, or a dimension of one rank to shard over."
         )
-    one = [mesh[some[0]] if len(some) == 1 else mesh[some]._flatten("_".join(some)) for some in _kinds(dims)]
+    one = [mesh[some[0]] if len(some) == 1 else flattened(mesh[some], "_".join(some)) for some in _kinds(dims)]
     return one[0] if len(one) == 1 else concatenate_meshes(one)
 
 

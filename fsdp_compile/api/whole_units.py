@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from passes.fx.torch_internals.core import pytree
+from passes.fx.torch_internals.objects import own_parameters
 from passes.ir.ops import unshard, with_unit
 
 from ..units.sharded_param import shard_attribute
@@ -27,7 +28,7 @@ def with_unit_of(unit: Unit, result: Any) -> Any:
     fulls = []
     for param in unit.params:
         module, name = param.owners[0]
-        found = getattr(module._parameters, shard_attribute(name))
+        found = getattr(own_parameters(module), shard_attribute(name))
         if type(found) is tuple and param.extension is None:
             fulls.append(unshard(found[0], *found[1], **found[2]))
     leaves, spec = pytree.tree_flatten(result)

@@ -25,6 +25,7 @@ from passes.fx.torch_internals.inductor import (
     get_cpp_compiler,
     pick_vec_isa,
 )
+from passes.fx.torch_internals.objects import simd_probe
 from passes.fx.torch_internals.patches import check_build, compile_kernel, wait_for_kernels
 
 from .kernel_library import KernelLibrary, fall_back
@@ -123,7 +124,7 @@ def _warn_once_of_probe(error: str) -> None:
 
 def _compiles(isa: VecISA, code: str) -> bool:
     """Return whether a probe's code compiles for an instruction set and torch has the functions that the code calls."""
-    if code == VecISA._avx_code:
+    if code == simd_probe(VecISA):
         if not _torch_has(_SLEEF_FUNCTIONS.get(isa.bit_width(), "")):
             return False
         code = _SMALL_PROBE

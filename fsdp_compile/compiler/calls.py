@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from passes.collectives.layout import padded_shard_numel
+from passes.fx.torch_internals.objects import local_of
 from passes.ir.symbolic_shards import StoredParam
 
 from ..runtime.call import Call
@@ -181,5 +182,5 @@ def _gradient_bytes(unit: Unit) -> int:
 def _gradients(param: ShardedParam) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the reduced gradient (None on the host), the unreduced one, and the one that waits for an all-reduce."""
     partial = param.state.partial_grad
-    local = None if param.unit.copies else getattr(param.param.grad, "_local_tensor", None)
+    local = None if param.unit.copies else local_of(param.param.grad)
     return local, param.state.unsharded_grad, None if partial is None else partial.tensor()

@@ -34,6 +34,7 @@ from torch.fx import Graph, Node
 from passes.collectives.gloo import backend_of
 from passes.fx.graph import memory_of, placeholder_index
 from passes.fx.torch_internals.core import OpOverload, construct_storage_from_data_pointer, foreach_copy_
+from passes.fx.torch_internals.objects import id_of_storage, schema_of, storage_id
 
 logger = logging.getLogger(__name__)
 
@@ -312,7 +313,7 @@ class RecordedProgram:
         memory = result.untyped_storage()
         output = _Output(result.shape, result.stride(), result.dtype, result.data_ptr() - memory.data_ptr())
         same = [position for position, tensor in enumerate(read) if tensor is result]
-        around = [position for position, tensor in enumerate(read) if tensor.untyped_storage()._cdata == memory._cdata]
+        around = [position for position, tensor in enumerate(read) if storage_id(tensor) == id_of_storage(memory)]
         if around:
             # An index, as a reference would prolong the loan of a tensor that is lent.
             output.of_input = (same or around)[0]
@@ -351,11 +352,11 @@ def _give(output: Any, loan: _Loan, inputs: Sequence[Tensor], storages: dict[int
     if output.is_copied:
         return output.owner.clone()
     memory = output.owner.untyped_storage()
-    if memory._cdata not in storages:
+    if id_of_storage(memory) not in storages:
         lent: Any = construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
         lent._fsdp_loan = loan
-        storages[memory._cdata] = lent
-    return output.within(storages[memory._cdata])
+        storages[id_of_storage(memory)] = lent
+    return output.within(storages[id_of_storage(memory)])
 
 
 def _start(tensor: Tensor) -> Any:
@@ -379,7 +380,7 @@ def _written_inputs(graph: Graph) -> set[int]:
     written: set[Node] = set()
     for node in graph.nodes:
         if isinstance(node.target, OpOverload):
-            for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            for argument, value in zip(schema_of(node.target).arguments, node.args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     values = value if isinstance(value, (list, tuple)) else [value]
                     written.update(memory_of(one) for one in values if isinstance(one, Node))

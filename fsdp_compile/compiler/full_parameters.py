@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.fx.graph import placeholder_index
 from passes.fx.torch_internals.core import get_unwrapped, is_functorch_wrapped_tensor, is_traceable_wrapper_subclass
+from passes.fx.torch_internals.objects import mark_as_parameter, storage_id, version_of
 from passes.ir.ops import Unshard, unshards
 
 from ..runtime.graph_inputs import sharded_param
@@ -79,7 +80,7 @@ class FullParameters:
         def call(*args: Any) -> Any:
             results = compiled(*args)
             for place, index in given.items():
-                results[place]._is_param = True  # An ``nn.Parameter`` for ``isinstance``, as in the graph.
+                mark_as_parameter(results[place])  # An ``nn.Parameter`` for ``isinstance``, as in the graph.
                 lend(sharded_param(args[index]), results[place])
             return results
 
@@ -95,7 +96,7 @@ def _written(gm: GraphModule) -> Iterator[Node]:
             if name.startswith("_foreach_") and name.endswith("_"):
                 # With fake tensors, these count no write.
                 yield from node.args[0]
-            elif getattr(node.meta.get("example_value"), "_version", 0) > 0:
+            elif isinstance(value := node.meta.get("example_value"), Tensor) and version_of(value) > 0:
                 yield node
 
 
@@ -106,7 +107,7 @@ def _memory(node: Node) -> int | None:
         value = get_unwrapped(value)
     if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value) or value.layout != torch.strided:
         return None
-    return value.untyped_storage()._cdata
+    return storage_id(value)
 
 
 def _path(source: str) -> list[str]:

@@ -15,6 +15,7 @@ from passes.fx.size_guards import Assumptions
 from passes.fx.sizes import symbolic_sizes_of
 from passes.fx.torch_internals.core import TracingContext
 from passes.fx.torch_internals.inductor import FxGraphCache, compile_fx, compile_fx_inner, inductor_config
+from passes.fx.torch_internals.objects import cache_folder, cache_key
 from passes.lowering.pad_products import pad_products
 from passes.lowering.program import write_program
 from passes.lowering.segments import Segment, cut_into_segments
@@ -144,9 +145,9 @@ class InductorLowering(Lowering):
 
 
 def _take_out_of_cache(compiled: Any) -> None:
-    key = getattr(compiled, "_fx_graph_cache_key", None)
+    key = cache_key(compiled)
     if key is not None:
-        shutil.rmtree(FxGraphCache._get_tmp_dir_for_key(key), ignore_errors=True)
+        shutil.rmtree(cache_folder(FxGraphCache, key), ignore_errors=True)
 
 
 def _devices(graph: Graph) -> set[torch.device]:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from passes.fx.torch_internals.objects import undo
+
 _aten = torch.ops.aten
 _MAX_FLASH_WIDTH = 256
 
@@ -29,7 +31,7 @@ def fused_attention() -> Iterator[None]:
             library.impl("scaled_dot_product_attention", _attend, key)
         yield
     finally:
-        library._destroy()
+        undo(library)
 
 
 def _attend(

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from passes.fx.torch_internals.core import _engine_run_backward as _engine
 from passes.fx.torch_internals.core import unset_fake_temporarily
+from passes.fx.torch_internals.objects import input_metadata, sequence_number
 
 from ..runtime.gradients import set_accumulates_elsewhere
 
@@ -150,14 +151,14 @@ class _Backward:
         """
         return [
             torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device) if gradient is None else gradient
-            for gradient, expected in zip(gradients, node._input_metadata, strict=True)
+            for gradient, expected in zip(gradients, input_metadata(node), strict=True)
         ]
 
     def _add(self, node: Any, index: int, gradient: Tensor | None) -> None:
-        buffer = self._buffers.setdefault(node, [None] * len(node._input_metadata))
+        buffer = self._buffers.setdefault(node, [None] * len(input_metadata(node)))
         if gradient is None:
             return
-        expected = node._input_metadata[index]
+        expected = input_metadata(node)[index]
         # Derivative formulas leave it to the engine to undo broadcasting and type promotion.
         if gradient.shape != expected.shape:
             gradient = gradient.sum_to_size(expected.shape)
@@ -172,7 +173,7 @@ class _Ready:
 
     def __init__(self, node: Any):
         self.node = node
-        self._order = node._sequence_nr()
+        self._order = sequence_number(node)
 
     def __lt__(self, other: _Ready) -> bool:
         return self._order > other._order

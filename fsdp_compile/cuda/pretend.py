@@ -27,6 +27,7 @@ from passes.fx.torch_internals.aot import UniformValueConstantFolder
 from passes.fx.torch_internals.core import FakeTensorMode, TorchDispatchMode, fake_tensor, pytree
 from passes.fx.torch_internals.dynamo import device_interface
 from passes.fx.torch_internals.inductor import GraphLowering, inductor_config
+from passes.fx.torch_internals.objects import replace_driver
 
 from .autograd import run_backward
 
@@ -257,14 +258,13 @@ def _triton_driver(device: CudaDevice) -> Iterator[None]:
         get_current_device=lambda: 0,
         get_active_torch_device=lambda: torch.device("cuda", 0),
     )
-    active = driver._active  # type: ignore[attr-defined]
-    driver.set_active(pretended)
+    active = replace_driver(driver, pretended)
     try:
         # Generated source would set the real driver when it is loaded.
         with mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
             yield
     finally:
-        driver._active = active  # type: ignore[attr-defined]
+        replace_driver(driver, active)
 
 
 _pretending = threading.Lock()

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from passes.fx.torch_internals.inductor import inductor_config
+from passes.fx.torch_internals.objects import compiled_kernel
 
 from .pretend import device_of, pretend_cuda
 
@@ -71,4 +72,4 @@ def _compile(name: str, source: str, folder: str, arch: str) -> str:
     kernel.device_props = kernel.device_props._replace(
         cc=device.major * 10 + device.minor, major=device.major, multi_processor_count=device.multi_processor_count
     )
-    return kernel._precompile_config(kernel.configs[0]).kernel.asm["ptx"]
+    return compiled_kernel(kernel).asm["ptx"]

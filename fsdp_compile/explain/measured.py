@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from passes.fx.graph import group_of, is_collective, is_fused_product, starts_collective
+from passes.fx.torch_internals.objects import operator_name
 from passes.models.cost_model import COPIES, collective_kind
 
 from ..compiler.calls import GraphCall
@@ -338,7 +339,7 @@ def _match(events: Sequence[Event], call: GraphCall, index: int) -> list[tuple[N
 
 
 def _operator(node: Node) -> str:
-    return node.target._opname.rstrip("_")  # type: ignore[union-attr]
+    return operator_name(node.target).rstrip("_")
 
 
 def _unit_of_stretch(nodes: Sequence[Node], call: GraphCall, figures: GraphFigures, otherwise: str) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
+from passes.fx.torch_internals.objects import as_local, local_tensor, spec_of
 
 from ..units.gradient_buffer import KeptGradients, buffer_of
 from ..units.param_state import noted_slice
@@ -26,7 +27,7 @@ from .in_backward import living_optimizers
 #: A mesh, and its dimensions over which a gradient is sharded; None: the gradient is no DTensor.
 _Cut: TypeAlias = tuple[Any, tuple[int, ...]] | None
 
-_GRAD, _LOCAL, _SPEC = attrgetter("grad"), attrgetter("_local_tensor"), attrgetter("_spec")
+_GRAD = attrgetter("grad")
 _DTYPE, _NBYTES = attrgetter("dtype"), attrgetter("nbytes")
 
 
@@ -131,13 +132,13 @@ def _found(gradients: Sequence[Any]) -> GradientGroups:
 
 def group_gradients(gradients: Sequence[Any]) -> tuple[GradientGroups, bool]:
     """Group gradients for the norm. Also return whether any is Partial, in which case the groups change every step."""
-    first: Tensor = gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0]
+    first: Tensor = as_local(gradients[0])
     whole, summed = _by_cut(gradients)
     pieces = {cut: list(_merged(tensors)) for cut, tensors in whole.items()}
     scaled = [piece for merged in pieces.values() for piece in merged]
     for gradient in summed:
         # The gradient is Partial: its norm is that of the sum over ranks.
-        scaled.append(gradient._local_tensor)
+        scaled.append(local_tensor(gradient))
         placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
         pieces.setdefault(_layout(gradient).cut, []).append(gradient.redistribute(placements=placements).to_local())
     meshes = list(dict.fromkeys(cut[0] if cut is not None else None for cut in pieces))
@@ -199,7 +200,7 @@ _layouts: dict[int, _Layout] = {}
 def _layout(gradient: Any) -> _Layout:
     if not isinstance(gradient, DTensor):
         return _PLAIN
-    spec = gradient._spec
+    spec = spec_of(gradient)
     number = id(spec)
     if number not in _layouts:
         placements = spec.placements
@@ -216,10 +217,10 @@ def _by_cut(gradients: Sequence[Any]) -> tuple[dict[_Cut, list[Tensor]], list[An
     """Group local tensors by cut. Also return the gradients that are Partial, which are in no group."""
     # Every step does this for all gradients. Usually they have one layout, and then all loops run in C.
     if set(map(type, gradients)) == {DTensor}:
-        kinds = list(map(_layouts.get, map(id, map(_SPEC, gradients))))
+        kinds = list(map(_layouts.get, map(id, map(spec_of, gradients))))
         kind = kinds[0]
         if kind is not None and not kind.is_partial and all(map(is_, kinds, repeat(kind))):
-            return {kind.cut: list(map(_LOCAL, gradients))}, []
+            return {kind.cut: list(map(local_tensor, gradients))}, []
     by_layout: dict[int, tuple[_Layout, list[Any]]] = {}
     for gradient in gradients:
         layout = _layout(gradient)
@@ -230,7 +231,7 @@ def _by_cut(gradients: Sequence[Any]) -> tuple[dict[_Cut, list[Tensor]], list[An
         if layout.is_partial:
             summed += alike
         else:
-            whole.setdefault(layout.cut, []).extend(alike if layout is _PLAIN else map(_LOCAL, alike))
+            whole.setdefault(layout.cut, []).extend(alike if layout is _PLAIN else map(local_tensor, alike))
     return whole, summed
 
 

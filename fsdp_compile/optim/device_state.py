@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from passes.fx.torch_internals.core import is_traceable_wrapper_subclass
+from passes.fx.torch_internals.objects import as_local
 
 from ..units.sharded_param import ShardedParam
 
@@ -76,7 +76,7 @@ def _state_bytes(param: ShardedParam, optimizers: Sequence[Optimizer], assumed: 
 
 def _on_largest_rank(value: Any, param: ShardedParam) -> int:
     """Return the bytes of a state tensor on the device, else 0. A tensor of the shard's shape counts as if it were padded."""
-    value = value._local_tensor if isinstance(value, DTensor) else value
+    value = as_local(value)
     plain = _plain_tensors(value)
     if any(tensor.device.type != param.compute_device.type for tensor in plain):
         return 0

@@ -25,6 +25,7 @@ from torch.optim import (
 )
 
 from passes.fx.torch_internals.core import global_step_pre_hooks
+from passes.fx.torch_internals.objects import is_wrapped_by_scheduler
 
 from ..units.gradient_buffer import GradientBuffer, join_storages
 from ..units.sharded_param import ShardedParam, params_with_memory
@@ -242,8 +243,7 @@ class FlatOptimizer(Optimizer):
             return True
         own: Any = type(self).step
         present = vars(self).get("step")
-        # The wrapper of a learning rate scheduler only records the call.
-        if present is not None and not (hasattr(present, "_wrapped_by_lr_sched") and present.__wrapped__ is own):
+        if present is not None and not (is_wrapped_by_scheduler(present) and present.__wrapped__ is own):
             return True
         return _without_hooks(own) is not FlatOptimizer.step
 

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from passes.collectives.host_copies import Copy, copies_to, engine
+from passes.fx.torch_internals.objects import local_tensor, spec_of
 
 from ..units.param_state import FlatSlice, is_laid_out_alike, noted_slice
 from ..units.sharded_param import ShardedParam
@@ -53,12 +55,13 @@ class HostRun(Run):
     def has_gradients(self) -> bool:
         """Return whether each parameter has a gradient that is laid out as the parameter."""
         return all(
-            getattr(param.grad, "_spec", None) is param._spec or is_laid_out_alike(param.grad, param) for param in self.params
+            isinstance(param.grad, DTensor) and (spec_of(param.grad) is spec_of(param) or is_laid_out_alike(param.grad, param))
+            for param in self.params
         )
 
     def gradient(self, start: int, numel: int) -> Tensor:
         """Return elements of the gradient, in storage order: ``[numel]``. A copy, unless one buffer has them in that order."""
-        locals_ = [param.grad._local_tensor for param in self.params]
+        locals_ = [local_tensor(param.grad) for param in self.params]
         slices, numels = map(noted_slice, locals_), [local.numel() for local in locals_]
         ends = accumulate(numels)
         firsts = [end - count for end, count in zip(ends, numels, strict=True)]

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from passes.collectives.layout import REPLICATED
 from passes.fx.torch_internals.core import foreach_copy_
+from passes.fx.torch_internals.objects import as_local, local_tensor, spec_of, version_of
 from passes.ir.update import Update, numbers_tensor, updated
 
 from ..units.own_storage import with_own_storage
@@ -49,7 +50,7 @@ class _StateBuffers:
         self._pieces: dict[str, list[DTensor]] = {}
         self._steps = torch.zeros(len(self.params), dtype=torch.get_default_dtype())
         self._step_of = list(self._steps.unbind())
-        self._steps_version = self._steps._version
+        self._steps_version = version_of(self._steps)
         self._entries: list[dict[str, Any] | None] = [None] * len(self.params)
 
     def buffer(self, name: str) -> Tensor:
@@ -73,9 +74,9 @@ class _StateBuffers:
                 self._entries[index] = None
                 self._restart(index, pieces)
             return
-        if self._steps._version != self._steps_version:
+        if version_of(self._steps) != self._steps_version:
             self.counts = [round(step) for step in self._steps.tolist()]
-            self._steps_version = self._steps._version
+            self._steps_version = version_of(self._steps)
         known = self._kept(index, update)
         if entry is self._entries[index] and all(entry.get(name) is value for name, value in known.items()):
             return
@@ -83,9 +84,9 @@ class _StateBuffers:
         for name, piece in name_of.items():
             value = entry.get(name)
             if value is None:
-                piece._local_tensor.zero_()
+                local_tensor(piece).zero_()
             elif value is not piece:
-                piece._local_tensor.copy_(value._local_tensor if isinstance(value, DTensor) else value)
+                local_tensor(piece).copy_(as_local(value))
         self._set_count(index, round(float(entry["step"])) if update.kind == "adam" else 1)
         entry.update(known)
         self._entries[index] = entry
@@ -93,7 +94,7 @@ class _StateBuffers:
     def count(self, indices: Sequence[int]) -> None:
         """Increment the step counts of parameters."""
         self._steps[list(indices)] += 1
-        self._steps_version = self._steps._version
+        self._steps_version = version_of(self._steps)
         for index in indices:
             self.counts[index] += 1
 
@@ -110,18 +111,18 @@ class _StateBuffers:
 
     def _restart(self, index: int, pieces: Sequence[DTensor]) -> None:
         for piece in pieces:
-            piece._local_tensor.zero_()
+            local_tensor(piece).zero_()
         self._set_count(index, 0)
 
     def _set_count(self, index: int, count: int) -> None:
         self.counts[index] = count
         self._steps[index] = count
-        self._steps_version = self._steps._version
+        self._steps_version = version_of(self._steps)
 
 
 def _piece(flat: Tensor, param: ShardedParam, start: int) -> DTensor:
     padded = flat.narrow(0, start, param.padded_numel).view(param.padded_shape)
-    return DTensor(with_own_storage(param.unpad(padded)), param.param._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return DTensor(with_own_storage(param.unpad(padded)), spec_of(param.param), requires_grad=False)
 
 
 class _UpdateSlot(NamedTuple):
@@ -256,9 +257,9 @@ class OptimizerInBackward(Optimizer):
         self.planned(param)
         found = self._find(param)
         gradient: Any = param.param.grad
-        kept = [param.local, *(piece._local_tensor for piece in found.buffers.pieces(found.place, found.update))]
+        kept = [param.local, *(local_tensor(piece) for piece in found.buffers.pieces(found.place, found.update))]
         local, *states = kept
-        new = updated(local, gradient._local_tensor, self.numbers(param), states, update=found.update)
+        new = updated(local, local_tensor(gradient), self.numbers(param), states, update=found.update)
         foreach_copy_(kept, new)
         self.updated([param])
 
@@ -317,7 +318,7 @@ def _sharded(param: Any, updater: OptimizerInBackward) -> ShardedParam | None:
     Raises:
         ValueError: backward cannot update the parameter.
     """
-    if isinstance(param, DTensor) and param._local_tensor.is_meta:
+    if isinstance(param, DTensor) and local_tensor(param).is_meta:
         raise ValueError(
             f"A parameter of shape {tuple(param.shape)} is on the meta device. Give the model memory (to_empty) ahead of "
             "optimizer_in_backward."

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from passes.collectives.host_copies import copies_to
+from passes.fx.torch_internals.objects import as_local
 
 from ..units.sharded_param import ShardedParam, params_with_memory
 from .flat_optimizer import ELEMENTWISE, FlatOptimizer, StepPlan, check_elementwise, class_of_torch, step_as, step_of_torch
@@ -113,7 +114,7 @@ class OffloadedOptimizer(FlatOptimizer):
         on_device = on_host = params = 0
         for group in self.param_groups:
             for param in group["params"]:
-                local = getattr(param, "_local_tensor", param)
+                local = as_local(param)
                 nbytes = local.numel() * local.itemsize
                 if not param.requires_grad:
                     continue

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from passes.fx.torch_internals.core import foreach_copy_
+from passes.fx.torch_internals.objects import local_tensor, spec_of, version_of
 
 from ..units.gradient_buffer import KeptGradients, buffer_of
 from ..units.param_state import is_laid_out_alike, noted_slice
 from .clip import GradientGroups, group_gradients
 from .runs import Run, States
 
-_LOCAL, _GRAD, _SPEC = attrgetter("_local_tensor"), attrgetter("grad"), attrgetter("_spec")
+_GRAD = attrgetter("grad")
 
 
 def _references_alone() -> int:
@@ -44,7 +45,7 @@ class RunList:
         self._params: list[Any] = [param for run in runs for param in run.params]
         self._locals = [local for run in runs for local in run.locals]
         self._addresses = [local.data_ptr() for local in self._locals]
-        self._specs = [param._spec for param in self._params]
+        self._specs = [spec_of(param) for param in self._params]
         ends = list(accumulate(len(run.params) for run in runs))
         self._spans = list(zip(runs, [0, *ends], ends, strict=False))
         # The state of parameters and of runs as :meth:`_note` found it, to notice changes.
@@ -69,7 +70,7 @@ class RunList:
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:
-        return [scalar._version for run in self.runs for scalar in run.scalars.values()]
+        return [version_of(scalar) for run in self.runs for scalar in run.scalars.values()]
 
     def holds(self, states: States, *, was_lent: bool) -> bool:
         """Return whether parameters lie where they did, no state has been replaced, and no scalar has been written to.
@@ -78,7 +79,7 @@ class RunList:
             states: the optimizer's state.
             was_lent: whether other code may have changed the dictionaries of ``states``.
         """
-        if not all(map(is_, map(_LOCAL, self._params), self._locals)):
+        if not all(map(is_, map(local_tensor, self._params), self._locals)):
             return False
         if list(map(Tensor.data_ptr, self._locals)) != self._addresses or self._present_versions() != self._versions:
             return False
@@ -117,11 +118,11 @@ class RunList:
         self._kept = self._found = None
         gradients = list(map(_GRAD, self._params))
         try:
-            pieces = list(map(_LOCAL, gradients))
+            pieces = list(map(local_tensor, gradients))
         except AttributeError:
             # A gradient is None or a plain tensor.
             return False
-        are_ours = all(map(is_, map(_SPEC, gradients), self._specs))
+        are_ours = all(map(is_, map(spec_of, gradients), self._specs))
         if not are_ours and not all(map(is_laid_out_alike, gradients, self._params)):
             return False
         are_contiguous = all(map(Tensor.is_contiguous, pieces))

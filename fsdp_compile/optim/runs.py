@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from passes.fx.torch_internals.objects import local_tensor, spec_of
+
 from ..units.own_storage import with_own_storage
 from ..units.param_state import FlatSlice, is_laid_out_alike, note_slice, noted_slice
 from ..units.sharded_param import ShardedParam, params_with_memory
@@ -55,12 +57,12 @@ class Run:
         """Join one state of all parameters into that of the run: a slice of a flat buffer, or a copy of a scalar."""
         if not isinstance(values[0], DTensor):
             return values[0].clone()
-        pieces = [noted_slice(value._local_tensor) for value in values]
+        pieces = [noted_slice(local_tensor(value)) for value in values]
         first = pieces[0]
         end = 0 if first is None else first.offset
         for piece, numel in zip(pieces, self.numels, strict=True):
             if piece is None or first is None or piece.flat is not first.flat or piece.offset != end:
-                flat = torch.cat([value._local_tensor.reshape(-1) for value in values])
+                flat = torch.cat([local_tensor(value).reshape(-1) for value in values])
                 return FlatSlice(flat, 0, flat.numel())
             end += numel
         assert first is not None
@@ -183,18 +185,18 @@ def _history(sharded: ShardedParam, entry: dict[str, Any]) -> tuple[Any, ...] | 
 
 
 def _has_elements_of(kept: Any, param: Any) -> bool:
-    local = kept._local_tensor
+    local = local_tensor(kept)
     alike = kept.device_mesh == param.device_mesh and kept.placements == param.placements
-    return alike and type(local) is Tensor and local.shape == param._local_tensor.shape
+    return alike and type(local) is Tensor and local.shape == local_tensor(param).shape
 
 
 def _is_slice(kept: Any, piece: FlatSlice) -> bool:
     """Return whether ``kept`` is a DTensor whose local tensor is the slice ``piece`` of a buffer."""
-    lies_in = noted_slice(kept._local_tensor) if isinstance(kept, DTensor) else None
+    lies_in = noted_slice(local_tensor(kept)) if isinstance(kept, DTensor) else None
     return lies_in is not None and lies_in.flat is piece.flat and lies_in.offset == piece.offset
 
 
 def _dtensor(piece: FlatSlice, param: Any) -> DTensor:
-    local = with_own_storage(piece.tensor().view(param._local_tensor.shape))
+    local = with_own_storage(piece.tensor().view(local_tensor(param).shape))
     note_slice(local, piece)
-    return DTensor(local, param._spec, requires_grad=False)
+    return DTensor(local, spec_of(param), requires_grad=False)

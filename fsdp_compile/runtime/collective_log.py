@@ -43,6 +43,7 @@ from passes.collectives.functional import resolve_group
 from passes.collectives.gloo import backend_of, break_connections, message_tags
 from passes.fx.torch_internals.core import RecordFunctionFast
 from passes.fx.torch_internals.distributed import get_process_group_store
+from passes.fx.torch_internals.objects import timeout_on
 from passes.ir.ops import set_around_eager_kernels
 from passes.lowering.arrangement import Arrangement, CannotArrange
 from passes.lowering.collective_sequence import Collective, by_unit, identities
@@ -339,9 +340,7 @@ def _log_of(group: dist.ProcessGroup, name: str, label: str) -> CollectiveLog | 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
     """Return the timeout of a group's collectives in seconds."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    timeout = getattr(options, "_timeout", default_pg_timeout)
-    return timeout.total_seconds()
+    return (timeout_on(group) or default_pg_timeout).total_seconds()
 
 
 class _Watchdog:

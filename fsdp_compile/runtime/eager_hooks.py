@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.fx.torch_internals.objects import post_accumulate_grad_hooks
 from passes.ir.ops import set_find_shard
 
 from ..units.sharded_param import ShardedParam, param_in_memory
@@ -23,7 +24,7 @@ def attach(param: ShardedParam) -> None:
     shard: Any = param.shard
     shard._fsdp_before_unshard = functools.partial(before_unshard, param)
     shard._fsdp_receive_gradient = functools.partial(receive_gradient, param)
-    if shard.requires_grad and not shard._post_accumulate_grad_hooks:
+    if shard.requires_grad and not post_accumulate_grad_hooks(shard):
         shard.register_post_accumulate_grad_hook(drop_eager_gradient)
 
 

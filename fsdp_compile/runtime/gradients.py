@@ -23,6 +23,7 @@ from passes.collectives.functional import factor_tensor, group_size, resolve_ave
 from passes.collectives.host_copies import wait_on_host
 from passes.collectives.stateful_hook import OVER_REPLICAS
 from passes.fx.torch_internals.core import current_graph_task_id, queue_callback, will_engine_execute_node
+from passes.fx.torch_internals.objects import local_tensor, post_accumulate_grad_hooks
 from passes.ir.extension import plain_gradient
 from passes.ir.reduction import CarriedTensors, Factor, Operand, Reduction, Sync, reduce_at_once, stages
 
@@ -134,8 +135,7 @@ def may_update(params: Sequence[ShardedParam]) -> bool:
     if not unit.scope.is_last_backward or any((flags.comm_hook, flags.replica_hook, flags.all_reduce_hook)):
         return False
     return all(
-        param.updater is not None and param.state.uses == 0 and not param.param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        for param in params
+        param.updater is not None and param.state.uses == 0 and not post_accumulate_grad_hooks(param.param) for param in params
     )
 
 
@@ -187,7 +187,7 @@ def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
         for param, piece in zip(params, _slices(params, flat), strict=True):
             local = param.unpad(piece.tensor().view(param.padded_shape))
             if param.param.grad is not None:
-                local.copy_(param.param.grad._local_tensor)  # type: ignore[attr-defined]
+                local.copy_(local_tensor(param.param.grad))
             set_grad_in(param.param, local, piece)
     return flat
 
@@ -304,7 +304,7 @@ def reduced(params: Sequence[ShardedParam]) -> None:
     """Note that gradients of parameters are stored. Their post-accumulate-grad hooks and updates follow when backward ends."""
     backward = _current_backward()
     for param in params:
-        if param.updater is not None or param.param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if param.updater is not None or post_accumulate_grad_hooks(param.param):
             backward.reduced[param] = None
 
 
@@ -338,7 +338,7 @@ def call_hooks(params: Iterable[ShardedParam]) -> None:
     """
     stored = list(params)
     for param in stored:
-        for hook in list((param.param._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
+        for hook in list((post_accumulate_grad_hooks(param.param) or {}).values()):
             hook(param.param)
     scopes: dict[Scope, None] = {}
     for param in stored:

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from passes.collectives.host_copies import leave_to_device, wait_on_host
 from passes.fx.size_guards import SizeGuard
 from passes.fx.torch_internals.core import AutoDispatchBelowAutograd, RecordFunctionFast, top_saved_tensors_default_hooks
+from passes.fx.torch_internals.objects import mark_as_boxed
 from passes.ir.interface import InputSlot, Interface, OutputSlot
 from passes.ir.ops import Unshard
 from passes.ir.plan import Gather, Plan, PlannedReduction
@@ -49,7 +50,7 @@ BoxedFunction = Callable[[list[Any]], Any]
 
 def boxed(function: Callable[[list[Any]], Any]) -> BoxedFunction:
     """Mark a function as one that takes its arguments as a list."""
-    function._boxed_call = True  # type: ignore[attr-defined]
+    mark_as_boxed(function)
     return function
 
 

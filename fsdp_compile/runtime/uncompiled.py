@@ -41,6 +41,7 @@ from passes.fx.torch_internals.core import (
 )
 from passes.fx.torch_internals.distributed import DTensorSpec
 from passes.fx.torch_internals.dynamo import get_eval_frame_callback
+from passes.fx.torch_internals.objects import gradient_hooks, local_tensor, node_class, spec_of, storage_id, version_of
 from passes.ir.ops import reshard
 
 from ..units.param_state import Stamp, stamp
@@ -150,7 +151,7 @@ class Gathered:
         by_storage: dict[int, list[tuple[ShardedParam, int, int]]] = {}
         for param in self.fulls:
             for place, full in enumerate(self.plain(param)):
-                by_storage.setdefault(full.untyped_storage()._cdata, []).append((param, place, full._version))
+                by_storage.setdefault(storage_id(full), []).append((param, place, version_of(full)))
         self._param_in = {storage: params[0] for storage, params in by_storage.items() if len(params) == 1}
         for storage in self._param_in:
             _by_storage[storage] = self
@@ -219,11 +220,11 @@ class Gathered:
 
     def note(self, tensor: Tensor) -> _Note | None:
         """Return the note to save for ``tensor``, which lies in the memory of a parameter; None: save the tensor itself."""
-        param, place, version = self._param_in[tensor.untyped_storage()._cdata]
+        param, place, version = self._param_in[storage_id(tensor)]
         full = self.plain(param)[place]
         if tensor.dtype != full.dtype or tensor.is_conj() or tensor.is_neg():
             return None
-        if full._version != version or tensor._version not in (0, version):
+        if version_of(full) != version or version_of(tensor) not in (0, version):
             return None  # The forward has written to it: the shards do not have this value.
         return _Note(self, param, place, tensor.shape, tensor.stride(), tensor.storage_offset() - full.storage_offset())
 
@@ -354,13 +355,13 @@ class _SavedTensor(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> _SavedTensor:
         # With its autograd node, a saved output of the node would keep the node alive, which keeps the tensor alive.
-        return cls(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+        return cls(tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor))
 
     def restore(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.dtype} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected version "
+                f"[{self.tensor.dtype} {list(self.tensor.shape)}] is at version {version_of(self.tensor)}; expected version "
                 f"{self.version} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
                 "gradient, with torch.autograd.set_detect_anomaly(True)."
             )
@@ -411,13 +412,13 @@ def without_hooks_of_units() -> Iterator[None]:
 
 def _note_of(tensor: Tensor, unit: Unit) -> _Note | _NoteOfDTensor | _NoteOfSubclass | None:
     if type(tensor) is DTensor:
-        note = _note_of(tensor._local_tensor, unit)
-        return _NoteOfDTensor(note, tensor._spec) if isinstance(note, _Note) else None
+        note = _note_of(local_tensor(tensor), unit)
+        return _NoteOfDTensor(note, spec_of(tensor)) if isinstance(note, _Note) else None
     if is_traceable_wrapper_subclass(tensor) and unit.has_extensions:
         return _note_of_subclass(tensor, unit)
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return None
-    gathered = _by_storage.get(tensor.untyped_storage()._cdata)
+    gathered = _by_storage.get(storage_id(tensor))
     return None if gathered is None or gathered.unit is not unit else gathered.note(tensor)
 
 
@@ -489,7 +490,7 @@ class _Unshard(torch.autograd.Function):
         parameters that its forward was given.
         """
         for node, _ in inputs_of_running_node():
-            if isinstance(node, _Unshard._backward_cls) and node.gathered.unit is unit:  # type: ignore[attr-defined]
+            if isinstance(node, node_class(_Unshard)) and node.gathered.unit is unit:  # type: ignore[attr-defined]
                 return node
         return None
 
@@ -527,7 +528,7 @@ class _Linked(torch.autograd.Function):
 
 def _link(param: ShardedParam, full: Tensor) -> Tensor:
     # A parameter with hooks is not linked: in other backwards, the hooks would be called without a gradient.
-    has_hooks = bool(param.param._backward_hooks)
+    has_hooks = bool(gradient_hooks(param.param))
     return full if has_hooks else _Linked.apply(param, full, param.param)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from passes.fx.torch_internals.core import is_traceable_wrapper_subclass, make_wrapper_subclass
+from passes.fx.torch_internals.objects import local_tensor
 from passes.ir.extension import register_extension
 
 from .mesh import ShardingMesh
@@ -48,7 +49,7 @@ def check_extension(tensor: Tensor, name: str) -> None:
     """
     if isinstance(tensor, DTensor):
         raise NotImplementedError(
-            f"Parameter {name} is a DTensor of {type(tensor._local_tensor).__name__}, which has an fsdp_pre_all_gather. That "
+            f"Parameter {name} is a DTensor of {type(local_tensor(tensor)).__name__}, which has an fsdp_pre_all_gather. That "
             "is supported for parameters that no other parallelism has laid out."
         )
     kind = type(tensor).__name__

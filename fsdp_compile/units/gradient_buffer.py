@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from passes.collectives.layout import padding_to
 from passes.fx.torch_internals.core import foreach_copy_, storage_use_count
+from passes.fx.torch_internals.objects import local_of, local_tensor, spec_of, storage_id
 
 from .own_storage import with_own_storage
 from .param_state import FlatSlice, is_laid_out_alike, neighbours, note_slice, noted_slice
@@ -24,8 +25,6 @@ from .unit import Unit
 
 #: Storages and gradients of units begin at multiples of this number of bytes, as kernels that read words assume.
 _ALIGNMENT = 16
-
-_LOCAL = attrgetter("_local_tensor")
 
 
 def join_storages(units: Sequence[Unit]) -> None:
@@ -85,13 +84,13 @@ class GradientBuffer:
         self._pieces: list[FlatSlice] = []
         self.flat = self._lay_out()
         self._addresses = [local.data_ptr() for local in self.locals]
-        self._memories = [local.untyped_storage()._cdata for local in self.locals]
+        self._memories = [storage_id(local) for local in self.locals]
         self._idle = self._reference_counts(range(len(self.params)))
         _buffers[id(self.flat)] = self
         for param, gradient, local in zip(self.params, self.gradients, self.locals, strict=True):
             present: Any = param.param.grad
             if is_laid_out_alike(present, param.param):
-                local.copy_(present._local_tensor)
+                local.copy_(local_tensor(present))
                 param.param.grad = gradient
 
     def _lay_out(self) -> Tensor:
@@ -107,7 +106,7 @@ class GradientBuffer:
                 local = with_own_storage(param.unpad(piece.tensor().view(param.padded_shape)))
                 note_slice(local, piece)
                 self.locals.append(local)
-                self.gradients.append(DTensor(local, param.param._spec, requires_grad=False))  # type: ignore[attr-defined]
+                self.gradients.append(DTensor(local, spec_of(param.param), requires_grad=False))
                 param.state.gradient_slot = (weakref.ref(self), len(self._pieces))
                 self._pieces.append(piece)
                 start += param.padded_numel
@@ -115,7 +114,7 @@ class GradientBuffer:
 
     def is_whole(self) -> bool:
         """Return whether all ``gradients`` still lie in the buffer."""
-        are_own = all(map(is_, map(_LOCAL, self.gradients), self.locals))
+        are_own = all(map(is_, map(local_tensor, self.gradients), self.locals))
         return are_own and list(map(Tensor.data_ptr, self.locals)) == self._addresses
 
     def store(self, indices: Sequence[int], flat: Tensor) -> bool:
@@ -148,7 +147,7 @@ class GradientBuffer:
         """Return the distinct reference counts (gradient, local tensor, memory); ``{None}`` if a gradient has moved."""
         gradients, locals_ = [self.gradients[index] for index in indices], [self.locals[index] for index in indices]
         addresses = [self._addresses[index] for index in indices]
-        if list(map(Tensor.data_ptr, locals_)) != addresses or not all(map(is_, map(_LOCAL, gradients), locals_)):
+        if list(map(Tensor.data_ptr, locals_)) != addresses or not all(map(is_, map(local_tensor, gradients), locals_)):
             return {None}
         memories = [self._memories[index] for index in indices]
         counts = map(sys.getrefcount, gradients), map(sys.getrefcount, locals_), map(storage_use_count, memories)
@@ -160,7 +159,7 @@ _buffers: weakref.WeakValueDictionary[int, GradientBuffer] = weakref.WeakValueDi
 
 def buffer_of(gradient: Any) -> GradientBuffer | None:
     """Return the :class:`GradientBuffer` that a gradient lies in; None if there is none."""
-    local = getattr(gradient, "_local_tensor", None)
+    local = local_of(gradient)
     piece = None if local is None else noted_slice(local)
     return None if piece is None else _buffers.get(id(piece.flat))
 
@@ -202,7 +201,7 @@ class KeptGradients:
         """Return whether ``gradients`` are the same tensors, in the same order, at the same addresses."""
         if len(gradients) != len(self._addresses) or not all(map(is_, gradients, chain.from_iterable(self._of("gradients")))):
             return False
-        locals_ = list(map(_LOCAL, gradients))
+        locals_ = list(map(local_tensor, gradients))
         are_own = all(map(is_, locals_, chain.from_iterable(self._of("locals")))) and all(map(Tensor.is_contiguous, locals_))
         return are_own and list(map(Tensor.data_ptr, locals_)) == self._addresses
 

@@ -17,6 +17,7 @@ from passes.collectives.gloo import backend_of, install, open_opposite
 from passes.collectives.layout import REPLICATED
 from passes.collectives.local_groups import new_local_group
 from passes.fx.torch_internals.core import unset_fake_temporarily
+from passes.fx.torch_internals.objects import backend_on
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def connect(group_name: str, device: torch.device) -> None:
 
 
 def _backend(group_name: str, device: torch.device) -> Any:
-    return resolve_group(group_name)._get_backend(device)
+    return backend_on(resolve_group(group_name), device)
 
 
 @dataclass

@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.collectives.layout import REPLICATED
 from passes.fx.torch_internals.core import unset_fake_temporarily
 from passes.fx.torch_internals.distributed import DTensorSpec, StridedShard, TensorMeta, concatenate_meshes
+from passes.fx.torch_internals.objects import local_tensor, spec_of
 
 from .mesh import ShardingMesh
 
@@ -100,7 +101,7 @@ class ModelParallel:
         # A mesh is a tensor of ranks. It must be real, also where parameters are fake.
         with unset_fake_temporarily():
             both = concatenate_meshes([mesh.mesh, self.mesh])
-        return DTensorSpec(both, (*replicas, shard, *self.placements), tensor_meta=param._spec.tensor_meta)
+        return DTensorSpec(both, (*replicas, shard, *self.placements), tensor_meta=spec_of(param).tensor_meta)
 
     def _spec_on_own_mesh(self, mesh: ShardingMesh, dim: int, param: DTensor) -> DTensorSpec:
         names, placements = self.mesh.mesh_dim_names or (), list(self.placements)
@@ -110,7 +111,7 @@ class ModelParallel:
             pieces = self._pieces_along(dim, after=first)
             placements[first] = StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
         if len(self.shard) == 1:
-            return DTensorSpec(self.mesh, tuple(placements), tensor_meta=param._spec.tensor_meta)
+            return DTensorSpec(self.mesh, tuple(placements), tensor_meta=spec_of(param).tensor_meta)
         # The dimensions to shard over become one.
         meshes, kept = [], []
         for name, placement in zip(names, placements, strict=True):
@@ -121,7 +122,7 @@ class ModelParallel:
                 meshes.append(self.mesh[name])
                 kept.append(placement)
         with unset_fake_temporarily():
-            return DTensorSpec(concatenate_meshes(meshes), tuple(kept), tensor_meta=param._spec.tensor_meta)
+            return DTensorSpec(concatenate_meshes(meshes), tuple(kept), tensor_meta=spec_of(param).tensor_meta)
 
     def wrap(self, piece: Tensor) -> DTensor:
         """Make the parameter, a DTensor, of this rank's gathered piece. Differentiable: the gradient has the piece's layout."""
@@ -165,7 +166,7 @@ class _PieceToDTensor(torch.autograd.Function):
         found = zip(names, grad.placements, layout.placements, strict=True)
         # The reduction takes a Partial or a replicated gradient, but no shards.
         wanted = [have if name in own and not isinstance(have, (Shard, StridedShard)) else want for name, have, want in found]
-        return grad.redistribute(placements=wanted)._local_tensor, None
+        return local_tensor(grad.redistribute(placements=wanted)), None
 
 
 @functools.cache

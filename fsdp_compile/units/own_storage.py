@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from passes.fx.torch_internals.core import FakeTensor
+from passes.fx.torch_internals.objects import set_how_it_moves
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -40,8 +41,7 @@ def with_own_storage(tensor: Tensor) -> Tensor:
     dtype = tensor.dtype
     carrier = _dlpack_dtype(dtype)
     alias = from_dlpack(to_dlpack(tensor if carrier is dtype else tensor.view(carrier)))
-    storage: Any = alias.untyped_storage()
-    storage._share_fd_cpu_ = storage._share_filename_cpu_ = _refuse_to_move
+    set_how_it_moves(alias.untyped_storage(), _refuse_to_move)
     return alias if carrier is dtype else alias.view(dtype)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from passes.fx.torch_internals.objects import local_of, local_tensor, set_local_tensor, spec_of, version_of
+
 from .own_storage import with_own_storage
 
 #: A value that changes with every write to a parameter.
@@ -162,15 +164,15 @@ class ParamState:
 
 def stamp(param: nn.Parameter) -> Stamp:
     """Return the stamp of a parameter now. Operators count writes on the DTensor, or on its local tensor."""
-    return param._version, param._local_tensor._version, _optimizer_steps  # type: ignore[attr-defined]
+    return version_of(param), version_of(local_tensor(param)), _optimizer_steps
 
 
 def set_local(tensor: Any, local: Tensor) -> None:
     """Replace the local tensor of a DTensor by one at offset 0 of its storage. The DTensor keeps its identity."""
-    tensor._local_tensor = local
+    set_local_tensor(tensor, local)
     if tensor.storage_offset() or tensor.device != local.device:
         # A DTensor keeps the offset and the device of the tensor that it was made from.
-        tensor.data = DTensor(local, tensor._spec, requires_grad=False)
+        tensor.data = DTensor(local, spec_of(tensor), requires_grad=False)
 
 
 def set_grad_in(param: nn.Parameter, local: Tensor, piece: FlatSlice) -> None:
@@ -181,7 +183,7 @@ def set_grad_in(param: nn.Parameter, local: Tensor, piece: FlatSlice) -> None:
     grad: Any = param.grad
     local = with_own_storage(local)
     if grad is None:
-        grad = param.grad = DTensor(local, param._spec, requires_grad=False)  # type: ignore[attr-defined, assignment]
+        grad = param.grad = DTensor(local, spec_of(param), requires_grad=False)  # type: ignore[assignment]
     set_local(grad, local)
     note_slice(local, piece)
 
@@ -201,14 +203,14 @@ def noted_slice(local: Tensor) -> FlatSlice | None:
 
 def grad_slice(param: nn.Parameter) -> FlatSlice | None:
     """Return the run of a flat buffer that ``param.grad`` lies in; None without a gradient, or if the user replaced it."""
-    local = getattr(param.grad, "_local_tensor", None)
+    local = local_of(param.grad)
     return None if local is None else noted_slice(local)
 
 
 def is_laid_out_alike(gradient: Any, param: Any) -> bool:
     """Return whether ``gradient`` is a DTensor with the mesh, placements, local shape and dtype of ``param``."""
-    if not isinstance(gradient, DTensor) or type(gradient._local_tensor) is not Tensor:
+    if not isinstance(gradient, DTensor) or type(local_tensor(gradient)) is not Tensor:
         return False
-    local = gradient._local_tensor
+    local = local_tensor(gradient)
     alike = gradient.device_mesh == param.device_mesh and gradient.placements == param.placements
-    return alike and local.shape == param._local_tensor.shape and local.dtype == param._local_tensor.dtype
+    return alike and local.shape == local_tensor(param).shape and local.dtype == local_tensor(param).dtype

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.collectives.layout import REPLICATED, padded_shard_numel, padded_shard_shape
 from passes.collectives.rounded_gather import GatherPolicy
 from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
+from passes.fx.torch_internals.objects import as_local, id_of_storage, local_tensor, own_parameters, spec_of, storage_id
 from passes.ir.ops import unshard, unshard_extension
 
 from ..torch_versions import reduce_dtype
@@ -95,7 +96,7 @@ class ShardedParam:
         self.name = self.local_name = local_name
         self.model_parallel = model_parallel
         self.param_dtype = param_dtype
-        piece = param._local_tensor if isinstance(param, DTensor) else param
+        piece = as_local(param)
         self.shape = piece.shape
         self.dim = dim
         self.padded_shape = padded_shard_shape(self.shape, dim, mesh.shard_size)
@@ -144,7 +145,7 @@ class ShardedParam:
     @property
     def local(self) -> Tensor:
         """This rank's unpadded shard, the DTensor's local tensor."""
-        return self.param._local_tensor  # type: ignore[attr-defined]
+        return local_tensor(self.param)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """Cut the padding off a padded shard, or off the gradient of one."""
@@ -270,13 +271,13 @@ class ShardedParam:
         """Return whether the local tensor still lies in the memory of the shard, or is still the one of the extension."""
         if self.extension is not None:
             return self.local is self._bound
-        return self.local.untyped_storage()._cdata == self._own_storage._cdata and self.local.storage_offset() == 0
+        return storage_id(self.local) == id_of_storage(self._own_storage) and self.local.storage_offset() == 0
 
     def owns_memory_of(self, value: Any) -> bool:
         """Return whether a tensor, or the local tensor of a DTensor, begins in the memory of this parameter."""
         if value is self.param:
             return True
-        local = getattr(value, "_local_tensor", value)
+        local = as_local(value)
         if self.extension is not None:
             return local is self.local or any(local is tensor for tensor in self.extension.tensors_of(self.local).values())
         if not isinstance(local, Tensor) or not has_memory(local) or not has_memory(self.shard):
@@ -292,7 +293,7 @@ class ShardedParam:
         """
         if param is None:
             raise ValueError(self._removed_message())
-        spec, own = getattr(param, "_spec", None), self.param._spec  # type: ignore[attr-defined]
+        spec, own = spec_of(param) if isinstance(param, DTensor) else None, spec_of(self.param)
         if spec is None or spec.mesh != own.mesh or spec.placements != own.placements or spec.shape != own.shape:
             raise ValueError(
                 f"Parameter {self.name} is sharded and cannot be replaced by a {type(param).__name__} that is not sharded "
@@ -442,7 +443,7 @@ class ShardedParam:
 
 def _table_of(module: nn.Module) -> Any:
     """Return the table in the place of the module's ``_parameters`` (:mod:`fsdp_compile.api.parameters`)."""
-    return module._parameters
+    return own_parameters(module)
 
 
 _params_by_memory: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()

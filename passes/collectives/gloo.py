@@ -37,6 +37,7 @@ from torch.distributed import ProcessGroup
 from ..fx.symbolic_ranks import overridden_size
 from ..fx.torch_internals.core import RecordFunctionFast
 from ..fx.torch_internals.distributed import register_work, resolve_process_group
+from ..fx.torch_internals.objects import backend_on, timeout_on
 from ..fx.torch_internals.patches import all_gather, all_to_all, install_kernel
 from .local_groups import new_local_group
 
@@ -80,7 +81,7 @@ def backend_of(group_name: str, device: torch.device) -> str:
         return "fake"
     process_group = _resolve(group_name)
     try:
-        return process_group._get_backend(device).name()
+        return backend_on(process_group, device).name()
     except RuntimeError:
         return dist.get_backend(process_group)
 
@@ -102,7 +103,7 @@ def open_opposite(group_name: str) -> None:
         # A destroyed group may have had the same name.
         message_tags.pop(group_name, None)
         ranks = dist.get_process_group_ranks(group)
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        timeout = timeout_on(group, torch.device("cpu"))
         # Several groups may have the same ranks, so the purpose contains the group's name.
         _opposites[group] = new_local_group(ranks, f"fsdp_opposite of {group_name}", timeout=timeout, backend="gloo")
 
@@ -120,7 +121,7 @@ def break_connections(group_name: str) -> None:
     for each in filter(None, (group, _opposites.get(group))):
         neighbour = (each.rank() + 1) % each.size()
         with contextlib.suppress(RuntimeError):
-            backend: Any = each._get_backend(cpu)
+            backend: Any = backend_on(each, cpu)
             backend.recv([torch.empty(1)], neighbour, _TAG_OF_NO_MESSAGE).wait(timedelta(milliseconds=1))
 
 
@@ -140,8 +141,8 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: Process
     """
     rank, ranks = group.rank(), group.size()
     cpu = torch.device("cpu")
-    up: Any = group._get_backend(cpu)
-    down: Any = _opposites[group]._get_backend(cpu)
+    up: Any = backend_on(group, cpu)
+    down: Any = backend_on(_opposites[group], cpu)
     # Each rank begins with a different neighbour. A message that is empty on one side is empty on the other: both skip it.
     others = [(rank + distance) % ranks for distance in range(1, ranks)]
     for source in reversed(others):

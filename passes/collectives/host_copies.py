@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..fx.torch_internals.core import disable_dynamo
+from ..fx.torch_internals.objects import storage_id
 
 _library = torch.library.Library("fsdp_host", "DEF")
 # CUDA graphs must not contain these operators: between two replays, the host has to wait for copies.
@@ -177,19 +178,19 @@ def _copy_to_device_kernel(pieces: Sequence[Tensor], device: str) -> Tensor:
         to = torch.device(to.type, torch.accelerator.current_device_index())
     with torch.no_grad():
         copy, begun = engine(to).to_device(pieces, to)
-    _begun[copy.untyped_storage()._cdata] = begun
+    _begun[storage_id(copy)] = begun
     return copy
 
 
 def _copy_to_host_kernel(value: Tensor, pinned: bool) -> Tensor:
     with torch.no_grad():
         copy, begun = engine(value.device).to_host(value, pinned=pinned)
-    _begun[copy.untyped_storage()._cdata] = begun
+    _begun[storage_id(copy)] = begun
     return copy
 
 
 def _wait_copy_kernel(copy: Tensor) -> Tensor:
-    begun = _begun.pop(copy.untyped_storage()._cdata, None)
+    begun = _begun.pop(storage_id(copy), None)
     if begun is not None:
         begun.wait_on_device()
     return copy
@@ -204,13 +205,13 @@ def _all_memory(value: Tensor) -> Tensor:
 def _offload_kernel(value: Tensor) -> Tensor:
     with torch.no_grad():
         copy, begun = engine(value.device).to_host(_all_memory(value), pinned=True, is_kept=True)
-        _begun[copy.untyped_storage()._cdata] = begun
+        _begun[storage_id(copy)] = begun
         return copy.as_strided(value.shape, value.stride())
 
 
 def _wait_offload_kernel(copy: Tensor, value: Tensor) -> Tensor:
     # The copy stays in the table, as the host may still have to wait, too.
-    _begun[copy.untyped_storage()._cdata].wait_on_device()
+    _begun[storage_id(copy)].wait_on_device()
     return copy
 
 
@@ -221,14 +222,14 @@ def _fetch_kernel(copy: Tensor, device: str) -> Tensor:
 
 def wait_on_host(copy: Tensor) -> None:
     """Block until the result of ``copy_to_host`` or ``offload`` is complete."""
-    begun = _begun.pop(copy.untyped_storage()._cdata, None)
+    begun = _begun.pop(storage_id(copy), None)
     if begun is not None:
         begun.wait_on_host()
 
 
 def leave_to_device(copy: Tensor) -> None:
     """Forget the copy of an ``offload`` that the host will not read. The device, its only reader, waits for it already."""
-    _begun.pop(copy.untyped_storage()._cdata, None)
+    _begun.pop(storage_id(copy), None)
 
 
 _library.impl("copy_to_device", disable_dynamo(_copy_to_device_kernel), "CompositeExplicitAutograd")

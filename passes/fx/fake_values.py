@@ -11,6 +11,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .torch_internals.core import FakeTensor, enable_python_dispatcher, in_kernel_invocation_manager
+from .torch_internals.objects import storage_id
 
 
 def evaluate(node: Node) -> Any:
@@ -56,7 +57,7 @@ class FakeCopies:
 
 
 def _identity(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return storage_id(value)
 
 
 def shared_memory(values: Sequence[Tensor]) -> list[tuple[int, str]]:

@@ -16,6 +16,7 @@ from torch import SymInt
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 
 from .torch_internals.core import PythonPrinter
+from .torch_internals.objects import replace_hint
 
 # The attribute with the values of symbols in the traced call; older versions of torch call it ``var_to_val``.
 _VALUES = ("backed_var_to_val", "var_to_val")
@@ -75,14 +76,12 @@ def deciding_at(shape_env: ShapeEnv, values: Mapping[sympy.Symbol, int], sizes: 
     for size in sizes if changed else ():
         if size.node.hint is not None and not size.node.expr.free_symbols.isdisjoint(changed):
             nodes[id(size.node)] = size.node
-    before = {key: node._hint for key, node in nodes.items()}
+    before = {key: replace_hint(node, int(node.expr.xreplace(known))) for key, node in nodes.items()}
     try:
-        for node in nodes.values():
-            node._hint = int(node.expr.xreplace(known))
         yield
     finally:
         for key, node in nodes.items():
-            node._hint = before[key]
+            replace_hint(node, before[key])
 
 
 def as_python(fact: Any) -> str:

@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 from ..auto.grouping import Grouping, Item, gather_items, reduction_items
 from ..fx.graph import memory_of
 from ..fx.torch_internals.core import OpOverload
+from ..fx.torch_internals.objects import schema_of
 from ..ir.plan import Plan
 from ..ir.work import BucketName
 from ..transforms.bucket import Bucket, Buckets, Group, regroup
@@ -140,7 +141,7 @@ def _writes(graph: Graph) -> list[tuple[Node, Node]]:
             readers.setdefault(memory_of(source), []).append(node)
     pairs = []
     for node in graph.nodes:
-        schema = node.target._schema if isinstance(node.target, OpOverload) else None
+        schema = schema_of(node.target) if isinstance(node.target, OpOverload) else None
         for index, argument in enumerate(schema.arguments if schema is not None else ()):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(node.args[index], Node):
                 others = [other for other in readers[memory_of(node.args[index])] if other is not node]  # type: ignore[arg-type]

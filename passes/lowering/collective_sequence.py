@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 
 from ..collectives.functional import group_size
 from ..fx.torch_internals.core import OpOverload
+from ..fx.torch_internals.objects import operator_name, schema_of
 from ..ir.interface import Interface
 from ..ir.work import BucketName, Role, bucket, role
 from ..transforms.bucket import Buckets, regroup
@@ -97,7 +98,7 @@ def collectives_of(
             text, without_sizes = (f"{_operation(node, sizes)} over {roles[group]}" for sizes in (True, False))
             gathers, name = role(node) is Role.START_GATHER, bucket(node)
             parameters = () if name is None else members.get((gathers, name), ())
-            operation: str = node.target._opname  # type: ignore[union-attr]
+            operation: str = operator_name(node.target)
             yield node, Collective(text, name, group, without_sizes, operation, gathers, parameters)
 
 
@@ -152,7 +153,7 @@ def digest(lines: Sequence[str]) -> str:
 
 def _argument(node: Node, name: str) -> Any:
     """Return an argument of an operator by its name in the schema; None if the schema has no such name."""
-    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for index, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == name:
             return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
     return None
@@ -160,7 +161,7 @@ def _argument(node: Node, name: str) -> Any:
 
 def _group(node: Node) -> str:
     """Return the name of the process group of a collective; the empty string for point-to-point messages and other nodes."""
-    if not isinstance(node.target, OpOverload) or node.target._opname in _POINT_TO_POINT:
+    if not isinstance(node.target, OpOverload) or operator_name(node.target) in _POINT_TO_POINT:
         return ""
     group = _argument(node, "group_name")
     # In graphs of torch 2.13, the argument may be the group itself.
@@ -169,7 +170,7 @@ def _group(node: Node) -> str:
 
 def _operation(node: Node, sizes: bool) -> str:
     """Describe a collective: its kind, modifiers, and the tensors of this rank, with or without their sizes."""
-    name = node.target._opname  # type: ignore[union-attr]
+    name = operator_name(node.target)
     modifiers = [str(value) for key in ("reduce_op", "src") if (value := _argument(node, key)) is not None]
     tensors = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
     # An all-to-all of a bucket is a reduction (passes.collectives.functional.exchanges), whose sizes must be equal.

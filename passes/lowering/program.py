@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..collectives.host_copies import wait_copy, wait_offload
 from ..fx.graph import argument_text, is_collective, is_host_copy
 from ..fx.torch_internals.core import OpOverload, RecordFunctionFast
+from ..fx.torch_internals.objects import operator_name
 from ..ir.work import bucket
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -56,7 +57,7 @@ def _range_of(node: Node) -> str:
         return ""
     is_wait = node.target in (_wait, wait_copy, wait_offload)
     started: Any = node.args[0] if is_wait else node
-    return f"FSDP::{started.target._opname}{' wait' if is_wait else ''} ({bucket(node)})"
+    return f"FSDP::{operator_name(started.target)}{' wait' if is_wait else ''} ({bucket(node)})"
 
 
 class _Writer:

@@ -29,6 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..fx.graph import argument_text, is_collective, is_host_copy, is_view
 from ..fx.sizes import known_of_unbacked
 from ..fx.torch_internals.core import OpOverload, _make_graph_module, _use_lazy_graph_module, make_contiguous_strides_for
+from ..fx.torch_internals.objects import schema_of
 from ..fx.torch_internals.operators import lookup_seed
 from ..ir.work import kernel_boundaries
 
@@ -89,7 +90,7 @@ def _is_alias(node: Node) -> bool:
         return _is_alias(node.args[0])  # type: ignore[arg-type]
     if node.target == _aten._unsafe_view.default:
         return True
-    returns = node.target._schema.returns if isinstance(node.target, OpOverload) else []
+    returns = schema_of(node.target).returns if isinstance(node.target, OpOverload) else []
     return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 

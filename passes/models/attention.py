@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from ..fx.sizes import shape_value
 from ..fx.torch_internals.core import OpOverload
+from ..fx.torch_internals.objects import schema_of
 
 _aten = torch.ops.aten
 _FUSED = {
@@ -51,7 +52,7 @@ def scores(node: Node) -> Any:
 
 def _is_causal(node: Node) -> bool:
     assert isinstance(node.target, OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     position = names.index("is_causal")
     given = node.kwargs.get("is_causal", node.args[position] if position < len(node.args) else False)
     return bool(given)

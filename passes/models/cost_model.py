@@ -32,6 +32,7 @@ from ..collectives.host_copies import copy_to_device, copy_to_host, fetch, offlo
 from ..fx.graph import group_of, is_fused_product, is_host_copy, is_view, presence, starts_collective
 from ..fx.sizes import num_bytes, shape_value, smaller
 from ..fx.torch_internals.core import OpOverload
+from ..fx.torch_internals.objects import schema_of
 from ..fx.torch_internals.operators import force_stride_order
 from ..ir.work import kernel_boundaries
 from .attention import computed_part, is_attention, scores
@@ -311,10 +312,10 @@ def node_flops(node: Node) -> tuple[str, Any] | None:
 def _with_all_heads(node: Node, shapes: Sequence[Any]) -> Sequence[Any]:
     """Return the shapes of an operator's arguments. Keys and values of attention get as many heads as the query."""
     target: Any = node.target
-    if not target._schema.name.startswith("aten::_scaled_dot_product"):
+    if not schema_of(target).name.startswith("aten::_scaled_dot_product"):
         return shapes
     # torch 2.11's formula refuses grouped heads. Those of later versions count every head of the query, too.
-    named = {argument.name: shape for argument, shape in zip(target._schema.arguments, shapes, strict=False)}
+    named = {argument.name: shape for argument, shape in zip(schema_of(target).arguments, shapes, strict=False)}
     for name in ("key", "value"):
         batch, _, *rest = named[name]
         named[name] = (batch, named["query"][1], *rest)

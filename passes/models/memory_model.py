@@ -38,6 +38,7 @@ from ..collectives.host_copies import copy_to_host, fetch, offload, wait_copy
 from ..fx.graph import derived, group_of, is_collective, is_view, presence, readers, starts_collective
 from ..fx.sizes import num_bytes, size_value
 from ..fx.torch_internals.core import OpOverload
+from ..fx.torch_internals.objects import schema_of
 from ..fx.torch_internals.operators import force_stride_order
 from ..ir.ops import unshards
 from ..ir.work import MAKES_PARAMETERS, BucketName, Role, bucket, kernel_boundaries, role
@@ -434,7 +435,7 @@ def _returns_its_input(node: Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload):
         return False
-    return any(value.alias_info is not None for value in node.target._schema.returns)
+    return any(value.alias_info is not None for value in schema_of(node.target).returns)
 
 
 def _is_cast_on_the_way(node: Node) -> bool:

@@ -26,6 +26,7 @@ from ..collectives.functional import dimension_of
 from ..fx.graph import group_of, is_collective
 from ..fx.torch_internals.distributed import is_symm_mem_enabled_for_group
 from ..fx.torch_internals.inductor import force_stride_order, inductor_config, micro_pipeline_tp_pass
+from ..fx.torch_internals.objects import fuses_products
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -35,7 +36,7 @@ _FUSIBLE = (_c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.de
 
 def fuse_products(graph: Graph) -> None:
     """Fuse products with the collectives of tensor parallelism, if Inductor's setting asks for it. In place."""
-    if not inductor_config._micro_pipeline_tp:
+    if not fuses_products(inductor_config):
         return
     _warn_of_groups([group_of(node) for node in graph.nodes if is_collective(node) and node.target in _FUSIBLE])
     nodes, views = set(graph.nodes), graph.find_nodes(op="call_function", target=_aten.view.default)

@@ -36,6 +36,8 @@ from ..collectives.functional import hook_parameters, replica_parameters
 from ..collectives.stateful_hook import OVER_REPLICAS, HookParameter, StatefulHook, tensors_of_hook
 from ..fx.emit import emit
 from ..fx.graph import is_collective, memory_of, viewed
+from ..fx.torch_internals.core import OpOverload
+from ..fx.torch_internals.objects import schema_of
 from ..ir.interface import (
     DivideFactor,
     HookTensor,
@@ -356,7 +358,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 def _source(node: Node) -> Node | None:
     """Return the node that ``node`` is a view of, or None. Views include those that only a user's hook may contain."""
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    returns = schema_of(node.target).returns if isinstance(node.target, OpOverload) else ()
     is_alias = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
     return node.all_input_nodes[0] if is_alias else viewed(node)
 

@@ -11,11 +11,12 @@ import re
 
 from torch.fx import Graph, Node
 
+from ..fx.torch_internals.objects import rename
 from ..ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
 
 
 def _rename(node: Node, name: str) -> None:
-    node._rename(re.sub(r"\W", "_", name))
+    rename(node, re.sub(r"\W", "_", name))
     node.target = node.name
 
 

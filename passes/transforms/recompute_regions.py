@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..fx.graph import derived, is_collective, is_view
 from ..fx.sizes import num_bytes
 from ..fx.torch_internals.core import OpOverload
+from ..fx.torch_internals.objects import schema_of
 from ..ir.ops import Unshard, is_unshard, unshards
 
 # Below the id of resharded parameters and above those of activation checkpointing: torch sees no checkpoint boundary.
@@ -129,6 +130,6 @@ def _may_run_again(node: Node) -> bool:
     """Return whether running a node again in backward gives the same result and has no other effect."""
     if node.target is operator.getitem:
         return _may_run_again(node.all_input_nodes[0])
-    if not isinstance(node.target, OpOverload) or is_collective(node) or node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or is_collective(node) or schema_of(node.target).is_mutable:
         return False
     return torch.Tag.nondeterministic_seeded not in node.target.tags

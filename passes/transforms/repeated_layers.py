@@ -47,6 +47,7 @@ from ..fx.decompositions import decompositions
 from ..fx.fake_values import FakeCopies
 from ..fx.torch_internals.aot import V, aot_function, joint_graph_passes
 from ..fx.torch_internals.core import FakeTensor, OpOverload, TracingContext, log_api_usage_once, pytree, tracing
+from ..fx.torch_internals.objects import storage_id
 from ..fx.torch_internals.operators import seeds
 from ..ir.ops import ReduceGrad, Unshard, is_unshard, reduce_grad, unshards, update_args
 from .refresh_layouts import TracedValues, refresh_layouts
@@ -415,7 +416,7 @@ def _split(gm: GraphModule, params: list[_Param], num_inputs: int, has_tangent: 
 
 
 def _share_memory(nodes: list[Node]) -> bool:
-    memory = [node.meta["val"].untyped_storage()._cdata for node in nodes]
+    memory = [storage_id(node.meta["val"]) for node in nodes]
     return len(set(memory)) < len(memory)
 
 

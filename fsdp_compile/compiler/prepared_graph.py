@@ -22,7 +22,7 @@ from passes.ir.interface import Interface
 from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from passes.ir.plan import Plan
 from passes.lowering.arrangement import Arrangement
-from passes.lowering.collective_sequence import collective_sequence, members_of
+from passes.lowering.collective_sequence import collective_sequence
 from passes.pipeline import run_passes, run_preparing_passes
 from passes.transforms.bucket import find_buckets
 
@@ -133,9 +133,7 @@ class PreparedGraph:
             scheduled, run = agree_on_graph(
                 stage,
                 self._schedule(plan),
-                lambda scheduled: collective_sequence(
-                    scheduled.gm.graph, group_names, members_of(self.buckets, scheduled.interface)
-                ),
+                lambda scheduled: collective_sequence(scheduled.gm.graph, group_names, scheduled.interface.parameters),
                 lambda arrangement: self._schedule(plan, arrangement),
                 group_names,
                 self._kind(plan),

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .work import BucketName
+
 
 @dataclass(frozen=True)
 class StorageRun:
@@ -172,8 +174,9 @@ class Interface:
         num_outputs: the number of outputs without the extra ones.
         inputs, outputs: the slots of the added inputs and outputs.
         output_nodes: the nodes of ``outputs``.
-        gather_groups: for each gather, its parameters, each by the index of its bucket and its position there.
-        reduction_groups: for each reduction, its gradients, likewise.
+        reduction_groups: for each reduction, its gradients, each by the index of its bucket and its position there.
+        parameters: for each bucket, by whether it is gathered and by its name, the names of its parameters within their units,
+            in the order in which its collectives have them.
     """
 
     graph: Graph
@@ -181,8 +184,8 @@ class Interface:
     inputs: list[InputSlot] = field(default_factory=list)
     outputs: list[OutputSlot] = field(default_factory=list)
     output_nodes: list[Node] = field(default_factory=list)
-    gather_groups: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     reduction_groups: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+    parameters: dict[tuple[bool, BucketName], tuple[str, ...]] = field(default_factory=dict)
     _last: Node | None = None
 
     def __post_init__(self) -> None:

@@ -27,9 +27,7 @@ from torch.fx import Graph, Node
 from ..collectives.functional import group_size
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.objects import operator_name, schema_of
-from ..ir.interface import Interface
 from ..ir.work import BucketName, Role, bucket, role
-from ..transforms.bucket import Buckets, regroup
 
 _POINT_TO_POINT = {"isend", "irecv", "batch_p2p_ops"}
 
@@ -60,33 +58,26 @@ class Collective:
         return f"{self.text}, bucket {self.bucket}" if self.bucket is not None else self.text
 
 
-#: For each bucket of a graph, by whether it gathers and by name: the names of its parameters within their units.
-Members = Mapping[tuple[bool, BucketName], tuple[str, ...]]
-_NO_MEMBERS: Members = {}
+#: For each bucket of a graph, the names of its parameters (:attr:`passes.ir.interface.Interface.parameters`).
+Parameters = Mapping[tuple[bool, BucketName], tuple[str, ...]]
+_NO_PARAMETERS: Parameters = {}
 
 
-def members_of(buckets: Buckets, interface: Interface) -> Members:
-    """Return the parameters in each bucket of a graph, in the order in which the collective has them."""
-    gathers = regroup(buckets.gathers, interface.gather_groups)
-    reductions = regroup(buckets.reductions, interface.reduction_groups)
-    return {
-        (is_gather, each.name): each.parameters for is_gather, some in ((True, gathers), (False, reductions)) for each in some
-    }
-
-
-def collective_sequence(graph: Graph, group_names: Mapping[str, str], members: Members = _NO_MEMBERS) -> list[Collective]:
+def collective_sequence(
+    graph: Graph, group_names: Mapping[str, str], parameters: Parameters = _NO_PARAMETERS
+) -> list[Collective]:
     """List the collectives of a graph after all passes, in order.
 
     Args:
         graph: the graph.
         group_names: the roles in the mesh, by the names of process groups. Other groups are numbered in the order of use.
-        members: the parameters of each bucket, if they are to be compared.
+        parameters: the parameters of each bucket, if they are to be compared.
     """
-    return [collective for _, collective in collectives_of(graph, group_names, members)]
+    return [collective for _, collective in collectives_of(graph, group_names, parameters)]
 
 
 def collectives_of(
-    graph: Graph, group_names: Mapping[str, str], members: Members = _NO_MEMBERS
+    graph: Graph, group_names: Mapping[str, str], parameters: Parameters = _NO_PARAMETERS
 ) -> Iterator[tuple[Node, Collective]]:
     """Yield the collectives of a graph, as :func:`collective_sequence` lists them, with their nodes."""
     roles = dict(group_names)
@@ -97,9 +88,8 @@ def collectives_of(
                 roles[group] = f"group {len(roles) - len(group_names) + 1} of {group_size(group)} ranks"
             text, without_sizes = (f"{_operation(node, sizes)} over {roles[group]}" for sizes in (True, False))
             gathers, name = role(node) is Role.START_GATHER, bucket(node)
-            parameters = () if name is None else members.get((gathers, name), ())
-            operation: str = operator_name(node.target)
-            yield node, Collective(text, name, group, without_sizes, operation, gathers, parameters)
+            named = () if name is None else parameters.get((gathers, name), ())
+            yield node, Collective(text, name, group, without_sizes, operator_name(node.target), gathers, named)
 
 
 def by_unit(sequence: Sequence[Collective]) -> list[Collective]:

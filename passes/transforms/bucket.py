@@ -364,9 +364,9 @@ def bucket_gathers(
         reused = {index for index, action in enumerate(plan or ()) if action is Gather.REUSE}
         groups = [group for group in whole_buckets(buckets) if group[0][0] not in reused]
     groups = list(map(_sorted_by_unit, groups))
-    if interface is not None:
-        interface.gather_groups = groups
     for group, bucket in zip(groups, regroup(buckets, groups), strict=True):
+        if interface is not None:
+            interface.parameters[True, bucket.name] = bucket.parameters
         shares = unit_by_unit and len(bucket.name.parts) > 1
         runs = [len(list(run)) for _, run in itertools.groupby(group, _bucket_of)] if shares else ()
         fulls, encoded = _gather(graph, bucket, runs)

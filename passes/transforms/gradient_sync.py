@@ -108,6 +108,7 @@ def synchronize_gradients(
     for index, (group, bucket) in enumerate(
         zip(interface.reduction_groups, regroup(buckets, interface.reduction_groups), strict=True)
     ):
+        interface.parameters[False, bucket.name] = bucket.parameters
         reduction = plan[group[0][0]].reduction
         places = [(place, plan[place].updates[position]) for place, position in group] if reduction.updates else []
         _ReductionWriter(graph, bucket, index, reduction, interface, places).write()

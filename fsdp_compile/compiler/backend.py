@@ -37,13 +37,14 @@ from passes.pipeline import (
     run_passes,
     run_preparing_passes,
 )
-from passes.transforms.bucket import find_buckets
+from passes.transforms.bucket import Buckets, find_buckets
 from passes.transforms.offload_activations import will_offload
 from passes.transforms.refresh_layouts import TracedValues
 
 from ..runtime.collective_log import CheckedProgram
-from ..runtime.graph_inputs import ParameterRegistry, sharded_param
+from ..runtime.graph_inputs import GraphInputs, ParameterRegistry, sharded_param
 from ..runtime.planned_graph import BoxedFunction, PlannedGraph, boxed
+from ..runtime.planner import Planner
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .capture import observer, snapshot
@@ -58,6 +59,7 @@ from .memory_budget import BudgetPartitioner, StepBudget
 from .options import LOWERINGS, Options
 from .prepared_graph import PreparedGraph
 from .traced_forwards import holds_whole_forwards
+from .variants import Variants
 
 logger = logging.getLogger(__name__)
 
@@ -393,20 +395,19 @@ class _Compilation:
             self._budget,
             self._options.disable_passes,
         )
-        planned = PlannedGraph(
-            gm,
-            prepared.buckets,
-            functools.partial(self._lower, prepared),
-            is_backward=prepared.is_backward,
-            registry=self._registry,
-            can_keep=not kwargs.get("is_inference", False),
-            can_merge=self._auto is not None or bool(self._min_bucket_bytes),
-        )
+        can_keep = not kwargs.get("is_inference", False)
+        planner = self._planner(gm.graph, prepared.buckets, prepared.is_backward, can_keep=can_keep)
+        variants = Variants(planner, functools.partial(self._lower, prepared))
         # To lower ahead is to wait for the ranks with Dynamo's lock held. Of several threads only one may do so: on other
         # ranks, another thread may hold the lock and wait for this rank.
         if not prepared.is_backward and threading.current_thread() is threading.main_thread():
-            planned.lower_ahead(self._params)
-        return boxed(planned)
+            units = {unit: param.unit for (unit, _), param in self._params.items()}
+            variants.find(planner.first(self._params), units, None)
+        return boxed(PlannedGraph(gm.graph, planner, variants.find, self._registry))
+
+    def _planner(self, graph: Graph, buckets: Buckets, is_backward: bool, *, can_keep: bool = True) -> Planner:
+        can_merge = self._auto is not None or bool(self._min_bucket_bytes)
+        return Planner(GraphInputs(graph, buckets), is_backward=is_backward, can_keep=can_keep, can_merge=can_merge)
 
     def _lower(
         self, prepared: PreparedGraph, plan: Plan, args: Sequence[Any] | None
@@ -419,21 +420,12 @@ class _Compilation:
     def _schedule(self, gm: GraphModule, is_backward: bool) -> tuple[Graph, Interface]:
         """Run all passes over a graph, in place, for the plan of its first call. Return the graph and its interface."""
         run_preparing_passes(gm, self._lowering.preparing_passes, is_backward=is_backward, observer=ignore_pass)
-        merges = self._auto is not None or bool(self._min_bucket_bytes)
-        planned = PlannedGraph(
-            gm,
-            find_buckets(gm.graph),
-            _never_lowered,
-            is_backward=is_backward,
-            registry=self._registry,
-            can_keep=True,
-            can_merge=merges,
-        )
+        planner = self._planner(gm.graph, find_buckets(gm.graph), is_backward)
         # As in PreparedGraph.lower.
         with unset_fake_temporarily(), torch.no_grad():
             interface = run_passes(
                 gm,
-                planned.first_plan(self._params),
+                planner.first(self._params),
                 is_backward=is_backward,
                 final_passes=self._lowering.final_passes,
                 observer=ignore_pass,
@@ -442,10 +434,6 @@ class _Compilation:
                 min_bucket_bytes=self._min_bucket_bytes,
             )
         return gm.graph, interface
-
-
-def _never_lowered(plan: Any, args: Any) -> Any:
-    raise AssertionError("a graph that is tried for a memory budget is not lowered")
 
 
 def _check_offload(options: Options, params: Iterable[ShardedParam]) -> None:

@@ -1,4 +1,4 @@
-"""Planned graphs: each call makes the plan, binds extra inputs, runs the graph lowered for that plan, and stores extra outputs.
+"""Planned graphs: each call makes the plan, binds extra inputs, runs the variant for that plan, and stores extra outputs.
 
 A lowered graph does not know which parameters it works on, as equal blocks may share a graph. The shards among its inputs
 identify the parameters (:mod:`fsdp_compile.runtime.graph_inputs`).
@@ -7,42 +7,32 @@ identify the parameters (:mod:`fsdp_compile.runtime.graph_inputs`).
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph
 
 from passes.collectives.host_copies import leave_to_device, wait_on_host
 from passes.fx.size_guards import SizeGuard
 from passes.fx.torch_internals.core import AutoDispatchBelowAutograd, RecordFunctionFast, top_saved_tensors_default_hooks
 from passes.fx.torch_internals.objects import mark_as_boxed
-from passes.ir.interface import InputSlot, Interface, OutputSlot
-from passes.ir.ops import Unshard
-from passes.ir.plan import Gather, Plan, PlannedReduction
-from passes.ir.reduction import Sync
-from passes.ir.update import UpdateTarget
-from passes.transforms.bucket import Buckets, Group
+from passes.ir.interface import InputSlot, OutputSlot
+from passes.ir.plan import Gather, Plan
+from passes.transforms.bucket import Group
 from passes.transforms.offload_activations import offloaded_outputs
 
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
-from .call import Call, Gradients
+from .call import Call
 from .collective_log import CheckedProgram
-from .gradients import in_order_of_storage, note_backward, note_forward, receive
-from .graph_inputs import GraphInputs, ParameterRegistry
+from .gradients import note_backward, note_forward
+from .graph_inputs import ParameterRegistry
 from .lent_parameters import write_back
-from .schedule_settings import log_idle_lists, max_pending_reductions, must_not_gather, prefetch_lists
+from .planner import Planner
 from .unsharding import finish_unshard
-
-logger = logging.getLogger(__name__)
-
-#: A warning is logged at so many variants of one plan for different sizes: as many as Dynamo compiles of a frame.
-_MANY_VARIANTS = 8
 
 #: A function that takes its arguments as a list, and empties the list.
 BoxedFunction = Callable[[list[Any]], Any]
@@ -99,74 +89,35 @@ call_observers: list[Callable[[PlannedGraph, Variant, Call], None]] = []
 
 
 class PlannedGraph:
-    """A forward or backward graph that is lowered once for each plan that it is called with.
+    """A forward or backward graph, each call of which runs a variant for the plan of the call.
 
     Args:
-        gm: the graph after the preparing passes.
-        buckets: its buckets.
-        lower: lowers the graph for a plan and for the sizes of a call's inputs. The inputs are None where Dynamo guards sizes.
-        is_backward: whether this is a backward graph.
+        graph: the graph after the preparing passes.
+        planner: its planner.
+        find_variant: returns the variant for a plan, the units of the call by their names in the graph, and the call's inputs.
         registry: the parameters of inputs that do not identify their parameter.
-        can_keep: whether gathered parameters may outlive a call; False for a graph for inference.
-        can_merge: whether ``lower`` may reduce gradients of several buckets together.
 
     Attributes:
-        is_backward, registry: as given.
+        is_backward: whether it is a backward graph.
+        registry: as given.
     """
 
     def __init__(
         self,
-        gm: GraphModule,
-        buckets: Buckets,
-        lower: Callable[[Plan, Sequence[Any] | None], tuple[BoxedFunction, Interface, CheckedProgram, SizeGuard | None]],
-        *,
-        is_backward: bool,
+        graph: Graph,
+        planner: Planner,
+        find_variant: Callable[[Plan, Mapping[str, Unit], Sequence[Any]], Variant],
         registry: ParameterRegistry,
-        can_keep: bool,
-        can_merge: bool = False,
     ):
-        self._lower = lower
+        self.is_backward = planner.is_backward
         self.registry = registry
-        self.is_backward = is_backward
-        self._can_keep = can_keep
-        self._can_merge = can_merge
-        self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-        self._variants: dict[Plan, list[Variant]] = {}
-        self._offloaded = [] if is_backward else offloaded_outputs(gm.graph)
-        self._inputs = GraphInputs(gm.graph, buckets)
-        self._orders: tuple[tuple[int, ...], ...] | None = None
-
-    def lower_ahead(self, params: dict[tuple[str, str], ShardedParam]) -> None:
-        """Lower a forward graph before its first call, for the plan of that call.
-
-        Args:
-            params: the parameters by (unit, name) in the graph.
-        """
-        self._variant(self.first_plan(params), {unit: param.unit for (unit, _), param in params.items()}, None)
-
-    def first_plan(self, params: Mapping[tuple[str, str], ShardedParam]) -> Plan:
-        """Return the plan that the first call will have.
-
-        Args:
-            params: the parameters by (unit, name) in the graph.
-        """
-
-        def of(members: Sequence[int]) -> list[ShardedParam]:
-            return [params[self._inputs.names[index]] for index in members]
-
-        gathers = tuple(self._gather(None if members is None else of(members)) for members in self._inputs.gathers)
-        if self.is_backward:
-            # By then, the first forward has gathered the parameters that it keeps for later graphs.
-            gathers = tuple(Gather.REUSE if gather is Gather.KEEP else gather for gather in gathers)
-        units = {unit: params[self._inputs.names[index]].unit for unit, index in self._inputs.units.items()}
-        prefetch = self._prefetch(units, gathers)
-        if not self.is_backward:
-            return Plan(gathers, prefetch=prefetch)
-        gradients = [Gradients(of(bucket.members), bucket.like, bucket.grad_dtype) for bucket in self._inputs.gradients]
-        return self._reducing(gathers, gradients, prefetch)
+        self._planner = planner
+        self._find_variant = find_variant
+        self._num_outputs = len(graph.output_node().args[0])  # type: ignore[arg-type]
+        self._offloaded = [] if self.is_backward else offloaded_outputs(graph)
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        call = Call(self._inputs, self.registry, args)
+        call = Call(self._planner.inputs, self.registry, args)
         if not self.is_backward:
             call.check_shards_differ()
             for unit in call.units.values():
@@ -177,10 +128,10 @@ class PlannedGraph:
         if any(unit.updates for unit in call.units.values()):
             if is_wanted:
                 note_backward(param for bucket in call.gradients for param in bucket.params)
-            elif not self.is_backward and self._can_keep:
-                note_forward(map(call.param, self._inputs.read))
-        plan = self._plan(call, is_wanted)
-        variant = self._variant(plan, call.units, args)
+            elif not self.is_backward and self._planner.can_keep:
+                note_forward(map(call.param, self._planner.inputs.read))
+        plan = self._planner.plan_of(call, is_wanted=is_wanted)
+        variant = self._find_variant(plan, call.units, args)
         variant.begin(call.params)
         if variant.reductions is not None:
             call.regroup(variant.reductions)
@@ -193,7 +144,7 @@ class PlannedGraph:
             observe(self, variant, call)
         call.bind(variant.inputs)
         if not self.is_backward and (Gather.REUSE in plan.gathers or None in call.gathers):
-            for index in self._inputs.read:
+            for index in self._planner.inputs.read:
                 call.param(index).end_forward()
         call.release(is_backward=self.is_backward)
         # Autograd records nothing here, but each functional collective would go through its autograd formula, in Python.
@@ -214,98 +165,3 @@ class PlannedGraph:
                 wait_on_host(copy)
             else:
                 leave_to_device(copy)
-
-    def _variant(self, plan: Plan, units: dict[str, Unit], args: Sequence[Any] | None) -> Variant:
-        variants = self._variants.get(plan)
-        if variants is None:
-            found = self._variants
-            if plan.has_hooks:
-                # Models of the same classes share this graph, each with hooks of its own.
-                found = next(iter(units.values())).scope.with_hooks.setdefault(self, {})
-            variants = found.setdefault(plan, [])
-        for variant in variants:
-            if variant.guard is None or (args is not None and variant.guard(args)):
-                return variant
-        log_idle_lists(units, is_backward=self.is_backward)
-        function, interface, run, guard = self._lower(plan, args)
-        groups = interface.reduction_groups if interface.reduction_groups != self._inputs.reduction_groups else None
-        communicating = self._communicating(plan)
-        variants.append(Variant(function, interface.inputs, interface.outputs, run, groups, guard, communicating))
-        if len(variants) == _MANY_VARIANTS:
-            logger.warning(
-                "A %s graph has been compiled for %d sets of sizes, and goes on so: its code is for %s.",
-                "backward" if self.is_backward else "forward",
-                len(variants),
-                guard,
-            )
-        return variants[-1]
-
-    def _communicating(self, plan: Plan) -> list[str]:
-        """Return the names of the units that a plan communicates for, in the order of names."""
-        buckets = self._inputs.buckets
-        gathering = zip(buckets.gathers, plan.gathers, strict=True)
-        reducing = zip(buckets.reductions, plan.reductions, strict=True)
-        found = {bucket.unit for bucket, action in gathering if action is not Gather.REUSE}
-        found |= {bucket.unit for bucket, planned in reducing if planned.reduction.sync is not Sync.NONE}
-        return sorted(found & self._inputs.units.keys())
-
-    def _plan(self, call: Call, is_wanted: bool) -> Plan:
-        actions = tuple(self._gather(params) for params in call.gathers)
-        prefetch = self._prefetch(call.units, actions)
-        if not self.is_backward:
-            return Plan(actions, prefetch=prefetch)
-        self._check_backward_may_gather(call, actions)
-        if not is_wanted:
-            return Plan(actions, tuple(PlannedReduction(bucket.leave_out()) for bucket in call.gradients), prefetch)
-        for bucket in call.gradients:
-            receive(bucket.unit, bucket.params)
-        return self._reducing(actions, call.gradients, prefetch)
-
-    def _reducing(
-        self, gathers: tuple[Gather, ...], gradients: Sequence[Gradients], prefetch: tuple[tuple[str, tuple[str, ...]], ...]
-    ) -> Plan:
-        """Return the plan of a backward whose gradients are wanted."""
-        if self._orders is None:
-            # Made once: equal blocks have equal orders, and parameters that lie in another order train just as well.
-            self._orders = tuple(in_order_of_storage(bucket.params) for bucket in gradients)
-        made = [bucket.plan() for bucket in gradients]
-        factors = [bucket.factors for bucket in gradients]
-        classes = map(factors.index, factors) if self._can_merge else itertools.repeat(None)
-        reductions = tuple(map(PlannedReduction, made, classes, self._orders, _updates(gradients)))
-        reducing = [bucket.unit for bucket in gradients if bucket.reduction.sync is not Sync.NONE]
-        return Plan(gathers, reductions, prefetch, max_pending_reductions(reducing))
-
-    def _gather(self, params: list[ShardedParam] | None) -> Gather:
-        if params is None:
-            return Gather.GATHER
-        if all(param.state.will_have_full(param.param) for param in params):
-            return Gather.REUSE
-        return Gather.KEEP if self._can_keep and not params[0].unit.flags.reshard_after_backward else Gather.GATHER
-
-    def _prefetch(self, units: dict[str, Unit], gathers: Sequence[Gather]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        actions = zip(self._inputs.buckets.gathers, gathers, strict=True)
-        gathering = [bucket.unit for bucket, action in actions if action is not Gather.REUSE]
-        return prefetch_lists(units, gathering, is_backward=self.is_backward)
-
-    def _check_backward_may_gather(self, call: Call, actions: Sequence[Gather]) -> None:
-        for bucket, params, action in zip(self._inputs.buckets.gathers, call.gathers, actions, strict=True):
-            unit = call.units.get(bucket.unit)
-            if unit is not None and not unit.flags.unshard_in_backward and action is not Gather.REUSE:
-                # Parameters in a smaller group are known only by their names.
-                names = [param.name for param in params or ()] or [Unshard.of(node).name for node in bucket.nodes]
-                raise RuntimeError(must_not_gather(unit, names))
-
-
-def _updates(gradients: Sequence[Gradients]) -> Iterable[tuple[UpdateTarget, ...]]:
-    """Return where each update of a backward writes, by bucket."""
-    if not any(bucket.updates for bucket in gradients):
-        return itertools.repeat(())
-    keys = [update.key for bucket in gradients for update in bucket.updates]
-    numbers = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-    return [
-        tuple(
-            UpdateTarget(param.offset, param.padded_numel, planned.update, numbers[planned.key])
-            for param, planned in zip(bucket.params, bucket.updates, strict=bool(bucket.updates))
-        )
-        for bucket in gradients
-    ]

@@ -36,7 +36,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from passes.collectives.functional import resolve_group
@@ -44,7 +43,6 @@ from passes.collectives.gloo import backend_of, break_connections, message_tags
 from passes.fx.torch_internals.core import RecordFunctionFast
 from passes.fx.torch_internals.distributed import get_process_group_store
 from passes.fx.torch_internals.objects import timeout_on
-from passes.ir.ops import set_around_eager_kernels
 from passes.lowering.arrangement import Arrangement, CannotArrange
 from passes.lowering.collective_sequence import Collective, by_unit, identities
 
@@ -598,16 +596,3 @@ def _eager_run(label: str, shape: tuple[int, ...], group_names: tuple[str, ...],
     program = Program(f"{label}{names} outside of a compiled graph", (), (str(shape),), is_graph=False)
     roles = {name: role for name, role in zip(group_names, ("shard", "replicate"), strict=False) if name}
     return CheckedProgram(lambda _log: program, list(filter(None, group_names)), roles, f"FSDP::{label}")
-
-
-@contextlib.contextmanager
-def _around_eager_kernel(operator: str, shard: Tensor, name: str, shape: Sequence[int], group_names: tuple[str, ...]) -> Any:
-    # ``name`` is the parameter's name within its unit. The qualified name is found by the shard.
-    param = getattr(shard, "_fsdp_sharded_param", None)
-    run = eager_run(f"{operator} of {name if param is None else param.name}", tuple(shape), group_names)
-    run.begin()
-    with run:
-        yield
-
-
-set_around_eager_kernels(_around_eager_kernel)

@@ -1,29 +1,29 @@
-"""The functions that eager kernels of ``unshard`` and ``reduce_grad`` call on a shard (:mod:`passes.ir.ops`).
+"""The runtime of the eager kernels of ``unshard`` and ``reduce_grad`` (:mod:`passes.ir.ops`).
 
 Such kernels run in the uncompiled rest of a compiled forward, and in graphs of another backend.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from passes.fx.torch_internals.objects import post_accumulate_grad_hooks
-from passes.ir.ops import set_find_shard
+from passes.ir.ops import EagerRuntime, set_eager_runtime
 
 from ..units.sharded_param import ShardedParam, param_in_memory
+from .collective_log import eager_run
 from .gradients import drop_eager_gradient, note_forward, receive_gradient
 from .lent_parameters import write_back
 
 
 def attach(param: ShardedParam) -> None:
-    """Set the functions that eager kernels call on a parameter's shard."""
-    shard: Any = param.shard
-    shard._fsdp_before_unshard = functools.partial(before_unshard, param)
-    shard._fsdp_receive_gradient = functools.partial(receive_gradient, param)
+    """Drop the gradients that autograd will accumulate on a parameter's shard."""
+    shard = param.shard
     if shard.requires_grad and not post_accumulate_grad_hooks(shard):
         shard.register_post_accumulate_grad_hook(drop_eager_gradient)
 
@@ -50,11 +50,32 @@ def before_unshard(param: ShardedParam) -> None:
         note_forward([param])
 
 
-def _find_shard(tensor: Tensor) -> Tensor:
-    if hasattr(tensor, "_fsdp_sharded_param"):
-        return tensor
-    param = param_in_memory(tensor)
-    return tensor if param is None else param.shard
+class _Runtime(EagerRuntime):
+    def before_unshard(self, shard: Tensor) -> None:
+        param = _param_of(shard)
+        if param is not None:
+            before_unshard(param)
+
+    def receiver(self, shard: Tensor, *, is_saved: bool = False) -> Callable[[Tensor], None] | None:
+        param = _param_of(shard)
+        if param is None and is_saved:
+            param = param_in_memory(shard)
+        return None if param is None else functools.partial(receive_gradient, param)
+
+    @contextlib.contextmanager
+    def communicating(
+        self, operator: str, shard: Tensor, name: str, shape: Sequence[int], groups: tuple[str, ...]
+    ) -> Iterator[None]:
+        # ``name`` is the parameter's name within its unit.
+        param = _param_of(shard)
+        run = eager_run(f"{operator} of {name if param is None else param.name}", tuple(shape), groups)
+        run.begin()
+        with run:
+            yield
 
 
-set_find_shard(_find_shard)
+def _param_of(shard: Tensor) -> ShardedParam | None:
+    return getattr(shard, "_fsdp_sharded_param", None)
+
+
+set_eager_runtime(_Runtime())

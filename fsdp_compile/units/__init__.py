@@ -36,12 +36,8 @@ On shards, which graphs and autograd pass without their parameter:
 
 ``_fsdp_sharded_param``
     The :class:`~.sharded_param.ShardedParam`.
-    Set: ``fsdp_compile/units/sharded_param.py``. Read: ``fsdp_compile/runtime/collective_log.py``,
-    ``fsdp_compile/runtime/gradients.py``, ``fsdp_compile/runtime/graph_inputs.py``, ``fsdp_compile/runtime/eager_hooks.py``,
-    ``fsdp_compile/api/parameters.py``.
-``_fsdp_before_unshard``, ``_fsdp_receive_gradient``
-    Functions that eager kernels call. They are attributes, since ``passes`` knows no class of this package.
-    Set: ``fsdp_compile/runtime/eager_hooks.py``. Read: ``passes/ir/ops.py``.
+    Set: ``fsdp_compile/units/sharded_param.py``. Read: ``fsdp_compile/runtime/gradients.py``,
+    ``fsdp_compile/runtime/graph_inputs.py``, ``fsdp_compile/runtime/eager_hooks.py``, ``fsdp_compile/api/parameters.py``.
 
 On storages, since a tensor's own attributes are saved with it, and views do not share them:
 

@@ -19,14 +19,7 @@ eager kernels communicate at once, so parts of a model that are not compiled tra
 ``reduce_grad`` takes the shard, too, without reading its values. In the backward graph, the shard identifies the parameter that
 a gradient belongs to. That works even if equal blocks share one compiled graph.
 
-A shard may have functions as attributes, which eager kernels call. This holds for all callers of the kernels: eager autograd,
-and graphs that another backend has compiled.
-
-``_fsdp_before_unshard()``        is called before the gather.
-``_fsdp_receive_gradient(grad)``  takes the full gradient instead of the reduction; ``reduce_grad`` then returns zeros.
-
-A checkpoint may pass backward another tensor in the place of a shard, without these attributes. :func:`set_find_shard` sets a
-function that finds the shard for such a tensor.
+Eager kernels call an :class:`EagerRuntime`, whoever calls them: eager autograd, or a graph that another backend has compiled.
 """
 
 from collections.abc import Callable, Sequence
@@ -191,25 +184,42 @@ class ReduceGrad:
 
 _NUM_POSITIONAL = {unshard: 4, unshard_extension: 4, reduce_grad: 5}
 
-#: A function that makes a context for an eager kernel's communication. It takes the operator's name, the shard, the parameter's
-#: name and full shape, and the names of the process groups.
-Around = Callable[[str, Tensor, str, Sequence[int], tuple[str, ...]], AbstractContextManager[Any]]
-_around: Around = lambda *_: nullcontext()  # noqa: E731
+
+class EagerRuntime:
+    """What eager kernels call. This one does nothing: gathers and reductions communicate at once."""
+
+    def before_unshard(self, shard: Tensor) -> None:
+        """Prepare the parameter of a shard for its gather."""
+
+    def receiver(self, shard: Tensor, *, is_saved: bool = False) -> Callable[[Tensor], None] | None:
+        """Return the function that takes the full gradient of a parameter in the place of its reduction; None: there is none.
+
+        Args:
+            shard: the parameter's shard.
+            is_saved: whether ``shard`` was saved for backward: a checkpoint may have put another tensor in its place.
+        """
+        return None
+
+    def communicating(
+        self, operator: str, shard: Tensor, name: str, shape: Sequence[int], groups: tuple[str, ...]
+    ) -> AbstractContextManager[Any]:
+        """Make the context of a kernel's communication.
+
+        Args:
+            operator: the name of the operator.
+            shard, name, shape: the parameter's shard, its name, and its full shape.
+            groups: the names of the process groups.
+        """
+        return nullcontext()
 
 
-def set_around_eager_kernels(around: Around) -> None:
-    """Set the function that makes a context for the communication of each eager kernel; by default an empty context."""
-    global _around
-    _around = around
+_runtime = EagerRuntime()
 
 
-_find_shard: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
-
-
-def set_find_shard(find: Callable[[Tensor], Tensor]) -> None:
-    """Set the function that finds the shard for a tensor that backward gets in its place; by default the tensor itself."""
-    global _find_shard
-    _find_shard = find
+def set_eager_runtime(runtime: EagerRuntime) -> None:
+    """Set the object that eager kernels call."""
+    global _runtime
+    _runtime = runtime
 
 
 def update_args(node: Node, **changes: Any) -> None:
@@ -254,9 +264,7 @@ def _unshard_kernel(
     device: str = "",
     **_: Any,
 ) -> Tensor:
-    before_unshard = getattr(shard if token is None else token, "_fsdp_before_unshard", None)
-    if before_unshard is not None:
-        before_unshard()
+    _runtime.before_unshard(shard if token is None else token)
     if device:
         shard = shard_on_device(shard, device)
     if dim == REPLICATED or group_size(group) == 1:
@@ -269,7 +277,8 @@ def _unshard_kernel(
         packed=packed,
         encoded_over=encoded_over,
     )
-    with _around(f"unshard as {sent_as}" if sent_as else "unshard", shard, name, shape, (group,)):
+    operator = f"unshard as {sent_as}" if sent_as else "unshard"
+    with _runtime.communicating(operator, shard, name, shape, (group,)):
         (full,) = finish_gather(start_gather([shard], group, format=format), [shape], [dim], group, format=format)
     return full
 
@@ -287,12 +296,12 @@ def _reduce_grad_kernel(
     replicate_group: str = "",
     **_: Any,
 ) -> Tensor:
-    receive_gradient = getattr(_find_shard(shard), "_fsdp_receive_gradient", None)
+    receive_gradient = _runtime.receiver(shard, is_saved=True)
     if receive_gradient is not None:
         receive_gradient(grad)
         return shard.new_zeros(shard.shape, dtype=grad_dtype or reduce_dtype or grad.dtype)
     grad = grad.to(reduce_dtype or grad.dtype)
-    with _around("reduce_grad", shard, name, shape, (group, replicate_group)):
+    with _runtime.communicating("reduce_grad", shard, name, shape, (group, replicate_group)):
         shard_grad = average(grad, shape, dim, group, replicate_group)
     return shard_grad.to(shard.device, grad_dtype or grad.dtype)
 
@@ -389,8 +398,8 @@ torch.library.register_autograd(with_unit, _backward_with_unit, setup_context=_s
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
     shard, ctx.name, ctx.shape, ctx.group, *_ = inputs
     ctx.save_for_backward(shard)
-    # Read the attribute of the leaf now, as a checkpoint may pass backward another tensor. Traced, fake shards lack it.
-    ctx.receive_gradient = getattr(shard, "_fsdp_receive_gradient", None)
+    # Asked of the leaf now, as a checkpoint may pass backward another tensor. Fake shards of a trace have no receiver.
+    ctx.receive_gradient = _runtime.receiver(shard)
     ctx.kwargs = {
         key: value
         for key in ("unit", "dim", "reduce_dtype", "replicate_group")

@@ -26,7 +26,7 @@ from passes.collectives.layout import REPLICATED, padded_shard_numel, padded_sha
 from passes.collectives.rounded_gather import GatherPolicy
 from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
 from passes.fx.torch_internals.objects import as_local, id_of_storage, local_tensor, own_parameters, spec_of, storage_id
-from passes.ir.ops import unshard, unshard_extension
+from passes.ir.ops import UNSHARD_DEFAULTS, unshard, unshard_extension
 
 from ..torch_versions import reduce_dtype
 from .extension import ParamExtension, is_extension
@@ -364,11 +364,9 @@ class ShardedParam:
         special: tuple[Any, ...] = () if self.model_parallel is None else (self.model_parallel, None, ())
         if self.extension is not None:
             # The extension sends tensors of its own, which do not lie in storage.
-            kwargs |= {"extension": self.extension.key, "param_dtype": None, "offset": None, "packed": False}
+            kwargs |= {"extension": self.extension.key, "param_dtype": None, "offset": -1, "packed": False}
             special = self.model_parallel, vars(self.local), self.extension.optional
-        defaults = {"dim": 0, "reshard_after_forward": True, "post_forward_group": "", "replicate_group": "", "sent_as": ""}
-        defaults |= {"packed": False, "device": ""}
-        self.kwargs = {key: value for key, value in kwargs.items() if value != defaults.get(key)}
+        self.kwargs = {key: value for key, value in kwargs.items() if value != UNSHARD_DEFAULTS[key]}
         for module, name in self.owners:
             table = _table_of(module)
             if name in table.registered:

@@ -24,7 +24,7 @@ Eager kernels call an :class:`EagerRuntime`, whoever calls them: eager autograd,
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -42,61 +42,7 @@ from .reduction import average
 
 _library = torch.library.Library("fsdp_compile", "DEF")
 
-# CUDA graphs must not contain these operators: a replay would skip the Python functions that kernels call on a shard.
-_communicates = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
-
-_library.define(
-    "unshard(Tensor shard, str name, int[] shape, str group, Tensor? token=None, *, str unit='', int dim=0, int offset=-1, "
-    "ScalarType? param_dtype=None, ScalarType? reduce_dtype=None, str replicate_group='', "
-    "bool reshard_after_forward=True, str post_forward_group='', str sent_as='', bool packed=False, "
-    "str encoded_over='', str device='') -> Tensor",
-    tags=_communicates,
-)
-_library.define(
-    "reduce_grad(Tensor grad, Tensor shard, str name, int[] shape, str group, *, str unit='', int dim=0, "
-    "ScalarType? reduce_dtype=None, ScalarType? grad_dtype=None, str replicate_group='') -> Tensor",
-    tags=_communicates,
-)
-_library.define(
-    "reshard(Tensor full, str name, str group, *, int dim=0) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "reshard_rounded(Tensor[] parts, str name, int[] shape, str encoded_over, str group, *, int dim=0, "
-    "str sent_as='') -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define("tie(Tensor full, Tensor kept) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define("with_unit(Tensor[] values, Tensor[] fulls) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-
-unshard = torch.ops.fsdp_compile.unshard.default
-reduce_grad = torch.ops.fsdp_compile.reduce_grad.default
-reshard = torch.ops.fsdp_compile.reshard.default
-reshard_rounded = torch.ops.fsdp_compile.reshard_rounded.default
-tie = torch.ops.fsdp_compile.tie.default
-with_unit = torch.ops.fsdp_compile.with_unit.default
-
-
-@torch.compiler.allow_in_graph
-def unshard_extension(
-    shard: Tensor, name: str, shape: Sequence[int], group: str, *, tensors: Sequence[Tensor], **options: Any
-) -> Tensor:
-    """Unshard a parameter that is encoded before its gather and decoded after it (:mod:`passes.ir.extension`).
-
-    Dynamo's graphs hold this function as one node. AOTAutograd traces through it: the encoding, an ``unshard`` for each tensor
-    that is sent, and the decoding.
-
-    Args:
-        shard: the tensor that identifies the parameter; its values are not read.
-        name, shape, group: as for ``unshard``.
-        tensors: the inner tensors of the shard.
-        options: the key of the ``extension``, the ``names`` of the tensors, and keyword arguments of ``unshard``.
-
-    Returns:
-        The parameter as the extension decodes it, of ``shape``; perhaps a tensor subclass.
-    """
-    result: Tensor = _UnshardExtension.apply(shard, name, shape, group, options, *tensors)  # type: ignore[no-untyped-call]
-    return result
+# The operators' schemas, and the defaults of their arguments, are made of the next two classes.
 
 
 @dataclass
@@ -130,6 +76,7 @@ class Unshard:
     shape: Sequence[int]
     group: str
     token: Node | None = None
+    _: KW_ONLY
     unit: str = ""
     dim: int = 0
     offset: int = -1
@@ -171,6 +118,7 @@ class ReduceGrad:
     name: str
     shape: Sequence[int]
     group: str
+    _: KW_ONLY
     unit: str = ""
     dim: int = 0
     reduce_dtype: torch.dtype | None = None
@@ -182,7 +130,74 @@ class ReduceGrad:
         return ReduceGrad(*node.args, **node.kwargs)  # type: ignore[arg-type]
 
 
-_NUM_POSITIONAL = {unshard: 4, unshard_extension: 4, reduce_grad: 5}
+_OF_EXTENSIONS = ("extension", "tensors", "names")
+#: The defaults of the arguments of ``unshard`` that have one, by name.
+UNSHARD_DEFAULTS = {each.name: each.default for each in fields(Unshard) if each.default is not MISSING}
+#: Types of arguments in dataclasses, and in schemas of operators.
+_TYPES: dict[Any, str] = {
+    Node: "Tensor",
+    Node | None: "Tensor?",
+    str: "str",
+    int: "int",
+    bool: "bool",
+    Sequence[int]: "int[]",
+    torch.dtype | None: "ScalarType?",
+}
+
+
+def _schema(arguments: type) -> str:
+    """Write the arguments of a dataclass as those of an operator, without those of an extension."""
+    written = {
+        each.name: f"{_TYPES[each.type]} {each.name}" + ("" if each.default is MISSING else f"={each.default!r}")
+        for each in fields(arguments)
+        if each.name not in _OF_EXTENSIONS
+    }
+    positional = [written[each.name] for each in fields(arguments) if not each.kw_only]
+    return ", ".join([*positional, "*", *(text for text in written.values() if text not in positional)])
+
+
+# CUDA graphs must not contain the first two operators: a replay would skip the Python functions that kernels call.
+_COMMUNICATES = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+_COMPUTES = (torch.Tag.pt2_compliant_tag,)
+_library.define(f"unshard({_schema(Unshard)}) -> Tensor", tags=_COMMUNICATES)
+_library.define(f"reduce_grad({_schema(ReduceGrad)}) -> Tensor", tags=_COMMUNICATES)
+_library.define("reshard(Tensor full, str name, str group, *, int dim=0) -> Tensor", tags=_COMPUTES)
+_library.define(
+    "reshard_rounded(Tensor[] parts, str name, int[] shape, str encoded_over, str group, *, int dim=0, "
+    "str sent_as='') -> Tensor",
+    tags=_COMPUTES,
+)
+_library.define("tie(Tensor full, Tensor kept) -> Tensor", tags=_COMPUTES)
+_library.define("with_unit(Tensor[] values, Tensor[] fulls) -> Tensor[]", tags=_COMPUTES)
+
+unshard = torch.ops.fsdp_compile.unshard.default
+reduce_grad = torch.ops.fsdp_compile.reduce_grad.default
+reshard = torch.ops.fsdp_compile.reshard.default
+reshard_rounded = torch.ops.fsdp_compile.reshard_rounded.default
+tie = torch.ops.fsdp_compile.tie.default
+with_unit = torch.ops.fsdp_compile.with_unit.default
+
+
+@torch.compiler.allow_in_graph
+def unshard_extension(
+    shard: Tensor, name: str, shape: Sequence[int], group: str, *, tensors: Sequence[Tensor], **options: Any
+) -> Tensor:
+    """Unshard a parameter that is encoded before its gather and decoded after it (:mod:`passes.ir.extension`).
+
+    Dynamo's graphs hold this function as one node. AOTAutograd traces through it: the encoding, an ``unshard`` for each tensor
+    that is sent, and the decoding.
+
+    Args:
+        shard: the tensor that identifies the parameter; its values are not read.
+        name, shape, group: as for ``unshard``.
+        tensors: the inner tensors of the shard.
+        options: the key of the ``extension``, the ``names`` of the tensors, and keyword arguments of ``unshard``.
+
+    Returns:
+        The parameter as the extension decodes it, of ``shape``; perhaps a tensor subclass.
+    """
+    result: Tensor = _UnshardExtension.apply(shard, name, shape, group, options, *tensors)  # type: ignore[no-untyped-call]
+    return result
 
 
 class EagerRuntime:
@@ -224,13 +239,12 @@ def set_eager_runtime(runtime: EagerRuntime) -> None:
 
 def update_args(node: Node, **changes: Any) -> None:
     """Set arguments of an ``unshard`` or ``reduce_grad`` node by name. A keyword with its default value is dropped."""
-    spec = ReduceGrad if node.target == reduce_grad else Unshard
-    names = [field.name for field in fields(spec)]
-    defaults = {field.name: field.default for field in fields(spec)}
+    given = fields(ReduceGrad if node.target == reduce_grad else Unshard)
+    defaults = {each.name: each.default for each in given}
+    required = [each.name for each in given if each.default is MISSING]
     for name, value in changes.items():
-        index = names.index(name)
-        if index < _NUM_POSITIONAL[node.target]:  # type: ignore[index]
-            node.update_arg(index, value)
+        if name in required:
+            node.update_arg(required.index(name), value)
         elif value == defaults[name]:
             node.kwargs = {key: kept for key, kept in node.kwargs.items() if key != name}
         else:
@@ -395,16 +409,16 @@ def _backward_with_unit(ctx: Any, grads: Sequence[Tensor]) -> tuple[list[Tensor]
 torch.library.register_autograd(with_unit, _backward_with_unit, setup_context=_save_fulls, lib=_library)
 
 
+# The keyword arguments of ``reduce_grad`` that are those of ``unshard``.
+_PASSED_ON = [each.name for each in fields(ReduceGrad) if each.kw_only and each.name in UNSHARD_DEFAULTS]
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
     shard, ctx.name, ctx.shape, ctx.group, *_ = inputs
     ctx.save_for_backward(shard)
     # Asked of the leaf now, as a checkpoint may pass backward another tensor. Fake shards of a trace have no receiver.
     ctx.receive_gradient = _runtime.receiver(shard)
-    ctx.kwargs = {
-        key: value
-        for key in ("unit", "dim", "reduce_dtype", "replicate_group")
-        if (value := keyword_only_inputs[key]) not in ("", None)
-    }
+    ctx.kwargs = {key: value for key in _PASSED_ON if (value := keyword_only_inputs[key]) not in ("", None)}
     reduced_in = keyword_only_inputs["reduce_dtype"] or output.dtype
     if shard.dtype != reduced_in:
         ctx.kwargs["grad_dtype"] = shard.dtype
@@ -430,7 +444,7 @@ class _UnshardExtension(torch.autograd.Function):
     def forward(
         ctx: Any, shard: Tensor, name: str, shape: Sequence[int], group: str, options: dict[str, Any], *tensors: Tensor
     ) -> Tensor:
-        kwargs = {"unit": "", "dim": 0, "reduce_dtype": None, "replicate_group": "", **options}
+        kwargs = {**{key: UNSHARD_DEFAULTS[key] for key in _PASSED_ON}, **options}
         extension = extension_of(kwargs["extension"], name)
         pieces, metadata = extension.encode(dict(zip(kwargs["names"], tensors, strict=True)), name)
         sent = {"unit": kwargs["unit"], "packed": True}

@@ -201,7 +201,7 @@ class FSDPModule(GradientControls, ScheduleControls):
         super().requires_grad_(requires_grad)  # type: ignore[misc]
         for module in self.modules():  # type: ignore[attr-defined]
             for sharded in sharded_params_of(module).values():
-                sharded.sync_requires_grad()
+                sharded.note_requires_grad()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -108,7 +108,7 @@ class ShardedParameters(MutableMapping[str, Any]):
         # Where a checkpoint recomputes a part of a unit, no forward of the unit runs.
         full = read_in_recomputation(sharded) if is_recomputed else read(sharded)
         if full is None:
-            sharded.sync_requires_grad()
+            sharded.note_requires_grad()
             full = sharded.gather_alone()
         full = sharded.as_read(full)
         # Makes it an ``nn.Parameter`` for ``isinstance``. Else containers would make a new one of it, without a gradient.

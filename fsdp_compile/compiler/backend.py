@@ -210,7 +210,7 @@ def _check_parameters(
             param.check_registered()
             registry.note(names, param)
         if torch.is_grad_enabled():
-            changed = [param.sync_requires_grad() for param in params]
+            changed = [param.note_requires_grad() for param in params]
             if any(changed):
                 return uncompiled(*args)
         return compiled(*args)

@@ -40,9 +40,9 @@ _SHOWN_COLLECTIVES = 3
 _LATE_S = 0.3
 WHAT_TO_LOOK_FOR = (
     "All ranks must run the same graphs, and the same operators outside of graphs, in the same order. Possible causes: the "
-    "model has different sizes on some rank; a flag such as set_requires_gradient_sync is set on some ranks only; inputs, or a "
-    "branch on the rank, lead to different graphs (TORCH_LOGS=recompiles,graph_breaks shows why a rank compiles or runs "
-    "uncompiled); a rank has no rows, or no use for some parameters (which is what "
+    "model has different sizes on some rank; a flag such as set_requires_gradient_sync is set, or a parameter frozen, on some "
+    "ranks only; inputs, or a branch on the rank, lead to different graphs (TORCH_LOGS=recompiles,graph_breaks shows why a "
+    "rank compiles or runs uncompiled); a rank has no rows, or no use for some parameters (which is what "
     "set_reduce_scatter_unused_params(True) is for); a rank exceeded torch._dynamo.config.recompile_limit and runs uncompiled "
     "since then; torch.compiler.set_stance was called on some ranks only; ranks run different versions of the code."
 )

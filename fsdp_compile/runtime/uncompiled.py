@@ -547,7 +547,7 @@ class CallParameters:
     def __init__(self, unit: Unit):
         for param in unit.params:
             param.check_gather()
-            param.sync_requires_grad()
+            param.note_requires_grad()
         unit.scope.wait_for_optimizer()
         self.gathered = gathered_of(unit)
         self.is_recorded = self._is_noted = False
@@ -556,7 +556,7 @@ class CallParameters:
     def value(self, param: ShardedParam) -> Tensor:
         """Return the full parameter. If gradients are enabled, a trainable one is the output of an autograd node."""
         if torch.is_grad_enabled():
-            if param.sync_requires_grad():
+            if param.note_requires_grad():
                 state_of(self.gathered.unit).trainable = None
                 self.is_recorded = False
             if not self.is_recorded:
@@ -685,7 +685,7 @@ class UncompiledForward:
         if self._scope.uncompiled_depth == 1:
             # Compiled blocks are guarded by it, and a checkpoint expects forward and recomputation to run the same code.
             for param in itertools.chain.from_iterable(other.params for other in self._scope.units):
-                param.sync_requires_grad()
+                param.note_requires_grad()
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         state = state_of(unit)
         if self._scope.lent and write_back(unit):

@@ -107,6 +107,7 @@ class ShardedParam:
         self.param = self._make_param(param, piece)
         self.shard: nn.Parameter
         self._bound: Tensor | None = None
+        self._noted: bool | None = None
         self._own_storage: torch.UntypedStorage
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
@@ -437,6 +438,19 @@ class ShardedParam:
         self.shard.requires_grad_(self.param.requires_grad)
         self.unit.attach(self)
         return True
+
+    def note_requires_grad(self) -> bool:
+        """Set the shard's ``requires_grad`` to the parameter's. Return whether it changed since it was last noted.
+
+        Calls note it, and traces do not. So all ranks find a change in the same call, also if some trace anew for that call.
+        """
+        self.sync_requires_grad()
+        if self._noted is None:
+            # Ranks may use different parts of a model. The first call counts for all of it.
+            for param in (param for unit in self.unit.scope.units for param in unit.params):
+                param._noted = param.param.requires_grad if param._noted is None else param._noted
+        before, self._noted = self._noted, self.param.requires_grad
+        return before not in (None, self._noted)
 
 
 def _table_of(module: nn.Module) -> Any:

@@ -555,6 +555,49 @@ def test_freeze_and_unfreeze(compiled: bool, names: list[str], rank_pools: RankP
     rank_pools[2].run(freeze_and_unfreeze, compiled=compiled, names=names)
 
 
+class _TwoLayers(nn.Module):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).relu()
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.down(x)
+
+
+def freeze_where_one_rank_compiles_anew(breaks: bool, evaluates: bool) -> None:
+    """Freeze and thaw parameters ahead of a step whose batches have a known size on one rank and a new size on the other."""
+    torch.manual_seed(0)
+    twin = _TwoLayers(breaks).double()
+    model = copy.deepcopy(twin)
+    fully_shard(model, mesh=_mesh())
+    forward = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"}, dynamic=False)
+    steps = [(True, (2, 2)), (False, (2, 3)), (True, (4, 3)), (False, (4, 5)), (False, (4, 5))]
+    for step, (requires_grad, sizes) in enumerate(steps):
+        batches = [torch.randn(size, 3, dtype=torch.float64) for size in sizes]
+        for each in (model, twin):
+            for name in ("up.bias", "down.weight"):
+                each.get_parameter(name).requires_grad_(requires_grad)
+        if evaluates:
+            with torch.no_grad():
+                forward(batches[dist.get_rank()])
+        forward(batches[dist.get_rank()]).square().sum().backward()
+        sum(twin(batch).square().sum() for batch in batches).div(2).backward()
+        _assert_equal(model, twin, f"step {step}")
+        for each in (model, twin):
+            each.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("breaks", "evaluates"), [(False, False), (True, False), (False, True)], ids=["whole", "breaks", "evaluates"]
+)
+def test_freeze_where_one_rank_compiles_anew(breaks: bool, evaluates: bool, rank_pools: RankPools) -> None:
+    rank_pools[2].run(freeze_where_one_rank_compiles_anew, breaks=breaks, evaluates=evaluates)
+
+
 def frozen_at_first(compiled: bool) -> None:
     """Train with a body that is frozen before sharding, then thaw it, the usual order of fine-tuning."""
 

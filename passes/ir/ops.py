@@ -201,7 +201,7 @@ def unshard_extension(
 
 
 class EagerRuntime:
-    """What eager kernels call. This one does nothing: gathers and reductions communicate at once."""
+    """The runtime that eager kernels call. This one does nothing: gathers and reductions communicate at once."""
 
     def before_unshard(self, shard: Tensor) -> None:
         """Prepare the parameter of a shard for its gather."""

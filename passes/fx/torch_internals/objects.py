@@ -14,15 +14,15 @@ import torch
 local_tensor: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
-# How often operators have written to a tensor, to its views, or to the tensor that it is a view of.
+# The number of writes by operators to a tensor, to its views, or to the tensor that it is a view of.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
-# Whether a tensor has hooks of ``register_hook``: a mapping, or None.
+# The hooks of ``register_hook`` on a tensor; None: there was none.
 gradient_hooks: Callable[[Any], Mapping[int, Callable[..., Any]] | None] = attrgetter("_backward_hooks")
-# The same of ``register_post_accumulate_grad_hook``.
+# The hooks of ``register_post_accumulate_grad_hook`` on a tensor; None: there was none.
 post_accumulate_grad_hooks: Callable[[Any], Mapping[int, Callable[..., Any]] | None] = attrgetter("_post_accumulate_grad_hooks")
 
-# What ``module.compile()`` has made.
+# The function that ``module.compile()`` has made; None: it was not called.
 compiled_call: Callable[[Any], Any] = attrgetter("_compiled_call_impl")
 
 # The module in the wrapper that ``torch.compile(module)`` returns.
@@ -38,7 +38,7 @@ input_metadata: Callable[[Any], Sequence[Any]] = attrgetter("_input_metadata")
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 node_class: Callable[[Any], type] = attrgetter("_backward_cls")
 
-# Whether Inductor's config asks for products that overlap with the collectives of tensor parallelism.
+# Inductor's setting for products that overlap with the collectives of tensor parallelism, of its config.
 fuses_products: Callable[[Any], bool] = attrgetter("_micro_pipeline_tp")
 
 # The source with which Inductor probes an instruction set.
@@ -110,7 +110,7 @@ def is_wrapped_by_scheduler(step: object) -> bool:
 
 
 def set_compiled_call(module: Any, function: Callable[..., Any]) -> None:
-    """Replace what ``module.compile()`` has made."""
+    """Replace the function that ``module.compile()`` has made."""
     module._compiled_call_impl = function
 
 

@@ -160,9 +160,17 @@ def _serve(
             jobs.send_bytes(reply)
         except BrokenPipeError:
             break
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
+        _forget_models()
     dist.destroy_process_group()
+
+
+def _forget_models() -> None:
+    """Forget what a job's models leave behind, which would decide about equal models of the next job."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    log = sys.modules.get("fsdp_compile.runtime.collective_log")
+    if log is not None:
+        log._arrangements.clear()
 
 
 @dataclass

@@ -46,6 +46,11 @@ def train_with_separate_matrices(mesh_shape: tuple[int, ...], lowering: str, sch
         return trainee.train(SMALL, [schedule] * 2, sgd)
 
 
+def train_by_units() -> None:
+    """Train the same model with one collective for each unit. Runs on every rank."""
+    Trainee("aot_eager", (2,), SMALL.build).train(SMALL, [(Microbatch(),)], sgd)
+
+
 @pytest.mark.parametrize(
     ("mesh_shape", "lowering", "schedule"),
     [((2,), "inductor", (Microbatch(),)), pytest.param((2, 2), "aot_eager", _ACCUMULATE, marks=pytest.mark.night)],
@@ -58,6 +63,13 @@ def test_trains_like_one_process(mesh_shape: tuple[int, ...], lowering: str, sch
     # More than one for each of three units; otherwise no matrix has a collective of its own.
     assert runs[0].counts("all_gather", "forward")[0] > 3
     assert runs[0].counts("reduce_scatter", "backward")[0] > 3
+
+
+def test_no_job_takes_the_buckets_of_an_earlier_one(rank_pools: RankPools) -> None:
+    # An equal model with equal options, so that its arrangement would do.
+    rank_pools[2].run(train_by_units)
+    runs = rank_pools[2].run(train_with_separate_matrices, mesh_shape=(2,), lowering="aot_eager", schedule=(Microbatch(),))
+    assert runs[0].counts("all_gather", "forward")[0] > 3
 
 
 def _batch_of_pair(index: int, rank: int, world: int) -> Batch:

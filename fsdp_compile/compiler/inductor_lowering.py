@@ -70,7 +70,7 @@ class InductorLowering(Lowering):
         new = {keys[name]: segment for name, segment in segments.items() if keys[name] not in kernels}
         # static_input_idxs are indices into the inputs of the whole graph, which differ from those of a segment.
         kwargs = {**inductor_kwargs, "static_input_idxs": ()}
-        # The decompositions of joint graphs are no data, so that Inductor's cache would take no segment.
+        # Inductor's cache can make no key of the functions that decompose joint graphs, and would take no segment.
         kwargs.pop("get_decomp_fn", None)
         # fuse_products has fused what Inductor would look for here, and Inductor would warn for each segment.
         with inductor_config.patch(_micro_pipeline_tp=False), even_loop_splits():

@@ -165,7 +165,7 @@ def _serve(
 
 
 def _forget_models() -> None:
-    """Forget what a job's models leave behind, which would decide about equal models of the next job."""
+    """Clear the caches through which the models of a job would decide about equal models of the next job."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     log = sys.modules.get("fsdp_compile.runtime.collective_log")

@@ -1,4 +1,4 @@
-"""What Inductor's cache keeps of the lowering ``inductor``."""
+"""Inductor's cache keeps every segment that the lowering ``inductor`` compiles."""
 
 from __future__ import annotations
 

@@ -263,12 +263,16 @@ class Placement:
     def _hasten_a_wait(self, over: Sequence[int]) -> bool:
         """Wait earlier for the oldest reduction in flight at the last of the positions ``over`` the limit.
 
-        The wait moves before the first of these positions that is after the start. Return False if no reduction is in flight.
+        The wait moves before the first of these positions that is after the start. If the wait itself needs the most, as where
+        pieces of other ranks are summed after it, it moves by one block. Return False if no reduction is in flight.
         """
         position = self._positions()
         for reduction in sorted(self._reductions, key=lambda reduction: position[reduction.start]):
-            if position[reduction.start] < over[-1] < position[reduction.wait]:
-                first = next(place for place in over if place > position[reduction.start])
+            start, wait = position[reduction.start], position[reduction.wait]
+            if not start < over[-1] <= wait:
+                continue
+            first = min(wait - 1, next(place for place in over if place > start))
+            if first > start:
                 self._move({reduction.wait: self._order[first]})
                 return True
         return False

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ from torch.fx import Graph, GraphModule
 from passes.auto import auto_schedule
 from passes.auto.auto_schedule import AutoSchedule
 from passes.auto.grouping import Grouping, groupings
+from passes.collectives import gloo
 from passes.ir.ops import reduce_grad, unshard
 from passes.ir.plan import Gather, Plan, PlannedReduction
 from passes.ir.reduction import Reduction, Sync
@@ -76,6 +78,21 @@ class TestAutoSchedule(PassTestCase):
             if (role(node) and line not in lines[-1:]) or node.target == torch.ops.aten.mm.default:
                 lines.append(line)
         return "\n".join(lines) + "\n"
+
+    def check_limits(self, make: Callable[[], GraphModule], *machines: Hardware) -> None:
+        """Check that schedules of a graph keep limits between the least that is possible and what a free schedule takes."""
+        for hardware in machines:
+            with pytest.raises(ValueError, match="too low") as error:
+                self.schedule(make(), hardware, 1)
+            least = int(str(error.value).split(" bytes at once")[0].rpartition(" ")[2])
+            free = make()
+            self.schedule(free, hardware)
+            most = live_bytes(free.graph).peak
+            assert least < most
+            for limit in range(least, most + 1, max(1, (most - least) // 3)):
+                gm = make()
+                self.schedule(gm, hardware, limit)
+                assert live_bytes(gm.graph).peak <= limit
 
     def test_gathers_start_as_late_as_hides_them(self) -> None:
         self.assertExpectedInline(
@@ -287,20 +304,27 @@ finish_reduce 2
         assert peaks[0] < peaks[1]
 
     def test_never_above_the_limit(self) -> None:
-        for make in (lambda: self.forward_graph(3, 1, 2), lambda: self.backward_graph(4)):
-            for hardware in (FAST_LINK, LATE_LINK):
-                on_demand = make()
-                with pytest.raises(ValueError, match="too low") as error:
-                    self.schedule(on_demand, hardware, 1)
-                least = int(str(error.value).split(" bytes at once")[0].rpartition(" ")[2])
-                free = make()
-                self.schedule(free, hardware)
-                most = live_bytes(free.graph).peak
-                assert least < most
-                for limit in range(least, most + 1, max(1, (most - least) // 3)):
-                    gm = make()
-                    self.schedule(gm, hardware, limit)
-                    assert live_bytes(gm.graph).peak <= limit
+        self.check_limits(lambda: self.forward_graph(3, 1, 2), FAST_LINK, LATE_LINK)
+        self.check_limits(lambda: self.backward_graph(4), FAST_LINK, LATE_LINK)
+
+    def test_never_above_the_limit_where_pieces_are_summed_after_a_wait(self) -> None:
+        """Over Gloo the ranks' pieces of a gradient are summed after the wait, which may need more than any other place."""
+        shapes = [[64, 8], [8, 32], [32, 8]]
+
+        def backward(grad, x, *shards):
+            reduced = []
+            for index, (shard, shape) in enumerate(zip(shards, shapes, strict=True)):
+                place = {"unit": str(index), "offset": 0}
+                grad = grad @ unshard(shard, f"{index}.weight", shape, self.shard, **place)
+                reduced.append(reduce_grad(x[: shape[0]] @ grad, shard, f"{index}.weight", shape, self.shard, unit=str(index)))
+            return reduced
+
+        def make() -> GraphModule:
+            shards = [torch.zeros(rows // 8, columns) for rows, columns in shapes]
+            return self.trace(backward, torch.zeros(8, 64), torch.zeros(64, 8), *shards)
+
+        with patch.object(gloo, "backend_of", lambda group, device: "gloo"):
+            self.check_limits(make, machine(latency_s=1e-7, bytes_per_s=1e9))
 
     def test_an_impossible_limit_names_the_least_and_the_unit(self) -> None:
         with pytest.raises(ValueError) as error:

@@ -160,7 +160,7 @@ class PreparedGraph:
         gathers = zip((bucket.name for bucket in self.buckets.gathers), plan.gathers, strict=True)
         made = (planned.reduction for planned in plan.reductions)
         reductions = zip((bucket.name for bucket in self.buckets.reductions), made, strict=True)
-        options = self._auto is not None, self._min_bucket_bytes, self._disabled
+        options = repr(self._auto), self._min_bucket_bytes, self._disabled
         return hash((self.is_backward, options, frozenset(gathers), frozenset(reductions)))
 
     def _schedule(

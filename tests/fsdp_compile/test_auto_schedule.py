@@ -45,8 +45,8 @@ class Block(nn.Module):
         return x + self.down(self.middle(self.up(self.norm(x)).relu()).relu())
 
 
-def blocks(width: int, depth: int = 4) -> nn.Sequential:
-    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("shard",))
+def blocks(width: int, depth: int = 4, ranks: int = 8) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
     model = nn.Sequential(*[Block(width) for _ in range(depth)])
     for block in model:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
@@ -206,6 +206,21 @@ def test_a_calibration_gives_all_ranks_the_same_numbers(rank_pools: RankPools) -
     assert all(first.attention_flops_per_s[name] > 0 <= first.score_s[name] < 1e-6 for name in ("float32", "bfloat16"))
     assert all(0 <= seconds < 0.1 for seconds in (first.operation_s, first.segment_s, first.graph_s))
     assert all(0 <= link.taken_s < 1 and 0 <= link.taken_s_per_byte < 1 for link in links)
+
+
+def limit_and_peak() -> tuple[int, int]:
+    """Train two equal models, the second with a memory limit. Return the limit, and the peak of its forward."""
+    x = torch.ones(3, 64)
+    _, free = train(blocks(64, depth=2, ranks=2), x, **_AUTO)
+    limit = free.forward[0].live_bytes().peak * 2 // 3
+    torch._dynamo.reset()
+    _, limited = train(blocks(64, depth=2, ranks=2), x, memory_limit=limit, **_AUTO)
+    return limit, limited.forward[0].live_bytes().peak
+
+
+def test_an_equal_model_with_a_limit_takes_no_buckets_of_the_first(rank_pools: RankPools) -> None:
+    for limit, peak in rank_pools[2].run(limit_and_peak):
+        assert peak <= limit
 
 
 def operations_of_links() -> set[str]:

@@ -37,13 +37,12 @@ from passes.pipeline import (
     run_passes,
     run_preparing_passes,
 )
-from passes.transforms.bucket import Buckets, find_buckets
 from passes.transforms.offload_activations import will_offload
 from passes.transforms.refresh_layouts import TracedValues
 
 from ..runtime.collective_log import CheckedProgram
 from ..runtime.graph_inputs import GraphInputs, ParameterRegistry, sharded_param
-from ..runtime.planned_graph import BoxedFunction, PlannedGraph, boxed
+from ..runtime.planned_graph import BoxedFunction, GraphOutputs, PlannedGraph, boxed
 from ..runtime.planner import Planner
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
@@ -396,18 +395,18 @@ class _Compilation:
             self._options.disable_passes,
         )
         can_keep = not kwargs.get("is_inference", False)
-        planner = self._planner(gm.graph, prepared.buckets, prepared.is_backward, can_keep=can_keep)
+        planner = self._planner(prepared.inputs, prepared.is_backward, can_keep=can_keep)
         variants = Variants(planner, functools.partial(self._lower, prepared))
         # To lower ahead is to wait for the ranks with Dynamo's lock held. Of several threads only one may do so: on other
         # ranks, another thread may hold the lock and wait for this rank.
         if not prepared.is_backward and threading.current_thread() is threading.main_thread():
             units = {unit: param.unit for (unit, _), param in self._params.items()}
             variants.find(planner.first(self._params), units, None)
-        return boxed(PlannedGraph(gm.graph, planner, variants.find, self._registry))
+        return boxed(PlannedGraph(GraphOutputs.of(gm.graph), planner, variants.find, self._registry))
 
-    def _planner(self, graph: Graph, buckets: Buckets, is_backward: bool, *, can_keep: bool = True) -> Planner:
+    def _planner(self, inputs: GraphInputs, is_backward: bool, *, can_keep: bool = True) -> Planner:
         can_merge = self._auto is not None or bool(self._min_bucket_bytes)
-        return Planner(GraphInputs(graph, buckets), is_backward=is_backward, can_keep=can_keep, can_merge=can_merge)
+        return Planner(inputs, is_backward=is_backward, can_keep=can_keep, can_merge=can_merge)
 
     def _lower(
         self, prepared: PreparedGraph, plan: Plan, args: Sequence[Any] | None
@@ -420,7 +419,7 @@ class _Compilation:
     def _schedule(self, gm: GraphModule, is_backward: bool) -> tuple[Graph, Interface]:
         """Run all passes over a graph, in place, for the plan of its first call. Return the graph and its interface."""
         run_preparing_passes(gm, self._lowering.preparing_passes, is_backward=is_backward, observer=ignore_pass)
-        planner = self._planner(gm.graph, find_buckets(gm.graph), is_backward)
+        planner = self._planner(GraphInputs.of(gm.graph), is_backward)
         # As in PreparedGraph.lower.
         with unset_fake_temporarily(), torch.no_grad():
             interface = run_passes(

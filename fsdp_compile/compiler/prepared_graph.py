@@ -24,9 +24,9 @@ from passes.ir.plan import Plan
 from passes.lowering.arrangement import Arrangement
 from passes.lowering.collective_sequence import collective_sequence
 from passes.pipeline import run_passes, run_preparing_passes
-from passes.transforms.bucket import find_buckets
 
 from ..runtime.collective_log import SHARDING_ROLES, CheckedProgram, agree_on_graph
+from ..runtime.graph_inputs import GraphInputs
 from ..runtime.planned_graph import BoxedFunction, boxed
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
 from .collector import collector_paused
@@ -72,7 +72,7 @@ class PreparedGraph:
 
     Attributes:
         is_backward: whether it is a backward graph.
-        buckets: its buckets.
+        inputs: its inputs that are shards.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PreparedGraph:
         fake_mode = self._tracing_context.fake_mode if self._tracing_context is not None else None
         self._shape_env = fake_mode.shape_env if fake_mode is not None else None
         run_preparing_passes(gm, lowering.preparing_passes, is_backward=self.is_backward, observer=observer())
-        self.buckets = find_buckets(gm.graph)
+        self.inputs = GraphInputs.of(gm.graph)
         self._sizes = InputSizes(gm.graph)
 
     @in_large_frame_chunk
@@ -157,9 +157,9 @@ class PreparedGraph:
 
         Options that decide about buckets count, too. A number holds on to no hook of the user.
         """
-        gathers = zip((bucket.name for bucket in self.buckets.gathers), plan.gathers, strict=True)
+        gathers = zip((bucket.name for bucket in self.inputs.gathers), plan.gathers, strict=True)
         made = (planned.reduction for planned in plan.reductions)
-        reductions = zip((bucket.name for bucket in self.buckets.reductions), made, strict=True)
+        reductions = zip((bucket.name for bucket in self.inputs.gradients), made, strict=True)
         options = repr(self._auto), self._min_bucket_bytes, self._disabled
         return hash((self.is_backward, options, frozenset(gathers), frozenset(reductions)))
 

@@ -97,7 +97,7 @@ class Call:
 
     Attributes:
         gathers: the parameters of each bucket of gathers; None for a bucket that is gathered in any case
-            (:attr:`.GraphInputs.gathers`).
+            (:class:`.GatherInputs`).
         gradients: the gradients, a bucket for each collective.
         params: a parameter of each unit that the graph works for, by the unit's name in the graph; the same on all ranks.
         units: these units.
@@ -107,7 +107,8 @@ class Call:
         self._inputs = inputs
         self._registry = registry
         self._args = args
-        self.gathers = [None if members is None else [*map(self.param, members)] for members in inputs.gathers]
+        members = [bucket.members for bucket in inputs.gathers]
+        self.gathers = [None if found is None else [*map(self.param, found)] for found in members]
         self.gradients = [
             Gradients([*map(self.param, bucket.members)], bucket.like, bucket.grad_dtype) for bucket in inputs.gradients
         ]

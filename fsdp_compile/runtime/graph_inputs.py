@@ -15,7 +15,8 @@ from passes.collectives.layout import REPLICATED
 from passes.fx.graph import placeholder_index, shard_input
 from passes.fx.torch_internals.core import current_autograd_node
 from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, reshard_rounded, unshards
-from passes.transforms.bucket import Bucket, Buckets, whole_buckets
+from passes.ir.work import BucketName
+from passes.transforms.bucket import Bucket, Group, find_buckets, whole_buckets
 
 from ..units.sharded_param import ShardedParam, param_in_memory
 from ..units.unit import Unit
@@ -27,71 +28,111 @@ def sharded_param(shard: Any) -> ShardedParam:
 
 
 @dataclass(frozen=True)
+class GatherInputs:
+    """A bucket of gathers in a graph.
+
+    Attributes:
+        name: the name of the bucket.
+        unit: the name of its unit in the graph.
+        parameters: the name of each parameter.
+        members: the indices of the inputs that are the shards of its parameters. None for a bucket that is gathered in any
+            case: its shards are not in flat storage (extensions, smaller groups), or the graph keeps its bytes for a smaller
+            group.
+    """
+
+    name: BucketName
+    unit: str
+    parameters: tuple[str, ...]
+    members: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
 class GradientInputs:
     """A bucket of gradients in a graph.
 
     Attributes:
+        name: the name of the bucket.
+        unit: the name of its unit in the graph.
         members: the indices of the inputs that are the shards of its parameters.
         like: an empty tensor with dtype and device of the reduction.
         grad_dtype: dtype of the reduced gradients.
     """
 
-    members: Sequence[int]
+    name: BucketName
+    unit: str
+    members: tuple[int, ...]
     like: Tensor
     grad_dtype: torch.dtype
 
 
+@dataclass(frozen=True)
 class GraphInputs:
     """The inputs of a graph that are shards, by their indices.
-
-    Args:
-        graph: a graph after the preparing passes.
-        buckets: its buckets.
 
     Attributes:
         names: for each shard, the names of unit and parameter in the graph.
         units: for each unit, by its name in the graph, the index of one of its shards, the same on all ranks.
         read: the indices of the shards that the graph unshards.
-        buckets: as given.
-        gathers: for each bucket of gathers, the indices of its shards. None for a bucket that is gathered in any case: its
-            shards are not in flat storage (extensions, smaller groups), or the graph keeps its bytes for a smaller group.
+        gathers: the buckets of gathers.
         gradients: the buckets of the graph's gradients.
         reduction_groups: the gradients that share a collective unless a schedule merges buckets.
     """
 
-    def __init__(self, graph: Graph, buckets: Buckets):
-        self.buckets = buckets
-        self._index = placeholder_index(graph)
+    names: Mapping[int, tuple[str, str]]
+    units: Mapping[str, int]
+    read: Sequence[int]
+    gathers: Sequence[GatherInputs]
+    gradients: Sequence[GradientInputs]
+    reduction_groups: Sequence[Group]
+
+    @staticmethod
+    def of(graph: Graph) -> GraphInputs:
+        """Find the inputs of a graph after the preparing passes."""
+        places = _Places(graph)
+        buckets = find_buckets(graph)
         gathered = [Unshard.of(node) for node in unshards(graph.nodes)]
         reduced = [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]
-        self.names: dict[int, tuple[str, str]] = {}
         specs: list[Unshard | ReduceGrad] = [*gathered, *reduced]
+        names: dict[int, tuple[str, str]] = {}
         shards: dict[str, list[tuple[bool, str, int]]] = {}
         for spec in specs:
-            for index in self._places([spec.shard if isinstance(spec, ReduceGrad) else spec.source]):
-                self.names[index] = spec.unit, spec.name
+            for index in places.of([spec.shard if isinstance(spec, ReduceGrad) else spec.source]):
+                names[index] = spec.unit, spec.name
                 if isinstance(spec, ReduceGrad) or spec.offset >= 0 or spec.token is not None:
                     # A rank may leave out a scalar, for which it gathers nothing: these come last.
                     shards.setdefault(spec.unit, []).append((spec.dim == REPLICATED, spec.name, index))
-        self.units = {unit: min(found)[-1] for unit, found in shards.items()}
-        self.read = self._places([spec.source for spec in gathered])
-        self.gathers = [self._members_to_keep(bucket) for bucket in buckets.gathers]
-        self.gradients = [self._gradients(bucket) for bucket in buckets.reductions]
-        self.reduction_groups = whole_buckets(buckets.reductions)
+        return GraphInputs(
+            names=names,
+            units={unit: min(found)[-1] for unit, found in shards.items()},
+            read=places.of([spec.source for spec in gathered]),
+            gathers=[places.gather(bucket) for bucket in buckets.gathers],
+            gradients=[places.gradients(bucket) for bucket in buckets.reductions],
+            reduction_groups=whole_buckets(buckets.reductions),
+        )
 
-    def _places(self, shards: Sequence[Node]) -> list[int]:
-        return [self._index[node] for node in map(shard_input, shards) if node is not None]
 
-    def _members_to_keep(self, bucket: Bucket) -> list[int] | None:
-        in_storage = all(Unshard.of(node).offset >= 0 for node in bucket.nodes)
+class _Places:
+    """The indices of a graph's inputs."""
+
+    def __init__(self, graph: Graph):
+        self._index = placeholder_index(graph)
+
+    def of(self, shards: Sequence[Node]) -> tuple[int, ...]:
+        """Return the indices of shards, without those that the graph computes."""
+        return tuple(self._index[node] for node in map(shard_input, shards) if node is not None)
+
+    def gather(self, bucket: Bucket) -> GatherInputs:
+        specs = [Unshard.of(node) for node in bucket.nodes]
         leaves_bytes = any(user.target == reshard_rounded for node in bucket.nodes for user in node.users)
-        return self._places(bucket.shards) if in_storage and not leaves_bytes else None
+        can_keep = all(spec.offset >= 0 for spec in specs) and not leaves_bytes
+        parameters = tuple(spec.name for spec in specs)
+        return GatherInputs(bucket.name, bucket.unit, parameters, self.of(bucket.shards) if can_keep else None)
 
-    def _gradients(self, bucket: Bucket) -> GradientInputs:
+    def gradients(self, bucket: Bucket) -> GradientInputs:
         spec = ReduceGrad.of(bucket.nodes[0])
         value = spec.grad.meta["val"]
         like = torch.empty((), dtype=value.dtype, device=value.device)
-        return GradientInputs(self._places(bucket.shards), like, spec.grad_dtype or value.dtype)
+        return GradientInputs(bucket.name, bucket.unit, self.of(bucket.shards), like, spec.grad_dtype or value.dtype)
 
 
 class ParameterRegistry:

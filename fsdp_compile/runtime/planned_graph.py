@@ -88,12 +88,29 @@ RANGES = {False: "FSDP::forward graph", True: "FSDP::backward graph"}
 call_observers: list[Callable[[PlannedGraph, Variant, Call], None]] = []
 
 
+@dataclass(frozen=True)
+class GraphOutputs:
+    """The outputs of a traced graph, without extra outputs.
+
+    Attributes:
+        count: their number.
+        offloaded: the indices of activations that forward sends to the host.
+    """
+
+    count: int
+    offloaded: Sequence[int]
+
+    @staticmethod
+    def of(graph: Graph) -> GraphOutputs:
+        return GraphOutputs(len(graph.output_node().args[0]), offloaded_outputs(graph))  # type: ignore[arg-type]
+
+
 class PlannedGraph:
     """A forward or backward graph, each call of which runs a variant for the plan of the call.
 
     Args:
-        graph: the graph after the preparing passes.
-        planner: its planner.
+        returns: the outputs of the traced graph.
+        planner: the graph's planner.
         find_variant: returns the variant for a plan, the units of the call by their names in the graph, and the call's inputs.
         registry: the parameters of inputs that do not identify their parameter.
 
@@ -104,7 +121,7 @@ class PlannedGraph:
 
     def __init__(
         self,
-        graph: Graph,
+        returns: GraphOutputs,
         planner: Planner,
         find_variant: Callable[[Plan, Mapping[str, Unit], Sequence[Any]], Variant],
         registry: ParameterRegistry,
@@ -113,8 +130,7 @@ class PlannedGraph:
         self.registry = registry
         self._planner = planner
         self._find_variant = find_variant
-        self._num_outputs = len(graph.output_node().args[0])  # type: ignore[arg-type]
-        self._offloaded = [] if self.is_backward else offloaded_outputs(graph)
+        self._returns = returns
 
     def __call__(self, args: list[Any]) -> list[Any]:
         call = Call(self._planner.inputs, self.registry, args)
@@ -150,9 +166,9 @@ class PlannedGraph:
         # Autograd records nothing here, but each functional collective would go through its autograd formula, in Python.
         with variant.run, AutoDispatchBelowAutograd(), RecordFunctionFast(RANGES[self.is_backward]):
             outputs = list(variant.function(args))
-        self._hand_over([outputs[index] for index in self._offloaded])
-        call.store(variant.outputs, outputs[self._num_outputs :], gradients=is_wanted)
-        return outputs[: self._num_outputs]
+        self._hand_over([outputs[index] for index in self._returns.offloaded])
+        call.store(variant.outputs, outputs[self._returns.count :], gradients=is_wanted)
+        return outputs[: self._returns.count]
 
     def _hand_over(self, offloaded: Sequence[Tensor]) -> None:
         """Prepare activations on the host for autograd, which saves them next.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from passes.ir.ops import Unshard
 from passes.ir.plan import Gather, Plan, PlannedReduction
 from passes.ir.reduction import Sync
 from passes.ir.update import UpdateTarget
@@ -48,7 +47,8 @@ class Planner:
         def of(members: Sequence[int]) -> list[ShardedParam]:
             return [params[self.inputs.names[index]] for index in members]
 
-        gathers = tuple(self._gather(None if members is None else of(members)) for members in self.inputs.gathers)
+        members = [bucket.members for bucket in self.inputs.gathers]
+        gathers = tuple(self._gather(None if found is None else of(found)) for found in members)
         if self.is_backward:
             # By then, the first forward has gathered the parameters that it keeps for later graphs.
             gathers = tuple(Gather.REUSE if gather is Gather.KEEP else gather for gather in gathers)
@@ -82,9 +82,8 @@ class Planner:
 
     def communicating(self, plan: Plan) -> list[str]:
         """Return the names of the units that a plan communicates for, in the order of names."""
-        buckets = self.inputs.buckets
-        gathering = zip(buckets.gathers, plan.gathers, strict=True)
-        reducing = zip(buckets.reductions, plan.reductions, strict=True)
+        gathering = zip(self.inputs.gathers, plan.gathers, strict=True)
+        reducing = zip(self.inputs.gradients, plan.reductions, strict=True)
         found = {bucket.unit for bucket, action in gathering if action is not Gather.REUSE}
         found |= {bucket.unit for bucket, planned in reducing if planned.reduction.sync is not Sync.NONE}
         return sorted(found & self.inputs.units.keys())
@@ -111,16 +110,16 @@ class Planner:
         return Gather.KEEP if self.can_keep and not params[0].unit.flags.reshard_after_backward else Gather.GATHER
 
     def _prefetch(self, units: dict[str, Unit], gathers: Sequence[Gather]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        actions = zip(self.inputs.buckets.gathers, gathers, strict=True)
+        actions = zip(self.inputs.gathers, gathers, strict=True)
         gathering = [bucket.unit for bucket, action in actions if action is not Gather.REUSE]
         return prefetch_lists(units, gathering, is_backward=self.is_backward)
 
     def _check_backward_may_gather(self, call: Call, actions: Sequence[Gather]) -> None:
-        for bucket, params, action in zip(self.inputs.buckets.gathers, call.gathers, actions, strict=True):
+        for bucket, params, action in zip(self.inputs.gathers, call.gathers, actions, strict=True):
             unit = call.units.get(bucket.unit)
             if unit is not None and not unit.flags.unshard_in_backward and action is not Gather.REUSE:
                 # Parameters in a smaller group are known only by their names.
-                names = [param.name for param in params or ()] or [Unshard.of(node).name for node in bucket.nodes]
+                names = [param.name for param in params or ()] or bucket.parameters
                 raise RuntimeError(must_not_gather(unit, names))
 
 

@@ -32,7 +32,7 @@ from ..runtime.uncompiled import (
     read_in_recomputation,
 )
 from ..torch_versions import in_compilation
-from ..units.sharded_param import ShardedParam, shard_attribute
+from ..units.sharded_param import ShardedParam, UnshardArgs, shard_attribute
 from ..units.unit import Unit
 
 
@@ -74,8 +74,8 @@ class ShardedParameters(MutableMapping[str, Any]):
         if type(found) is not tuple:
             # A tensor that stands in the parameter's place.
             return self.sharded[name].convert_replacement(found)
-        if len(found) == 3:
-            shard, args, kwargs = found
+        if len(found) == 2:
+            shard, (args, kwargs) = found
             return unshard(shard, *args, **kwargs)
         return _unshard_special(*found)
 
@@ -229,13 +229,13 @@ def _traces_recomputation() -> bool:
 
 def _unshard_special(
     shard: Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    unshard_args: UnshardArgs,
     layout: Any,
     attributes: dict[str, Any] | None,
     optional: Iterable[str],
 ) -> Any:
     """Unshard a parameter with an extension or another parallelism, given its :func:`.sharded_param.shard_attribute`."""
+    args, kwargs = unshard_args
     if attributes is None:
         full = unshard(shard, *args, **kwargs)
     else:

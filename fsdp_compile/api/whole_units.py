@@ -30,7 +30,8 @@ def with_unit_of(unit: Unit, result: Any) -> Any:
         module, name = param.owners[0]
         found = getattr(own_parameters(module), shard_attribute(name))
         if type(found) is tuple and param.extension is None:
-            fulls.append(unshard(found[0], *found[1], **found[2]))
+            shard, (args, kwargs), *_ = found
+            fulls.append(unshard(shard, *args, **kwargs))
     leaves, spec = pytree.tree_flatten(result)
     candidates = [index for index, leaf in enumerate(leaves) if _is_floating_point(leaf)]
     # A detached result stays detached, unless there are no others.

@@ -1,8 +1,9 @@
 """Attributes that sharded modules register, as Dynamo reads them.
 
 **Time.** If a module has its parameters and submodules in plain dictionaries, Dynamo looks them up directly. Otherwise it
-traces ``nn.Module.__getattr__`` for each read, which takes a tenth of its time for a deep model. Sharded modules have their
-parameters in a table of this library. For these modules, Dynamo gets the result of the lookup from here.
+traces ``nn.Module.__getattr__`` for each read. Sharded modules have their parameters in a table of this library. Dynamo gets
+the ``unshard`` of a parameter from here, with two guards: one on the shard, one on the identity of all other arguments. Tracing
+the table's code would take three times as long, and install a guard for each argument.
 
 **Identity.** Each read is an ``unshard`` in the graph. Code may ask whether two reads are one object (``is``, ``id``), as
 models with tied parameters do, or whether one is an ``nn.Parameter``. So Dynamo gets the same variable for the same shard, with
@@ -21,18 +22,28 @@ from torch import nn
 from torch.fx import Node
 
 from passes.fx.torch_internals.core import HigherOrderOperator
-from passes.fx.torch_internals.dynamo import ConstantVariable
+from passes.fx.torch_internals.dynamo import (
+    AttrSource,
+    ConstantVariable,
+    GetItemSource,
+    GuardBuilder,
+    VariableBuilder,
+    install_guard,
+    wrap_fx_proxy,
+)
 from passes.fx.torch_internals.patches import call_operator, guard_module_attribute, read_module_attribute
 from passes.ir.ops import unshard
 
+from ..units.sharded_param import shard_attribute
+
 # The variables of full parameters in each graph that Dynamo traces, or body of one: by shard, and by the grad mode.
-_read: WeakKeyDictionary[Any, dict[tuple[Node, bool], Any]] = WeakKeyDictionary()
+_fulls: WeakKeyDictionary[Any, dict[tuple[Node, bool], Any]] = WeakKeyDictionary()
 
 
 def _same_for_shard(tx: Any, shard: Any, full: Any) -> Any:
     """Return Dynamo's variable for the first full parameter that was read from a shard, given that of another read."""
     full.class_type = nn.Parameter
-    earlier = _read.setdefault(tx.output.current_tracer, {})
+    earlier = _fulls.setdefault(tx.output.current_tracer, {})
     return earlier.setdefault((shard.as_proxy().node, torch.is_grad_enabled()), full)
 
 
@@ -58,6 +69,59 @@ def _check_is_in_no_body(tx: Any, name: str) -> None:
         tracer = tracer.parent
 
 
+def _call(tx: Any, function: Callable[..., Any], variable: Any, name: str) -> Any:
+    """Trace a call of a function of Python with an object and the name of an attribute or an item."""
+    return variable.build(tx, function).call_function(tx, [variable, ConstantVariable.create(name)], {})
+
+
+def _is_active(tx: Any, variable: Any, scope: Any) -> bool:
+    """Return whether a forward of a table's scope runs where Dynamo traces, given Dynamo's variable for the table."""
+    effects = tx.output.side_effects
+    # Tables of a unit have its scope, so the forward that Dynamo traced into has guarded on it.
+    known = effects[scope] if scope in effects else _call(tx, getattr, variable, "scope")
+    if effects.has_pending_mutation_of_attr(known, "active"):
+        return bool(effects.load_attr(known, "active").as_python_constant())
+    return bool(_call(tx, getattr, known, "active").as_python_constant())
+
+
+def _item(tx: Any, variable: Any, table: Any, name: str) -> Any:
+    """Return Dynamo's variable for an item of a table. Trace the table's ``__getitem__`` only in rare cases.
+
+    Args:
+        tx: the translator, which has the state of Dynamo's trace.
+        variable: Dynamo's variable for the table.
+        table: the table.
+        name: the name of the item.
+    """
+    if name not in table.sharded:
+        return _call(tx, operator.getitem, _call(tx, getattr, variable, "registered"), name)
+    _check_is_in_no_body(tx, table.sharded[name].name)
+    full = _unshard(tx, variable, table, name)
+    return _call(tx, operator.getitem, variable, name) if full is None else full
+
+
+def _unshard(tx: Any, variable: Any, table: Any, name: str) -> Any | None:
+    """Write the ``unshard`` of a parameter into Dynamo's graph, as the table's ``__getitem__`` would. Arguments as above.
+
+    Returns:
+        Dynamo's variable for the full parameter. None where the table may return something else.
+    """
+    attribute = shard_attribute(name)
+    found = vars(table).get(attribute)
+    if type(found) is not tuple or len(found) != 2 or variable.source is None:
+        return None
+    # Traced code may have put a tensor in the parameter's place.
+    if tx.output.side_effects.has_pending_mutation(variable) or not _is_active(tx, variable, table.scope):
+        return None
+    source = AttrSource(variable.source, attribute)
+    shard, unshard_args = found
+    install_guard(GetItemSource(source, 1).make_guard(GuardBuilder.ID_MATCH))
+    shard_variable = VariableBuilder(tx, GetItemSource(source, 0))(shard)
+    args, kwargs = unshard_args
+    node = tx.output.create_proxy("call_function", unshard, (shard_variable.as_proxy(), *args), dict(kwargs))
+    return _same_for_shard(tx, shard_variable, wrap_fx_proxy(tx, node))
+
+
 def install(kind: type) -> None:
     """Make Dynamo look up, and guard on, attributes of modules with a table of parameters, until ``patches.uninstall()``.
 
@@ -81,11 +145,7 @@ def install(kind: type) -> None:
             is_registered = table is not None and not hasattr(type(module), name)
             if is_registered and not tx.output.side_effects.has_pending_mutation(self):
                 if name in table:
-                    if name in table.sharded:
-                        _check_is_in_no_body(tx, table.sharded[name].name)
-                    key = ConstantVariable.create(name)
-                    function = self.build(tx, operator.getitem)
-                    return function.call_function(tx, [original(self, tx, "_parameters"), key], {})
+                    return _item(tx, original(self, tx, "_parameters"), table, name)
                 if name in vars(module)["_modules"] or name in vars(module)["_buffers"]:
                     return self.manually_trace_nn_module_getattr(tx, name)
             return original(self, tx, name)
@@ -110,5 +170,6 @@ def install(kind: type) -> None:
         return call
 
     call_operator.install(make_call)
-    read_module_attribute.install(make_read)
+    for method in read_module_attribute:
+        method.install(make_read)
     guard_module_attribute.install(make_guard)

@@ -13,9 +13,11 @@ parameter's local tensor, which users save, copy and pass to compiled optimizers
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 def shard_attribute(name: str) -> str:
     """Return the name of the attribute that traced forwards read on a table, for one parameter.
 
-    The attribute's value is a tuple: the shard, and the positional and keyword arguments of ``unshard`` that follow it. With an
+    The attribute's value is a tuple: the shard, and the arguments of ``unshard`` that follow it (:class:`UnshardArgs`). With an
     extension, or another parallelism, the tuple goes on:
 
     - the :class:`~.model_parallel.ModelParallel` layout, or None;
@@ -53,6 +55,28 @@ def shard_attribute(name: str) -> str:
     While the parameter has no memory, the value is None. While a tensor stands in the parameter's place, it is that tensor.
     """
     return f"_fsdp_shard_{name}"
+
+
+class UnshardArgs(NamedTuple):
+    """The arguments of ``unshard`` that follow the shard.
+
+    Attributes:
+        args: the positional arguments: the parameter's name, its shape, and the name of the shard group.
+        kwargs: the keyword arguments, without those that have their default.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> UnshardArgs:
+        """Return the same object for equal arguments, so that one guard, on its identity, stands for all of them."""
+        return _unshard_args(args, tuple(kwargs.items()))
+
+
+@functools.cache
+def _unshard_args(args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> UnshardArgs:
+    return UnshardArgs(args, dict(kwargs))
 
 
 class ShardedParam:
@@ -73,7 +97,7 @@ class ShardedParam:
         param: the DTensor parameter.
         shard: the padded shard, a leaf.
         offset: first element of the shard in the unit's storage of its dtype.
-        args, kwargs: the arguments of ``unshard`` that follow the shard.
+        unshard_args: the arguments of ``unshard`` that follow the shard.
         extension: the all-gather extension of its local tensor; None: the local tensor is plain.
         state: gathered values and gradients between microbatches.
         updater: the optimizer that steps it in backward; None: none does.
@@ -109,8 +133,7 @@ class ShardedParam:
         self._bound: Tensor | None = None
         self._noted: bool | None = None
         self._own_storage: torch.UntypedStorage
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
+        self.unshard_args: UnshardArgs
         self.state = ParamState()
         self.updater: Updater | None = None
 
@@ -348,7 +371,7 @@ class ShardedParam:
         Equal blocks have equal arguments, so that they can share a compiled graph. The backend adds qualified names.
         """
         mesh, policy = self.mesh, self.unit.mp_policy
-        self.args = (self.local_name, tuple(self.shape), mesh.shard_group)
+        args = self.local_name, tuple(self.shape), mesh.shard_group
         kwargs = {
             "dim": self.dim,
             "offset": self.offset,
@@ -367,21 +390,23 @@ class ShardedParam:
             # The extension sends tensors of its own, which do not lie in storage.
             kwargs |= {"extension": self.extension.key, "param_dtype": None, "offset": -1, "packed": False}
             special = self.model_parallel, vars(self.local), self.extension.optional
-        self.kwargs = {key: value for key, value in kwargs.items() if value != UNSHARD_DEFAULTS[key]}
+        others = {key: value for key, value in kwargs.items() if value != UNSHARD_DEFAULTS[key]}
+        self.unshard_args = UnshardArgs.of(args, others)
         for module, name in self.owners:
             table = _table_of(module)
             if name in table.registered:
-                found = None if self.shard.is_meta else (self.shard, self.args, self.kwargs, *special)
+                found = None if self.shard.is_meta else (self.shard, self.unshard_args, *special)
                 setattr(table, shard_attribute(name), found)
 
     def gather_alone(self) -> Tensor:
         """Gather the full parameter at once, in a collective of its own. Differentiable."""
+        args, kwargs = self.unshard_args
         if self.extension is None:
-            full: Tensor = unshard(self.shard, *self.args, **self.kwargs)
+            full: Tensor = unshard(self.shard, *args, **kwargs)
             return full
         self.check_gather()
         tensors = self.extension.tensors_of(self.local)
-        return unshard_extension(self.shard, *self.args, tensors=[*tensors.values()], names=tuple(tensors), **self.kwargs)
+        return unshard_extension(self.shard, *args, tensors=[*tensors.values()], names=tuple(tensors), **kwargs)
 
     def convert_replacement(self, given: Tensor | None) -> Tensor | None:
         """Convert a tensor that is registered in the parameter's place to the layout and dtype that a forward reads."""

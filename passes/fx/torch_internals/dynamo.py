@@ -16,8 +16,15 @@ from torch._dynamo.eval_frame import OptimizedModule
 # The base of all errors that a model raises if it cannot be traced.
 from torch._dynamo.exc import TorchDynamoException
 
-# The source of a symbol that comes from nothing in a frame, such as a number of ranks.
-from torch._dynamo.source import ConstantSource
+# Guards on what Dynamo reads without tracing it.
+from torch._dynamo.guards import GuardBuilder, install_guard
+
+# Where a frame finds a value: an attribute, or an item, of what another source finds. And the source of a symbol that comes
+# from nothing in a frame, such as a number of ranks.
+from torch._dynamo.source import AttrSource, ConstantSource, GetItemSource
 
 # Dynamo's variable for a constant that traced code reads, such as the name of a parameter.
 from torch._dynamo.variables import ConstantVariable
+
+# Dynamo's variables for an input of the frame, and for the result of a node.
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy

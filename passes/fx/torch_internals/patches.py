@@ -96,9 +96,12 @@ try_loop_split = Method("torch._inductor.codegen.cpp:CppScheduling", "try_loop_s
 hash_ranks_to_str = Method("torch.distributed.distributed_c10d", "_hash_ranks_to_str", parameters=1)
 
 # From the first sharded module on, when Dynamo traces a read of its attribute: looks up registered parameters and submodules
-# directly, as torch does in plain dictionaries (``fsdp_compile/compiler/registered_attributes.py``). Tested with torch 2.13;
-# without such a method, Dynamo traces the lookup.
-read_module_attribute = Method("torch._dynamo.variables.nn_module:UnspecializedNNModuleVariable", "var_getattr", parameters=3)
+# directly, as torch does in plain dictionaries (``fsdp_compile/compiler/registered_attributes.py``). The second name is that of
+# torch 2.14 and later. Without such a method, Dynamo traces the lookup.
+read_module_attribute = (
+    Method("torch._dynamo.variables.nn_module:UnspecializedNNModuleVariable", "var_getattr", parameters=3),
+    Method("torch._dynamo.variables.nn_module:UnspecializedNNModuleVariable", "tp_getattro_impl", parameters=3),
+)
 
 # From the first sharded module on, when Dynamo guards on an attribute of a module: has the guard read sharded parameters by
 # ``getattr``. torch's guard looks into ``_parameters`` in C++, as into a dictionary, and fails

@@ -40,7 +40,7 @@ from passes.fx.torch_internals.core import (
     top_saved_tensors_default_hooks,
 )
 from passes.fx.torch_internals.distributed import DTensorSpec
-from passes.fx.torch_internals.dynamo import get_eval_frame_callback
+from passes.fx.torch_internals.dynamo import get_eval_frame_callback, skip_code
 from passes.fx.torch_internals.objects import gradient_hooks, local_tensor, node_class, spec_of, storage_id, version_of
 from passes.ir.ops import reshard
 
@@ -673,7 +673,7 @@ class UncompiledForward:
     @staticmethod
     def begin(unit: Unit, module: nn.Module) -> UncompiledForward:
         """Begin an uncompiled forward. Gather the unit, unless this is a part of a compiled forward."""
-        # Not in the constructor: in code that Dynamo is disabled for, there is no callback.
+        # Not in the constructor: in code that Dynamo is disabled for, there is no callback. Dynamo skips this function's code.
         compiles = get_eval_frame_callback() is not None and not is_in_any_mode_without_ignore_compile_internals()
         return UncompiledForward(unit, module, gathers=not compiles)
 
@@ -740,6 +740,9 @@ class UncompiledForward:
                 state.trainable = None
                 if state.reading is not None or state.modules_run:
                     _end_forward(unit)
+
+
+skip_code(UncompiledForward.begin.__code__)
 
 
 class _GatherForBackward:

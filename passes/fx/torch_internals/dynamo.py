@@ -10,8 +10,9 @@ from torch._dynamo import device_interface, maybe_mark_dynamic
 # The lock that Dynamo holds while it compiles. Variants of a graph are lowered while Dynamo does not run, and take it, too.
 from torch._dynamo.convert_frame import compile_lock
 
-# The class of the module that ``torch.compile(module)`` returns. Users may shard it, or the module in it.
-from torch._dynamo.eval_frame import OptimizedModule
+# The class of the module that ``torch.compile(module)`` returns. Users may shard it, or the module in it. And what makes Dynamo
+# skip the frames of a code object, where ``torch.compiler.disable`` would also unset the callback above.
+from torch._dynamo.eval_frame import OptimizedModule, skip_code
 
 # The base of all errors that a model raises if it cannot be traced.
 from torch._dynamo.exc import TorchDynamoException

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
@@ -578,6 +580,29 @@ def use_other_experts_as_fsdp2() -> list[list[Tensor]]:
 @pytest.mark.skipif(
     not hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params"), reason="FSDP2 has no such flag"
 )
+class _Logs(nn.Module):
+    """Its forward breaks the graph, and cannot be resumed after that, as a unit's forward is in a ``try``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logging.getLogger("test").warning("here")
+        return self.inner(x)
+
+
+def test_a_forward_that_breaks_the_graph_breaks_it_once(one_rank: None) -> None:
+    """Dynamo goes on with the functions that the broken forward calls, except the library's."""
+    breaks = []
+    for model in (_Logs(), fully_shard(_Logs())):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(model, backend="eager")(torch.ones(2, 8)).sum().backward()
+        breaks.append(sum(counters["graph_break"].values()))
+    assert breaks[0] == breaks[1] > 0
+
+
 def test_ranks_may_use_other_parameters(rank_pools: RankPools) -> None:
     for ours, theirs in rank_pools[2].run(use_other_experts_as_fsdp2):
         torch.testing.assert_close(ours, theirs)

@@ -171,6 +171,8 @@ def _forget_models() -> None:
     log = sys.modules.get("fsdp_compile.runtime.collective_log")
     if log is not None:
         log._arrangements.clear()
+        for known in log._logs.values():
+            known.agreement._agreed.clear()
 
 
 @dataclass

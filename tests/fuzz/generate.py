@@ -26,17 +26,18 @@ def generate(case: Case) -> CudaCode:
     def prepare(model: Any, mesh: DeviceMesh) -> None:
         shard(model, case, fsdp_compile.fully_shard, mesh)
 
-    def step(model: Any, tokens: Tensor) -> None:
+    def step(compiled: Any, tokens: Tensor) -> None:
+        model = compiled._orig_mod
         for event in case.events:
             if isinstance(event, Micro):
                 model.skips = event.skips
-                losses = [model(tokens.new_zeros(event.sizes[0])).square().mean() for _ in range(event.forwards)]
+                losses = [compiled(tokens.new_zeros(event.sizes[0])).square().mean() for _ in range(event.forwards)]
                 for one in event.between:
                     call(model, one)
                 sum(losses, tokens.new_zeros(())).backward()
             elif isinstance(event, Evaluate):
                 with torch.no_grad():
-                    model(tokens.new_zeros(event.sizes[0]))
+                    compiled(tokens.new_zeros(event.sizes[0]))
             elif isinstance(event, Freeze):
                 model.get_submodule(event.path).requires_grad_(event.requires_grad)
             elif isinstance(event, Call):

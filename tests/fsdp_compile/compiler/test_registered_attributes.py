@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from fsdp_compile import fully_shard
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile.compiler import registered_attributes
 from fsdp_compile.units.sharded_param import UnshardArgs
+from passes.ir.ops import unshard
+
+_BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def guards_of(model: nn.Module, word: str) -> list[tuple[str, str]]:
@@ -30,6 +35,19 @@ def test_the_scope_is_guarded_once(one_rank: None) -> None:
     assert {name for name, _ in guards_of(model, "scope")} <= {
         f"L['self']._fsdp_scope{rest}" for rest in ("", ".active", ".lent", ".optimizer_state", ".tied_reads")
     }
+
+
+def test_the_graph_is_that_of_a_traced_read(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo captures the same graph if it traces the table's ``__getitem__``."""
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8)), mp_policy=_BFLOAT16)
+    graphs = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        (captured,) = torch._dynamo.explain(model)(torch.ones(2, 8)).graphs
+        graphs.append([(node.op, node.target, str(node.args), str(node.kwargs)) for node in captured.graph.nodes])
+        monkeypatch.setattr(registered_attributes, "_unshard", lambda *_: None)
+    assert [target for _, target, _, _ in graphs[0]].count(unshard) == 3
+    assert graphs[0] == graphs[1]
 
 
 def test_equal_arguments_are_one_object() -> None:

@@ -101,7 +101,9 @@ def _item(tx: Any, variable: Any, table: Any, name: str) -> Any:
 
 
 def _unshard(tx: Any, variable: Any, table: Any, name: str) -> Any | None:
-    """Write the ``unshard`` of a parameter into Dynamo's graph, as the table's ``__getitem__`` would. Arguments as above.
+    """Write the ``unshard`` of a parameter into Dynamo's graph, as the table's ``__getitem__`` would.
+
+    The arguments are those of :func:`_item`.
 
     Returns:
         Dynamo's variable for the full parameter. None where the table may return something else.

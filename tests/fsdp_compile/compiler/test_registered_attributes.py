@@ -1,4 +1,7 @@
-"""What Dynamo does for a read of a sharded parameter. That reads are right is in ``tests/fsdp_compile/api/test_parameters.py``."""
+"""Guards and graphs that Dynamo makes for reads of sharded parameters.
+
+``tests/fsdp_compile/api/test_parameters.py`` compares the values of such reads.
+"""
 
 from __future__ import annotations
 

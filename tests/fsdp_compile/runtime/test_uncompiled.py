@@ -580,6 +580,12 @@ def use_other_experts_as_fsdp2() -> list[list[Tensor]]:
 @pytest.mark.skipif(
     not hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params"), reason="FSDP2 has no such flag"
 )
+def test_ranks_may_use_other_parameters(rank_pools: RankPools) -> None:
+    for ours, theirs in rank_pools[2].run(use_other_experts_as_fsdp2):
+        torch.testing.assert_close(ours, theirs)
+        assert [bool(gradient.any()) for gradient in ours] == [True, True, False]
+
+
 class _Logs(nn.Module):
     """Its forward breaks the graph, and cannot be resumed after that, as a unit's forward is in a ``try``."""
 
@@ -601,9 +607,3 @@ def test_a_forward_that_breaks_the_graph_breaks_it_once(one_rank: None) -> None:
         torch.compile(model, backend="eager")(torch.ones(2, 8)).sum().backward()
         breaks.append(sum(counters["graph_break"].values()))
     assert breaks[0] == breaks[1] > 0
-
-
-def test_ranks_may_use_other_parameters(rank_pools: RankPools) -> None:
-    for ours, theirs in rank_pools[2].run(use_other_experts_as_fsdp2):
-        torch.testing.assert_close(ours, theirs)
-        assert [bool(gradient.any()) for gradient in ours] == [True, True, False]

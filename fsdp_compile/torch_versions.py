@@ -10,6 +10,7 @@ from torch import nn
 from torch.compiler import is_exporting
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import CompileContext
 
 _FROM_2_15 = torch.__version__ >= "2.15"
@@ -19,6 +20,12 @@ DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDim
 
 # The class of the handle that ``finalize_backward(async_op=True)`` returns, from torch 2.15 on.
 GradientReductionHandle: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
+
+# The config of AOTAutograd with which the partitioner takes a ``DeviceMesh`` in a graph, which tensor parallel layers read, for
+# one without memory. torch 2.13 refuses to give it a size under an ``activation_memory_budget``; 2.11 has no such option.
+MESHES_WITHOUT_MEMORY: dict[str, Any] = {
+    name: True for name in ("unsafe_treat_script_objects_as_zero_size",) if hasattr(functorch_config, name)
+}
 
 # Whether ``reset_iter_state`` also discards ``param.grad``.
 RESET_DISCARDS_GRADIENTS = _FROM_2_15

@@ -44,6 +44,7 @@ from ..runtime.collective_log import CheckedProgram
 from ..runtime.graph_inputs import GraphInputs, ParameterRegistry, sharded_param
 from ..runtime.planned_graph import BoxedFunction, GraphOutputs, PlannedGraph, boxed
 from ..runtime.planner import Planner
+from ..torch_versions import MESHES_WITHOUT_MEMORY
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .capture import observer, snapshot
@@ -58,12 +59,23 @@ from .memory_budget import BudgetPartitioner, StepBudget
 from .options import LOWERINGS, Options
 from .prepared_graph import PreparedGraph
 from .traced_forwards import holds_whole_forwards
+from .traced_sizes import first_size_proxies
 from .variants import Variants
 
 logger = logging.getLogger(__name__)
 
 # Segments are padded. Padding joint graphs, ranks could get different ones (passes/lowering/pad_products.py).
 _FOR_JOINT_GRAPHS = {"shape_padding": False}
+
+_FOR_AOTAUTOGRAD = {
+    # The cache stores Inductor's own output, but what inner_compile returns is bound to this process.
+    "enable_autograd_cache": False,
+    # Gathered parameters that are saved for backward may outlive it, so backward must not reuse their memory.
+    "donated_buffer": False,
+    # Else AOTAutograd would keep the backward graph and compile a copy of it later.
+    "force_non_lazy_backward_lowering": True,
+    **MESHES_WITHOUT_MEMORY,
+}
 
 
 def fsdp_backend(
@@ -359,12 +371,10 @@ class _Compilation:
             self._params.clear()
 
     def _compile(self, gm: GraphModule) -> Callable[..., Any]:
-        # - enable_autograd_cache: the cache stores Inductor's own output, but what inner_compile returns is bound to this
-        #   process.
-        # - donated_buffer: gathered parameters that are saved for backward may outlive it, so backward must not reuse their
-        #   memory.
-        # - force_non_lazy_backward_lowering: else AOTAutograd would keep the backward graph and compile a copy of it later.
-        with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False, force_non_lazy_backward_lowering=True):
+        with (
+            functorch_config.patch(_FOR_AOTAUTOGRAD),
+            first_size_proxies(),
+        ):
             compiled = compile_fx(
                 gm,
                 self._examples,

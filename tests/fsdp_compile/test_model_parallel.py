@@ -134,6 +134,13 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh, head: ParallelStyle | 
         parallelize_module(block, mesh, plan)
 
 
+def _attention_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split the products of each block. Activations between them are whole."""
+    for block in model.get_submodule("blocks").children():
+        columns = {name: ColwiseParallel() for name in ("query", "key", "value", "mlp.0")}
+        parallelize_module(block, mesh, {**columns, "out": RowwiseParallel(), "mlp.2": RowwiseParallel()})
+
+
 def _tied(model: nn.Module, mesh: DeviceMesh) -> None:
     """Lay out a decoder, then tie its weights: layouts give modules new parameters, so users tie them afterwards."""
     sequence_parallel(model, mesh)
@@ -233,6 +240,10 @@ def _shard_bf16(model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard) -> 
     fully_shard(model, mesh=mesh, mp_policy=dataclasses.replace(policy, output_dtype=torch.float32))
 
 
+def _change_lengths(batch_of: Callable[..., Batch], index: int, rank: int, world: int) -> Batch:
+    return batch_of(index, rank, world, length=(4, 8, 6, 10, 12)[index % 5])
+
+
 _mlp = partial(Case, build=models.MLP, parallelize=block_parallel, tensor_parallel=2, worlds=(4,))
 _decoder = partial(
     Case,
@@ -244,9 +255,13 @@ _decoder = partial(
     worlds=(4,),
 )
 _one_block = partial(models.MLP, layers=1)
+_lengths = partial(_decoder, batch=partial(_change_lengths, token_batch))
 _TABLE = [
     _mlp("mlp"),
     _decoder("decoder", clip_norm=0.1, inductor_worlds=(4,)),
+    # torch's own compilers fail for symbolic lengths (fsdp_compile/compiler/traced_sizes.py).
+    _lengths("lengths", build=partial(Decoder, layers=9), parallelize=_attention_parallel, inductor_worlds=(4,)),
+    _lengths("sequence_lengths", inductor_worlds=(4,)),
     # No size divides by two: ranks of the tensor parallel mesh have other sizes, and run other graphs.
     _mlp(
         "uneven",
@@ -298,6 +313,8 @@ def fsdp2_runs(rank_pools: RankPools) -> Callable[[str, int], list[Run]]:
 
 # Cases whose graphs differ between 1-D and 2-D meshes.
 _COMPILED = {"mlp", "uneven"}
+# test_model_parallel_graphs.py traces lengths that change.
+_AT_NIGHT = {"lengths", "sequence_lengths"}
 
 
 def _parameters() -> list[Any]:
@@ -308,7 +325,7 @@ def _parameters() -> list[Any]:
             for system in systems:
                 # test_nd_example.py trains a tensor parallel decoder through Inductor.
                 is_fixed = case.name in _COMPILED if system == "aot_eager" else system != "inductor"
-                marks = () if is_fixed and world == 4 else pytest.mark.night
+                marks = () if is_fixed and world == 4 and case.name not in _AT_NIGHT else pytest.mark.night
                 parameters.append(pytest.param(case, world, system, marks=marks, id=f"{case.name}-{world}-{system}"))
     return parameters
 

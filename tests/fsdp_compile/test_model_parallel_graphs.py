@@ -38,12 +38,14 @@ def shard(model: Any, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["dp"])
 
 
-def graphs_of(blocks: int) -> Capture:
+def graphs_of(blocks: int, *sizes: tuple[int, ...], **options: Any) -> Capture:
+    """Return the graphs of training on batches of these sizes, (4,) by default, without the feature dimension."""
     model = nn.Sequential(*(Block() for _ in range(blocks)))
     shard(model, init_device_mesh("cpu", tuple(MESH.values()), mesh_dim_names=tuple(MESH)))
-    compiled = torch.compile(model, backend=fsdp_backend, fullgraph=True, options={"lowering": "aot_eager"})
+    compiled = torch.compile(model, backend=fsdp_backend, fullgraph=True, options={"lowering": "aot_eager", **options})
     with capture() as captured:
-        compiled(torch.ones(4, 8)).sum().backward()
+        for size in sizes or ((4,),):
+            compiled(torch.ones(*size, 8)).sum().backward()
     return captured
 
 
@@ -61,6 +63,20 @@ def text_of(graph: CapturedGraph) -> str:
         numbers[base] += 1
     body = re.sub(r"(?<!\.)\b\w+\b", lambda name: names.get(name[0], name[0]), body).replace("None, ", "")
     return re.sub(r"primals_\d+, ", "", signature) + "\n" + body
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_lengths_change() -> None:
+    """The second graph has symbols, and serves all other sizes. torch's own backends raise a RecursionError."""
+    captured = graphs_of(2, (4, 4), (4, 5), (4, 9), (4, 12))
+    assert len(captured.forward) == len(captured.backward) == 2
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_memory_budget() -> None:
+    """Graphs take the mesh of the tensor parallel layers, of which the partitioner asks the size."""
+    captured = graphs_of(2, memory_budget=1 << 30)
+    assert len(captured.forward) == len(captured.backward) == 1
 
 
 @pytest.mark.usefixtures("fake_ranks")

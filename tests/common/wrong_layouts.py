@@ -17,6 +17,8 @@ from fsdp_compile.compiler.aot_eager_lowering import AotEagerLowering
 from fsdp_compile.compiler.lowering import Lowered
 from fsdp_compile.runtime.planned_graph import boxed
 
+aten = torch.ops.aten
+
 
 def refuse_wrong_layouts() -> None:
     """Make the graphs of the lowering ``aot_eager`` check each value that they take or compute, in this process."""
@@ -42,6 +44,9 @@ class _Checked(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         found = super().run_node(n)
+        if n.target is aten.constant_pad_nd.default and n.meta["val"].is_contiguous():
+            # A symbol of the padding may be zero. torch's kernel then keeps the strides of its input, its fake kernel cannot.
+            found = found.contiguous()
         self._check(n, found)
         return found
 

@@ -326,7 +326,8 @@ def render() -> str:
     """Return the whole page."""
     parts = [INTRODUCTION]
     stage, was_whole = "", False
-    for step in compile_model().passes:
+    # The backward graph is prepared before the passes for a plan of the forward graph run.
+    for step in sorted(compile_model().passes, key=lambda step: list(STAGES).index(step.stage)):
         if step.stage != stage:
             stage = step.stage
             parts.append(f"## {STAGES[stage]}\n")

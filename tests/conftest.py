@@ -14,10 +14,12 @@ from passes.auto import small_units
 from tests.common import inductor_use
 from tests.common.distributed import RankPools, collect_once, fake_group
 from tests.common.lost_guards import refuse_lost_guards
+from tests.common.stored_graphs import store_nothing
 from tests.common.wrong_layouts import refuse_wrong_layouts
 
 refuse_lost_guards()
 refuse_wrong_layouts()
+store_nothing()
 inductor_use.refuse_unless_allowed()
 # Pytest adds its handlers to loggers that do not propagate, and torch formats each graph for a logger with handlers.
 logging.getLogger("torch.__trace").propagate = True

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import SymInt, Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes.auto.memory_budget import BudgetTooLow
+from passes.collectives.functional import group_ranks, resolve_group
 from passes.fx.decompositions import decompositions
 from passes.fx.graph import placeholder_index
-from passes.fx.size_guards import SizeGuard
 from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import TracingContext, is_traceable_wrapper_subclass, unset_fake_temporarily
 from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, inductor_config
@@ -40,14 +41,13 @@ from passes.pipeline import (
 from passes.transforms.offload_activations import will_offload
 from passes.transforms.refresh_layouts import TracedValues
 
-from ..runtime.collective_log import CheckedProgram
 from ..runtime.graph_inputs import GraphInputs, ParameterRegistry, sharded_param
 from ..runtime.planned_graph import BoxedFunction, GraphOutputs, PlannedGraph, boxed
 from ..runtime.planner import Planner
 from ..torch_versions import MESHES_WITHOUT_MEMORY
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
-from .capture import observer, snapshot
+from .capture import is_capturing, observer, snapshot
 from .collector import collector_paused
 from .cuda_graphs import Recorders
 from .frame_chunks import in_large_frame_chunk
@@ -57,7 +57,8 @@ from .lowering import Lowering
 from .machine import find_hardware
 from .memory_budget import BudgetPartitioner, StepBudget
 from .options import LOWERINGS, Options
-from .prepared_graph import PreparedGraph
+from .prepared_graph import LoweredGraph, PreparedGraph, group_names
+from .stored_graph import GraphSource, GraphSummary, StoredGraph, bind_new, binding, can_store, configuration
 from .traced_forwards import holds_whole_forwards
 from .traced_sizes import first_size_proxies
 from .variants import Variants
@@ -67,9 +68,11 @@ logger = logging.getLogger(__name__)
 # Segments are padded. Padding joint graphs, ranks could get different ones (passes/lowering/pad_products.py).
 _FOR_JOINT_GRAPHS = {"shape_padding": False}
 
+_WITHOUT_HOOKS = {"joint_custom_pre_pass": None, "joint_custom_post_pass": None}
+
 _FOR_AOTAUTOGRAD = {
-    # The cache stores Inductor's own output, but what inner_compile returns is bound to this process.
-    "enable_autograd_cache": False,
+    # The cache is to keep what inner_compile returns, rather than the key of an entry in Inductor's cache.
+    "bundled_autograd_cache": True,
     # Gathered parameters that are saved for backward may outlive it, so backward must not reuse their memory.
     "donated_buffer": False,
     # Else AOTAutograd would keep the backward graph and compile a copy of it later.
@@ -125,7 +128,7 @@ def _compile(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[Any],
     params = {names: sharded_param(example_inputs[index]) for index, names in shards.items()}
     registry = ParameterRegistry(params)
     is_whole = holds_whole_forwards(gm, dict.fromkeys(param.unit for param in params.values()))
-    compiled = _Compilation(example_inputs, options, lowering, params, registry, is_whole=is_whole).run(gm)
+    compiled = _Compilation(example_inputs, options, lowering, params, registry, is_whole=is_whole).run(gm, uncompiled)
     checked = _check_parameters(compiled, uncompiled, shards, registry)
     return checked if is_whole else full_parameters.lend_outputs(checked)
 
@@ -144,7 +147,7 @@ def _compile_unsharded(
     # The library records programs. If Inductor's own option asks for CUDA graphs, Inductor records this unsharded graph.
     is_recorded = options.cudagraphs and not asks_for_cudagraphs(options.inductor)
     compiled = None if is_recorded else lowering.compile_unsharded(gm, example_inputs)
-    return compiled or _Compilation(example_inputs, options, lowering, {}, ParameterRegistry({})).run(gm)
+    return compiled or _Compilation(example_inputs, options, lowering, {}, ParameterRegistry({})).run(gm, snapshot(gm))
 
 
 @functools.cache
@@ -229,26 +232,37 @@ def _check_parameters(
     return call
 
 
-class _JointHook(CustomGraphPass):
-    """One of Inductor's two hooks over the joint graph, before and after its own patterns.
+class _Hook(CustomGraphPass):
+    """One of Inductor's hooks for passes over whole graphs.
 
     Args:
         users_passes: a pass of the user at the same hook, a list of passes, or None.
+        key: stands for all that the library's passes depend on, besides the graph.
+
+    Attributes:
+        is_keyed: give caches a key. False turns them off.
     """
 
-    def __init__(self, users_passes: Any):
+    is_keyed = True
+
+    def __init__(self, users_passes: Any, key: str):
+        self._key = key
         as_list = users_passes if isinstance(users_passes, (list, tuple)) else [users_passes]
         self._users_passes: list[Callable[[Graph], None]] = [function for function in as_list if function is not None]
 
     def uuid(self) -> Any:
-        # The graphs that result are part of Inductor's cache key, so a constant serves for the library's passes. None, for a
-        # user's pass without a uuid, turns the cache off.
+        # None, for a user's pass without a uuid, turns caches off.
         uuids = [getattr(function, "uuid", lambda: None)() for function in self._users_passes]
-        return None if None in uuids else ["fsdp_compile.joint_passes", *uuids]
+        return None if None in uuids or not self.is_keyed else [self._key, *uuids]
+
+    @property
+    def has_key(self) -> bool:
+        """True if every pass of the user says what it depends on."""
+        return _Hook.uuid(self) is not None
 
 
-class _BeforePatterns(_JointHook):
-    """The hook before Inductor's patterns: the user's passes.
+class _BeforePatterns(_Hook):
+    """The hook over the joint graph before Inductor's patterns: the user's passes.
 
     Attributes:
         traced: the values in the graph that went through last.
@@ -262,18 +276,18 @@ class _BeforePatterns(_JointHook):
         self.traced = TracedValues(graph)
 
 
-class _AfterPatterns(_JointHook):
-    """The hook after Inductor's patterns: this library's passes, then the user's passes.
+class _AfterPatterns(_Hook):
+    """The hook over the joint graph after Inductor's patterns: this library's passes, then the user's passes.
 
     Args:
-        users_passes: see :class:`_JointHook`.
+        users_passes, key: see :class:`_Hook`.
         before: the hook before the patterns.
         options: checked for conflicts with activations that wait on the host.
         tells_partitioner: run the passes that tag nodes for the partitioner, too.
     """
 
-    def __init__(self, users_passes: Any, before: _BeforePatterns, options: Options, *, tells_partitioner: bool):
-        super().__init__(users_passes)
+    def __init__(self, users_passes: Any, key: str, before: _BeforePatterns, options: Options, *, tells_partitioner: bool):
+        super().__init__(users_passes, key)
         self._before = before
         self._options = options
         self._tells_partitioner = tells_partitioner
@@ -287,6 +301,37 @@ class _AfterPatterns(_JointHook):
             run_partitioner_passes(graph, observer())
         for function in self._users_passes:
             function(graph)
+
+
+class _Folding(_Hook):
+    """The hook over Dynamo's graph: the user's passes, then ``fold_layers``.
+
+    Attributes:
+        is_on: fold layers.
+        has_folded: whether a graph was changed.
+    """
+
+    def __init__(self, users_passes: Any, key: str, disabled: Sequence[str]):
+        super().__init__(users_passes, key)
+        self._disabled = disabled
+        self.is_on = True
+        self.has_folded = False
+
+    def uuid(self) -> Any:
+        # Without a key, the pass would have to run before the look into the cache. There is none then.
+        return super().uuid() or self._key
+
+    def __call__(self, graph: Graph) -> None:
+        for function in self._users_passes:
+            function(graph)
+        if self.is_on and graph.owning_module is not None:
+            self.fold(graph.owning_module)
+
+    def fold(self, gm: GraphModule) -> None:
+        """Fold the layers of a graph, in place."""
+        # The trace of a layer has no joint graph yet, over which hooks would run.
+        with inductor_config.patch({**_FOR_JOINT_GRAPHS, **_WITHOUT_HOOKS}):
+            self.has_folded = fold(gm, observer(), self._disabled)
 
 
 class _Compilation:
@@ -329,98 +374,164 @@ class _Compilation:
         if options.memory_budget is not None and device is not None:
             hardware = find_hardware(options.hardware, device.type)
             self._budget = StepBudget(options, self._params, self._examples, hardware, fuses=lowering.fuses, is_whole=is_whole)
-        before = _BeforePatterns(inductor_config.joint_custom_pre_pass)
-        after = _AfterPatterns(inductor_config.joint_custom_post_pass, before, options, tells_partitioner=self._budget is None)
+        users_passes = (inductor_config.joint_custom_pre_pass, inductor_config.joint_custom_post_pass)
+        self._key = key = self._configuration(users_passes)
+        before = _BeforePatterns(users_passes[0], key)
+        after = _AfterPatterns(users_passes[1], key, before, options, tells_partitioner=self._budget is None)
+        self._folding = _Folding(inductor_config.pre_grad_custom_pass, key, options.disable_passes)
+        # A user's pass over the joint graph must see every layer.
+        self._folding.is_on = not any(users_passes)
         self._config_patches = {
             "shape_padding": inductor_config.shape_padding,
             **options.inductor,
             # CUDA graphs are recorded of whole programs, not of segments.
             CUDAGRAPHS: False,
             **lowering.config_patches,
-            "joint_custom_pre_pass": before,
-            "joint_custom_post_pass": after,
             # Freezing writes parameters into the code as constants, which cannot be sharded.
             "freezing": False,
         }
-        self._partitioning: dict[str, Any] = dict(_FOR_JOINT_GRAPHS)
+        self._partitioning: dict[str, Any] = {
+            **_FOR_JOINT_GRAPHS,
+            "joint_custom_pre_pass": before,
+            "joint_custom_post_pass": after,
+        }
+        # Segments are no joint graphs, and Inductor copies its configuration, and makes a key of it, for each segment.
+        self._config_patches |= _WITHOUT_HOOKS
         if self._budget is not None:
             self._partitioning["custom_partitioner_fn"] = BudgetPartitioner(self._budget, self._schedule)
-            # Segments have nothing to partition, and Inductor copies its configuration for each segment.
             self._config_patches["custom_partitioner_fn"] = None
-        # Once a graph is lowered, ranks have agreed on it: the compilation cannot start over.
-        self._is_any_lowered = False
+        self._stores = self._can_store()
+        # An environment variable may turn AOTAutograd's cache on for good.
+        before.is_keyed = self._stores
+        self._made: list[StoredGraph] = []
+        # Lowers the forward graph for its first plan.
+        self._lower_ahead: Callable[[], object] = lambda: None
 
-    def run(self, gm: GraphModule) -> Callable[..., Any]:
-        """Compile with repeated layers traced once. If that fails before a graph is lowered, compile every layer."""
+    def _configuration(self, users_passes: Sequence[Any]) -> str:
+        """Return a key of what the passes over Dynamo's graph and the joint graph depend on, besides these graphs."""
+        meshes = [param.mesh for param in self._params.values()]
+        names = {name for mesh in meshes for name in (mesh.shard_group, mesh.replicate_group) if name}
+        groups = [
+            (name, tuple(group_ranks(name)), dist.get_backend(resolve_group(name)), self._other_groups.get(name))
+            for name in sorted(names.union(self._other_groups))
+        ]
+        options = self._options.disable_passes, self._options.cudagraphs, self._budget is None
+        return repr((configuration(), type(self._lowering).__qualname__, options, groups, any(users_passes)))
+
+    def _can_store(self) -> bool:
+        """Return whether AOTAutograd's cache may keep the graphs: they depend on nothing but its key, and nobody watches."""
+        sizes = (size for value in self._examples for size in (value.shape if isinstance(value, Tensor) else [value]))
+        return (
+            can_store()
+            and functorch_config.enable_autograd_cache
+            and self._folding.has_key
+            and self._budget is None
+            and not is_capturing()
+            and not any(isinstance(size, SymInt) for size in sizes)
+            # Neither the code of a subclass nor that of an extension is in the key.
+            and not any(map(is_traceable_wrapper_subclass, self._examples))
+            and all(param.extension is None for param in self._params.values())
+        )
+
+    def run(self, gm: GraphModule, uncompiled: GraphModule) -> Callable[..., Any]:
+        """Compile with repeated layers traced once. If that fails, compile every layer. Then lower the forward graph.
+
+        Args:
+            gm: the graph, which is consumed.
+            uncompiled: another copy of it.
+        """
         try:
-            # A user's pass over the joint graph must see every layer.
-            if inductor_config.joint_custom_pre_pass or inductor_config.joint_custom_post_pass:
-                return self._compile(gm)
-            unfolded = snapshot(gm)
-            with inductor_config.patch(_FOR_JOINT_GRAPHS):
-                folded = fold(gm, observer(), self._options.disable_passes)
-            try:
-                return self._compile(gm)
-            except Exception as error:
-                if self._is_any_lowered or not folded or isinstance(error, BudgetTooLow):
-                    raise
-                logger.warning("Repeated layers are traced one by one, as tracing them once failed: %r", error)
-            return self._compile(unfolded)
+            compiled = self._compile_folded(gm, uncompiled)
+            self._lower_ahead()
+            return compiled
         finally:
+            self._lower_ahead = lambda: None
             self._examples.clear()
             self._params.clear()
 
+    def _compile_folded(self, gm: GraphModule, uncompiled: GraphModule) -> Callable[..., Any]:
+        try:
+            return self._compile(gm)
+        except Exception as error:
+            if not self._folding.has_folded or isinstance(error, BudgetTooLow):
+                raise
+            logger.warning("Repeated layers are traced one by one, as tracing them once failed: %r", error)
+        self._folding.is_on = False
+        return self._compile(snapshot(uncompiled))
+
     def _compile(self, gm: GraphModule) -> Callable[..., Any]:
+        patches = self._config_patches | self._partitioning
+        if can_store():
+            # After the look into the cache, whose key can only be made of a graph without folded layers.
+            patches |= {"pre_grad_custom_pass": self._folding, "pre_grad_pass_timing": "late"}
+        elif self._folding.is_on:
+            self._folding.fold(gm)
         with (
-            functorch_config.patch(_FOR_AOTAUTOGRAD),
+            functorch_config.patch(_FOR_AOTAUTOGRAD | {"enable_autograd_cache": self._stores}),
             first_size_proxies(),
+            binding(self._bind),
         ):
             compiled = compile_fx(
                 gm,
                 self._examples,
                 inner_compile=self._inner_compile,  # type: ignore[arg-type]
-                config_patches=self._config_patches | self._partitioning,
+                config_patches=patches,
                 decompositions=decompositions(),
             )
+        while self._made:
+            # AOTAutograd has written it to its cache.
+            self._made.pop().content = b""
         return cast("Callable[..., Any]", compiled)
 
-    def _inner_compile(self, gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> BoxedFunction:
-        self._is_any_lowered = True
+    def _inner_compile(self, gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> StoredGraph:
         metadata = TracingContext.get().fw_metadata
         if metadata is not None:
             # AOTAutograd reads donated_buffer again at run time, after the patch. With None here, it would refuse
             # retain_graph=True.
             metadata.bw_donated_idxs = []
-        _refuse_writes(self._examples, self._params.values())
+        is_backward = bool(kwargs.get("is_backward"))
+        roles = group_names(gm.graph, self._other_groups)
+        run_preparing_passes(gm, self._lowering.preparing_passes, is_backward=is_backward, observer=observer())
+        summary = GraphSummary(
+            GraphInputs.of(gm.graph),
+            GraphOutputs.of(gm.graph),
+            roles,
+            {key: value for key, value in kwargs.items() if key not in ("get_decomp_fn", "static_input_idxs")},
+            [] if metadata is None else [info.mutates_data for info in metadata.input_info],
+        )
+        made = bind_new(gm, summary, self._bind, stores=self._stores)
+        self._made.append(made)
+        return made
+
+    def _bind(self, source: GraphSource, summary: GraphSummary) -> BoxedFunction:
+        _refuse_writes(self._examples, summary.written, self._params.values())
         prepared = PreparedGraph(
-            gm,
+            source,
+            summary,
+            self._key,
             self._lowering,
             self._config_patches,
-            kwargs,
             self._auto,
             self._min_bucket_bytes,
             self._recorders,
-            self._other_groups,
             self._budget,
             self._options.disable_passes,
         )
-        can_keep = not kwargs.get("is_inference", False)
-        planner = self._planner(prepared.inputs, prepared.is_backward, can_keep=can_keep)
+        can_keep = not summary.kwargs.get("is_inference", False)
+        planner = self._planner(summary.inputs, summary.is_backward, can_keep=can_keep)
         variants = Variants(planner, functools.partial(self._lower, prepared))
         # To lower ahead is to wait for the ranks with Dynamo's lock held. Of several threads only one may do so: on other
         # ranks, another thread may hold the lock and wait for this rank.
-        if not prepared.is_backward and threading.current_thread() is threading.main_thread():
+        if not summary.is_backward and threading.current_thread() is threading.main_thread():
             units = {unit: param.unit for (unit, _), param in self._params.items()}
-            variants.find(planner.first(self._params), units, None)
-        return boxed(PlannedGraph(GraphOutputs.of(gm.graph), planner, variants.find, self._registry))
+            self._lower_ahead = lambda: variants.find(planner.first(self._params), units, None)
+        return boxed(PlannedGraph(summary.outputs, planner, variants.find, self._registry))
 
     def _planner(self, inputs: GraphInputs, is_backward: bool, *, can_keep: bool = True) -> Planner:
         can_merge = self._auto is not None or bool(self._min_bucket_bytes)
         return Planner(inputs, is_backward=is_backward, can_keep=can_keep, can_merge=can_merge)
 
-    def _lower(
-        self, prepared: PreparedGraph, plan: Plan, args: Sequence[Any] | None
-    ) -> tuple[BoxedFunction, Interface, CheckedProgram, SizeGuard | None]:
+    def _lower(self, prepared: PreparedGraph, plan: Plan, args: Sequence[Any] | None) -> LoweredGraph:
         if plan.has_updates:
             # The optimizer may have been made after the model was compiled.
             _refuse_updates(self._options)
@@ -500,17 +611,19 @@ def _first_enabled(options: Options, *names: str) -> str | None:
     return next((name for name in names if is_set[name]), None)
 
 
-def _refuse_writes(inputs: Sequence[Any], params: Iterable[ShardedParam]) -> None:
+def _refuse_writes(inputs: Sequence[Any], mutated: Sequence[bool], params: Iterable[ShardedParam]) -> None:
     """Refuse a graph that writes to a parameter and also unshards it.
 
     AOTAutograd does not know that a parameter and its shard share memory. It would run the write after the unshard.
 
+    Args:
+        inputs: the inputs of Dynamo's graph.
+        mutated: for each input of AOTAutograd's graph, whether it is written.
+        params: the parameters that the graph unshards.
+
     Raises:
         RuntimeError: the graph does so.
     """
-    context = TracingContext.try_get()
-    infos = context.fw_metadata.input_info if context is not None and context.fw_metadata is not None else []
-    mutated = [info.mutates_data for info in infos]
     if not any(mutated):
         return
     flat = [value for value in inputs for _ in (value.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(value) else [0])]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import shutil
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,17 +16,23 @@ from torch.fx import Graph, GraphModule
 from passes.fx.size_guards import Assumptions
 from passes.fx.sizes import symbolic_sizes_of
 from passes.fx.torch_internals.core import TracingContext
-from passes.fx.torch_internals.inductor import FxGraphCache, compile_fx, compile_fx_inner, inductor_config
-from passes.fx.torch_internals.objects import cache_folder, cache_key
+from passes.fx.torch_internals.inductor import (
+    CompiledFxGraphConstants,
+    FxGraphCache,
+    compile_fx,
+    compile_fx_inner,
+    inductor_config,
+)
+from passes.fx.torch_internals.objects import cache_folder, cache_key, set_cache_key
 from passes.lowering.pad_products import pad_products
-from passes.lowering.program import write_program
+from passes.lowering.program import Program, write_program
 from passes.lowering.segments import Segment, cut_into_segments
 from passes.pass_runner import Pass
 from passes.pipeline import GraphOfPlan, PartitionedGraph
 from passes.transforms.fuse_products import fuse_products
 from passes.transforms.pin_layouts import pin_layouts
 
-from ..runtime.planned_graph import boxed
+from ..runtime.planned_graph import BoxedFunction, boxed
 from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks, split_among_cores
 from .capture import snapshot
 from .loop_splits import even_loop_splits
@@ -37,6 +45,24 @@ logger = logging.getLogger(__name__)
 SegmentCompiler = Callable[..., Any]
 # For each segment: the compiled function, and the conditions on sizes that it relies on.
 _Kernels = dict[Hashable, tuple[Any, Sequence[Any]]]
+
+
+@dataclass(frozen=True)
+class StoredProgram:
+    """A program whose segments are in Inductor's cache.
+
+    Attributes:
+        program: the program.
+        segments: the key in Inductor's cache of each segment, by name.
+        groups: keys of segments whose kernels are in one library, in its order. Each has all segments of the library, among
+            them such that other programs call.
+        in_background: compile kernels in the background, as for the CPU.
+    """
+
+    program: Program
+    segments: Mapping[str, str]
+    groups: Sequence[tuple[str, ...]]
+    in_background: bool
 
 
 class InductorLowering(Lowering):
@@ -53,6 +79,9 @@ class InductorLowering(Lowering):
         self._compile_segment = compile_segment
         # A segment has several entries if it was compiled for several sets of sizes.
         self._kernels: dict[Hashable, list[tuple[Any, Sequence[Any]]]] = {}
+        # By key in Inductor's cache: the group of keys whose kernels are in one library, and what came from the cache.
+        self._groups: dict[str, tuple[str, ...]] = {}
+        self._loaded: dict[str, Any] = {}
 
     def prepare(self, device_types: set[str]) -> None:
         if device_types == {"cpu"}:
@@ -68,21 +97,42 @@ class InductorLowering(Lowering):
         keys: dict[str, Hashable] = {name: (is_backward, segment.key) for name, segment in segments.items()}
         kernels = {key: found for key in keys.values() if (found := self._found(key, assumptions)) is not None}
         new = {keys[name]: segment for name, segment in segments.items() if keys[name] not in kernels}
-        # static_input_idxs are indices into the inputs of the whole graph, which differ from those of a segment.
-        kwargs = {**inductor_kwargs, "static_input_idxs": ()}
-        # Inductor's cache can make no key of the functions that decompose joint graphs, and would take no segment.
-        kwargs.pop("get_decomp_fn", None)
+        kwargs = _for_segments(inductor_kwargs)
+        in_background = _devices(gm.graph) == {torch.device("cpu")}
         # fuse_products has fused what Inductor would look for here, and Inductor would warn for each segment.
         with inductor_config.patch(_micro_pipeline_tp=False), even_loop_splits():
             # self._kernels changes only after all segments are compiled, so that a failure leaves none.
-            made = self._compile(new, kwargs, assumptions, in_background=_devices(gm.graph) == {torch.device("cpu")})
+            made = self._compile(new, kwargs, assumptions, in_background=in_background)
         for key, (function, conditions) in made.items():
             self._kernels.setdefault(key, []).append((function, conditions))
             kernels[key] = function
         compiled = {name: kernels[key] for name, key in keys.items()}
-        source, function = write_program(outer, compiled, gm)
+        program = write_program(outer, gm)
         parts = [f"# {name}\n{kernels.source_code}" for name, kernels in compiled.items() if hasattr(kernels, "source_code")]
-        return Lowered(boxed(function), "\n\n".join([source, *parts]))
+        stored = self._stored(program, compiled, in_background=in_background)
+        return Lowered(boxed(program.link(compiled)), "\n\n".join([program.source, *parts]), stored)
+
+    def load(self, stored: StoredProgram, *, is_backward: bool, inductor_kwargs: Mapping[str, Any]) -> BoxedFunction | None:
+        kwargs = _for_segments(inductor_kwargs)
+        with kernels_in_background() if stored.in_background else contextlib.nullcontext(lambda: None) as end_library:
+            for group in stored.groups:
+                for key in group:
+                    if key not in self._loaded:
+                        found = _from_cache(key, kwargs, is_backward=is_backward)
+                        if found is None:
+                            return None
+                        self._loaded[key] = found
+                        self._groups[key] = group
+                end_library()
+        return boxed(stored.program.link({name: self._loaded[key] for name, key in stored.segments.items()}))
+
+    def _stored(self, program: Program, compiled: Mapping[str, Any], *, in_background: bool) -> StoredProgram | None:
+        keys = {name: cache_key(function) for name, function in compiled.items()}
+        known = {name: key for name, key in keys.items() if key is not None}
+        if len(known) < len(keys) or not program.is_data:
+            return None
+        groups = list(dict.fromkeys(self._groups.get(key, (key,)) for key in known.values()))
+        return StoredProgram(program, known, groups, in_background)
 
     def _found(self, key: Hashable, assumptions: Assumptions) -> Any | None:
         """Return kernels of an earlier lowering, or None if there are none for the sizes at hand."""
@@ -120,6 +170,8 @@ class InductorLowering(Lowering):
                 _take_out_of_cache(compiled)
             kernels[key] = compiled, assumptions.added()
         end_library()
+        in_cache = tuple(key for compiled, _ in kernels.values() if (key := cache_key(compiled)) is not None)
+        self._groups |= dict.fromkeys(in_cache, in_cache)
         return kernels
 
     def _compile_one(self, segment: Segment, kwargs: Mapping[str, Any], assumptions: Assumptions) -> Any:
@@ -144,6 +196,25 @@ class InductorLowering(Lowering):
             # strides.
             context.output_strides.clear()
         return compiled
+
+
+def _for_segments(inductor_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of ``compile_fx_inner`` for segments of a graph."""
+    # static_input_idxs are indices into the inputs of the whole graph, which differ from those of a segment.
+    kwargs = {**inductor_kwargs, "static_input_idxs": ()}
+    # Inductor's cache can make no key of the functions that decompose joint graphs, and would take no segment.
+    kwargs.pop("get_decomp_fn", None)
+    return kwargs
+
+
+def _from_cache(key: str, kwargs: Mapping[str, Any], *, is_backward: bool) -> Any | None:
+    """Return a graph without symbolic sizes from Inductor's cache, as ``compile_fx_inner`` does; None: it is not in there."""
+    constants = CompiledFxGraphConstants()
+    found, _ = FxGraphCache.load_with_key(key, [], [], True, None, is_backward, constants)
+    if found is not None:
+        set_cache_key(found, key)
+        found.post_compile([], constants, {**kwargs, "is_backward": is_backward})  # type: ignore[typeddict-item]
+    return found
 
 
 def _take_out_of_cache(compiled: Any) -> None:

@@ -28,10 +28,13 @@ class Lowered:
     Attributes:
         function: takes the graph's inputs as a list, which it empties, and returns the graph's outputs.
         code: source of the function and of the segments that it calls; None: no code was generated.
+        stored: what :meth:`Lowering.load` makes the function of in another process, and can be pickled. None: nothing can be
+            stored.
     """
 
     function: BoxedFunction
     code: str | None = None
+    stored: Any = None
 
 
 class Lowering(ABC):
@@ -77,3 +80,15 @@ class Lowering(ABC):
             assumptions: what is decided about sizes. Code of an earlier lowering may be reused if ``assumptions`` admits its
                 conditions.
         """
+
+    def load(self, stored: Any, *, is_backward: bool, inductor_kwargs: Mapping[str, Any]) -> BoxedFunction | None:
+        """Make a function of what :meth:`lower` stored, in another process.
+
+        Args:
+            stored: see :class:`Lowered`.
+            is_backward, inductor_kwargs: as for :meth:`lower`.
+
+        Returns:
+            The function; None: something that it needs is not stored any more.
+        """
+        return None

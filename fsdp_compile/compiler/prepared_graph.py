@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,22 +19,24 @@ from passes.fx.torch_internals.aot import V
 from passes.fx.torch_internals.core import CompileContext, TracingContext, compile_context, tracing, unset_fake_temporarily
 from passes.fx.torch_internals.dynamo import compile_lock
 from passes.fx.torch_internals.inductor import inductor_config
-from passes.ir.interface import Interface
+from passes.ir.interface import InputSlot, Interface, OutputSlot
 from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, unshards
 from passes.ir.plan import Plan
 from passes.lowering.arrangement import Arrangement
-from passes.lowering.collective_sequence import collective_sequence
-from passes.pipeline import run_passes, run_preparing_passes
+from passes.lowering.collective_sequence import Collective, collective_sequence
+from passes.pipeline import run_passes
+from passes.transforms.bucket import Group
 
 from ..runtime.collective_log import SHARDING_ROLES, CheckedProgram, agree_on_graph
-from ..runtime.graph_inputs import GraphInputs
 from ..runtime.planned_graph import BoxedFunction, boxed
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
 from .collector import collector_paused
 from .cuda_graphs import Recorders
 from .frame_chunks import in_large_frame_chunk
-from .lowering import Lowering
+from .lowering import Lowered, Lowering
 from .memory_budget import StepBudget
+from .stored_graph import GraphSource, GraphSummary
+from .stored_variant import StoredVariant, load_variant, store_variant, variant_key
 
 
 @dataclass(frozen=True)
@@ -53,115 +56,151 @@ class _Scheduled:
     again: Callable[[Callable[[Graph], None]], GraphModule]
 
 
+@dataclass(frozen=True)
+class LoweredGraph:
+    """A graph that was lowered for a plan.
+
+    Attributes:
+        function: the graph.
+        inputs, outputs: its extra inputs and outputs.
+        reduction_groups: the gradients that each collective reduces.
+        run: the graph as a program that ranks compare.
+        guard: if it is not None, only calls whose sizes pass it may run the function.
+    """
+
+    function: BoxedFunction
+    inputs: Sequence[InputSlot]
+    outputs: Sequence[OutputSlot]
+    reduction_groups: Sequence[Group]
+    run: CheckedProgram
+    guard: SizeGuard | None = None
+
+
 class PreparedGraph:
     """A graph that can be lowered for a plan, even long after ``compile_fx`` has returned.
 
     Lowering runs the passes for the plan, has the ranks agree on the result, and makes a function of it.
 
     Args:
-        gm: the partitioned graph. The constructor runs the preparing passes over it.
+        source: the partitioned graph, after the preparing passes.
+        summary: what there is to know of it without reading it.
+        configuration: a key of what passes depend on, besides their graphs.
         lowering: makes functions of scheduled graphs.
         config_patches: settings of Inductor.
-        inductor_kwargs: keywords that ``compile_fx`` gives to ``compile_fx_inner``.
         auto: the machine and limit to schedule for; None: the default schedule.
         min_bucket_bytes: the bytes of parameters from which on a unit has collectives of its own.
         recorders: record programs as CUDA graphs; None: programs are not recorded.
-        other_groups: process groups of other parallelisms: the name that a parallelism gives to each, by the group's own name.
         budget: the budget of the step, to which every lowered graph is held; None: there is none.
         disabled: the names of passes to leave out.
-
-    Attributes:
-        is_backward: whether it is a backward graph.
-        inputs: its inputs that are shards.
     """
 
     def __init__(
         self,
-        gm: GraphModule,
+        source: GraphSource,
+        summary: GraphSummary,
+        configuration: str,
         lowering: Lowering,
         config_patches: dict[str, Any],
-        inductor_kwargs: Mapping[str, Any],
         auto: AutoSchedule | None,
         min_bucket_bytes: int,
         recorders: Recorders | None,
-        other_groups: Mapping[str, str],
         budget: StepBudget | None = None,
         disabled: Sequence[str] = (),
     ):
-        self._gm = gm
+        self._source = source
+        self._summary = summary
+        self._configuration = configuration
         self._lowering = lowering
         self._config_patches = config_patches
-        self._inductor_kwargs = inductor_kwargs
-        self.is_backward = bool(inductor_kwargs.get("is_backward"))
+        self._is_backward = summary.is_backward
         self._auto = auto
         self._min_bucket_bytes = min_bucket_bytes
         self._budget = budget
         self._disabled = tuple(disabled)
         self._recorders = recorders
-        self._group_names = _group_names(gm.graph, other_groups)
         self._tracing_context = TracingContext.try_get()
         self._compile_context = CompileContext.try_get()
         fake_mode = self._tracing_context.fake_mode if self._tracing_context is not None else None
         self._shape_env = fake_mode.shape_env if fake_mode is not None else None
-        run_preparing_passes(gm, lowering.preparing_passes, is_backward=self.is_backward, observer=observer())
-        self.inputs = GraphInputs.of(gm.graph)
-        self._sizes = InputSizes(gm.graph)
+
+    @functools.cached_property
+    def _sizes(self) -> InputSizes:
+        return InputSizes(self._source.graph_module.graph)
 
     @in_large_frame_chunk
-    def lower(
-        self, plan: Plan, args: Sequence[Any] | None
-    ) -> tuple[BoxedFunction, Interface, CheckedProgram, SizeGuard | None]:
+    def lower(self, plan: Plan, args: Sequence[Any] | None) -> LoweredGraph:
         """Make a function of the graph for a plan.
 
         Args:
             plan: the plan.
             args: the inputs of the call that needs the function; None: Dynamo is compiling the frame, and takes guards.
 
-        Returns:
-            The function; its extra inputs and outputs; its run, which ranks compare; and a guard. If the guard is not None,
-            only calls whose sizes pass it may run the function.
-
         Raises:
             RuntimeError: the sizes of the call do not fulfil conditions that compiled code relies on.
         """
         # A fake mode around the call is not the mode of the graph's fake tensors.
         with unset_fake_temporarily():
-            group_names = self._group_names | _reduce_scatter_groups(plan)
-            stage = "backward" if self.is_backward else "forward"
+            key = self._key(plan)
+            stored = load_variant(key) if key else None
+            group_names = {**self._summary.group_names, **_reduce_scatter_groups(plan)}
+            stage = "backward" if self._is_backward else "forward"
+            first = stored or self._schedule(plan)
             # Wait for the ranks without the compile lock: another thread may compile meanwhile, whose graph other ranks expect
             # first.
             scheduled, run = agree_on_graph(
                 stage,
-                self._schedule(plan),
-                lambda scheduled: collective_sequence(scheduled.gm.graph, group_names, scheduled.interface.parameters),
+                first,
+                functools.partial(_sequence, group_names=group_names),
                 lambda arrangement: self._schedule(plan, arrangement),
                 group_names,
                 self._kind(plan),
             )
+            if isinstance(scheduled, StoredVariant):
+                function = self._load(scheduled)
+                if function is not None:
+                    return LoweredGraph(function, scheduled.inputs, scheduled.outputs, scheduled.reduction_groups, run)
+                # The same graph, as ranks have agreed on it.
+                scheduled = first = self._schedule(plan)
             gm, interface = scheduled.gm, scheduled.interface
             if self._budget is not None:
-                self._budget.check(gm.graph, interface, is_backward=self.is_backward)
+                self._budget.check(gm.graph, interface, is_backward=self._is_backward)
             values = {} if args is None else self._sizes.of(args)
             with self._compiling() as assumptions, deciding_by(values, gm, self._shape_env):
                 if not assumptions.admit(scheduled.supposed):
                     raise RuntimeError(_unfulfilled(stage, SizeGuard(scheduled.supposed, self._sizes)))
-                function = self._lower(scheduled, group_names, assumptions)
+                lowered = self._lower(scheduled, assumptions)
                 unchecked = assumptions.unchecked(self._sizes)
             guard = SizeGuard(unchecked, self._sizes) if unchecked else None
             if guard is not None and args is not None and not guard(args):
                 raise RuntimeError(_unfulfilled(stage, guard))
-            return function, interface, run, guard
+            slots = interface.inputs, interface.outputs, interface.reduction_groups
+            if key and scheduled is first and lowered.stored is not None and guard is None:
+                store_variant(key, StoredVariant(*slots, _sequence(scheduled, group_names), lowered.stored))
+            return LoweredGraph(self._recorded(lowered, scheduled, group_names), *slots, run, guard)
+
+    def _key(self, plan: Plan) -> str:
+        """Return the key of the variant for a plan; empty: it is not stored."""
+        if not self._source.key or self._recorders is not None or is_capturing():
+            return ""
+        with self._compiling():
+            options = self._configuration, self._auto, self._min_bucket_bytes
+            return variant_key(self._source.key, plan, options, self._summary.kwargs)
+
+    def _load(self, variant: StoredVariant) -> BoxedFunction | None:
+        kwargs = self._summary.kwargs
+        with self._compiling():
+            return self._lowering.load(variant.program, is_backward=self._is_backward, inductor_kwargs=kwargs)
 
     def _kind(self, plan: Plan) -> int:
         """Return a number that is equal for graphs which do the same with the same buckets, in any order of buckets.
 
         Options that decide about buckets count, too. A number holds on to no hook of the user.
         """
-        gathers = zip((bucket.name for bucket in self.inputs.gathers), plan.gathers, strict=True)
+        gathers = zip((bucket.name for bucket in self._summary.inputs.gathers), plan.gathers, strict=True)
         made = (planned.reduction for planned in plan.reductions)
-        reductions = zip((bucket.name for bucket in self.inputs.gradients), made, strict=True)
+        reductions = zip((bucket.name for bucket in self._summary.inputs.gradients), made, strict=True)
         options = repr(self._auto), self._min_bucket_bytes, self._disabled
-        return hash((self.is_backward, options, frozenset(gathers), frozenset(reductions)))
+        return hash((self._is_backward, options, frozenset(gathers), frozenset(reductions)))
 
     def _schedule(
         self, plan: Plan, arrangement: Arrangement | None = None, prepare: Callable[[Graph], None] = lambda _: None
@@ -173,13 +212,13 @@ class PreparedGraph:
             arrangement: the buckets and the order of collectives to use, in the place of the graph's own.
             prepare: may change the copy before the passes run.
         """
-        gm = snapshot(self._gm)
+        gm = snapshot(self._source.graph_module)
         prepare(gm.graph)
         with self._compiling() as assumptions:
             interface = run_passes(
                 gm,
                 plan,
-                is_backward=self.is_backward,
+                is_backward=self._is_backward,
                 final_passes=self._lowering.final_passes,
                 observer=observer(),
                 disabled=self._disabled,
@@ -198,26 +237,36 @@ class PreparedGraph:
             stack.enter_context(collector_paused())
             stack.enter_context(torch.no_grad())
             stack.enter_context(inductor_config.patch(self._config_patches))
+            if self._tracing_context is not None:
+                stack.enter_context(V.set_fake_mode(self._tracing_context.fake_mode))
             if is_late:
                 assert self._tracing_context is not None
                 stack.enter_context(tracing(self._tracing_context))
                 stack.enter_context(compile_context(self._compile_context))
-                stack.enter_context(V.set_fake_mode(self._tracing_context.fake_mode))
                 stack.enter_context(taking_guards(self._shape_env))
             yield Assumptions(self._shape_env, is_late=is_late)
 
-    def _lower(self, scheduled: _Scheduled, group_names: dict[str, str], assumptions: Assumptions) -> BoxedFunction:
-        gm = scheduled.gm
-        lowered = self._lowering.lower(
-            gm, is_backward=self.is_backward, inductor_kwargs=self._inductor_kwargs, assumptions=assumptions
+    def _lower(self, scheduled: _Scheduled, assumptions: Assumptions) -> Lowered:
+        kwargs = self._summary.kwargs
+        return self._lowering.lower(
+            scheduled.gm, is_backward=self._is_backward, inductor_kwargs=kwargs, assumptions=assumptions
         )
-        function = lowered.function
+
+    def _recorded(self, lowered: Lowered, scheduled: _Scheduled, group_names: dict[str, str]) -> BoxedFunction:
+        """Record the function as a CUDA graph, and for active captures, where that is asked for."""
+        gm, function = scheduled.gm, lowered.function
         if self._recorders is not None:
-            function = boxed(self._recorders.recorded(function, gm.graph, is_backward=self.is_backward, groups=group_names))
+            function = boxed(self._recorders.recorded(function, gm.graph, is_backward=self._is_backward, groups=group_names))
         if is_capturing():
             captured = CapturedGraph(snapshot(gm), lowered.code, group_names, scheduled.again)
-            record(captured, self.is_backward, function)
+            record(captured, self._is_backward, function)
         return function
+
+
+def _sequence(graph: _Scheduled | StoredVariant, group_names: Mapping[str, str]) -> Sequence[Collective]:
+    if isinstance(graph, StoredVariant):
+        return graph.sequence
+    return collective_sequence(graph.gm.graph, group_names, graph.interface.parameters)
 
 
 def _unfulfilled(stage: str, guard: SizeGuard) -> str:
@@ -227,7 +276,7 @@ def _unfulfilled(stage: str, guard: SizeGuard) -> str:
     )
 
 
-def _group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
+def group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
     """Return the role in the mesh of each process group of a graph, by the group's name.
 
     Call it before the passes replace the operators.

@@ -6,15 +6,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from passes.fx.size_guards import SizeGuard
-from passes.ir.interface import Interface
 from passes.ir.plan import Plan
 
-from ..runtime.collective_log import CheckedProgram
-from ..runtime.planned_graph import BoxedFunction, Variant
+from ..runtime.planned_graph import Variant
 from ..runtime.planner import Planner
 from ..runtime.schedule_settings import log_idle_lists
 from ..units.unit import Unit
+from .prepared_graph import LoweredGraph
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +31,7 @@ class Variants:
     def __init__(
         self,
         planner: Planner,
-        lower: Callable[[Plan, Sequence[Any] | None], tuple[BoxedFunction, Interface, CheckedProgram, SizeGuard | None]],
+        lower: Callable[[Plan, Sequence[Any] | None], LoweredGraph],
     ):
         self._planner = planner
         self._lower = lower
@@ -62,16 +60,16 @@ class Variants:
                 return variant
         is_backward = self._planner.is_backward
         log_idle_lists(units, is_backward=is_backward)
-        function, interface, run, guard = self._lower(plan, args)
-        groups = interface.reduction_groups
+        made = self._lower(plan, args)
+        groups = made.reduction_groups
         regrouped = groups if groups != self._planner.inputs.reduction_groups else None
         communicating = self._planner.communicating(plan)
-        variants.append(Variant(function, interface.inputs, interface.outputs, run, regrouped, guard, communicating))
+        variants.append(Variant(made.function, made.inputs, made.outputs, made.run, regrouped, made.guard, communicating))
         if len(variants) == _MANY_VARIANTS:
             logger.warning(
                 "A %s graph has been compiled for %d sets of sizes, and goes on so: its code is for %s.",
                 "backward" if is_backward else "forward",
                 len(variants),
-                guard,
+                made.guard,
             )
         return variants[-1]

@@ -42,6 +42,7 @@ from .gradients import (
 )
 from .graph_inputs import GraphInputs, ParameterRegistry
 from .hook_tensors import hook_tensor
+from .tensor_kind import Like
 
 
 class Gradients:
@@ -49,14 +50,14 @@ class Gradients:
 
     Attributes:
         params: the parameters of the gradients.
-        like: an empty tensor with dtype and device of the reduction.
+        like: dtype and device of the reduction.
         grad_dtype: dtype of the reduced gradients.
         reduction: the graph's plan for the gradients.
         factors: the divide factors of ``reduction``.
         updates: the update of each parameter, if the graph updates them.
     """
 
-    def __init__(self, params: list[ShardedParam], like: Tensor, grad_dtype: torch.dtype):
+    def __init__(self, params: list[ShardedParam], like: Like, grad_dtype: torch.dtype):
         self.params = params
         self.like = like
         self.grad_dtype = grad_dtype

@@ -35,11 +35,12 @@ from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, SyncFlags, Unit
 from .collective_log import eager_run
 from .hook_tensors import hook_tensors
+from .tensor_kind import Like
 
 # Plans for graphs and eager operators.
 
 
-def _averaging(unit: Unit, mesh: ShardingMesh, like: Tensor) -> tuple[Averaging, tuple[float, ...]]:
+def _averaging(unit: Unit, mesh: ShardingMesh, like: Like) -> tuple[Averaging, tuple[float, ...]]:
     """Return how a unit averages gradients on one mesh in the dtype of ``like``, and the divide factors."""
     flags = unit.flags
     settings = (
@@ -56,7 +57,7 @@ def _averaging(unit: Unit, mesh: ShardingMesh, like: Tensor) -> tuple[Averaging,
     return unit.averagings[settings]
 
 
-def _resolve_averaging(flags: SyncFlags, mesh: ShardingMesh, like: Tensor) -> tuple[Averaging, tuple[float, ...]]:
+def _resolve_averaging(flags: SyncFlags, mesh: ShardingMesh, like: Like) -> tuple[Averaging, tuple[float, ...]]:
     if flags.comm_hook is None:
         return resolve_averaging(
             mesh.shard_group,
@@ -73,13 +74,13 @@ def _resolve_averaging(flags: SyncFlags, mesh: ShardingMesh, like: Tensor) -> tu
     return replace(averaging, divides_gradient=False, divides_scattered=averaging.divides_gradient), factors
 
 
-def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Tensor) -> tuple[Reduction, tuple[float, ...]]:
+def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Like) -> tuple[Reduction, tuple[float, ...]]:
     """Return the plan for one bucket in this backward, and the divide factors of the plan.
 
     Args:
         unit: the bucket's unit.
         params: its parameters, which are on one mesh.
-        like: a tensor with dtype and device of the reduction.
+        like: has the dtype and device of the reduction.
     """
     flags, mesh = unit.flags, params[0].mesh
     hook, in_place = flags.comm_hook, flags.comm_hook_in_place
@@ -158,10 +159,10 @@ def flat_partial(params: Sequence[ShardedParam]) -> Tensor:
     return flat
 
 
-def unsharded_grad(param: ShardedParam, like: Tensor) -> Tensor:
+def unsharded_grad(param: ShardedParam, like: Like) -> Tensor:
     """Return the full gradient of earlier microbatches, which a graph may add to in place.
 
-    If there is none, make one of zeros, with dtype and device of ``like``, and keep it. ``like`` may be a fake tensor.
+    If there is none, make one of zeros, with dtype and device of ``like``, and keep it.
     """
     if param.state.unsharded_grad is None:
         param.state.unsharded_grad = torch.zeros(param.shape, dtype=like.dtype, device=like.device)

@@ -20,6 +20,7 @@ from passes.transforms.bucket import Bucket, Group, find_buckets, whole_buckets
 
 from ..units.sharded_param import ShardedParam, param_in_memory
 from ..units.unit import Unit
+from .tensor_kind import TensorKind
 
 
 def sharded_param(shard: Any) -> ShardedParam:
@@ -54,14 +55,14 @@ class GradientInputs:
         name: the name of the bucket.
         unit: the name of its unit in the graph.
         members: the indices of the inputs that are the shards of its parameters.
-        like: an empty tensor with dtype and device of the reduction.
+        like: dtype and device of the reduction.
         grad_dtype: dtype of the reduced gradients.
     """
 
     name: BucketName
     unit: str
     members: tuple[int, ...]
-    like: Tensor
+    like: TensorKind
     grad_dtype: torch.dtype
 
 
@@ -131,7 +132,7 @@ class _Places:
     def gradients(self, bucket: Bucket) -> GradientInputs:
         spec = ReduceGrad.of(bucket.nodes[0])
         value = spec.grad.meta["val"]
-        like = torch.empty((), dtype=value.dtype, device=value.device)
+        like = TensorKind(value.dtype, value.device)
         return GradientInputs(bucket.name, bucket.unit, self.of(bucket.shards), like, spec.grad_dtype or value.dtype)
 
 

@@ -15,6 +15,7 @@ from ..torch_versions import reduce_dtype
 from ..units.param_state import MadeByHook
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
+from .tensor_kind import Like
 
 
 def hook_parameter(param: ShardedParam, dtype: torch.dtype, device: torch.device) -> HookParameter:
@@ -27,13 +28,13 @@ def hook_parameter(param: ShardedParam, dtype: torch.dtype, device: torch.device
     return HookParameter(tuple(param.shape), param.dim, param.mesh.shard_size, dtype, device)
 
 
-def hook_tensor(param: ShardedParam, name: str, like: Tensor) -> Tensor:
+def hook_tensor(param: ShardedParam, name: str, like: Like) -> Tensor:
     """Return a hook's tensor for a parameter. The first call makes all tensors of the hook for it.
 
     Args:
         param: the parameter; its unit has a hook.
         name: the hook's name for the tensor, after :data:`OVER_REPLICAS` if it is the hook over replicas.
-        like: a tensor with dtype and device of the reduction.
+        like: has the dtype and device of the reduction.
 
     Raises:
         RuntimeError: the hook has made tensors for reductions in another dtype or on another device.
@@ -42,12 +43,12 @@ def hook_tensor(param: ShardedParam, name: str, like: Tensor) -> Tensor:
     return _tensors(param, prefix, like.dtype, like.device)[name]
 
 
-def hook_tensors(params: Sequence[ShardedParam], like: Tensor, prefix: str = "") -> list[Tensor]:
+def hook_tensors(params: Sequence[ShardedParam], like: Like, prefix: str = "") -> list[Tensor]:
     """Return the tensors that a hook is called with for a bucket.
 
     Args:
         params: the parameters of the bucket.
-        like: a tensor with dtype and device of the reduction.
+        like: has the dtype and device of the reduction.
         prefix: :data:`OVER_REPLICAS` for the hook over replicas; else empty.
     """
     wanted = tensors_of_hook(

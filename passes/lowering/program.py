@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,10 +64,10 @@ def _range_of(node: Node) -> str:
 class _Writer:
     """The writer of a program's source. It also collects the objects that the source refers to, by name."""
 
-    def __init__(self, graph: Graph, segments: Mapping[str, Callable[..., Any]], owner: GraphModule):
+    def __init__(self, graph: Graph, owner: GraphModule):
         self.graph = graph
         self.owner = owner
-        self.names: dict[str, Any] = dict(segments)
+        self.names: dict[str, Any] = {}
         self.lines: list[str] = []
         self.last_uses = _last_uses(graph)
 
@@ -126,22 +127,41 @@ class _Writer:
         return name
 
 
-def write_program(
-    graph: Graph, segments: Mapping[str, Callable[..., Any]], owner: GraphModule
-) -> tuple[str, Callable[[list[Any]], list[Any]]]:
+@dataclass(frozen=True)
+class Program:
+    """The source of a program.
+
+    Attributes:
+        source: defines the function ``call``.
+        objects: the functions and tensors that the source refers to, by name.
+    """
+
+    source: str
+    objects: Mapping[str, Any]
+
+    @property
+    def is_data(self) -> bool:
+        """True if the program has no tensors of its own, so that another process can run it."""
+        return not any(isinstance(value, torch.Tensor) for value in self.objects.values())
+
+    def link(self, segments: Mapping[str, Callable[..., Any]]) -> Callable[[list[Any]], list[Any]]:
+        """Return the function.
+
+        Args:
+            segments: the function to call for each module of the graph, by name. It takes a list, which it may empty.
+        """
+        namespace: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
+        namespace |= {"named_range": RecordFunctionFast, **self.objects, **segments}
+        exec(compile(self.source, "<fsdp program>", "exec"), namespace)
+        return namespace["call"]
+
+
+def write_program(graph: Graph, owner: GraphModule) -> Program:
     """Write the program of an outer graph.
 
     Args:
         graph: the outer graph.
-        segments: the function to call for each module of the graph, by name. It takes a list, which it may empty.
         owner: the module with the tensors that the graph reads as attributes.
-
-    Returns:
-        The source, and the function itself.
     """
-    writer = _Writer(graph, segments, owner)
-    source = writer.write()
-    namespace: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
-    namespace |= {"named_range": RecordFunctionFast, **writer.names}
-    exec(compile(source, "<fsdp program>", "exec"), namespace)
-    return source, namespace["call"]
+    writer = _Writer(graph, owner)
+    return Program(writer.write(), writer.names)

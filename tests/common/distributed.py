@@ -42,6 +42,7 @@ from passes.auto import small_units
 
 from . import inductor_use
 from .lost_guards import refuse_lost_guards
+from .stored_graphs import store_nothing
 from .wrong_layouts import refuse_wrong_layouts
 
 # Modules that all ranks need.
@@ -136,6 +137,7 @@ def _serve(
     torch.set_num_threads(1)
     refuse_lost_guards()
     refuse_wrong_layouts()
+    store_nothing()
     inductor_use.refuse_unless_allowed()
     # A rank blocked in a collective cannot run Python code; the C-level handler can still write its stack.
     stacks = open(stack_file, "w")  # noqa: SIM115

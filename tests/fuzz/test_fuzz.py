@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from tests.common.distributed import RankPools
+from tests.common.stored_graphs import storing
 
 from .__main__ import script
 from .case import *  # noqa: F403 (what a printed case is made of)
@@ -41,6 +42,21 @@ def test_models(system: str, count: int, mesh: tuple[int, ...], first: int, rank
     seeds = range(first, first + count)
     world = draw(first, mesh, compiled=False).world
     assert rank_pools[world].run(check_seeds, seeds=seeds, mesh=mesh, system=system, is_small=False) == [{}] * world
+
+
+def check_stored(seeds: range, mesh: tuple[int, ...], system: str) -> list[list[str]]:
+    """Return the differences of graphs that are found in caches, in the place of a second process; a job for ranks."""
+    cases = [draw(seed, mesh, compiled=True) for seed in seeds]
+    with storing():
+        return [found for case in cases for _ in range(2) if (found := check(case, system))]
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@pytest.mark.parametrize(("system", "count"), [("aot_eager", 4), ("inductor", 1)])
+def test_stored_graphs(system: str, count: int, mesh: tuple[int, ...], rank_pools: RankPools) -> None:
+    world = draw(300, mesh, compiled=True).world
+    assert rank_pools[world].run(check_stored, seeds=range(300, 300 + count), mesh=mesh, system=system) == [[]] * world
 
 
 @pytest.mark.cuda

@@ -8,6 +8,10 @@ import torch._functorch.config as functorch_config
 # joint graph several times.
 import torch._functorch.partitioners as partitioners
 
+# The cache of what AOTAutograd makes of Dynamo's graphs: an exception that leaves a graph out, the base class of its entries,
+# and the format of graphs. ``FakeScriptObject`` stands for a value, such as a device mesh, that the format loses.
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
 # Traces one of several equal layers, forward and backward, as compiled code is traced. The public function traces for export,
 # and decomposes more operators.
 from torch._functorch.aot_autograd import aot_function
@@ -15,6 +19,7 @@ from torch._functorch.aot_autograd import aot_function
 # Inductor's clean-up of joint graphs, also for a layer that is traced alone. ``cuda_code`` makes the class fold constants on
 # the CPU.
 from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder, joint_graph_passes
+from torch._inductor.output_code import OutputCode
 
 # Sorts a joint graph before the passes: Inductor's patterns insert nodes before the ones that they read, and Inductor sorts
 # them only after the passes.
@@ -22,3 +27,6 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 # Inductor's globals, among them its fake mode.
 from torch._inductor.virtualized import V
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.fx._graph_pickler import GraphPickler
+from torch.fx._graph_pickler import Options as PicklerOptions

@@ -9,8 +9,9 @@ from torch._inductor import list_mode_options
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 
 # Compiles such a file; its template of bindings is for one function, and is adapted to several. Graphs that rely on more
-# conditions than their entry says are taken out of the cache of compiled graphs.
-from torch._inductor.codecache import CppPythonBindingsCodeCache, FxGraphCache
+# conditions than their entry says are taken out of the cache of compiled graphs, and lowered graphs name those in the cache by
+# their keys. The key of a graph without nodes tells what else the code of graphs depends on.
+from torch._inductor.codecache import CppPythonBindingsCodeCache, FxGraphCache, compiled_fx_graph_hash
 
 # Inductor's backend, on which this library's is built. Its parameter ``inner_compile`` gets forward and backward graphs. From
 # 2.12 on, both also take ``compile_region_name``, which is passed on among the keywords.
@@ -42,6 +43,9 @@ from torch._inductor.inductor_prims import force_stride_order
 
 # The node of generated C++ loops, with the indices that they read.
 from torch._inductor.ir import ComputedBuffer
+
+# A graph that is taken from Inductor's cache gets the constants that it was compiled with.
+from torch._inductor.output_code import CompiledFxGraphConstants
 
 # A set of patterns, and its replacement of what they match.
 from torch._inductor.pattern_matcher import PatternMatcherPass

@@ -146,6 +146,11 @@ def cache_key(compiled: object) -> str | None:
     return getattr(compiled, "_fx_graph_cache_key", None)
 
 
+def set_cache_key(compiled: Any, key: str) -> None:
+    """Note the key of a graph in Inductor's cache."""
+    compiled._fx_graph_cache_key = key
+
+
 def cache_folder(cache: Any, key: str) -> str:
     """Return the folder in which Inductor's cache keeps the graphs of a key."""
     return cache._get_tmp_dir_for_key(key)

@@ -27,7 +27,8 @@ class TestProgram(PassTestCase):
     def write(self, gm: GraphModule, segments: dict[str, Any] | None = None) -> Any:
         outer, cut = cut_into_segments(gm)
         run = {name: (lambda inputs, module=segment.graph_module: module(*inputs)) for name, segment in cut.items()}
-        return write_program(outer, segments or run, gm)
+        program = write_program(outer, gm)
+        return program.source, program.link(segments or run)
 
     def test_frees_after_the_last_use_and_in_flight_at_the_wait(self) -> None:
         source, _ = self.write(self.graph())
@@ -109,8 +110,7 @@ def call(args):
             alive.append(seen() is not None)
             return (result,)
 
-        _, function = write_program(outer, {"segment_0": segment}, gm)
-        function([torch.zeros(4)])
+        write_program(outer, gm).link({"segment_0": segment})([torch.zeros(4)])
         assert alive == [False]
 
     def test_reads_attributes_of_the_module(self) -> None:

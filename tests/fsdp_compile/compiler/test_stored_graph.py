@@ -1,0 +1,211 @@
+"""Graphs in AOTAutograd's cache: a second compilation takes them, and trains the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.compiler import prepared_graph, stored_graph, stored_variant
+from fsdp_compile.debug import capture
+from passes.transforms.repeated_layers import MIN_LAYERS
+from tests.common import models
+from tests.common.distributed import RankPools, device_mesh, fake_group
+from tests.common.parity import shard_units
+from tests.common.stored_graphs import count_loads, storing
+
+pytestmark = pytest.mark.skipif(not stored_graph.can_store(), reason="this torch runs passes before it looks into its cache")
+
+
+class WithNorm(nn.Module):
+    """A model whose forward writes to buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.BatchNorm1d(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": models.MLP,
+    "folded": partial(models.MLP, layers=1 + MIN_LAYERS),
+    "checkpointed": partial(models.MLP, checkpointed=True),
+    "writes to buffers": WithNorm,
+}
+
+
+def train(build: Callable[[], nn.Module], lowering: str) -> list[Tensor]:
+    """Return losses, gradients and buffers of microbatches with and without sync, and of evaluation. Runs on every rank."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = build().double()
+    shard_units(model, device_mesh((dist.get_world_size(),)), fully_shard)
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
+    found = []
+    for step in range(4):
+        model.set_requires_gradient_sync(step % 2 == 1)
+        x = torch.full((4, 8), 1.0 + step + dist.get_rank(), dtype=torch.float64)
+        loss = (compiled(x) * torch.arange(4.0).unsqueeze(1)).square().mean()
+        loss.backward(retain_graph=step == 1)
+        if step == 1:
+            loss.backward()
+        found.append(loss.detach())
+        if step % 2:
+            found += [param.grad.full_tensor().clone() for param in model.parameters()]
+    with torch.no_grad():
+        found.append(compiled(torch.ones(4, 8, dtype=torch.float64)))
+    return [*found, *(buffer.clone() for buffer in model.buffers())]
+
+
+def train_twice(name: str, lowering: str) -> None:
+    """Train in the place of two processes, the second of which finds the graphs of the first. Runs on every rank."""
+    expected = train(MODELS[name], lowering)
+    with storing():
+        for is_second in (False, True):
+            with count_loads() as loads:
+                results = train(MODELS[name], lowering)
+            assert all(map(torch.equal, results, expected)), "values differ"
+            hits, misses = loads
+            assert (hits > 0, misses > 0) == (is_second, not is_second)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_the_same(name: str, rank_pools: RankPools) -> None:
+    rank_pools[2].run(train_twice, name=name, lowering="aot_eager")
+
+
+@pytest.mark.inductor
+def test_trains_the_same_through_inductor(rank_pools: RankPools) -> None:
+    rank_pools[2].run(train_twice, name="folded", lowering="inductor")
+
+
+# What is in the key, and what is not stored.
+
+
+def compile_and_train(ranks: int = 2, size: int = 4, mp_policy: Any = None, reshard: Any = None, **options: Any) -> None:
+    with fake_group(ranks):
+        torch.manual_seed(0)
+        model: Any = models.MLP()
+        mesh = init_device_mesh("cpu", (ranks,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=mp_policy or MixedPrecisionPolicy())
+        fully_shard(model, mesh=mesh)
+        compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager", **options})
+        compiled(torch.ones(size, 8)).sum().backward()
+
+
+def is_found(**changes: Any) -> bool:
+    """Return whether a model that is compiled after another, in which nothing differs but ``changes``, finds its graphs."""
+    with storing():
+        compile_and_train()
+        with count_loads() as loads:
+            compile_and_train(**changes)
+    return loads == [1, 0]
+
+
+def test_finds_equal_graphs() -> None:
+    assert is_found()
+    # A plan's passes run anew.
+    assert is_found(min_bucket_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks": 4},
+        {"size": 6},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        {"reshard": False},
+        {"disable_passes": ["fold_layers"]},
+    ],
+    ids=str,
+)
+def test_finds_no_others(changes: dict[str, Any]) -> None:
+    assert not is_found(**changes)
+
+
+def test_finds_none_of_another_source() -> None:
+    with storing():
+        compile_and_train()
+        with mock.patch("fsdp_compile.compiler.backend.configuration", lambda: "another"), count_loads() as loads:
+            compile_and_train()
+    assert loads == [0, 1]
+
+
+def test_stores_nothing_that_is_captured() -> None:
+    """Whoever looks at passes sees them run."""
+    with storing():
+        for _ in range(2):
+            with count_loads() as loads, capture() as captured:
+                compile_and_train()
+            assert loads == [0, 0]
+            assert "reshard_after_forward" in {each.name for each in captured.passes}
+
+
+def test_stores_nothing_although_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``TORCHINDUCTOR_AUTOGRAD_CACHE=1`` turns torch's cache on for good, also where a graph must not be stored."""
+    with storing():
+        compile_and_train()
+        monkeypatch.setattr(functorch_config._config["enable_autograd_cache"], "env_value_force", True)  # type: ignore[attr-defined]
+        with count_loads() as loads, capture():
+            compile_and_train()
+        assert loads == [0, 0]
+
+
+# Lowered graphs.
+
+
+def scheduled(**options: Any) -> int:
+    """Compile a model through Inductor and train it; return how many graphs passes ran over."""
+    with mock.patch.object(prepared_graph, "run_passes", wraps=prepared_graph.run_passes) as passes:
+        compile_and_train(**{"lowering": "inductor", **options})
+    return passes.call_count
+
+
+@pytest.mark.inductor
+def test_takes_lowered_graphs() -> None:
+    with storing():
+        assert [scheduled(), scheduled()] == [2, 0]
+        # Other options lower other graphs, of the same stored ones.
+        assert [scheduled(min_bucket_bytes=0), scheduled(min_bucket_bytes=0)] == [2, 0]
+
+
+def _damage(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:20])
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("folder", ["fsdp_compile", "fxgraph", "aotautograd"])
+@pytest.mark.parametrize("spoil", [_damage, shutil.rmtree], ids=["damaged", "missing"])
+def test_lowers_again_what_is_lost(spoil: Callable[[Path], None], folder: str) -> None:
+    with storing():
+        assert scheduled() == 2
+        spoil(Path(cache_dir()) / folder)
+        # A graph that is traced again may be lowered already.
+        assert scheduled() == (0 if folder == "aotautograd" else 2)
+        assert scheduled() == 0
+
+
+@pytest.mark.inductor
+def test_trains_where_nothing_can_be_stored() -> None:
+    with storing(), mock.patch.object(stored_variant.tempfile, "mkstemp", side_effect=OSError("No space left on device")):
+        assert [scheduled(), scheduled()] == [2, 2]

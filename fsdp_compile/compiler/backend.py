@@ -492,11 +492,14 @@ class _Compilation:
         is_backward = bool(kwargs.get("is_backward"))
         roles = group_names(gm.graph, self._other_groups)
         run_preparing_passes(gm, self._lowering.preparing_passes, is_backward=is_backward, observer=observer())
+        # Indices into the inputs of the whole graph differ from those of a segment. Inductor's cache can make no key of the
+        # functions that decompose joint graphs, and would take no segment.
+        segment_kwargs = {key: value for key, value in kwargs.items() if key != "get_decomp_fn"} | {"static_input_idxs": ()}
         summary = GraphSummary(
             GraphInputs.of(gm.graph),
             GraphOutputs.of(gm.graph),
             roles,
-            {key: value for key, value in kwargs.items() if key not in ("get_decomp_fn", "static_input_idxs")},
+            segment_kwargs,
             [] if metadata is None else [info.mutates_data for info in metadata.input_info],
         )
         made = bind_new(gm, summary, self._bind, stores=self._stores)

@@ -97,12 +97,11 @@ class InductorLowering(Lowering):
         keys: dict[str, Hashable] = {name: (is_backward, segment.key) for name, segment in segments.items()}
         kernels = {key: found for key in keys.values() if (found := self._found(key, assumptions)) is not None}
         new = {keys[name]: segment for name, segment in segments.items() if keys[name] not in kernels}
-        kwargs = _for_segments(inductor_kwargs)
         in_background = _devices(gm.graph) == {torch.device("cpu")}
         # fuse_products has fused what Inductor would look for here, and Inductor would warn for each segment.
         with inductor_config.patch(_micro_pipeline_tp=False), even_loop_splits():
             # self._kernels changes only after all segments are compiled, so that a failure leaves none.
-            made = self._compile(new, kwargs, assumptions, in_background=in_background)
+            made = self._compile(new, inductor_kwargs, assumptions, in_background=in_background)
         for key, (function, conditions) in made.items():
             self._kernels.setdefault(key, []).append((function, conditions))
             kernels[key] = function
@@ -113,12 +112,11 @@ class InductorLowering(Lowering):
         return Lowered(boxed(program.link(compiled)), "\n\n".join([program.source, *parts]), stored)
 
     def load(self, stored: StoredProgram, *, is_backward: bool, inductor_kwargs: Mapping[str, Any]) -> BoxedFunction | None:
-        kwargs = _for_segments(inductor_kwargs)
         with kernels_in_background() if stored.in_background else contextlib.nullcontext(lambda: None) as end_library:
             for group in stored.groups:
                 for key in group:
                     if key not in self._loaded:
-                        found = _from_cache(key, kwargs, is_backward=is_backward)
+                        found = _from_cache(key, inductor_kwargs, is_backward=is_backward)
                         if found is None:
                             return None
                         self._loaded[key] = found
@@ -196,15 +194,6 @@ class InductorLowering(Lowering):
             # strides.
             context.output_strides.clear()
         return compiled
-
-
-def _for_segments(inductor_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of ``compile_fx_inner`` for segments of a graph."""
-    # static_input_idxs are indices into the inputs of the whole graph, which differ from those of a segment.
-    kwargs = {**inductor_kwargs, "static_input_idxs": ()}
-    # Inductor's cache can make no key of the functions that decompose joint graphs, and would take no segment.
-    kwargs.pop("get_decomp_fn", None)
-    return kwargs
 
 
 def _from_cache(key: str, kwargs: Mapping[str, Any], *, is_backward: bool) -> Any | None:

@@ -76,7 +76,7 @@ class Lowering(ABC):
         Args:
             gm: the graph, with its collectives in the order in which they are to start. Do not change it; keeping it is fine.
             is_backward: whether it is a backward graph.
-            inductor_kwargs: keywords of ``compile_fx_inner`` for the whole graph.
+            inductor_kwargs: keywords of ``compile_fx_inner`` for any part of the graph.
             assumptions: what is decided about sizes. Code of an earlier lowering may be reused if ``assumptions`` admits its
                 conditions.
         """

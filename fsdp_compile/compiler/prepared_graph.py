@@ -83,7 +83,7 @@ class PreparedGraph:
 
     Args:
         source: the partitioned graph, after the preparing passes.
-        summary: what there is to know of it without reading it.
+        summary: its summary.
         configuration: a key of what passes depend on, besides their graphs.
         lowering: makes functions of scheduled graphs.
         config_patches: settings of Inductor.

@@ -33,12 +33,12 @@ from .capture import snapshot
 
 @dataclass(frozen=True)
 class GraphSummary:
-    """What there is to know of a partitioned graph without reading it.
+    """The summary of a partitioned graph, which serves calls until a variant has to be lowered.
 
     Attributes:
         inputs, outputs: its inputs that are shards, and its outputs.
         group_names: the role in the mesh of each of its process groups, by the group's name.
-        kwargs: Inductor's keywords for it.
+        kwargs: Inductor's keywords for its segments.
         written: for each of its inputs, whether it writes to the input.
     """
 
@@ -120,7 +120,7 @@ class StoredGraph(OutputCode):
 
     Attributes:
         content: the graph, in bytes. Empty: the graph cannot be stored.
-        summary: what there is to know of it without reading it.
+        summary: its summary.
     """
 
     content: bytes
@@ -157,7 +157,7 @@ def bind_new(gm: GraphModule, summary: GraphSummary, bind: Bind, *, stores: bool
 
     Args:
         gm: the graph, after the preparing passes.
-        summary: what there is to know of it without reading it.
+        summary: its summary.
         bind: binds it.
         stores: also make the content with which AOTAutograd stores it.
     """

@@ -52,12 +52,12 @@ def variant_key(graph_key: str, plan: Plan, options: object, kwargs: Mapping[str
     """Return the key of a variant; empty: it cannot be stored. Call it in the contexts in which the graph is lowered.
 
     Args:
-        graph_key: the key of the graph; empty: the graph is not stored.
+        graph_key: the key of the graph.
         plan: the plan.
         options: what else passes and lowering depend on, besides the configuration of Inductor, with a ``repr`` that tells.
         kwargs: Inductor's keywords for the graph.
     """
-    if not graph_key or plan.has_hooks or plan.has_updates or not inductor_config.fx_graph_cache:
+    if plan.has_hooks or plan.has_updates or not inductor_config.fx_graph_cache:
         return ""
     parts = graph_key, plan, options, _configuration(kwargs), torch.get_num_threads()
     return hashlib.sha256(repr(parts).encode()).hexdigest()

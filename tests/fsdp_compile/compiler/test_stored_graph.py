@@ -96,7 +96,7 @@ def test_trains_the_same_through_inductor(rank_pools: RankPools) -> None:
     rank_pools[2].run(train_twice, name="folded", lowering="inductor")
 
 
-# What is in the key, and what is not stored.
+# Keys, and graphs that are not stored.
 
 
 def compile_and_train(ranks: int = 2, size: int = 4, mp_policy: Any = None, reshard: Any = None, **options: Any) -> None:

@@ -110,7 +110,7 @@ def compile_with(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[A
         example_inputs: the graph's inputs.
         options: the backend's options. The field ``lowering`` is ignored.
     """
-    with inductor_config.patch(dict(options.inductor)):
+    with inductor_config.patch({**options.inductor, **lowering.config_patches}):
         return _compile(lowering, gm, example_inputs, options)
 
 

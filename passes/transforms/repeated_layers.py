@@ -18,9 +18,9 @@ Once equal layers share their kernels, tracing takes most of the time to compile
 that.
 
 Leaves alone layers where copying could be wrong: calls of higher-order operators such as checkpoints, symbolic sizes, inputs
-that are written to, outputs that are views of inputs, random numbers (Inductor numbers their seeds through the whole graph),
-operations with an effect besides their result (switching a mode, entering a transform), and traces with anything but functional
-operators that have fake values.
+that are written to, outputs that are views of inputs, random numbers from Inductor's seeds, which it numbers through the whole
+graph, operations with an effect besides their result (switching a mode, entering a transform), and traces with anything but
+functional operators that have fake values.
 
 ``torch.compiler.nested_compile_region`` (torch/_higher_order_ops/invoke_subgraph.py) has the same aim for regions that the user
 marks, but keeps the regions apart in the partitioner, too.

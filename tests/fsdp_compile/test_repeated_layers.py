@@ -95,13 +95,14 @@ FOLDED = [
     "plain",
     "cast",
     "constant",
+    "dropout",
     "expanded gradient",
     "frozen parameter",
     "residual outside",
     "several outputs",
     "tied parameter",
 ]
-TRACED_EACH = ["autocast", "checkpoint", "dropout", "unused result", "view of an input", "vmap", "written input"]
+TRACED_EACH = ["autocast", "checkpoint", "unused result", "view of an input", "vmap", "written input"]
 # Dynamo of torch 2.11 makes a function for each DTensor.
 (FOLDED if torch.__version__ >= "2.12" else TRACED_EACH).append("tensor parallel")
 
@@ -122,7 +123,9 @@ def make_model(kind: str, units: bool = True) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, train: bool = True) -> tuple[Capture, Any, int]:
+def run(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, train: bool = True, lowering: str = "aot_eager"
+) -> tuple[Capture, Any, int]:
     """Compile and run; return the captured graphs, the results, and the number of folded layers."""
     folded = []
 
@@ -133,7 +136,7 @@ def run(model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, trai
 
     monkeypatch.setattr(passes.pipeline, "fold_layers", fold_and_count)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
     torch.manual_seed(1)
     x = torch.randn(6, WIDTH)
     with capture() as captured, torch.set_grad_enabled(train):
@@ -165,7 +168,7 @@ def test_graphs_are_the_same(kind: str, fake_ranks: None, monkeypatch: pytest.Mo
     assert operations(once.backward[0].graph_module.graph) == operations(one_by_one.backward[0].graph_module.graph)
 
 
-@pytest.mark.parametrize("kind", ["plain", "dropout"])
+@pytest.mark.parametrize("kind", ["plain", "autocast"])
 def test_observers_are_told_where_something_folds(kind: str, fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     captured, _, folded = run(make_model(kind), monkeypatch, DEPTH)
     ahead = [entry for entry in captured.passes if entry.stage in ("dynamo", "joint")]
@@ -201,8 +204,14 @@ def test_inference(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_that_differ_are_traced_each(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model("plain")
     layer: Any = model.layers[1]
-    layer.kind = "dropout"
+    layer.kind = "cast"
     _, _, folded = run(fully_shard(model, mesh=init_device_mesh("cpu", (1,))), monkeypatch, DEPTH)
+    assert folded == 0
+
+
+@pytest.mark.inductor
+def test_layers_with_seeds_of_inductor_are_traced_each(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, folded = run(make_model("dropout"), monkeypatch, DEPTH, lowering="inductor")
     assert folded == 0
 
 

@@ -300,11 +300,12 @@ def execute(case: Case, system: str, device: str = "cpu") -> list[EventRecord]:
         system: "fsdp2"; "eager", the library uncompiled; a lowering; or "whole", whole parameters in this process alone.
         device: the device of parameters and batches: "cpu", or "cuda", which all ranks share.
     """
-    torch.backends.cudnn.allow_tf32 = False
     torch._dynamo.reset()
+    # Not an assignment: torch.testing._internal, once imported, permits none.
+    precise = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
     # Past its limit Dynamo runs a frame eagerly, on each rank after a different call.
     limits = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64)
     padded = padded_products() if "padded" in case.features else nullcontext()
-    with padded, limits if system in ("aot_eager", "inductor") else nullcontext():
+    with precise, padded, limits if system in ("aot_eager", "inductor") else nullcontext():
         trainee = _Trainee(case, system, device)
         return [trainee.run(event) for event in case.events]

@@ -158,6 +158,16 @@ def starts_collective(node: Node) -> bool:
     return is_collective(node) and not is_wait and not is_fused_product(node)
 
 
+def last_element(node: Node) -> Node:
+    """Return the last of the elements (``getitem``) that follow a node or its own element in the graph; without any, the node.
+
+    What is put into the graph goes after it: Inductor cannot unpack a tuple that another segment made.
+    """
+    while node.next.target is operator.getitem:
+        node = node.next
+    return node
+
+
 def readers(node: Node) -> list[Node]:
     """Find the nodes that read a value; of a tuple, the nodes that read its elements."""
     found: list[Node] = []

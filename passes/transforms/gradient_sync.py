@@ -35,7 +35,7 @@ from ..collectives.divide_factors import factor_dtype
 from ..collectives.functional import hook_parameters, replica_parameters
 from ..collectives.stateful_hook import OVER_REPLICAS, HookParameter, StatefulHook, tensors_of_hook
 from ..fx.emit import emit
-from ..fx.graph import is_collective, memory_of, viewed
+from ..fx.graph import is_collective, last_element, memory_of, viewed
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.objects import schema_of
 from ..ir.interface import (
@@ -140,7 +140,7 @@ class _ReductionWriter:
 
     def write(self) -> None:
         # After the placeholders: an input of backward may itself be a gradient.
-        behind = max([*self.grads, self.graph.find_nodes(op="placeholder")[-1]]).next
+        behind = last_element(max([*self.grads, self.graph.find_nodes(op="placeholder")[-1]])).next
         if self.reduction.sync is not Sync.NONE:
             self._take_in_casts(behind)
         with self.graph.inserting_before(behind):

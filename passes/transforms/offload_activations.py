@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -39,7 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..collectives.host_copies import copies_to, fetch, offload, wait_copy, wait_offload
 from ..fx.emit import emit
-from ..fx.graph import argument_text
+from ..fx.graph import argument_text, last_element
 from ..fx.sizes import num_bytes
 from ..ir.ops import ReduceGrad, reduce_grads
 from ..models.cost_model import is_free, kernels
@@ -198,10 +197,7 @@ def _offload(graph: Graph) -> None:
         if isinstance(node, Node) and node.op == "call_function" and IS_OFFLOADED in node.meta:
             last = max([node, *(last_of_kernel.get(reader, reader) for reader in readers[node])], key=place.__getitem__)
             last = max(last, last_of_kernel.get(last, last), key=place.__getitem__)
-            # After the getitems: Inductor cannot unpack a tuple that another segment made.
-            while last.next.target is operator.getitem:
-                last = last.next
-            behind.setdefault(last, []).append(node)
+            behind.setdefault(last_element(last), []).append(node)
     group_at = _groups(graph, place)
     on_their_way: dict[int, list[tuple[Node, Node]]] = {}
     copies: dict[Node, Node] = {}

@@ -26,6 +26,7 @@ marked, and the casts that feed them.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -161,7 +162,8 @@ def _move_behind_kernel(start: list[Node], gradients: set[Node]) -> None:
         """Return whether the reduction starts after ``node``: part of the kernel, or a node that moves later anyway."""
         is_small = is_view(node) or is_fusible(node)
         is_end = role(node) in (Role.FINISH_REDUCE, Role.ALL_REDUCE, Role.UPDATE, Role.COPY_TO_HOST)
-        return is_end or (is_small and not role(node) and node not in gradients)
+        is_element = node.target is operator.getitem
+        return is_end or (is_small and not role(node) and (is_element or node not in gradients))
 
     following = start[-1].next
     while starts_after(following):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.debug import capture
 from tests.common import models
-from tests.common.distributed import RankPools
+from tests.common.distributed import RankPools, device_mesh
 from tests.common.microbatches import (
     SMALL,
     Microbatch,
@@ -19,6 +26,7 @@ from tests.common.microbatches import (
     Trainee,
     all_reduce,
     differences,
+    full,
     reference,
     reshard_after_backward,
     sgd,
@@ -28,6 +36,8 @@ from tests.common.parity import Batch, regression_batch, squared_error
 from tests.fsdp_compile.test_model_parallel import shard_beside, uneven_parallel
 
 pytestmark = pytest.mark.units_apart
+
+_exchange = torch.ops._c10d_functional.all_to_all_single.default
 
 #: Every way to accumulate.
 _ACCUMULATE: Schedule = (
@@ -63,6 +73,44 @@ def test_trains_like_one_process(mesh_shape: tuple[int, ...], lowering: str, sch
     # More than one for each of three units; otherwise no matrix has a collective of its own.
     assert runs[0].counts("all_gather", "forward")[0] > 3
     assert runs[0].counts("reduce_scatter", "backward")[0] > 3
+
+
+class Convolutions(nn.Module):
+    """Convolutions with biases: one operator computes the gradients of a weight and of a bias, as elements of a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(4, 6, 3), nn.Conv1d(6, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))).square().sum()
+
+
+def convolution_differences(options: dict[str, Any]) -> tuple[list[str], int]:
+    """Train with collectives of their own for weights; also return how many reductions there are. Runs on every rank."""
+    torch.manual_seed(0)
+    model = Convolutions()
+    whole = copy.deepcopy(model)
+    fully_shard(model, mesh=device_mesh((2,)))
+    compiled = torch.compile(model, backend=fsdp_backend, options=options)
+    batches = [torch.randn(3, 4, 9) for _ in range(2)]
+    with patch("passes.auto.large_parameters.MIN_OWN_BUCKET_BYTES", 4 * 6 * 3 * 4), capture() as captured:
+        compiled(batches[dist.get_rank()]).backward()
+    sum(whole(batch) for batch in batches).div(2).backward()
+    expected = {name: param.grad for name, param in whole.named_parameters()}
+    found = [
+        name for name, param in model.named_parameters() if not torch.allclose(full(param.grad), expected[name], 1e-4, 1e-5)
+    ]
+    starts = [node for node in captured.backward[0].graph_module.graph.nodes if node.target == _exchange]
+    return found, len(starts)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(("options", "reductions"), [({}, 3), ({"schedule": "auto"}, 1)], ids=["default", "auto"])
+def test_one_operator_computes_gradients_of_two_collectives(
+    options: dict[str, Any], reductions: int, rank_pools: RankPools
+) -> None:
+    assert rank_pools[2].run(convolution_differences, options=options) == [([], reductions)] * 2
 
 
 def test_no_job_takes_the_buckets_of_an_earlier_one(rank_pools: RankPools) -> None:

@@ -26,13 +26,12 @@ marked, and the casts that feed them.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from ..fx.graph import derived, is_collective, is_view, readers, with_sources
+from ..fx.graph import derived, is_collective, is_view, last_element, readers, with_sources
 from ..ir.ops import ReduceGrad, Unshard, reduce_grads, reshard, reshard_rounded, unshards
 from ..ir.storage import overlap
 from ..ir.work import BucketName, Role, nodes_of, role
@@ -162,12 +161,11 @@ def _move_behind_kernel(start: list[Node], gradients: set[Node]) -> None:
         """Return whether the reduction starts after ``node``: part of the kernel, or a node that moves later anyway."""
         is_small = is_view(node) or is_fusible(node)
         is_end = role(node) in (Role.FINISH_REDUCE, Role.ALL_REDUCE, Role.UPDATE, Role.COPY_TO_HOST)
-        is_element = node.target is operator.getitem
-        return is_end or (is_small and not role(node) and (is_element or node not in gradients))
+        return is_end or (is_small and not role(node) and node not in gradients)
 
     following = start[-1].next
     while starts_after(following):
-        following = following.next
+        following = last_element(following).next
     _move_before(following, start)
 
 

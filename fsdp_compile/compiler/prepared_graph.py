@@ -191,16 +191,18 @@ class PreparedGraph:
         with self._compiling():
             return self._lowering.load(variant.program, is_backward=self._is_backward, inductor_kwargs=kwargs)
 
-    def _kind(self, plan: Plan) -> int:
-        """Return a number that is equal for graphs which do the same with the same buckets, in any order of buckets.
+    def _kind(self, plan: Plan) -> tuple[int, int]:
+        """Return the ``kind`` that :func:`~fsdp_compile.runtime.collective_log.agree_on_graph` asks for.
 
-        Options that decide about buckets count, too. A number holds on to no hook of the user.
+        The first number is equal for graphs with equal options and controls of the schedule, the second one for graphs that do
+        the same with the same buckets, in any order of buckets. A number holds on to no hook of the user.
         """
         gathers = zip((bucket.name for bucket in self._summary.inputs.gathers), plan.gathers, strict=True)
         made = (planned.reduction for planned in plan.reductions)
         reductions = zip((bucket.name for bucket in self._summary.inputs.gradients), made, strict=True)
         options = repr(self._auto), self._min_bucket_bytes, self._disabled
-        return hash((self._is_backward, options, frozenset(gathers), frozenset(reductions)))
+        controls = frozenset(plan.prefetch), plan.max_pending_reductions
+        return hash((self._is_backward, options, controls)), hash((frozenset(gathers), frozenset(reductions)))
 
     def _schedule(
         self, plan: Plan, arrangement: Arrangement | None = None, prepare: Callable[[Graph], None] = lambda _: None
@@ -266,7 +268,7 @@ class PreparedGraph:
 def _sequence(graph: _Scheduled | StoredVariant, group_names: Mapping[str, str]) -> Sequence[Collective]:
     if isinstance(graph, StoredVariant):
         return graph.sequence
-    return collective_sequence(graph.gm.graph, group_names, graph.interface.parameters)
+    return collective_sequence(graph.gm.graph, group_names, graph.interface.members)
 
 
 def _unfulfilled(stage: str, guard: SizeGuard) -> str:

@@ -26,12 +26,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import json
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -482,8 +484,30 @@ def _together(over: Sequence[tuple[CollectiveLog, _LoggedProgram]], agree: Any, 
             raise
 
 
-# The arrangements that ranks have agreed on, of all models: ranks do not compare again what is as for an earlier model.
-_arrangements: dict[Any, dict[Arrangement, None]] = {}
+@dataclass
+class _Arrangements:
+    """The arrangements that ranks have agreed on for graphs with the same options and collectives of the same units.
+
+    Attributes:
+        by_kind: the arrangements in the order in which ranks agreed on them, by what the graph does with its buckets.
+        differ: whether some rank's graph had an arrangement that was not its own.
+    """
+
+    by_kind: dict[int, dict[Arrangement, None]] = field(default_factory=dict)
+    differ: bool = False
+
+    def known(self, kind: int) -> list[Arrangement]:
+        """Return the arrangements that a rank tries for a graph whose own is new.
+
+        Those for graphs that do something else count only if ranks differ. Then the own arrangement of some rank may be known,
+        so that it asks nobody.
+        """
+        kinds = [kind, *(self.by_kind if self.differ else ())]
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.by_kind.get(one, ()) for one in kinds)))
+
+
+# Of all models: ranks do not compare again what is as for an earlier model.
+_arrangements: dict[Any, _Arrangements] = {}
 # A rank may get the arrangement of another once for each group that it shards or replicates over.
 _MOST_REARRANGED = 3
 
@@ -496,7 +520,7 @@ def agree_on_graph(
     sequence_of: Callable[[_Graph], Sequence[Collective]],
     rearranged: Callable[[Arrangement], _Graph],
     group_names: Mapping[str, str],
-    kind: int,
+    kind: tuple[int, int],
 ) -> tuple[_Graph, CheckedProgram]:
     """Wait until all ranks of a graph's process groups have scheduled a graph with the same collectives.
 
@@ -510,7 +534,8 @@ def agree_on_graph(
         rearranged: returns the graph, scheduled with another arrangement; raises :class:`CannotArrange`.
         group_names: the role of each process group of the model's sharding, by name. The ranks of these groups take part even
             if the graph does not communicate over the group, as then no rank may.
-        kind: a number that is equal for graphs that may have the same arrangement.
+        kind: a number for what decides about arrangements besides the graph, as the user's options: if it differs, no graph
+            takes the arrangement of another. And a number for what the graph does with its buckets.
 
     Returns:
         The scheduled graph to use, and the graph as a program to run.
@@ -521,18 +546,21 @@ def agree_on_graph(
     sequence = sequence_of(graph)
     logs = _find_logs([*group_names, *(collective.group for collective in sequence)], group_names)
     arrangement = Arrangement.of(sequence)
-    agreed_on = _arrangements.setdefault((*sorted(group_names), arrangement.by_unit, kind), {})
+    options, does = kind
+    agreed_on = _arrangements.setdefault((*sorted(group_names), arrangement.by_unit, options), _Arrangements())
 
     def have_agreed(sequence: Sequence[Collective]) -> bool:
         over = _programs(stage, sequence, group_names)
         return all(log.agreement.has_agreed(over(log)) for log in logs)
 
-    if agreed_on and not have_agreed(sequence):
-        for other in agreed_on:
+    known = agreed_on.known(does)
+    if known and not have_agreed(sequence):
+        for other in known:
             with contextlib.suppress(CannotArrange):
                 candidate = rearranged(other)
                 if have_agreed(found := sequence_of(candidate)):
                     graph, sequence, arrangement = candidate, found, other
+                    agreed_on.differ = True
                     break
     for attempt in range(_MOST_REARRANGED + 1):
         over = _programs(stage, sequence, group_names)
@@ -540,6 +568,7 @@ def agree_on_graph(
         try:
             _together([(log, log.know(over(log))) for log in logs], agree, group_names)
         except Rearrange as error:
+            agreed_on.differ = True
             if error.arrangement != arrangement:
                 with contextlib.suppress(CannotArrange):
                     graph, arrangement = rearranged(error.arrangement), error.arrangement
@@ -547,7 +576,7 @@ def agree_on_graph(
             continue
         break
     if logs:
-        agreed_on[arrangement] = None
+        agreed_on.by_kind.setdefault(does, {})[arrangement] = None
     used = {collective.group for collective in sequence}
     return graph, CheckedProgram(over, [log.group_name for log in logs if log.group_names & used], group_names)
 

@@ -175,8 +175,8 @@ class Interface:
         inputs, outputs: the slots of the added inputs and outputs.
         output_nodes: the nodes of ``outputs``.
         reduction_groups: for each reduction, its gradients, each by the index of its bucket and its position there.
-        parameters: for each bucket, by whether it is gathered and by its name, the names of its parameters within their units,
-            in the order in which its collectives have them.
+        members: for each bucket, by whether it is gathered and by its name, its parameters in the order in which its
+            collectives have them: each by its unit's bucket, and by its name within the unit.
     """
 
     graph: Graph
@@ -185,7 +185,7 @@ class Interface:
     outputs: list[OutputSlot] = field(default_factory=list)
     output_nodes: list[Node] = field(default_factory=list)
     reduction_groups: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
-    parameters: dict[tuple[bool, BucketName], tuple[str, ...]] = field(default_factory=dict)
+    members: dict[tuple[bool, BucketName], tuple[tuple[str, str], ...]] = field(default_factory=dict)
     _last: Node | None = None
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 Ranks may read the parameters of the same units in different orders: one rank has an image, and another none. Then their graphs
 have the same units' collectives, in other buckets or in another order. One of the ranks can do as the other does:
 
-1. its graph is bucketed as the other's, by the names of units (:func:`grouping_of`);
+1. its graph is bucketed as the other's, by the names of units and parameters (:func:`grouping_of`);
 2. its nodes are sorted so that collectives come in the other's order (:func:`order_collectives`). All other nodes keep their
    order as far as the values permit that they read.
 
@@ -27,8 +27,7 @@ from ..fx.graph import memory_of
 from ..fx.torch_internals.core import OpOverload
 from ..fx.torch_internals.objects import schema_of
 from ..ir.plan import Plan
-from ..ir.work import BucketName
-from ..transforms.bucket import Bucket, Buckets, Group, regroup
+from ..transforms.bucket import Bucket, Buckets, Group, members_of
 from .collective_sequence import Collective, by_unit, collectives_of
 
 
@@ -38,6 +37,8 @@ class CannotArrange(ValueError):
 
 # The operator, whether it gathers parameters, and the parts of the bucket's name.
 _Key = tuple[str, bool, tuple[tuple[str, int | None], ...]]
+# The parameters of a bucket: each by its unit's bucket, and by its name within the unit.
+_Members = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -47,35 +48,39 @@ class Arrangement:
     Attributes:
         collectives: the operator of each collective, whether it gathers parameters, and the parts of its bucket's name; the
             model's own have no parts.
+        buckets: whether it is gathered, and its parameters, for each bucket in order. Numbers of pieces do not tell them:
+            which small pieces share a collective depends on the order of a graph.
         by_unit: the collectives as :func:`~.collective_sequence.by_unit` lists them. Graphs in which they are equal may have
             the same arrangement.
     """
 
     collectives: tuple[_Key, ...]
+    buckets: tuple[tuple[bool, _Members], ...]
     by_unit: tuple[str, ...]
 
     @staticmethod
     def of(sequence: Sequence[Collective]) -> Arrangement:
         """Return the arrangement of a graph with these collectives."""
-        return Arrangement(tuple(map(_key, sequence)), tuple(map(str, by_unit(sequence))))
+        buckets = dict.fromkeys((one.gathers, one.members) for one in sequence if one.members)
+        return Arrangement(tuple(map(_key, sequence)), tuple(buckets), tuple(map(str, by_unit(sequence))))
 
     def fields(self) -> tuple[Any, ...]:
         """Return the fields, as JSON can write them."""
-        return self.collectives, self.by_unit
+        return self.collectives, self.buckets, self.by_unit
 
     @staticmethod
     def from_lists(lists: Any) -> Arrangement:
         """Make an arrangement of the lists that JSON reads for :meth:`fields`."""
-        collectives, units = lists
+        collectives, buckets, units = lists
         keys = (
             (operation, gathers, tuple((name, piece) for name, piece in parts)) for operation, gathers, parts in collectives
         )
-        return Arrangement(tuple(keys), tuple(units))
+        named = ((gathers, tuple((unit, name) for unit, name in members)) for gathers, members in buckets)
+        return Arrangement(tuple(keys), tuple(named), tuple(units))
 
-    def buckets(self, *, gathers: bool) -> list[BucketName]:
-        """Return the names of the buckets of gathers, or of reductions, in order."""
-        found = dict.fromkeys(parts for _, is_gather, parts in self.collectives if is_gather is gathers and parts)
-        return list(map(BucketName, found))
+    def members(self, *, gathers: bool) -> list[_Members]:
+        """Return the parameters of each bucket of gathers, or of reductions, in order."""
+        return [members for is_gather, members in self.buckets if is_gather is gathers]
 
 
 def _key(collective: Collective) -> _Key:
@@ -98,24 +103,27 @@ def grouping_of(arrangement: Arrangement, graph: Graph, buckets: Buckets, plan: 
     gathers = gather_items(graph, buckets.gathers, default.gathers, plan)
     reductions = reduction_items(graph, buckets.reductions, default.reductions, plan)
     return Grouping(
-        _regrouped(buckets.gathers, gathers, arrangement.buckets(gathers=True)),
-        _regrouped(buckets.reductions, reductions, arrangement.buckets(gathers=False)),
+        _regrouped(buckets.gathers, gathers, arrangement.members(gathers=True)),
+        _regrouped(buckets.reductions, reductions, arrangement.members(gathers=False)),
     )
 
 
-def _regrouped(buckets: Sequence[Bucket], items: Sequence[Item], wanted: Sequence[BucketName]) -> tuple[Group, ...]:
-    named = regroup(buckets, [item.members for item in items])
-    item_of = {bucket.name: item for bucket, item in zip(named, items, strict=True)}
-    found = []
-    for name in wanted:
-        # A unit that is whole in the other graph may have been split and merged again.
-        shares = [[own for own in item_of if own.parts[0] == part or (own.parts[0][0], None) == part] for part in name.parts]
-        items = [item_of.pop(own) for share in shares for own in share]
-        keys = {item.key for item in items}
-        if not all(shares) or (len(items) > 1 and (len(keys) > 1 or None in keys)):
-            raise CannotArrange(f"the graph cannot have the bucket {name}")
-        found.append(tuple(itertools.chain.from_iterable(item.members for item in items)))
-    return (*found, *(item.members for item in item_of.values()))
+def _regrouped(buckets: Sequence[Bucket], items: Sequence[Item], wanted: Sequence[_Members]) -> tuple[Group, ...]:
+    item_of = {member: item for item in items for member in item.members}
+    left: dict[tuple[str, str], deque[tuple[int, int]]] = {}
+    # The tensors that one parameter sends have one name. Their order is the same on all ranks.
+    for member, named in zip(item_of, *members_of(buckets, [tuple(item_of)]), strict=True):
+        left.setdefault(named, deque()).append(member)
+    found: list[Group] = []
+    for members in wanted:
+        group = tuple(left[one].popleft() for one in members if left.get(one))
+        keys = {item_of[member].key for member in group}
+        splits = None in keys and set(group) != set(item_of[group[0]].members)
+        if len(group) < len(members) or len(keys) > 1 or splits:
+            raise CannotArrange(f"the graph cannot have the bucket of {', '.join(map(' '.join, members))}")
+        found.append(group)
+    taken = set(itertools.chain.from_iterable(found))
+    return (*found, *(item.members for item in items if taken.isdisjoint(item.members)))
 
 
 def order_collectives(graph: Graph, arrangement: Arrangement) -> None:

@@ -43,7 +43,8 @@ class Collective:
         without_sizes: ``text`` without numbers of elements.
         operation: the name of the operator.
         gathers: whether it gathers parameters.
-        parameters: the names of its bucket's parameters within their units, in the order in which it has them.
+        members: its bucket's parameters, in the order in which it has them: each by its unit's bucket, and by its name within
+            the unit.
     """
 
     text: str
@@ -52,32 +53,30 @@ class Collective:
     without_sizes: str = ""
     operation: str = ""
     gathers: bool = False
-    parameters: tuple[str, ...] = ()
+    members: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.text}, bucket {self.bucket}" if self.bucket is not None else self.text
 
 
-#: For each bucket of a graph, the names of its parameters (:attr:`passes.ir.interface.Interface.parameters`).
-Parameters = Mapping[tuple[bool, BucketName], tuple[str, ...]]
-_NO_PARAMETERS: Parameters = {}
+#: For each bucket of a graph, its parameters (:attr:`passes.ir.interface.Interface.members`).
+Members = Mapping[tuple[bool, BucketName], tuple[tuple[str, str], ...]]
+_NO_MEMBERS: Members = {}
 
 
-def collective_sequence(
-    graph: Graph, group_names: Mapping[str, str], parameters: Parameters = _NO_PARAMETERS
-) -> list[Collective]:
+def collective_sequence(graph: Graph, group_names: Mapping[str, str], members: Members = _NO_MEMBERS) -> list[Collective]:
     """List the collectives of a graph after all passes, in order.
 
     Args:
         graph: the graph.
         group_names: the roles in the mesh, by the names of process groups. Other groups are numbered in the order of use.
-        parameters: the parameters of each bucket, if they are to be compared.
+        members: the parameters of each bucket, if they are to be compared.
     """
-    return [collective for _, collective in collectives_of(graph, group_names, parameters)]
+    return [collective for _, collective in collectives_of(graph, group_names, members)]
 
 
 def collectives_of(
-    graph: Graph, group_names: Mapping[str, str], parameters: Parameters = _NO_PARAMETERS
+    graph: Graph, group_names: Mapping[str, str], members: Members = _NO_MEMBERS
 ) -> Iterator[tuple[Node, Collective]]:
     """Yield the collectives of a graph, as :func:`collective_sequence` lists them, with their nodes."""
     roles = dict(group_names)
@@ -88,7 +87,7 @@ def collectives_of(
                 roles[group] = f"group {len(roles) - len(group_names) + 1} of {group_size(group)} ranks"
             text, without_sizes = (f"{_operation(node, sizes)} over {roles[group]}" for sizes in (True, False))
             gathers, name = role(node) is Role.START_GATHER, bucket(node)
-            named = () if name is None else parameters.get((gathers, name), ())
+            named = () if name is None else members.get((gathers, name), ())
             yield node, Collective(text, name, group, without_sizes, operator_name(node.target), gathers, named)
 
 
@@ -122,12 +121,12 @@ def identities(sequence: Sequence[Collective], groups: Collection[str]) -> list[
     found = []
     for collective, name in zip(sequence, names, strict=True):
         text = collective.text if collective.group in groups else collective.without_sizes
-        found.append(", ".join(filter(None, [text, name and f"bucket {name}"])) + _listed(collective.parameters))
+        found.append(", ".join(filter(None, [text, name and f"bucket {name}"])) + _listed(collective.members))
     return found
 
 
-def _listed(parameters: Sequence[str]) -> str:
-    return f" with {', '.join(parameters)}" if parameters else ""
+def _listed(members: Sequence[tuple[str, str]]) -> str:
+    return f" with {', '.join(name for _, name in members)}" if members else ""
 
 
 def _modules(bucket: BucketName | None) -> list[list[str]]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,10 +80,18 @@ def _parameters(nodes: Sequence[Node]) -> tuple[str, ...]:
 
 
 def _name_in(unit: str, name: str) -> str:
+    """Return a parameter's name relative to its unit.
+
+    A parameter may be of another module, in a unit of several, or if it is tied. As in a relative import, a dot then stands for
+    each module that is left. Of neighbours in a list, the distance is given: all pairs of blocks have equal names.
+    """
     if not unit or name.startswith(f"{unit}."):
         return name.removeprefix(f"{unit}.")
-    # A parameter of another module in a unit of several, or one that is tied to another unit's.
-    return name.rpartition(".")[2]
+    at, to = unit.split("."), name.split(".")
+    shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(at, to, strict=False))))
+    if shared < len(at) and at[shared].isdecimal() and to[shared].isdecimal():
+        to[shared] = f"{int(to[shared]) - int(at[shared]):+}"
+    return "." * (len(at) - shared) + ".".join(to[shared:])
 
 
 def _named(buckets: dict[tuple[Hashable, ...], list[Node]]) -> list[Bucket]:
@@ -131,6 +139,12 @@ def regroup(buckets: Sequence[Bucket], groups: Sequence[Group]) -> list[Bucket]:
     return regrouped
 
 
+def members_of(buckets: Sequence[Bucket], groups: Sequence[Group]) -> list[tuple[tuple[str, str], ...]]:
+    """Name the parameters of each group: each by its unit's bucket, and by its name within the unit."""
+    names = [[(str(bucket.name), name) for name in bucket.parameters] for bucket in buckets]
+    return [tuple(names[index][position] for index, position in group) for group in groups]
+
+
 def _piece_numbers(buckets: Sequence[Bucket], shares: Sequence[dict[int, list[int]]]) -> dict[tuple[int, int], int]:
     """Return the numbers of the pieces of split buckets, by the bucket's index and the piece's first position in its group."""
     pieces: dict[int, list[list[int]]] = {}
@@ -158,9 +172,15 @@ def _by_bucket(group: Group) -> dict[int, list[int]]:
     return found
 
 
-def _sorted_by_unit(group: Group) -> Group:
-    """Sort the parameters of each unit in a group, which may have been split and merged again. Units keep their order."""
-    return tuple((index, position) for index, positions in _by_bucket(group).items() for position in sorted(positions))
+def sorted_by_unit(group: Group, key: Callable[[tuple[int, int]], int] = operator.itemgetter(1)) -> Group:
+    """Sort the parameters of each unit in a group, which may have been split and merged again. Units keep their order.
+
+    Args:
+        group: the group.
+        key: what to sort a unit's parameters by; their positions in the unit's bucket by default.
+    """
+    units = _by_bucket(group)
+    return tuple(member for index in units for member in sorted((one for one in group if one[0] == index), key=key))
 
 
 def gather_key(spec: Unshard) -> Hashable:
@@ -363,10 +383,10 @@ def bucket_gathers(
     if groups is None:
         reused = {index for index, action in enumerate(plan or ()) if action is Gather.REUSE}
         groups = [group for group in whole_buckets(buckets) if group[0][0] not in reused]
-    groups = list(map(_sorted_by_unit, groups))
-    for group, bucket in zip(groups, regroup(buckets, groups), strict=True):
+    groups = list(map(sorted_by_unit, groups))
+    for group, bucket, members in zip(groups, regroup(buckets, groups), members_of(buckets, groups), strict=True):
         if interface is not None:
-            interface.parameters[True, bucket.name] = bucket.parameters
+            interface.members[True, bucket.name] = members
         shares = unit_by_unit and len(bucket.name.parts) > 1
         runs = [len(list(run)) for _, run in itertools.groupby(group, _bucket_of)] if shares else ()
         fulls, encoded = _gather(graph, bucket, runs)

@@ -58,7 +58,7 @@ from ..ir.storage import Location, mark_location
 from ..ir.update import UpdateTarget, updated
 from ..ir.work import WORK, Role, Work, mark, nodes_of
 from ..models.memory_model import mark_taken_gradient
-from .bucket import Bucket, Group, find_buckets, regroup, whole_buckets
+from .bucket import Bucket, Group, find_buckets, members_of, regroup, sorted_by_unit, whole_buckets
 
 _cast = torch.ops.prims.convert_element_type.default
 _copy = torch.ops.aten.copy_.default
@@ -95,20 +95,19 @@ def synchronize_gradients(
     assert len(plan) == len(buckets)
     wanted = list(groups) if groups is not None else whole_buckets(buckets)
 
-    def position(member: tuple[int, int]) -> tuple[int, int]:
+    def position(member: tuple[int, int]) -> int:
         bucket, place = member
         planned = plan[bucket]
         if planned.updates:
             # The order of the shards that the gradients update.
-            return bucket, planned.updates[place].offset
+            return planned.updates[place].offset
         # Gradients that are not reduced form no flat shard.
-        return bucket, planned.order.index(place) if planned.order and planned.reduction.sync is not Sync.NONE else place
+        return planned.order.index(place) if planned.order and planned.reduction.sync is not Sync.NONE else place
 
-    interface.reduction_groups = [tuple(sorted(group, key=position)) for group in wanted]
-    for index, (group, bucket) in enumerate(
-        zip(interface.reduction_groups, regroup(buckets, interface.reduction_groups), strict=True)
-    ):
-        interface.parameters[False, bucket.name] = bucket.parameters
+    found = interface.reduction_groups = [sorted_by_unit(group, position) for group in wanted]
+    named = zip(found, regroup(buckets, found), members_of(buckets, found), strict=True)
+    for index, (group, bucket, members) in enumerate(named):
+        interface.members[False, bucket.name] = members
         reduction = plan[group[0][0]].reduction
         places = [(place, plan[place].updates[position]) for place, position in group] if reduction.updates else []
         _ReductionWriter(graph, bucket, index, reduction, interface, places).write()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile import GatherPolicy, fsdp_backend, fully_shard
+from passes.auto import large_parameters
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.rounding import rounded
 from tests.common.subclasses import Halved
@@ -23,11 +25,12 @@ _AOT_EAGER: dict[str, Any] = {"backend": fsdp_backend, "options": {"lowering": "
 
 
 class Pair(nn.Module):
-    """Two weights of equal size, and a way to use them for each rank: one or the other, or both in some order."""
+    """Two weights of equal size, or more, and a way to use them for each rank: one or another, or all in some order."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, names: str = "ab") -> None:
         super().__init__()
-        self.a, self.b = (nn.Parameter(torch.randn(size, size) / size**0.5) for _ in range(2))
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.randn(size, size) / size**0.5))
 
     def forward(self, x: Tensor, order: str) -> Tensor:
         found = {name: x @ getattr(self, name) for name in order}
@@ -37,11 +40,11 @@ class Pair(nn.Module):
 class Model(nn.Module):
     """A layer, and two pairs."""
 
-    def __init__(self, size: int = 8) -> None:
+    def __init__(self, size: int = 8, names: str = "ab") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(8, size)
-        self.pairs = nn.ModuleList(Pair(size) for _ in range(2))
+        self.pairs = nn.ModuleList(Pair(size, names) for _ in range(2))
 
     def forward(self, x: Tensor, orders: dict[int, str]) -> Tensor:
         x = self.layer(x)
@@ -59,11 +62,15 @@ _ORDERS: dict[str, dict[str, Any]] = {
     "with an extension": {},
     "over two meshes": {},
     "large": {},
+    "large, some share collectives": {},
 }
 
 
 def train_in_other_order(kind: str, compiled: bool) -> None:
-    """Compare gradients with those of the whole model. Ranks alternate in the weight that they read first. Runs on every rank."""
+    """Compare gradients with those of the whole model. Ranks alternate in the weight that they read first. Runs on every rank.
+
+    The backward of the first of three microbatches writes gradients, and the second one, another graph, adds to them.
+    """
     torch._dynamo.reset()
     rank, world = dist.get_rank(), dist.get_world_size()
     options, mesh = dict(_ORDERS[kind]), device_mesh((world,))
@@ -71,13 +78,14 @@ def train_in_other_order(kind: str, compiled: bool) -> None:
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
         elsewhere = ShardPlacementResult(None, FSDPMeshInfo(mesh, shard_mesh_dim=0))
-        mesh, names = device_mesh((2, world // 2)), itertools.cycle("ab")
-        options["shard_placement_fn"] = lambda _: elsewhere if next(names) == "a" else None
-    # Parameters of 1 MiB have collectives of their own.
+        mesh, turns = device_mesh((2, world // 2)), itertools.cycle("ab")
+        options["shard_placement_fn"] = lambda _: elsewhere if next(turns) == "a" else None
+    # Parameters of 1 MiB have collectives of their own. Here, two of three share one: which ones, the first reader decides.
     size = 520 if kind == "large" else 8
-    alone, model = Model(size), Model(size)
+    names = "abc" if "share" in kind else "ab"
+    alone, model = Model(size, names), Model(size, names)
     for pair, own in zip(model.pairs, alone.pairs, strict=True):
-        for name in ("a", "b"):
+        for name in names:
             weight = getattr(own, name).detach()
             if kind == "with an extension":
                 setattr(pair, name, nn.Parameter(Halved(weight.clone())))
@@ -86,10 +94,13 @@ def train_in_other_order(kind: str, compiled: bool) -> None:
                 weight.copy_(rounded(weight, world, options["gather_policy"]))
         fully_shard(pair, mesh=mesh, **options)
     fully_shard(model, mesh=device_mesh((world,)))
-    forward: Any = torch.compile(model, **_AOT_EAGER) if compiled else model
-    batches = torch.randn(world, 3, 8, generator=torch.Generator().manual_seed(1))
-    forward(batches[rank], dict.fromkeys((0, 1), ("ab", "ba")[rank % 2])).square().mean().backward()
-    (sum(alone(batch, {0: "ab", 1: "ab"}).square().mean() for batch in batches) / world).backward()
+    how = {"lowering": "aot_eager", **({"min_bucket_bytes": 500} if "share" in kind else {})}
+    forward: Any = torch.compile(model, backend=fsdp_backend, options=how) if compiled else model
+    own_bytes = 200 if "share" in kind else large_parameters.MIN_OWN_BUCKET_BYTES
+    with mock.patch.object(large_parameters, "MIN_OWN_BUCKET_BYTES", own_bytes):
+        for batches in torch.randn(3, world, 3, 8, generator=torch.Generator().manual_seed(1)):
+            forward(batches[rank], dict.fromkeys((0, 1), (names, names[::-1])[rank % 2])).square().mean().backward()
+            (sum(alone(batch, {0: names, 1: names}).square().mean() for batch in batches) / world).backward()
     for (name, param), whole in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(
             param.grad.full_tensor(), whole.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"

@@ -204,6 +204,27 @@ def test_default_is_the_next_unit_in_order(fake_ranks: None) -> None:
     assert gathered(captured.backward[0]) == ["2", "1", "0"]
 
 
+def change_lists() -> list[list[str]]:
+    """Return the order of the gathers of three steps, each with another list. Runs on every rank."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    for module in (*model, model):
+        fully_shard(module, mesh=device_mesh((2,)))
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager", "min_bucket_bytes": 0})
+    first, found = cast(FSDPModule, model[0]), []
+    for places in ((1,), (3, 2, 1), (2, 1, 3)):
+        first.set_modules_to_forward_prefetch([cast(FSDPModule, model[place]) for place in places])
+        with capture() as captured:
+            compiled(torch.ones(3, 8)).sum().backward()
+        found += [gathered(graph) for graph in captured.forward]
+    return found
+
+
+def test_lists_may_change_between_steps(rank_pools: RankPools) -> None:
+    """The ranks have agreed on an earlier order of the same gathers. They do not stay with it."""
+    for found in rank_pools[2].run(change_lists):
+        assert found == [["0", "1", "2", "3"], ["0", "3", "2", "1"], ["0", "2", "1", "3"]]
+
+
 def test_kept_units_start_their_lists(fake_ranks: None) -> None:
     """A graph that takes unit 0 without a gather starts the unit's list where it first computes with the unit."""
     training = Chain()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,8 @@ from passes.ir.interface import Interface
 from passes.ir.ops import reduce_grad, unshard
 from passes.ir.plan import Gather, Plan, PlannedReduction
 from passes.ir.reduction import Reduction, Sync
-from passes.ir.work import BucketName
 from passes.lowering.arrangement import Arrangement, CannotArrange, grouping_of, order_collectives
-from passes.lowering.collective_sequence import collective_sequence
+from passes.lowering.collective_sequence import Members, collective_sequence
 from passes.transforms.bucket import Buckets, bucket_gathers, find_buckets, sink_derived, whole_buckets
 from passes.transforms.gradient_sync import synchronize_gradients
 from tests.passes.tracing import PassTestCase
@@ -34,26 +34,26 @@ class ArrangementTestCase(PassTestCase):
         shards = [torch.zeros(2, 8), torch.zeros(2, 8)]
         return self.trace(function, torch.zeros(16, 8), *shards, names="grad shard_a shard_b")
 
-    def lower(self, gm: GraphModule, grouping: Grouping | None = None) -> None:
+    def lower(self, gm: GraphModule, grouping: Grouping | None = None) -> Arrangement:
         interface = Interface(gm.graph)
         bucket_gathers(gm.graph, None, interface, None if grouping is None else grouping.gathers)
         plan = [PlannedReduction()] * len(find_buckets(gm.graph).reductions)
         synchronize_gradients(gm.graph, plan, interface, None if grouping is None else grouping.reductions)
         interface.finish()
+        return self.arrangement(gm, interface.members)
 
-    def arrangement(self, gm: GraphModule) -> Arrangement:
-        return Arrangement.of(collective_sequence(gm.graph, {self.shard: "shard"}))
+    def arrangement(self, gm: GraphModule, members: Members | None = None) -> Arrangement:
+        return Arrangement.of(collective_sequence(gm.graph, {self.shard: "shard"}, members or {}))
 
 
 class TestOrder(ArrangementTestCase):
     def test_collectives_come_in_the_order_of_another_graph(self) -> None:
         """The other rank reads ``a`` first. Here its gather comes first, too, and its reduction before that of ``b``."""
         other, gm = self.backward("a", "b"), self.backward("b", "a")
-        self.lower(other)
+        wanted = self.lower(other)
         self.lower(gm)
-        wanted = self.arrangement(other)
         # Gathers first: in the other's own order, b is gathered after the reduction of a.
-        wanted = Arrangement(tuple(sorted(wanted.collectives, key=lambda key: not key[1])), wanted.by_unit)
+        wanted = replace(wanted, collectives=tuple(sorted(wanted.collectives, key=lambda key: not key[1])))
         order_collectives(gm.graph, wanted)
         gm.graph.lint()
         assert self.arrangement(gm).collectives == wanted.collectives
@@ -104,14 +104,12 @@ finish_reduce a
         gm = self.trace(function, *[torch.zeros(16, 8)] * 2, torch.zeros(2, 8), torch.zeros(2, 8))
         bucket_gathers(gm.graph)
         found = self.arrangement(gm)
-        order_collectives(gm.graph, Arrangement(found.collectives[::-1], found.by_unit))
+        order_collectives(gm.graph, replace(found, collectives=found.collectives[::-1]))
         names = [node.target for node in gm.graph.nodes]
         assert names.index(torch.ops.aten.add.Tensor) < names.index(torch.ops.aten.copy_.default)
 
     def test_as_json(self) -> None:
-        gm = self.backward("a", "b")
-        self.lower(gm)
-        found = self.arrangement(gm)
+        found = self.lower(self.backward("a", "b"))
         assert Arrangement.from_lists(json.loads(json.dumps(found.fields()))) == found
 
 
@@ -128,32 +126,65 @@ class TestGrouping(ArrangementTestCase):
     def test_buckets_of_another_graph(self) -> None:
         other, gm = self.backward("a", "b"), self.backward("b", "a")
         merged = ((0, 0), (1, 0))
-        self.lower(other, Grouping((merged,), (merged,)))
-        assert [str(bucket) for bucket in self.arrangement(other).buckets(gathers=True)] == ["a+b"]
-        found = grouping_of(self.arrangement(other), gm.graph, *self.default(gm))
+        wanted = self.lower(other, Grouping((merged,), (merged,)))
+        assert wanted.members(gathers=True) == [(("a", "weight"), ("b", "weight"))]
+        found = grouping_of(wanted, gm.graph, *self.default(gm))
         # Here b is the first bucket.
         assert found == Grouping((((1, 0), (0, 0)),), (((1, 0), (0, 0)),))
+        assert self.lower(gm, found).buckets == wanted.buckets
+
+    def test_pieces_have_the_parameters_of_another_graph(self) -> None:
+        """Which pieces of a unit share a collective depends on what is read first. They have the same numbers all the same."""
+
+        def backward(order: str) -> GraphModule:
+            def function(grad, a, b, c):
+                shards, grads = {"a": a, "b": b, "c": c}, {}
+                for name in order:
+                    grad = grad * unshard(shards[name], f"unit.{name}", [16, 8], self.shard, unit="unit")
+                    grads[name] = grad
+                return [
+                    reduce_grad(grads[name], shards[name], f"unit.{name}", [16, 8], self.shard, unit="unit") for name in order
+                ]
+
+            return self.trace(function, torch.zeros(16, 8), *[torch.zeros(2, 8)] * 3)
+
+        def pieces(gm: GraphModule) -> tuple[Buckets, Plan, Grouping]:
+            """Group the two parameters that the graph needs first."""
+            buckets, plan, _ = self.default(gm)
+            gathers, reductions = buckets.gathers[0].parameters, buckets.reductions[0].parameters
+            first, second, third = ((0, gathers.index(name)) for name in reductions)
+            return buckets, plan, Grouping(((first, second), (third,)), (((0, 0), (0, 1)), ((0, 2),)))
+
+        other, gm = backward("abc"), backward("cba")
+        _, _, grouping = pieces(other)
+        wanted = self.lower(other, grouping)
+        assert wanted.members(gathers=False) == [(("unit", "a"), ("unit", "b")), (("unit", "c"),)]
+        buckets, plan, default = pieces(gm)
+        found = grouping_of(wanted, gm.graph, buckets, plan, default)
+        # The plan decides on the order of gradients within a bucket.
+        same, theirs = (
+            {(gathers, *sorted(members)) for gathers, members in one.buckets} for one in (self.lower(gm, found), wanted)
+        )
+        assert same == theirs
 
     def test_what_is_treated_unlike_does_not_merge(self) -> None:
         """One unit has gradients of an earlier microbatch that wait, and the other has none."""
         other, gm = self.backward("a", "b"), self.backward("b", "a")
         merged = ((0, 0), (1, 0))
-        self.lower(other, Grouping((merged,), (merged,)))
+        wanted = self.lower(other, Grouping((merged,), (merged,)))
         buckets, plan, default = self.default(gm, [Reduction(), Reduction(has_unsharded=True)])
-        with pytest.raises(CannotArrange, match=r"bucket a\+b"):
-            grouping_of(self.arrangement(other), gm.graph, buckets, plan, default)
+        with pytest.raises(CannotArrange, match="bucket of a weight, b weight"):
+            grouping_of(wanted, gm.graph, buckets, plan, default)
 
     def test_reductions_that_do_not_communicate_stay_as_they_are(self) -> None:
         gm = self.backward("a", "b")
         buckets, plan, default = self.default(gm, [Reduction(Sync.NONE)] * 2)
-        gathers = Arrangement(
-            (("all_gather_into_tensor", True, (("b", None),)), ("all_gather_into_tensor", True, (("a", None),))), ()
-        )
+        gathers = Arrangement((), ((True, (("b", "weight"),)), (True, (("a", "weight"),))), ())
         assert grouping_of(gathers, gm.graph, buckets, plan, default) == Grouping((((1, 0),), ((0, 0),)), default.reductions)
 
     def test_units_that_the_graph_lacks_are_refused(self) -> None:
         other, gm = self.backward("a", "b"), self.backward("a")
-        self.lower(other)
-        with pytest.raises(CannotArrange, match="bucket b"):
-            grouping_of(self.arrangement(other), gm.graph, *self.default(gm))
-        assert self.arrangement(other).buckets(gathers=False) == [BucketName.of_unit("a"), BucketName.of_unit("b")]
+        wanted = self.lower(other)
+        with pytest.raises(CannotArrange, match="bucket of b weight"):
+            grouping_of(wanted, gm.graph, *self.default(gm))
+        assert wanted.members(gathers=False) == [(("a", "weight"),), (("b", "weight"),)]

@@ -143,6 +143,22 @@ def forward(self, first: "f32[1, 8]", second: "f32[1, 8]", x: "f32[4, 8]"):
             ("up.1", "up.1"),
         ]
 
+    def test_parameters_are_named_relative_to_their_unit(self) -> None:
+        """A unit may have parameters of other modules. Each pair of neighbours has the same names."""
+
+        def forward(a, b, c, d):
+            unit = "blocks.2.attention"
+            return (
+                unshard(a, "blocks.2.attention.weight", [16], self.shard, unit=unit, offset=0).relu(),
+                unshard(b, "blocks.2.mlp.weight", [16], self.shard, unit=unit, offset=2).relu(),
+                unshard(c, "blocks.3.mlp.weight", [16], self.shard, unit=unit, offset=4).relu(),
+                unshard(d, "embedding.weight", [16], self.shard, unit=unit, offset=6).relu(),
+            )
+
+        gm = self.trace(forward, *[torch.zeros(2)] * 4)
+        (found,) = find_buckets(gm.graph).gathers
+        assert found.parameters == ("weight", ".mlp.weight", "..+1.mlp.weight", "...embedding.weight")
+
     def test_scalars_and_unread_parameters_are_not_gathered(self) -> None:
         def forward(scale, unread, x):
             unshard(unread, "unread", [16], self.shard, offset=1)

@@ -43,6 +43,8 @@ class _CaseBuilder:
         factor = self._factor()
         if self.compiled and "float32" in (self.model.dtype, *(self.model.policy or ())) and self.maybe(0.5):
             self.features = (*self.features, "padded")
+        if self.compiled and self.maybe(0.3):
+            self.features = (*self.features, "low thresholds")
         return Case(self.mesh, self.model, tuple(events), self.optimizer, self.features, self.options, factor)
 
     def _model(self) -> Model:

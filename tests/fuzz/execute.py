@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -292,6 +293,13 @@ def _full(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone().cpu()
 
 
+@contextmanager
+def _low_thresholds() -> Iterator[None]:
+    own = "passes.auto.large_parameters.MIN_OWN_BUCKET_BYTES"
+    with mock.patch(own, 64), mock.patch("passes.auto.small_units.MIN_BUCKET_BYTES", 256):
+        yield
+
+
 def execute(case: Case, system: str, device: str = "cpu") -> list[EventRecord]:
     """Run a case with a system, and return the record of each event. Every rank calls this.
 
@@ -306,6 +314,7 @@ def execute(case: Case, system: str, device: str = "cpu") -> list[EventRecord]:
     # Past its limit Dynamo runs a frame eagerly, on each rank after a different call.
     limits = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=64)
     padded = padded_products() if "padded" in case.features else nullcontext()
-    with precise, padded, limits if system in ("aot_eager", "inductor") else nullcontext():
+    thresholds = _low_thresholds() if "low thresholds" in case.features else nullcontext()
+    with precise, padded, thresholds, limits if system in ("aot_eager", "inductor") else nullcontext():
         trainee = _Trainee(case, system, device)
         return [trainee.run(event) for event in case.events]

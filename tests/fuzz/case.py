@@ -153,7 +153,7 @@ class Case(_Data):
         optimizer: a key of :data:`.execute.OPTIMIZERS`.
         features: "offload", "rounded", "tensor parallel" (the mesh dimensions are shards and tensor-parallel ranks), "by block"
             (each block is compiled by itself), "uneven" (gates are open on every other rank, and the flag for unused parameters
-            is set), "other order" (every other rank reads some weights in another order), "padded" (matrix products are padded),
+            is set), "other order" (ranks take turns in reading some weights in another order), "padded" (matrix products are padded),
             "low thresholds" (a few bytes make a parameter large, and a unit not small), or keys of :data:`.execute.FEATURES`.
         options: options of ``torch.compile``, besides the lowering.
         factor: the divide factor of gradients; None: the number of ranks with data of their own.

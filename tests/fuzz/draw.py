@@ -43,7 +43,9 @@ class _CaseBuilder:
         factor = self._factor()
         if self.compiled and "float32" in (self.model.dtype, *(self.model.policy or ())) and self.maybe(0.5):
             self.features = (*self.features, "padded")
-        if self.compiled and self.maybe(0.3):
+        # Graphs that update parameters keep their order (docs/schedule.md).
+        keep_order = self.optimizer == "in backward" and "other order" in self.features
+        if self.compiled and not keep_order and self.maybe(0.3):
             self.features = (*self.features, "low thresholds")
         return Case(self.mesh, self.model, tuple(events), self.optimizer, self.features, self.options, factor)
 

@@ -216,7 +216,9 @@ class _Trainee:
                 for gated in (module for module in self.model.modules() if isinstance(module, Gated)):
                     gated.is_open = (rank + self.index) % 2 == 0
             for ordered in (module for module in self.model.modules() if isinstance(module, Ordered)):
-                ordered.is_swapped = "other order" in self.case.features and rank % 2 == 1
+                # Even ranks; odd ones; all; none; and so on.
+                place = self.index // 2 if rank % 2 else self.index
+                ordered.is_swapped = "other order" in self.case.features and place % 2 == 1
             loss: Any = 0.0
             for number in range(forwards):
                 tokens, target = _batch(10 * self.index + number, rank, sizes[rank % len(sizes)], dtype, self.device)

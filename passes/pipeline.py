@@ -298,9 +298,11 @@ class GraphOfPlan:
 
     def synchronize(self) -> None:
         """Make collectives of the reductions."""
-        synchronize_gradients(
-            self.graph, self.plan.reductions, self.interface, self.grouping.reductions, buckets=self.buckets.reductions
-        )
+        groups = self.grouping.reductions
+        if self.arrangement is None:
+            # In the order of the graph's outputs. In which order backward computes gradients may differ between ranks.
+            groups = tuple(tuple(sorted(group)) for group in groups)
+        synchronize_gradients(self.graph, self.plan.reductions, self.interface, groups, buckets=self.buckets.reductions)
 
     def schedule(self) -> None:
         """Put the collectives where they start and where the graph waits for them."""

@@ -187,6 +187,14 @@ def test_takes_lowered_graphs() -> None:
         assert [scheduled(min_bucket_bytes=0), scheduled(min_bucket_bytes=0)] == [2, 0]
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the graphs and kernels of a model."""
+    with storing():
+        assert scheduled() == 2
+        return shutil.copytree(cache_dir(), tmp_path_factory.mktemp("filled") / "cache")
+
+
 def _damage(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
@@ -196,9 +204,9 @@ def _damage(folder: Path) -> None:
 @pytest.mark.inductor
 @pytest.mark.parametrize("folder", ["fsdp_compile", "fxgraph", "aotautograd"])
 @pytest.mark.parametrize("spoil", [_damage, shutil.rmtree], ids=["damaged", "missing"])
-def test_lowers_again_what_is_lost(spoil: Callable[[Path], None], folder: str) -> None:
+def test_lowers_again_what_is_lost(spoil: Callable[[Path], None], folder: str, filled: Path) -> None:
     with storing():
-        assert scheduled() == 2
+        shutil.copytree(filled, cache_dir(), dirs_exist_ok=True)
         spoil(Path(cache_dir()) / folder)
         # A graph that is traced again may be lowered already.
         assert scheduled() == (0 if folder == "aotautograd" else 2)

@@ -14,13 +14,14 @@ another size say, as long as the new graph communicates like an earlier one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
 import warnings
 import zlib
 from base64 import b85decode, b85encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -28,6 +29,8 @@ import torch.distributed as dist
 
 from passes.lowering.arrangement import Arrangement
 from passes.lowering.collective_sequence import digest
+
+from .bounded_store import BoundedStore, StoreSilent
 
 #: Seconds after which a rank that waits for others warns.
 WARN_AFTER_S = 30.0
@@ -38,6 +41,8 @@ _DIGEST_LENGTH = len(digest([]))
 _SHOWN_COLLECTIVES = 3
 # Seconds after which a rank that waits looks for failures of other ranks.
 _LATE_S = 0.3
+#: Seconds within which the store answers whoever asks again and again, or has failed. It may be asked again.
+ANSWERS_WITHIN_S = 2.0
 WHAT_TO_LOOK_FOR = (
     "All ranks must run the same graphs, and the same operators outside of graphs, in the same order. Possible causes: the "
     "model has different sizes on some rank; a flag such as set_requires_gradient_sync is set, or a parameter frozen, on some "
@@ -150,7 +155,7 @@ class Agreement:
         warn_after_s: float | None = None,
     ):
         self.ranks = ranks
-        self.store = store
+        self.store = BoundedStore(store, timeout_s)
         self.rank = rank
         self.label = label
         self.asking: tuple[int, str] | None = None
@@ -160,7 +165,7 @@ class Agreement:
         self._agreed: set[str] = set()
         self._number = 0
         # A process group that was destroyed and created again may find the keys of the old one in the store.
-        self._life = store.add(f"fsdp_compile/agreement/lives/{rank}", 1)
+        self._life = self.store.add(f"fsdp_compile/agreement/lives/{rank}", 1)
 
     @property
     def prefix(self) -> str:
@@ -209,7 +214,7 @@ class Agreement:
         if self.rank == self.ranks[0]:
             self._judge(post.program)
         else:
-            self._wait(lambda: self.store.check([self._verdict()]), post.program)
+            self._wait([[self._verdict()]], post.program)
         verdict = self.store.get(self._verdict()).decode()
         is_rearranged = verdict.startswith(_REARRANGE)
         if verdict != _AGREED and not is_rearranged:
@@ -224,22 +229,31 @@ class Agreement:
     def fail(self, reason: str) -> None:
         """Make the next comparison of the other ranks raise, even if they wait in it already."""
         self._number += 1
-        self.store.set(self._verdict(), reason)
+        with contextlib.suppress(StoreSilent):
+            self.store.within(ANSWERS_WITHIN_S).set(self._verdict(), reason)
 
     def failure(self) -> str:
-        """Return the failure that a rank of this group announced, or an empty string."""
-        key = f"{self.prefix}/failed"
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+        """Return the failure that a rank of this group announced, or an empty string.
+
+        Raises:
+            StoreSilent: the store does not answer.
+        """
+        key, store = f"{self.prefix}/failed", self.store.within(ANSWERS_WITHIN_S)
+        return store.get(key).decode() if store.check([key]) else ""
 
     def announce_failure(self, reason: str) -> None:
-        """Tell all ranks of the group why they cannot go on. The first announcement stands."""
-        self.store.compare_set(f"{self.prefix}/failed", "", reason)
+        """Tell all ranks of the group why they cannot go on. The first announcement stands.
+
+        If the store does not answer, they learn it from connections that close.
+        """
+        with contextlib.suppress(StoreSilent):
+            self.store.within(ANSWERS_WITHIN_S).compare_set(f"{self.prefix}/failed", "", reason)
 
     def _judge(self, program: Program) -> None:
         """Wait for all posts, and post the verdict. Only the first rank of the group does so."""
         posts = [self._post(rank) for rank in self.ranks]
         try:
-            self._wait(lambda: self.store.check(posts) or self.store.check([self._verdict()]), program)
+            self._wait([posts, [self._verdict()]], program)
         except RanksDisagree as error:
             self.store.set(self._verdict(), str(error))
             raise
@@ -267,13 +281,14 @@ class Agreement:
         programs = [(ranks, post.program) for ranks, post in sides]
         return f"{_first_difference(self.label, programs)}\n{WHAT_TO_LOOK_FOR}"
 
-    def _wait(self, is_over: Callable[[], bool], program: Program) -> None:
+    def _wait(self, wanted: Sequence[Sequence[str]], program: Program) -> None:
+        """Wait until the store has all keys of one of the lists in ``wanted``."""
         # Poll: a blocking wait would occupy a connection to the store that other threads may need.
         start = time.monotonic()
         warned = False
-        while not is_over():
+        while not self._has_any(wanted):
             waited = time.monotonic() - start
-            if waited > _LATE_S and (failure := self.failure()):
+            if waited > _LATE_S and (failure := self._known_failure()):
                 raise RanksDisagree(failure)
             if waited > self._timeout_s:
                 raise RanksDisagree(
@@ -291,8 +306,26 @@ class Agreement:
                 )
             time.sleep(min(max(waited / 10, 0.001), 0.2))
 
+    def _has_any(self, wanted: Sequence[Sequence[str]]) -> bool:
+        store = self.store.within(ANSWERS_WITHIN_S)
+        try:
+            return any(store.check(keys) for keys in wanted)
+        except StoreSilent:
+            # A rank that is stopped for a while goes on.
+            return False
+
+    def _known_failure(self) -> str:
+        try:
+            return self.failure()
+        except StoreSilent:
+            return ""
+
     def _missing(self, program: Program) -> str:
-        missing = [rank for rank in self.ranks if not self.store.check([self._post(rank)])]
+        store = self.store.within(ANSWERS_WITHIN_S)
+        try:
+            missing = [rank for rank in self.ranks if not store.check([self._post(rank)])]
+        except StoreSilent as error:
+            return f"{error} Rank {self.rank} is about to run {'a ' * program.is_graph}{program}."
         return (
             # If no post is missing, the first rank has not posted the verdict yet.
             f"Rank {self.rank} waits for {ranks_text(missing or self.ranks[:1])} (process group {self.label}) to reach the "

@@ -48,7 +48,8 @@ from passes.fx.torch_internals.objects import timeout_on
 from passes.lowering.arrangement import Arrangement, CannotArrange
 from passes.lowering.collective_sequence import Collective, by_unit, identities
 
-from .agreement import Agreement, Program, RanksDisagree, Rearrange, disagreement, ranks_text
+from .agreement import ANSWERS_WITHIN_S, Agreement, Program, RanksDisagree, Rearrange, disagreement, ranks_text
+from .bounded_store import StoreSilent
 
 #: Roles of process groups that parameters are sharded or replicated over. Each such group has a log of its own.
 SHARDING_ROLES = ("shard", "replicate", "reduce")
@@ -232,7 +233,7 @@ class CollectiveLog:
             self.fail(reason)
 
     def _compare(self, step: _Step, asking: tuple[int, str] | None) -> str:
-        store = self.agreement.store
+        store = self.agreement.store.within(ANSWERS_WITHIN_S)
         if (step.number, asking) != self._posted:
             store.set(self._board(self.agreement.rank), json.dumps([step.number, step.mixed, str(step), asking]))
             self._posted = (step.number, asking)
@@ -374,6 +375,9 @@ class _Watchdog:
             for log in logs:
                 try:
                     log.look(time.monotonic())
+                except StoreSilent:
+                    # Perhaps it answers later.
+                    continue
                 except RuntimeError:
                     # The store is gone, and with it the group, or soon the rank.
                     with self._lock:

@@ -31,6 +31,7 @@ from passes.lowering.arrangement import Arrangement
 from passes.lowering.collective_sequence import digest
 
 from .bounded_store import BoundedStore, StoreSilent
+from .pulse import Pulse
 
 #: Seconds after which a rank that waits for others warns.
 WARN_AFTER_S = 30.0
@@ -39,8 +40,8 @@ _AGREED = "agreed"
 _REARRANGE = "rearrange"
 _DIGEST_LENGTH = len(digest([]))
 _SHOWN_COLLECTIVES = 3
-# Seconds after which a rank that waits looks for failures of other ranks.
-_LATE_S = 0.3
+# Seconds after which a rank that waits looks for failures of other ranks; and whether they live, and how often.
+_LATE_S, _LOOKS_S = 0.3, 2.0
 #: Seconds within which the store answers whoever asks again and again, or has failed. It may be asked again.
 ANSWERS_WITHIN_S = 2.0
 WHAT_TO_LOOK_FOR = (
@@ -138,6 +139,7 @@ class Agreement:
         label: the role of the group in the mesh.
         timeout_s: seconds after which a comparison without all ranks fails.
         warn_after_s: seconds after which a comparison without all ranks warns; None: :data:`WARN_AFTER_S`.
+        pulse: the signs of life of all ranks; None: they give none.
 
     Attributes:
         asking: the number of the comparison in which this rank waits, and this rank's program; None: this rank does not wait.
@@ -153,6 +155,7 @@ class Agreement:
         label: str,
         timeout_s: float,
         warn_after_s: float | None = None,
+        pulse: Pulse | None = None,
     ):
         self.ranks = ranks
         self.store = BoundedStore(store, timeout_s)
@@ -162,6 +165,7 @@ class Agreement:
         self.passed = 0
         self._timeout_s = timeout_s
         self._warn_after_s = WARN_AFTER_S if warn_after_s is None else warn_after_s
+        self._pulse = pulse
         self._agreed: set[str] = set()
         self._number = 0
         # A process group that was destroyed and created again may find the keys of the old one in the store.
@@ -286,10 +290,15 @@ class Agreement:
         # Poll: a blocking wait would occupy a connection to the store that other threads may need.
         start = time.monotonic()
         warned = False
+        watch, looks_at = None if self._pulse is None else self._pulse.watch(), _LOOKS_S / 2
         while not self._has_any(wanted):
             waited = time.monotonic() - start
             if waited > _LATE_S and (failure := self._known_failure()):
                 raise RanksDisagree(failure)
+            if watch is not None and waited > looks_at:
+                looks_at = waited + _LOOKS_S
+                if lost := watch.lost(self._awaited()):
+                    raise RanksDisagree(f"{lost} {self._missing(program)}")
             if waited > self._timeout_s:
                 raise RanksDisagree(
                     f"{self._missing(program)} That did not happen within {self._timeout_s:g} s, the timeout of the process "
@@ -297,10 +306,11 @@ class Agreement:
                 )
             if waited > self._warn_after_s and not warned:
                 warned = True
+                places = "" if watch is None else watch.places()
                 warnings.warn(
                     f"{self._missing(program)} It has waited for {waited:.1f} s, and fails after {self._timeout_s:g} s. This "
                     "is harmless if the other ranks are only slow, because they compile for instance, and a deadlock if they "
-                    "wait for something else.",
+                    f"wait for something else.{places}",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -320,10 +330,22 @@ class Agreement:
         except StoreSilent:
             return ""
 
-    def _missing(self, program: Program) -> str:
+    def _without_post(self) -> list[int]:
         store = self.store.within(ANSWERS_WITHIN_S)
+        return [rank for rank in self.ranks if not store.check([self._post(rank)])]
+
+    def _awaited(self) -> Sequence[int]:
+        """Return the ranks that this one waits for: the first one waits for all posts, and others for the first one."""
+        if self.rank != self.ranks[0]:
+            return self.ranks[:1]
         try:
-            missing = [rank for rank in self.ranks if not store.check([self._post(rank)])]
+            return self._without_post()
+        except StoreSilent:
+            return []
+
+    def _missing(self, program: Program) -> str:
+        try:
+            missing = self._without_post()
         except StoreSilent as error:
             return f"{error} Rank {self.rank} is about to run {'a ' * program.is_graph}{program}."
         return (

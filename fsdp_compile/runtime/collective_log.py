@@ -50,6 +50,7 @@ from passes.lowering.collective_sequence import Collective, by_unit, identities
 
 from .agreement import ANSWERS_WITHIN_S, Agreement, Program, RanksDisagree, Rearrange, disagreement, ranks_text
 from .bounded_store import StoreSilent
+from .pulse import Pulse
 
 #: Roles of process groups that parameters are sharded or replicated over. Each such group has a log of its own.
 SHARDING_ROLES = ("shard", "replicate", "reduce")
@@ -330,7 +331,7 @@ def _log_of(group: dist.ProcessGroup, name: str, label: str) -> CollectiveLog | 
         if "fake" in dist.get_backend(group) or store is None:
             return None
         ranks = dist.get_process_group_ranks(group)
-        agreement = Agreement(store, ranks, dist.get_rank(), label=label, timeout_s=_timeout_s(group))
+        agreement = Agreement(store, ranks, dist.get_rank(), label=label, timeout_s=_timeout_s(group), pulse=_pulse_of_job())
         has_tags = backend_of(name, torch.device("cpu")) == "gloo"
         is_asynchronous = torch.accelerator.is_available() and dist.get_backend(group) != "gloo"
         _logs[group] = log = CollectiveLog(agreement, name, has_tags=has_tags, is_asynchronous=is_asynchronous)
@@ -339,16 +340,34 @@ def _log_of(group: dist.ProcessGroup, name: str, label: str) -> CollectiveLog | 
     return _logs[group]
 
 
+def _pulse_of_job() -> Pulse | None:
+    """Return the signs of life of the job's ranks, and begin to give them; None: ranks have no store."""
+    world = dist.group.WORLD
+    if world is None or (store := get_process_group_store(world)) is None:
+        return None
+    if world not in _pulses:
+        _pulses[world] = pulse = Pulse(store, dist.get_rank())
+        _watchdog.add_pulse(pulse)
+    return _pulses[world]
+
+
+_pulses: weakref.WeakKeyDictionary[dist.ProcessGroup, Pulse] = weakref.WeakKeyDictionary()
+
+
 def _timeout_s(group: dist.ProcessGroup) -> float:
     """Return the timeout of a group's collectives in seconds."""
     return (timeout_on(group) or default_pg_timeout).total_seconds()
 
 
+_Owner = TypeVar("_Owner")
+
+
 class _Watchdog:
-    """The watchdog: a thread that looks at all logs at intervals."""
+    """The watchdog: a thread that gives signs of life, and looks at all logs, at intervals."""
 
     def __init__(self) -> None:
         self._logs: weakref.WeakSet[CollectiveLog] = weakref.WeakSet()
+        self._pulses: weakref.WeakSet[Pulse] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -357,6 +376,14 @@ class _Watchdog:
     def add(self, log: CollectiveLog) -> None:
         with self._lock:
             self._logs.add(log)
+        self._start()
+
+    def add_pulse(self, pulse: Pulse) -> None:
+        with self._lock:
+            self._pulses.add(pulse)
+        self._start()
+
+    def _start(self) -> None:
         # A forked process inherits no threads.
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="fsdp_compile.watchdog", daemon=True)
@@ -370,18 +397,22 @@ class _Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(_TICK_S):
-            with self._lock:
-                logs = list(self._logs)
-            for log in logs:
-                try:
-                    log.look(time.monotonic())
-                except StoreSilent:
-                    # Perhaps it answers later.
-                    continue
-                except RuntimeError:
-                    # The store is gone, and with it the group, or soon the rank.
-                    with self._lock:
-                        self._logs.discard(log)
+            self._for_each(self._pulses, Pulse.beat)
+            self._for_each(self._logs, CollectiveLog.look)
+
+    def _for_each(self, owners: weakref.WeakSet[_Owner], do: Callable[[_Owner, float], None]) -> None:
+        with self._lock:
+            found = list(owners)
+        for owner in found:
+            try:
+                do(owner, time.monotonic())
+            except StoreSilent:
+                # Perhaps it answers later.
+                continue
+            except RuntimeError:
+                # The store is gone, and with it the group, or soon the rank.
+                with self._lock:
+                    owners.discard(owner)
 
 
 _watchdog = _Watchdog()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter, methodcaller
+from types import FrameType
 from typing import Any
 
 import torch
@@ -128,6 +130,11 @@ def replace_hint(size: Any, value: Any) -> Any:
 def backend_on(group: Any, device: torch.device) -> Any:
     """Return the backend of a process group for a device. Raises RuntimeError if it has none."""
     return group._get_backend(device)
+
+
+def running_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread, by the thread's identifier. Python has no public name for this."""
+    return sys._current_frames()
 
 
 def timeout_on(group: Any, device: torch.device | None = None) -> timedelta | None:

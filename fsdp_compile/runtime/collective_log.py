@@ -347,6 +347,8 @@ def _pulse_of_job() -> Pulse | None:
         return None
     if world not in _pulses:
         _pulses[world] = pulse = Pulse(store, dist.get_rank())
+        # At once: a rank may end before the watchdog's first round.
+        pulse.beat(time.monotonic())
         _watchdog.add_pulse(pulse)
     return _pulses[world]
 

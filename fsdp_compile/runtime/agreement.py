@@ -30,7 +30,7 @@ import torch.distributed as dist
 from passes.lowering.arrangement import Arrangement
 from passes.lowering.collective_sequence import digest
 
-from .bounded_store import BoundedStore, StoreSilent
+from .bounded_store import ANSWERS_WITHIN_S, BoundedStore, StoreSilent
 from .pulse import Pulse
 
 #: Seconds after which a rank that waits for others warns.
@@ -42,8 +42,6 @@ _DIGEST_LENGTH = len(digest([]))
 _SHOWN_COLLECTIVES = 3
 # Seconds after which a rank that waits looks for failures of other ranks; and whether they live, and how often.
 _LATE_S, _LOOKS_S = 0.3, 2.0
-#: Seconds within which the store answers whoever asks again and again, or has failed. It may be asked again.
-ANSWERS_WITHIN_S = 2.0
 WHAT_TO_LOOK_FOR = (
     "All ranks must run the same graphs, and the same operators outside of graphs, in the same order. Possible causes: the "
     "model has different sizes on some rank; a flag such as set_requires_gradient_sync is set, or a parameter frozen, on some "
@@ -291,14 +289,19 @@ class Agreement:
         start = time.monotonic()
         warned = False
         watch, looks_at = None if self._pulse is None else self._pulse.watch(), _LOOKS_S / 2
-        while not self._has_any(wanted):
+        store = self.store.within(ANSWERS_WITHIN_S)
+        while True:
             waited = time.monotonic() - start
-            if waited > _LATE_S and (failure := self._known_failure()):
-                raise RanksDisagree(failure)
-            if watch is not None and waited > looks_at:
-                looks_at = waited + _LOOKS_S
-                if lost := watch.lost(self._awaited()):
-                    raise RanksDisagree(f"{lost} {self._missing(program)}")
+            # A rank that is stopped for a while goes on, and with it the store that it serves.
+            with contextlib.suppress(StoreSilent):
+                if any(store.check(keys) for keys in wanted):
+                    return
+                if waited > _LATE_S and (failure := self.failure()):
+                    raise RanksDisagree(failure)
+                if watch is not None and waited > looks_at:
+                    looks_at = waited + _LOOKS_S
+                    if lost := watch.lost(self._awaited()):
+                        raise RanksDisagree(f"{lost} {self._missing(program)}")
             if waited > self._timeout_s:
                 raise RanksDisagree(
                     f"{self._missing(program)} That did not happen within {self._timeout_s:g} s, the timeout of the process "
@@ -316,32 +319,13 @@ class Agreement:
                 )
             time.sleep(min(max(waited / 10, 0.001), 0.2))
 
-    def _has_any(self, wanted: Sequence[Sequence[str]]) -> bool:
-        store = self.store.within(ANSWERS_WITHIN_S)
-        try:
-            return any(store.check(keys) for keys in wanted)
-        except StoreSilent:
-            # A rank that is stopped for a while goes on.
-            return False
-
-    def _known_failure(self) -> str:
-        try:
-            return self.failure()
-        except StoreSilent:
-            return ""
-
     def _without_post(self) -> list[int]:
         store = self.store.within(ANSWERS_WITHIN_S)
         return [rank for rank in self.ranks if not store.check([self._post(rank)])]
 
     def _awaited(self) -> Sequence[int]:
         """Return the ranks that this one waits for: the first one waits for all posts, and others for the first one."""
-        if self.rank != self.ranks[0]:
-            return self.ranks[:1]
-        try:
-            return self._without_post()
-        except StoreSilent:
-            return []
+        return self._without_post() if self.rank == self.ranks[0] else self.ranks[:1]
 
     def _missing(self, program: Program) -> str:
         try:

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+#: Seconds within which the store answers whoever asks again and again, or has failed. It may be asked again.
+ANSWERS_WITHIN_S = 2.0
+
 
 class StoreSilent(RuntimeError):
     """The store of a process group has not answered in time."""

@@ -48,8 +48,8 @@ from passes.fx.torch_internals.objects import timeout_on
 from passes.lowering.arrangement import Arrangement, CannotArrange
 from passes.lowering.collective_sequence import Collective, by_unit, identities
 
-from .agreement import ANSWERS_WITHIN_S, Agreement, Program, RanksDisagree, Rearrange, disagreement, ranks_text
-from .bounded_store import StoreSilent
+from .agreement import Agreement, Program, RanksDisagree, Rearrange, disagreement, ranks_text
+from .bounded_store import ANSWERS_WITHIN_S, StoreSilent
 from .pulse import Pulse
 
 #: Roles of process groups that parameters are sharded or replicated over. Each such group has a log of its own.
@@ -543,7 +543,7 @@ class _Arrangements:
         return list(dict.fromkeys(itertools.chain.from_iterable(self.by_kind.get(one, ()) for one in kinds)))
 
 
-# Of all models: ranks do not compare again what is as for an earlier model.
+# Arrangements of all models. Ranks do not compare an arrangement again that they have agreed on for an earlier model.
 _arrangements: dict[Any, _Arrangements] = {}
 # A rank may get the arrangement of another once for each group that it shards or replicates over.
 _MOST_REARRANGED = 3

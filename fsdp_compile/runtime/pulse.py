@@ -28,13 +28,14 @@ import torch.distributed as dist
 import passes
 from passes.fx.torch_internals.objects import running_frames
 
-from .bounded_store import BoundedStore, StoreSilent
+from .bounded_store import ANSWERS_WITHIN_S, BoundedStore
 
 #: Seconds without a sign of life after which a rank counts as lost.
 SILENT_AFTER_S = 30.0
 #: Seconds between two signs of a rank.
 _EVERY_S = 1.0
-_ANSWERS_WITHIN_S, _JOINS_WITHIN_S = 2.0, 60.0
+# Seconds within which the store answers a rank that joins.
+_JOINS_WITHIN_S = 60.0
 # Where nobody looks for the place of a rank: here, in torch and what it generates, and in Python's own library.
 _NOT_OF_THE_USER = (
     *(str(Path(found).parent) for found in (torch.__file__, passes.__file__, Path(__file__).parent, os.__file__)),
@@ -70,7 +71,7 @@ class Pulse:
     """
 
     def __init__(self, store: dist.Store, rank: int):
-        self._store = BoundedStore(store, _ANSWERS_WITHIN_S)
+        self._store = BoundedStore(store, ANSWERS_WITHIN_S)
         self._rank = rank
         # A job that was joined again may find signs of the old one.
         self._life = self._store.within(_JOINS_WITHIN_S).add(f"fsdp_compile/pulse/lives/{rank}", 1)
@@ -103,7 +104,7 @@ class Pulse:
 
 
 class Watch:
-    """What a rank that waits knows of the others.
+    """The last sign of life of each rank that a waiting rank has looked at, and the time at which the sign changed.
 
     Args:
         pulse: the signs of life.
@@ -116,12 +117,13 @@ class Watch:
         self._seen: dict[int, tuple[Sign, float]] = {}
 
     def lost(self, ranks: Iterable[int]) -> str:
-        """Return which of some ranks is lost, and why; empty: none that is known."""
+        """Return a text that names a lost rank and the reason; empty: no rank is known to be lost.
+
+        Raises:
+            StoreSilent: the store does not answer.
+        """
         for rank in ranks:
-            try:
-                sign = self._pulse.sign(rank)
-            except StoreSilent:
-                return ""
+            sign = self._pulse.sign(rank)
             if sign is None:
                 continue
             now = time.monotonic()

@@ -179,8 +179,8 @@ def sorted_by_unit(group: Group, key: Callable[[tuple[int, int]], int] = operato
         group: the group.
         key: what to sort a unit's parameters by; their positions in the unit's bucket by default.
     """
-    units = _by_bucket(group)
-    return tuple(member for index in units for member in sorted((one for one in group if one[0] == index), key=key))
+    place = {index: number for number, index in enumerate(_by_bucket(group))}
+    return tuple(sorted(group, key=lambda member: (place[member[0]], key(member))))
 
 
 def gather_key(spec: Unshard) -> Hashable:

@@ -9,8 +9,10 @@ import ast
 import functools
 import importlib
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
+from importlib.metadata import requires
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -102,6 +104,29 @@ def test_packages_are_in_a_wheel() -> None:
     """Every folder has an ``__init__.py``, without which Setuptools does not find it."""
     folders = {path.parent for path in MODULES.values()}
     assert all((folder / "__init__.py").exists() for folder in folders)
+
+
+def test_what_is_imported_is_a_dependency() -> None:
+    """What an extra installs is imported inside of functions."""
+    required = [requirement for requirement in requires("fsdp-compile") or [] if "extra ==" not in requirement]
+    dependencies, extras = {re.split(r"\W", requirement)[0] for requirement in required}, {"matplotlib", "triton"}
+    assert "torch" in dependencies
+    for name, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert packages_of(at_once) <= dependencies, name
+        assert packages_of(_imports(tree)) <= dependencies | extras, name
+
+
+def packages_of(imports: Iterable[ast.Import | ast.ImportFrom]) -> set[str]:
+    """Return the packages of others that are imported: neither this repository's nor Python's."""
+    names = [
+        name
+        for node in imports
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        if name and not getattr(node, "level", 0)
+    ]
+    return {name.split(".")[0] for name in names} - {*ORDER, *sys.stdlib_module_names}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("passes.transforms.")])

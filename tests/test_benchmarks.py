@@ -79,6 +79,7 @@ def test_training_losses_compares_ways_seed_by_seed(tmp_path: Path) -> None:
     assert out.stat().st_mtime_ns == made and picture.stat().st_size > 10_000
 
 
+@pytest.mark.night
 def test_memory_counts_what_the_library_accounts_for(tmp_path: Path) -> None:
     results = run("memory.py", tmp_path / "out.json", *TINY, "--systems", "ours", "--width", "256")
     found = memory.comparisons(results["ranks"])
@@ -124,6 +125,7 @@ def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> N
     assert all(0 < row[what]["predicted"] < 1 and row[what]["measured"] > 0 for what in ("step", "unsharded"))
 
 
+@pytest.mark.night
 def test_gpu_check_runs_dry(tmp_path: Path) -> None:
     results = run("gpu_check.py", tmp_path / "out.json", "--dry-run", "--checks", "time", "--rounds", "1")
     assert results["complaints"] == []

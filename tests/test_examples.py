@@ -28,10 +28,11 @@ SIZE += ["--val-batches", "2", "--sample-length", "0", "--max-bytes", "200000", 
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(tmp_path_factory: pytest.TempPathFactory, rank_pools: RankPools) -> Path:
     """The folder of an uninterrupted run, with checkpoints after steps 3 and 6."""
     out = tmp_path_factory.mktemp("straight")
-    assert len(train(out)) == 6
+    rank_pools[2].run(train, flags=[*SIZE, "--out", str(out)])
+    assert len(losses(out)) == 6
     return out
 
 
@@ -47,14 +48,8 @@ def torchrun(*command: str) -> str:
     return done.stdout
 
 
-def train(out: Path, *flags: str) -> list[float]:
-    """Run the main job on two ranks and return its losses."""
-    torchrun(str(ROOT / "examples/train_gpt.py"), *SIZE, "--out", str(out), *flags)
-    return losses(out)
-
-
-def train_on_ranks(flags: list[str]) -> None:
-    """Run the main job on ranks that are there already. Every rank calls this."""
+def train(flags: list[str]) -> None:
+    """Run the main job on ranks that are there already: ``.ci/wheel`` runs it by torchrun. Every rank calls this."""
     import train_gpt
 
     train_gpt.run(parse_args(flags), torch.device("cpu"))
@@ -70,7 +65,7 @@ def test_train_gpt_equals_fsdp2_and_resumes_exactly(tmp_path: Path, straight: Pa
         ("fsdp2", "--system", "fsdp2", "--no-compile"),
         ("resumed", "--resume", str(straight / "step-000003")),
     ):
-        rank_pools[2].run(train_on_ranks, flags=[*SIZE, "--out", str(tmp_path / name), *flags])
+        rank_pools[2].run(train, flags=[*SIZE, "--out", str(tmp_path / name), *flags])
     fsdp2, resumed = losses(tmp_path / "fsdp2"), losses(tmp_path / "resumed")
     assert [f"{loss:.4f}" for loss in losses(straight)] == [f"{loss:.4f}" for loss in fsdp2]
     assert resumed == losses(straight)

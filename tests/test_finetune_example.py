@@ -62,6 +62,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_random_llama(tmp_path: Path, rank_pools: RankPools, one_rank: None) -> None:
+    rank_pools[RANKS].run(finetune, out=str(tmp_path), flags=())
+    check(tmp_path)
+
+
+@pytest.mark.night
 def test_random_llama_by_torchrun(tmp_path: Path, one_rank: None) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += [str(ROOT / "examples/finetune_hf.py"), *FLAGS, "--out", str(tmp_path)]

@@ -18,7 +18,9 @@ connections are closed, so that blocked ranks fail, too.
 **Tags.** Over Gloo on the CPU, messages are tagged with a number computed from all programs that the rank has run. So ranks
 with different histories never read each other's messages, even without a comparison: they wait until the watchdog finds them.
 
-The parameters that a program runs for belong to the history: equal blocks share graphs, and a rank may have skipped one.
+The parameters that a program runs for belong to the history: equal blocks share graphs, and a rank may have skipped one. So
+does a backward that an exception ended, as in a hook on a gradient. A rank that catches it and goes on differs from ranks whose
+backward ended, also if it has run the same programs.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from passes.collectives.functional import resolve_group
 from passes.collectives.gloo import backend_of, break_connections, message_tags
-from passes.fx.torch_internals.core import RecordFunctionFast
+from passes.fx.torch_internals.core import RecordFunctionFast, current_graph_task_id
 from passes.fx.torch_internals.distributed import get_process_group_store
 from passes.fx.torch_internals.objects import timeout_on
 from passes.lowering.arrangement import Arrangement, CannotArrange
@@ -62,6 +64,8 @@ _MAX_PAUSE_S = 5.0
 #: Seconds for which a failed program waits for another rank to announce the reason.
 _REASON_WITHIN_S = 2.0
 _REMEMBERED = 4096
+# In a history, the end of a backward by an exception: the rank lacks gradients that other ranks may have.
+_FAILED_BACKWARD = Program("backward that an exception ended", (), (), is_graph=False)
 _MASK = (1 << 64) - 1
 
 
@@ -121,6 +125,8 @@ class CollectiveLog:
         self.failure = ""
         #: The identifier of the thread that runs a program; 0: no thread does.
         self.thread = 0
+        #: Backwards over this group that have begun and not ended, by the identifiers of autograd's tasks.
+        self.backwards: set[int] = set()
         #: The logs that share programs with this one, itself included.
         self.family: set[CollectiveLog] = {self}
         #: Names of this group, and of groups that have no log of their own because their ranks are in this group.
@@ -184,6 +190,12 @@ class CollectiveLog:
         if known.is_graph or self._step.known.is_graph:
             self.agreement.compare(known.program, self._before())
         known.follows.add(self._step.known)
+
+    def record_failed_backward(self) -> None:
+        """Record that a backward has been ended by an exception, if one has: it has not ended, and none runs."""
+        if self.backwards and current_graph_task_id() == -1:
+            self.backwards.clear()
+            self.push(self.know(_FAILED_BACKWARD))
 
     def check(self) -> None:
         if self.failure:
@@ -318,6 +330,24 @@ def _find_logs(group_names: Iterable[str], roles: Mapping[str, str]) -> list[Col
     for log in found:
         log.family.update(found)
     return found
+
+
+def backward_begins(task: int, group_name: str) -> None:
+    """Note that a backward begins, which is to reduce gradients over a process group.
+
+    Args:
+        task: the identifier of autograd's task.
+        group_name: name of the group.
+    """
+    if (log := _logs.get(resolve_group(group_name))) is not None:
+        log.backwards.add(task)
+
+
+def backward_ends(task: int, group_names: Iterable[str]) -> None:
+    """Note that a backward has ended without an exception. Arguments as for :func:`backward_begins`."""
+    for name in group_names:
+        if (log := _logs.get(resolve_group(name))) is not None:
+            log.backwards.discard(task)
 
 
 def _place_of_role(role: str) -> int:
@@ -476,6 +506,7 @@ class CheckedProgram:
                     f"Two threads communicate over the process group {log.agreement.label} at once, so their order may differ "
                     "between ranks. Train the models one after the other, in one thread."
                 )
+            log.record_failed_backward()
         for log, known in self._over:
             if not log.may_run(known):
                 _together(self._over, CollectiveLog.ask, self._roles)

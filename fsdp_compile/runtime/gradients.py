@@ -33,7 +33,7 @@ from ..units.own_storage import has_memory
 from ..units.param_state import FlatSlice, grad_slice, joined, set_grad_in
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, SyncFlags, Unit
-from .collective_log import eager_run
+from .collective_log import backward_begins, backward_ends, eager_run
 from .hook_tensors import hook_tensors
 from .tensor_kind import Like
 
@@ -255,6 +255,7 @@ class _Backward:
 
     Attributes:
         scopes: trees of units that took part.
+        groups: names of the process groups that parameters which got a gradient are sharded and replicated over.
         received: for each unit, the parameters that got a gradient.
         reduced: parameters whose post-accumulate-grad hooks or updates are due at the end, when their gradients are whole.
         updated: whether graphs have updated parameters.
@@ -264,6 +265,7 @@ class _Backward:
 
     def __init__(self) -> None:
         self.scopes: dict[Scope, None] = {}
+        self.groups: set[str] = set()
         self.received: dict[Unit, set[ShardedParam]] = {}
         self.reduced: dict[ShardedParam, None] = {}
         self.updated = False
@@ -299,6 +301,13 @@ def receive(unit: Unit, params: Sequence[ShardedParam]) -> None:
     backward = _current_backward()
     backward.scopes[unit.scope] = None
     backward.received.setdefault(unit, set()).update(params)
+    mesh = None
+    for param in params:
+        if param.mesh is not mesh:
+            mesh = param.mesh
+            for group in {mesh.shard_group, mesh.replicate_group} - {"", *backward.groups}:
+                backward.groups.add(group)
+                backward_begins(current_graph_task_id(), group)
 
 
 def reduced(params: Sequence[ShardedParam]) -> None:
@@ -328,6 +337,7 @@ def _finish_backward(task: int, backward: _Backward) -> None:
         call_hooks(backward.reduced)
         if backward.updated:
             _forget_uses(backward.scopes)
+        backward_ends(task, backward.groups)
     finally:
         _backwards.pop(task, None)
 

@@ -468,3 +468,78 @@ def _train_uncompiled() -> int:
 
 def test_a_model_that_is_not_compiled_asks_nothing(rank_pools: RankPools) -> None:
     assert rank_pools[2].run(_train_uncompiled) == [0, 0]
+
+
+class _Raises(torch.autograd.Function):
+    """The identity. Its backward raises if told to."""
+
+    told = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        _raise_if_told()
+        return grad
+
+
+def _raise_if_told(*_: Any) -> None:
+    if _Raises.told:
+        raise torch.OutOfMemoryError("in backward")
+
+
+def _fail_in_backward(is_compiled: bool, where: str, failing: Sequence[int]) -> tuple[list[tuple[str, float]], list[Tensor]]:
+    """Train four steps. In the third, backward raises on ranks of ``failing``, which catch that. Every rank calls this.
+
+    Return the outcomes, and this rank's rows of parameters after the last step.
+    """
+    model, compiled = _trainee(_mesh((2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if where == "hook":
+        model.first.weight.register_post_accumulate_grad_hook(_raise_if_told)
+    x = torch.ones(2, 8, requires_grad=True)
+
+    def step() -> None:
+        # Of the input: its backward comes after all collectives.
+        (compiled if is_compiled else model)(x if where == "hook" else _Raises.apply(x)).square().sum().backward()
+        optimizer.step()
+
+    outcomes = []
+    for number in range(4):
+        _Raises.told = number == 2 and dist.get_rank() in failing
+        outcomes.append(_outcome(step))
+        optimizer.zero_grad()
+    # No collective: torch's cache has an equal mesh of another test, whose connections are closed.
+    return outcomes, [param.to_local().detach() for param in model.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("where", ["hook", "input"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_one_rank_goes_on_after_a_backward_that_failed(rank_pools: RankPools, is_compiled: bool, where: str) -> None:
+    """It has skipped an optimizer step, so parameters would differ."""
+    sides = {"rank 0": "forward graph" if is_compiled else "unshard of ", "rank 1": "backward that an exception ended"}
+    results = rank_pools[2].run(_fail_in_backward, is_compiled=is_compiled, where=where, failing=[1])
+    for rank, (outcomes, _) in enumerate(results):
+        *before, (failed, _), (after, seconds) = outcomes
+        assert [error for error, _ in before] == ["", ""]
+        assert failed == ("OutOfMemoryError: in backward" if rank else "")
+        _check(after, sides)
+        assert seconds < _SOON_S
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_all_ranks_go_on_after_a_backward_that_failed(rank_pools: RankPools, is_compiled: bool) -> None:
+    torch.manual_seed(0)
+    reference = Model()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        reference(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    results = rank_pools[2].run(_fail_in_backward, is_compiled=is_compiled, where="input", failing=[0, 1])
+    for rank, (outcomes, params) in enumerate(results):
+        assert [error for error, _ in outcomes] == ["", "", "OutOfMemoryError: in backward", ""]
+        for ours, theirs in zip(params, reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.chunk(2)[rank].detach())

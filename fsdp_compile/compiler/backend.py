@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import SymInt, Tensor, nn
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes.auto.memory_budget import BudgetTooLow
@@ -420,14 +420,12 @@ class _Compilation:
 
     def _can_store(self) -> bool:
         """Return whether AOTAutograd's cache may keep the graphs: they depend on nothing but its key, and nobody watches."""
-        sizes = (size for value in self._examples for size in (value.shape if isinstance(value, Tensor) else [value]))
         return (
             can_store()
             and functorch_config.enable_autograd_cache
             and self._folding.has_key
             and self._budget is None
             and not is_capturing()
-            and not any(isinstance(size, SymInt) for size in sizes)
             # Neither the code of a subclass nor that of an extension is in the key.
             and not any(map(is_traceable_wrapper_subclass, self._examples))
             and all(param.extension is None for param in self._params.values())

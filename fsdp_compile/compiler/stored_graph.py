@@ -4,6 +4,9 @@ The cache is torch's (``torch._functorch._aot_autograd.autograd_cache``). Its ke
 metadata and of all configuration; :func:`configuration` adds what else the passes depend on. torch stores a kernel for each
 graph, which this library cannot have: it lowers a graph for the plans of calls. So a :class:`StoredGraph` takes the place of
 the kernel, and holds the graph from which a process makes its variants.
+
+Dynamic sizes are symbols, with the same names in each process. torch stores the conditions on sizes that tracing has relied on,
+and takes a graph only for sizes that fulfil them.
 """
 
 from __future__ import annotations
@@ -11,16 +14,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sympy
 from torch import Tensor
 from torch.fx import GraphModule
 
 import passes
+from passes.fx.shape_env import rehint, values_of
+from passes.fx.size_guards import InputSizes
 from passes.fx.sizes import symbolic_sizes_of
 from passes.fx.torch_internals.aot import BypassAOTAutogradCache, FakeScriptObject, GraphPickler, OutputCode, PicklerOptions
 from passes.fx.torch_internals.core import TracingContext
@@ -121,10 +127,12 @@ class StoredGraph(OutputCode):
     Attributes:
         content: the graph, in bytes. Empty: the graph cannot be stored.
         summary: its summary.
+        symbols: the symbols of its dynamic sizes.
     """
 
     content: bytes
     summary: GraphSummary
+    symbols: frozenset[sympy.Symbol] = frozenset()
     _function: BoxedFunction | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -144,8 +152,12 @@ class StoredGraph(OutputCode):
         """Bind the graph, which comes from the cache."""
         fake_mode = TracingContext.get().fake_mode
         assert fake_mode is not None
-        load: Any = functools.partial(GraphPickler.loads, self.content, fake_mode)
-        self._function = _bind.get()(GraphSource(load, _key(self.content)), self.summary)
+        if self.symbols:
+            assert fake_mode.shape_env is not None
+            if not self.symbols <= values_of(fake_mode.shape_env).keys():
+                raise BypassAOTAutogradCache("a stored graph has other symbols than this process")
+        load: Any = functools.partial(_load, self.content, fake_mode)
+        self._function = _bind.get()(GraphSource(load, _variants_key(self.content, self.symbols)), self.summary)
         self.content = b""
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
@@ -161,19 +173,37 @@ def bind_new(gm: GraphModule, summary: GraphSummary, bind: Bind, *, stores: bool
         bind: binds it.
         stores: also make the content with which AOTAutograd stores it.
     """
+    symbols = frozenset(_symbols_of(gm) if stores else ())
     content = _dump(gm) if stores and _can_be_stored(gm) else b""
     # AOTAutograd empties the ``meta`` of a graph that it stores.
     kept = snapshot(gm) if content else gm
-    return StoredGraph(content, summary, bind(GraphSource(lambda: kept, _key(content)), summary))
+    source = GraphSource(lambda: kept, _variants_key(content, symbols))
+    return StoredGraph(content, summary, symbols, bind(source, summary))
 
 
-def _key(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest() if content else ""
+def _variants_key(content: bytes, symbols: Collection[sympy.Symbol]) -> str:
+    """Return the key of a graph under which its variants are stored; empty: they are not.
+
+    Variants for dynamic sizes are not: their code relies on conditions that lowering finds.
+    """
+    return hashlib.sha256(content).hexdigest() if content and not symbols else ""
+
+
+def _values_in(gm: GraphModule) -> list[Any]:
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    return [node.meta.get("val") for graph in graphs for node in graph.nodes]
+
+
+def _symbols_of(gm: GraphModule) -> set[sympy.Symbol]:
+    return {symbol for size in symbolic_sizes_of(_values_in(gm)) for symbol in size.node.expr.free_symbols}
 
 
 def _can_be_stored(gm: GraphModule) -> bool:
-    values = [node.meta.get("val") for node in gm.graph.nodes]
-    if any(isinstance(value, FakeScriptObject) for value in values) or any(symbolic_sizes_of(values)):
+    if any(isinstance(value, FakeScriptObject) for value in _values_in(gm)):
+        return False
+    # Sizes that depend on data, and the states of random number generators, have symbols of their own in each trace.
+    sizes, told = list(symbolic_sizes_of(_values_in(gm))), InputSizes(gm.graph)
+    if any(size.node.hint is None for size in sizes) or not all(symbol in told for symbol in _symbols_of(gm)):
         return False
     constants = [getattr(gm, str(node.target), None) for node in gm.graph.find_nodes(op="get_attr")]
     return all(type(value) is Tensor and value.numel() <= _MOST_CONSTANTS for value in constants)
@@ -185,3 +215,11 @@ def _dump(gm: GraphModule) -> bytes:
         return GraphPickler.dumps(gm, options)
     except Exception:
         return b""
+
+
+def _load(content: bytes, fake_mode: Any) -> GraphModule:
+    gm: Any = GraphPickler.loads(content, fake_mode)
+    if fake_mode.shape_env is not None:
+        # A size is stored with the value that it had in the process that traced the graph.
+        rehint(fake_mode.shape_env, symbolic_sizes_of(_values_in(gm)))
+    return gm  # type: ignore[no-any-return]

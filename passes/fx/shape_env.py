@@ -39,6 +39,14 @@ def values_of(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
     return found
 
 
+def rehint(shape_env: ShapeEnv, sizes: Iterable[SymInt]) -> None:
+    """Give sizes that have hints those of the ShapeEnv's own values of symbols."""
+    known = values_of(shape_env)
+    for size in sizes:
+        if size.node.hint is not None:
+            replace_hint(size.node, int(size.node.expr.xreplace(known)))
+
+
 @contextlib.contextmanager
 def reopened(shape_env: ShapeEnv) -> Iterator[None]:
     """Take guards inside of the ``with`` block as before the frame's guards were built. Forget them afterwards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,87 @@ def test_trains_the_same(name: str, rank_pools: RankPools) -> None:
 
 @pytest.mark.inductor
 def test_trains_the_same_through_inductor(rank_pools: RankPools) -> None:
-    rank_pools[2].run(train_twice, name="folded", lowering="inductor")
+    rank_pools[2].run(train_twice, name="mlp", lowering="inductor")
+
+
+# Sizes that change.
+
+_library = torch.library.Library("fsdp_compile_stored", "FRAGMENT")
+_library.define("by_rows(Tensor x) -> Tensor")
+_library.impl("by_rows", lambda x: x * (2 if x.shape[0] <= 6 else 3), "CompositeImplicitAutograd")
+
+
+class ByRows(nn.Module):
+    """A model that tracing decides about by the number of rows, where Dynamo does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](torch.ops.fsdp_compile_stored.by_rows(self.blocks[0](x)))
+
+
+class Convolution(nn.Module):
+    """Convolutions along rows, whose backward Inductor lowers for the sizes at hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Conv1d(8, 8, 3, padding=1), nn.Conv1d(8, 8, 3, padding=1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x.T)).T
+        return x
+
+
+def train_sizes(build: Callable[[], nn.Module], lowering: str, sizes: Sequence[int]) -> list[Tensor]:
+    """Return losses and gradients of microbatches of several sizes, with and without sync."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = build().double()
+    shard_units(model, init_device_mesh("cpu", (1,)), fully_shard)
+    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
+    found = []
+    for number, size in enumerate(sizes):
+        model.set_requires_gradient_sync(number % 2 == 1)
+        loss = compiled(torch.arange(8.0 * size, dtype=torch.float64).view(size, 8) / 8).square().mean()
+        loss.backward()
+        found.append(loss.detach())
+    return [*found, *(param.grad.full_tensor().clone() for param in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("build", "lowering"),
+    [
+        (models.MLP, "aot_eager"),
+        (partial(models.MLP, layers=1 + MIN_LAYERS), "aot_eager"),
+        pytest.param(Convolution, "inductor", marks=[pytest.mark.inductor, pytest.mark.night]),
+    ],
+    ids=["mlp", "folded", "convolution"],
+)
+def test_takes_graphs_for_other_sizes(build: Callable[[], nn.Module], lowering: str, one_rank: None) -> None:
+    """A second process finds the graph for dynamic sizes, in which the sizes of the first one are hints."""
+    first, second = [2, 3, 6, 7], [2, 9, 5, 4]
+    expected = train_sizes(build, lowering, second)
+    with storing():
+        train_sizes(build, lowering, first)
+        with count_loads() as loads:
+            results = train_sizes(build, lowering, second)
+    assert loads[0] >= 2 and loads[1] == 0
+    # Inductor's code for dynamic sizes depends on hints.
+    torch.testing.assert_close(results, expected, rtol=0 if lowering == "aot_eager" else 1e-12, atol=0)
+
+
+def test_takes_no_graph_that_was_traced_for_other_sizes(one_rank: None) -> None:
+    """What tracing has decided by sizes is checked before a graph is taken."""
+    expected = train_sizes(ByRows, "aot_eager", [2, 9, 8, 5, 7])
+    with storing():
+        train_sizes(ByRows, "aot_eager", [2, 3, 6, 5])
+        with count_loads() as loads:
+            results = train_sizes(ByRows, "aot_eager", [2, 9, 8, 5, 7])
+        assert loads == [2, 1]
+    assert all(map(torch.equal, results, expected))
 
 
 # Keys, and graphs that are not stored.

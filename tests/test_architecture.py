@@ -107,7 +107,7 @@ def test_packages_are_in_a_wheel() -> None:
 
 
 def test_what_is_imported_is_a_dependency() -> None:
-    """What an extra installs is imported inside of functions."""
+    """Only functions import the packages of extras."""
     required = [requirement for requirement in requires("fsdp-compile") or [] if "extra ==" not in requirement]
     dependencies, extras = {re.split(r"\W", requirement)[0] for requirement in required}, {"matplotlib", "triton"}
     assert "torch" in dependencies

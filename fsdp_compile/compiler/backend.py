@@ -409,8 +409,7 @@ class _Compilation:
 
     def _configuration(self, users_passes: Sequence[Any]) -> str:
         """Return a key of what the passes over Dynamo's graph and the joint graph depend on, besides these graphs."""
-        meshes = [param.mesh for param in self._params.values()]
-        names = {name for mesh in meshes for name in (mesh.shard_group, mesh.replicate_group) if name}
+        names = {name for param in self._params.values() for name in param.mesh.groups}
         groups = [
             (name, tuple(group_ranks(name)), dist.get_backend(resolve_group(name)), self._other_groups.get(name))
             for name in sorted(names.union(self._other_groups))

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import sympy
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import GraphModule
 
 import passes
 from passes.fx.shape_env import rehint, values_of
 from passes.fx.size_guards import InputSizes
-from passes.fx.sizes import symbolic_sizes_of
+from passes.fx.sizes import symbolic_sizes_in
 from passes.fx.torch_internals.aot import BypassAOTAutogradCache, FakeScriptObject, GraphPickler, OutputCode, PicklerOptions
 from passes.fx.torch_internals.core import TracingContext
 from passes.fx.torch_internals.inductor import inductor_config
@@ -152,10 +152,9 @@ class StoredGraph(OutputCode):
         """Bind the graph, which comes from the cache."""
         fake_mode = TracingContext.get().fake_mode
         assert fake_mode is not None
-        if self.symbols:
-            assert fake_mode.shape_env is not None
-            if not self.symbols <= values_of(fake_mode.shape_env).keys():
-                raise BypassAOTAutogradCache("a stored graph has other symbols than this process")
+        known = {} if fake_mode.shape_env is None else values_of(fake_mode.shape_env)
+        if not self.symbols <= known.keys():
+            raise BypassAOTAutogradCache("a stored graph has other symbols than this process")
         load: Any = functools.partial(_load, self.content, fake_mode)
         self._function = _bind.get()(GraphSource(load, _variants_key(self.content, self.symbols)), self.summary)
         self.content = b""
@@ -173,8 +172,9 @@ def bind_new(gm: GraphModule, summary: GraphSummary, bind: Bind, *, stores: bool
         bind: binds it.
         stores: also make the content with which AOTAutograd stores it.
     """
-    symbols = frozenset(_symbols_of(gm) if stores else ())
-    content = _dump(gm) if stores and _can_be_stored(gm) else b""
+    sizes = list(symbolic_sizes_in(gm)) if stores else []
+    symbols = frozenset(symbol for size in sizes for symbol in size.node.expr.free_symbols)
+    content = _dump(gm) if stores and _can_be_stored(gm, sizes, symbols) else b""
     # AOTAutograd empties the ``meta`` of a graph that it stores.
     kept = snapshot(gm) if content else gm
     source = GraphSource(lambda: kept, _variants_key(content, symbols))
@@ -189,21 +189,12 @@ def _variants_key(content: bytes, symbols: Collection[sympy.Symbol]) -> str:
     return hashlib.sha256(content).hexdigest() if content and not symbols else ""
 
 
-def _values_in(gm: GraphModule) -> list[Any]:
-    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    return [node.meta.get("val") for graph in graphs for node in graph.nodes]
-
-
-def _symbols_of(gm: GraphModule) -> set[sympy.Symbol]:
-    return {symbol for size in symbolic_sizes_of(_values_in(gm)) for symbol in size.node.expr.free_symbols}
-
-
-def _can_be_stored(gm: GraphModule) -> bool:
-    if any(isinstance(value, FakeScriptObject) for value in _values_in(gm)):
+def _can_be_stored(gm: GraphModule, sizes: Sequence[SymInt], symbols: Collection[sympy.Symbol]) -> bool:
+    if any(isinstance(node.meta.get("val"), FakeScriptObject) for node in gm.graph.nodes):
         return False
     # Sizes that depend on data, and the states of random number generators, have symbols of their own in each trace.
-    sizes, told = list(symbolic_sizes_of(_values_in(gm))), InputSizes(gm.graph)
-    if any(size.node.hint is None for size in sizes) or not all(symbol in told for symbol in _symbols_of(gm)):
+    told = InputSizes(gm.graph)
+    if any(size.node.hint is None for size in sizes) or not all(symbol in told for symbol in symbols):
         return False
     constants = [getattr(gm, str(node.target), None) for node in gm.graph.find_nodes(op="get_attr")]
     return all(type(value) is Tensor and value.numel() <= _MOST_CONSTANTS for value in constants)
@@ -221,5 +212,5 @@ def _load(content: bytes, fake_mode: Any) -> GraphModule:
     gm: Any = GraphPickler.loads(content, fake_mode)
     if fake_mode.shape_env is not None:
         # A size is stored with the value that it had in the process that traced the graph.
-        rehint(fake_mode.shape_env, symbolic_sizes_of(_values_in(gm)))
+        rehint(fake_mode.shape_env, symbolic_sizes_in(gm))
     return gm  # type: ignore[no-any-return]

@@ -64,7 +64,7 @@ _MAX_PAUSE_S = 5.0
 #: Seconds for which a failed program waits for another rank to announce the reason.
 _REASON_WITHIN_S = 2.0
 _REMEMBERED = 4096
-# In a history, the end of a backward by an exception: the rank lacks gradients that other ranks may have.
+# The entry for a backward that an exception ended: the rank lacks gradients that other ranks may have.
 _FAILED_BACKWARD = Program("backward that an exception ended", (), (), is_graph=False)
 _MASK = (1 << 64) - 1
 
@@ -192,7 +192,7 @@ class CollectiveLog:
         known.follows.add(self._step.known)
 
     def record_failed_backward(self) -> None:
-        """Record that a backward has been ended by an exception, if one has: it has not ended, and none runs."""
+        """Record a backward that an exception ended: one that has begun and not ended, although none runs."""
         if self.backwards and current_graph_task_id() == -1:
             self.backwards.clear()
             self.push(self.know(_FAILED_BACKWARD))
@@ -332,6 +332,10 @@ def _find_logs(group_names: Iterable[str], roles: Mapping[str, str]) -> list[Col
     return found
 
 
+def _place_of_role(role: str) -> int:
+    return SHARDING_ROLES.index(role) if role in SHARDING_ROLES else len(SHARDING_ROLES)
+
+
 def backward_begins(task: int, group_name: str) -> None:
     """Note that a backward begins, which is to reduce gradients over a process group.
 
@@ -348,10 +352,6 @@ def backward_ends(task: int, group_names: Iterable[str]) -> None:
     for name in group_names:
         if (log := _logs.get(resolve_group(name))) is not None:
             log.backwards.discard(task)
-
-
-def _place_of_role(role: str) -> int:
-    return SHARDING_ROLES.index(role) if role in SHARDING_ROLES else len(SHARDING_ROLES)
 
 
 def _log_of(group: dist.ProcessGroup, name: str, label: str) -> CollectiveLog | None:

@@ -305,9 +305,10 @@ def receive(unit: Unit, params: Sequence[ShardedParam]) -> None:
     for param in params:
         if param.mesh is not mesh:
             mesh = param.mesh
-            for group in {mesh.shard_group, mesh.replicate_group} - {"", *backward.groups}:
-                backward.groups.add(group)
-                backward_begins(current_graph_task_id(), group)
+            for group in mesh.groups:
+                if group not in backward.groups:
+                    backward.groups.add(group)
+                    backward_begins(current_graph_task_id(), group)
 
 
 def reduced(params: Sequence[ShardedParam]) -> None:

@@ -67,9 +67,14 @@ class ShardingMesh:
             replicate_group=mesh.get_group(0).group_name if mesh.ndim == 2 else "",
             device=_device_of(mesh),
         )
-        for group in filter(None, (found.shard_group, found.replicate_group)):
+        for group in found.groups:
             connect(group, found.device)
         return found
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of its process groups."""
+        return (self.shard_group, self.replicate_group) if self.replicate_group else (self.shard_group,)
 
     @property
     def shard_mesh(self) -> DeviceMesh:

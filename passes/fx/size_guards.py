@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .shape_env import as_function, as_python, deciding_at, facts, reopened, suppose, values_of
-from .sizes import symbolic_sizes_of
+from .sizes import symbolic_sizes_in
 
 
 class InputSizes:
@@ -162,7 +162,5 @@ def taking_guards(shape_env: ShapeEnv | None) -> Iterator[None]:
 @contextlib.contextmanager
 def deciding_by(values: Mapping[sympy.Symbol, int], gm: GraphModule, shape_env: ShapeEnv | None) -> Iterator[None]:
     """Decide by these ``values`` of symbols inside of the ``with`` block, in the graphs of ``gm`` and its submodules."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    sizes = symbolic_sizes_of(node.meta.get("val") for graph in graphs for node in graph.nodes)
-    with contextlib.nullcontext() if shape_env is None else deciding_at(shape_env, values, sizes):
+    with contextlib.nullcontext() if shape_env is None else deciding_at(shape_env, values, symbolic_sizes_in(gm)):
         yield

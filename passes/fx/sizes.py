@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch import SymInt, Tensor
+from torch.fx import GraphModule
 
 #: The default number that a size that depends on data counts as. Inductor assumes the same.
 UNKNOWN_SIZE = 8192
@@ -115,6 +116,12 @@ def known_of_unbacked(values: Iterable[Any]) -> str:
 def symbolic_sizes_of(values: Iterable[Any]) -> Iterator[SymInt]:
     """Yield each symbolic size in the shapes, strides and storage offsets of fake values."""
     return (size for value in values for size in _sizes(value) if isinstance(size, SymInt))
+
+
+def symbolic_sizes_in(gm: GraphModule) -> Iterator[SymInt]:
+    """Yield each symbolic size in the fake values of a module's graph and of the graphs of its submodules."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    return symbolic_sizes_of(node.meta.get("val") for graph in graphs for node in graph.nodes)
 
 
 def _sizes(value: Any) -> Iterator[int | SymInt]:

@@ -166,7 +166,7 @@ def test_takes_graphs_for_other_sizes(build: Callable[[], nn.Module], lowering: 
 
 
 def test_takes_no_graph_that_was_traced_for_other_sizes(one_rank: None) -> None:
-    """What tracing has decided by sizes is checked before a graph is taken."""
+    """A stored graph is taken only for sizes that fulfil the conditions of its trace."""
     expected = train_sizes(ByRows, "aot_eager", [2, 9, 8, 5, 7])
     with storing():
         train_sizes(ByRows, "aot_eager", [2, 3, 6, 5])

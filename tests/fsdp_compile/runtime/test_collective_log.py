@@ -502,7 +502,7 @@ def _fail_in_backward(is_compiled: bool, where: str, failing: Sequence[int]) -> 
     x = torch.ones(2, 8, requires_grad=True)
 
     def step() -> None:
-        # Of the input: its backward comes after all collectives.
+        # The backward of the input comes after all collectives.
         (compiled if is_compiled else model)(x if where == "hook" else _Raises.apply(x)).square().sum().backward()
         optimizer.step()
 

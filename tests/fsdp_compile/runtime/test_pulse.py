@@ -81,7 +81,7 @@ _RANK = """
 
     port, rank, victim, number, moment, timeout_s = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5], int(sys.argv[6])
     dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2)
-    # Of a group of its own: on a busy machine, ranks do not start at the same time.
+    # Only this group has the short timeout: on a busy machine, ranks start at different times.
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     model = fully_shard(torch.nn.Linear(4, 4), mesh=DeviceMesh.from_group(group, "cpu"))
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})

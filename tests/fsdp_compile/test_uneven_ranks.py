@@ -214,16 +214,14 @@ def train_unevenly(kind: str, mesh_shape: tuple[int, ...], system: str, neighbou
 
 
 def _parameters() -> list[Any]:
-    """Every model runs on two ranks, and the model of whole units in every way. Of the other pairs, meshes alternate."""
+    """Return the cases: every model on two ranks, one model in every system, and the other pairs on one mesh each."""
     parameters = []
     for number, (kind, system) in enumerate(itertools.product(MODELS, SYSTEMS)):
         is_plain = system in ("uncompiled", "aot_eager")
         # With Inductor at night: there is nothing uneven in its kernels.
         is_unit = kind == "parameters that some ranks read" and system != "inductor"
         fixed = [(2,)] * (is_plain or is_unit) + [(2, 2)] * (is_unit and system == "aot_eager")
-        for mesh_shape in ((2,), (2, 2)):
-            if mesh_shape not in fixed and mesh_shape != ((2,), (2, 2))[number % 2]:
-                continue
+        for mesh_shape in dict.fromkeys([*fixed, ((2,), (2, 2))[number % 2]]):
             marks = [pytest.mark.inductor] if system == "inductor" else []
             if mesh_shape not in fixed:
                 marks.append(pytest.mark.night)

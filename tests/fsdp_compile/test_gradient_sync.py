@@ -651,9 +651,15 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
 
 
-def switch_branches(system: str, mesh_shape: tuple[int, ...], branches: Branches) -> dict[str, Tensor]:
-    """Return the gradients after microbatches through one layer or both, each under a flag. Runs on every rank."""
-    trainee = Trainee(system, mesh_shape, Switched)
+def switch_branches(system: str, mesh_shape: tuple[int, ...], branches: Branches, in_root: bool) -> dict[str, Tensor]:
+    """Return the gradients after microbatches through one layer or both, each under a flag. Runs on every rank.
+
+    Args:
+        system, mesh_shape: arguments of ``Trainee``.
+        branches: for each microbatch, the layer and the flag.
+        in_root: whether the layers belong to the root's unit instead of one of their own.
+    """
+    trainee = Trainee(system, mesh_shape, Switched, _shard_root if in_root else shard_units)
     switch: Any = trainee.model.get_submodule("blocks.0")
     for index, (uses_left, flag) in enumerate(branches):
         switch.uses_left = uses_left
@@ -676,16 +682,20 @@ def _switched_alone(world: int, branches: Branches) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("system", ["eager", "aot_eager"])
-@pytest.mark.parametrize(("mesh_shape", "pending"), [(FSDP, "unsharded"), (HSDP, "unsharded"), (HSDP, "partial")])
+@pytest.mark.parametrize(
+    ("mesh_shape", "pending", "in_root"),
+    [(FSDP, "unsharded", False), (FSDP, "unsharded", True), (HSDP, "unsharded", False), (HSDP, "partial", False)],
+)
 def test_each_microbatch_may_use_other_parameters(
-    mesh_shape: tuple[int, ...], pending: str, system: str, rank_pools: RankPools
+    mesh_shape: tuple[int, ...], pending: str, in_root: bool, system: str, rank_pools: RankPools
 ) -> None:
     """The last backward also reduces pending gradients that it does not add to. Gradients of other parameters accumulate."""
     flag, world = PENDING[pending], _world(mesh_shape)
     # With both layers, one bucket has gradients that are pending and gradients that are not.
     branches = [(True, flag), (None, flag), (False, flag), (True, flag), (False, sync(True))]
     expected = _switched_alone(world, branches)
-    for found in rank_pools[world].run(switch_branches, system=system, mesh_shape=mesh_shape, branches=branches):
+    arguments = {"system": system, "mesh_shape": mesh_shape, "branches": branches, "in_root": in_root}
+    for found in rank_pools[world].run(switch_branches, **arguments):
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
             torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-4, atol=1e-6, msg=name)

@@ -2,18 +2,21 @@
 
     python benchmarks/compile_time.py
     python benchmarks/compile_time.py --depths 8,16,32 --systems ours --phases
+    python benchmarks/compile_time.py --after 3
 
 Every figure comes from fresh processes: two ranks, which share Inductor's cache. The first run starts with an empty cache
 (cold), the second with the cache that the first run left (warm). The first table has the seconds from the call of the model to
 the end of the first step (forward, backward, optimizer), on the slowest rank. It has a column for each depth of the model, and
 the seconds that a layer adds. A second table has the host's memory: the most that a rank had in memory up to the end of the
-step, and how much of it the step added. With --phases, further tables split the seconds into phases.
+step, and how much of it the step added. With --phases, further tables split the seconds into phases. With --after, a step
+with another batch size comes first, which is not timed: the step that is compiles for sizes that change.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import resource
@@ -43,6 +46,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--repeat", type=int, default=1, metavar="N", help="runs of each figure, of which the median; default 1"
     )
+    parser.add_argument("--after", type=int, metavar="N", help="take a step with batches of N sequences before")
     parser.add_argument("--phases", action="store_true", help="also where the time goes")
     Size.add_flags(parser, without=["layers"], width=128)
     ranks.add_flags(parser)
@@ -67,6 +71,8 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     system = build(name, setting)
     # fsdp_compile has imported Inductor by now. Other systems would import it while they are timed.
     importlib.import_module("torch._inductor.compile_fx")
+    if args.after:
+        system.step(make_batches(dataclasses.replace(setting.size, batch=args.after), dist.get_rank(), 1, device)).item()
     dist.barrier()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with phases.timed() if args.phases else contextlib.nullcontext() as of_phases:
@@ -112,9 +118,11 @@ def growth_per_layer(by_depth: dict[int, float]) -> float:
     return (by_depth[most] - by_depth[least]) / (most - least) if most > least else 0.0
 
 
-def print_tables(runs: Runs, depths: Sequence[int], with_phases: bool) -> None:
+def print_tables(runs: Runs, args: argparse.Namespace) -> None:
+    depths = args.depths
     columns = [(temperature, depth) for temperature in _CACHES for depth in depths]
-    header = ["first step, s", *(f"{temperature}, {depth} layers" for temperature, depth in columns)]
+    step = "step with other sizes" if args.after else "first step"
+    header = [f"{step}, s", *(f"{temperature}, {depth} layers" for temperature, depth in columns)]
     header += [f"{temperature}, per layer" for temperature in _CACHES]
     rows = []
     for system, by_depth in runs.items():
@@ -128,7 +136,7 @@ def print_tables(runs: Runs, depths: Sequence[int], with_phases: bool) -> None:
         found = {column: [median_of(by_depth[column[1]], column[0], key) for key in _MEMORY] for column in columns}
         rows.append([system, *(f"{peak:.0f} ({added:.0f})" for peak, added in found.values())])
     print("\n" + report.table(header, rows))
-    for system in runs if with_phases else ():
+    for system in runs if args.phases else ():
         print("\n" + phase_table(system, {column: median_phases(runs[system][column[1]], column[0]) for column in columns}))
 
 
@@ -148,7 +156,7 @@ def main(argv: Sequence[str]) -> None:
         runs[system][depth].append(results)
         print(f"{system}, {depth} layers:", ", ".join(f"{t} {results[t]['seconds']:.1f} s" for t in _CACHES), flush=True)
     print(f"\n{report.headline()}\n{Size.parse(args, layers=args.depths[-1]).describe()}\n{ranks.describe(args)}\n")
-    print_tables(runs, args.depths, args.phases)
+    print_tables(runs, args)
     report.write_json(args.json, runs=runs)
 
 

@@ -151,6 +151,7 @@ def measure_parity(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]
     if dist.get_backend() == "nccl":
         kinds["fp32, CUDA graph of a step"] = lambda: captured_parity(setting)
     if not args.dry_run:
+        kinds["fp32, nine layers, lengths that change"] = lambda: parity.compare_lengths(setting)
         # Inductor pads on GPUs alone.
         kinds["fp32, padded products"] = lambda: parity.compare_padded(setting)
     if mesh.size() == 1:

@@ -25,6 +25,8 @@ SIZE = LlamaSize(
     layers=2, width=128, heads=4, kv_heads=2, hidden=256, vocabulary=256, batch=2, sequence=64, dtype=torch.float32
 )
 _STEPS = 4
+# The library traces one of eight or more equal layers.
+_FOLDED_LAYERS = 9
 # Relative to the norm of all gradients; systems sum in different orders.
 _TOLERANCE = 1e-4
 _MARGIN = 1.5
@@ -81,7 +83,9 @@ class Comparison:
         return self.ours <= _MARGIN * self.fsdp2 + _TOLERANCE
 
 
-def compare(name: str, setting: Setting, ours: str = "ours", theirs: str = "fsdp2") -> dict[str, Any]:
+def compare(
+    name: str, setting: Setting, ours: str = "ours", theirs: str = "fsdp2", lengths: Sequence[int] = ()
+) -> dict[str, Any]:
     """Train with FSDP2 in float32, with ``theirs`` and with ``ours``, and compare the gradients of this rank.
 
     Args:
@@ -89,18 +93,22 @@ def compare(name: str, setting: Setting, ours: str = "ours", theirs: str = "fsdp
         setting: the model and its mesh; the precision replaces its policy.
         ours: the system that is compared with FSDP2.
         theirs: FSDP2 in this precision, or another system in its place.
+        lengths: tokens of a sequence, for each step; default: those of the setting's size, in every step.
 
     Returns:
         The fields of a :class:`Comparison`, and "losses" of each system.
     """
     precision = PRECISIONS[name]
     assert isinstance(setting.size, LlamaSize)
-    batch = setting.size.make_batch(setting.mesh.get_rank(), setting.device)
+    batches = [
+        replace(setting.size, sequence=length).make_batch(setting.mesh.get_rank(), setting.device)
+        for length in lengths or [setting.size.sequence] * _STEPS
+    ]
 
     def train(system: str, precision: Precision) -> tuple[list[float], list[Tensor]]:
         # No compiled code is used again, and torch limits how often a function is recompiled.
         torch._dynamo.reset()
-        return _train(build(system, replace(setting, policy=precision.policy)), batch, precision)
+        return _train(build(system, replace(setting, policy=precision.policy)), batches, precision)
 
     expected_losses, expected = train("fsdp2", Precision(factor=precision.factor))
     their_losses, their = train(theirs, precision)
@@ -108,6 +116,13 @@ def compare(name: str, setting: Setting, ours: str = "ours", theirs: str = "fsdp
     comparison = Comparison(_distance(our, expected), _distance(their, expected))
     losses = {"fsdp2 in float32": expected_losses, "fsdp2": their_losses, "ours": our_losses}
     return {**asdict(comparison), "losses": losses}
+
+
+def compare_lengths(setting: Setting) -> dict[str, Any]:
+    """Compare gradients in float32 where layers fold and each step has sequences of another length, as :func:`compare` does."""
+    assert isinstance(setting.size, LlamaSize)
+    deep = replace(setting.size, layers=_FOLDED_LAYERS)
+    return compare("fp32", replace(setting, size=deep), lengths=[deep.sequence - 8 * step for step in range(_STEPS)])
 
 
 def compare_padded(setting: Setting) -> dict[str, Any]:
@@ -133,8 +148,8 @@ def compare_padded(setting: Setting) -> dict[str, Any]:
     return {**result, "padded": sum(answers)}
 
 
-def _train(system: System, batch: tuple[Tensor, Tensor], precision: Precision) -> tuple[list[float], list[Tensor]]:
-    """Train a few steps. Return their losses, and this rank's gradients of each as one float32 tensor on the host."""
+def _train(system: System, batches: Sequence[tuple[Tensor, Tensor]], precision: Precision) -> tuple[list[float], list[Tensor]]:
+    """Train a step on each batch. Return their losses, and this rank's gradients of each as one float32 tensor on the host."""
     for module in system.model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             # Gloo has no averaging operator. FSDP2 asks for one on CUDA, where it expects NCCL.
@@ -142,7 +157,7 @@ def _train(system: System, batch: tuple[Tensor, Tensor], precision: Precision) -
             if precision.factor is not None:
                 module.set_gradient_divide_factor(precision.factor)
     losses, gradients = [], []
-    for _ in range(_STEPS):
+    for batch in batches:
         loss = system.forward(*batch)
         (loss * precision.loss_scale).backward()
         of_step = [_local_gradient(parameter).div_(precision.loss_scale) for parameter in system.model.parameters()]

@@ -124,6 +124,16 @@ def symbolic_sizes_in(gm: GraphModule) -> Iterator[SymInt]:
     return symbolic_sizes_of(node.meta.get("val") for graph in graphs for node in graph.nodes)
 
 
+def expression(size: int | SymInt) -> Any:
+    """Return a symbolic size as its expression, and a number as it is. Compare expressions where a guard is not wanted."""
+    return size.node.expr if isinstance(size, SymInt) else size
+
+
+def layout(value: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the shape and the strides of a fake tensor as numbers and expressions."""
+    return tuple(map(expression, value.shape)), tuple(map(expression, value.stride()))
+
+
 def _sizes(value: Any) -> Iterator[int | SymInt]:
     if isinstance(value, Tensor):
         yield from (*value.shape, *value.stride(), value.storage_offset())

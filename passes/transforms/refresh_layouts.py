@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..fx.emit import emit
 from ..fx.fake_values import evaluate
 from ..fx.graph import is_view
-from ..fx.sizes import size_hint
+from ..fx.sizes import layout, size_hint
 from ..fx.torch_internals.core import FakeTensor, OpOverload, pytree
 
 
@@ -117,11 +117,7 @@ def _differ(first: Any, second: Any) -> bool:
 
 def _layouts(value: Any) -> list[Any]:
     """Return sizes and strides of the tensors in ``value``, without adding a guard."""
-    return [
-        [number.node.expr if isinstance(number, SymInt) else number for number in (*leaf.shape, *leaf.stride())]
-        for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
-    ]
+    return [layout(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
 
 
 def _evaluate_with_any_strides(node: Node) -> Any:

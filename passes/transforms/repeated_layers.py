@@ -17,10 +17,12 @@ After:  a copy of the trace in the place of each, as if AOTAutograd had traced e
 Once equal layers share their kernels, tracing takes most of the time to compile a deep model. Copying nodes takes a tenth of
 that.
 
-Leaves alone layers where copying could be wrong: calls of higher-order operators such as checkpoints, symbolic sizes, inputs
-that are written to, outputs that are views of inputs, random numbers from Inductor's seeds, which it numbers through the whole
-graph, operations with an effect besides their result (switching a mode, entering a transform), and traces with anything but
-functional operators that have fake values.
+Symbolic sizes are inputs of a layer as tensors are: layers are equal if these have the same expressions.
+
+Leaves alone layers where copying could be wrong: calls of higher-order operators such as checkpoints, sizes that depend on
+data, inputs that are written to, outputs that are views of inputs, random numbers from Inductor's seeds, which it numbers
+through the whole graph, operations with an effect besides their result (switching a mode, entering a transform), and traces
+with anything but functional operators that have fake values.
 
 ``torch.compiler.nested_compile_region`` (torch/_higher_order_ops/invoke_subgraph.py) has the same aim for regions that the user
 marks, but keeps the regions apart in the partitioner, too.
@@ -37,15 +39,18 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
+import sympy
 import torch
 import torch.fx.traceback as fx_traceback
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from ..fx.decompositions import decompositions
 from ..fx.fake_values import FakeCopies
-from ..fx.torch_internals.aot import V, aot_function, joint_graph_passes
+from ..fx.sizes import expression, layout, symbolic_sizes_of
+from ..fx.torch_internals.aot import V, aot_function, dedupe_symints, joint_graph_passes
 from ..fx.torch_internals.core import FakeTensor, OpOverload, TracingContext, log_api_usage_once, pytree, tracing
 from ..fx.torch_internals.objects import storage_id
 from ..fx.torch_internals.operators import seeds
@@ -64,7 +69,7 @@ _MIN_OPERATIONS = 4
 _HARMLESS = {log_api_usage_once}
 
 _library = torch.library.Library("fsdp_compile", "FRAGMENT")
-_library.define("layer(Tensor[] inputs, int call) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("layer(Tensor[] inputs, SymInt[] sizes, int call) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _layer = torch.ops.fsdp_compile.layer.default
@@ -85,7 +90,7 @@ class _Trace:
 
     Attributes:
         params: the parameters that the layer unshards.
-        inputs, tangents: placeholders of the trace.
+        inputs, tangents: placeholders of the trace. An input is a tensor or a symbolic size.
         outputs: the values that the layer returns.
         has_tangent: for each output, whether it takes part in backward.
         gradients: for each input, its gradient or None.
@@ -117,7 +122,7 @@ _call_numbers = itertools.count()
 
 
 @torch.library.register_fake(_layer, lib=_library)
-def _(inputs: Sequence[Tensor], call: int) -> list[Tensor]:
+def _(inputs: Sequence[Tensor], sizes: Sequence[int | SymInt], call: int) -> list[Tensor]:
     return [_empty_like(node.meta["val"]) for node in _calls[call].trace.outputs]
 
 
@@ -138,16 +143,23 @@ class _Layer:
 
     Args:
         nodes: its operations.
+        symbols: inputs of the graph that are a symbol, by this symbol.
     """
 
-    def __init__(self, nodes: list[Node]):
-        self.nodes = nodes
+    def __init__(self, nodes: list[Node], symbols: Mapping[sympy.Symbol, Node]):
+        self.nodes, self._symbols = nodes, symbols
         self._inside = set(nodes)
 
     @property
     def inputs(self) -> list[Node]:
-        """Values from outside that its operations read, without device meshes."""
-        return [source for source in self._outside if _mesh(source) is None]
+        """Tensors and sizes from outside that its operations read, and the symbols in these.
+
+        AOTAutograd expresses sizes by symbols that are inputs, and takes other sizes from tensors that have them.
+        """
+        found = dict.fromkeys(source for source in self._outside if _mesh(source) is None)
+        sizes = symbolic_sizes_of(source.meta.get("example_value") for source in found)
+        symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols & self._symbols.keys()}
+        return list(found | dict.fromkeys(self._symbols[symbol] for symbol in sorted(symbols, key=str)))
 
     @property
     def meshes(self) -> list[Node]:
@@ -179,7 +191,8 @@ class _Layer:
         return (
             bool(self.outputs)
             and all(node.op in ("call_function", "call_method") and _only_computes(node) for node in self.nodes)
-            and all(_is_plain(node.meta.get("example_value")) for node in [*self.inputs, *self.outputs])
+            and all(_is_plain(node.meta.get("example_value")) for node in self.outputs)
+            and all(_is_plain(value) or _is_known(value) for value in (node.meta.get("example_value") for node in self.inputs))
             and all(last < user for user in users)
             and self._is_in_one_piece()
         )
@@ -188,7 +201,10 @@ class _Layer:
         """Return whether no other operation lies between the layer's, such as one that leaves a context of the layer's."""
         operations = [node for node in self.nodes if not is_unshard(node)]
         between = itertools.takewhile(lambda node: node is not operations[-1], _from(operations[0]))
-        return all(node in self._inside or node.op in ("placeholder", "get_attr") or is_unshard(node) for node in between)
+        return all(
+            node in self._inside or node.op in ("placeholder", "get_attr") or is_unshard(node) or _is_size(node)
+            for node in between
+        )
 
     def key(self) -> Hashable:
         """Return a key that is equal for layers that do the same with equal tensors."""
@@ -235,13 +251,23 @@ def _only_computes(node: Node) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether ``value`` is an ordinary dense tensor of known size."""
+    """Return whether ``value`` is an ordinary dense tensor whose sizes do not depend on data."""
     return (
         isinstance(value, Tensor)
         and type(value) in (FakeTensor, torch.nn.Parameter)
         and value.layout == torch.strided
-        and all(type(number) is int for number in (*value.shape, *value.stride()))
+        and all(map(_is_known, symbolic_sizes_of([value])))
     )
+
+
+def _is_size(node: Node) -> bool:
+    """Return whether an operation of Dynamo's graph computes a size. Dynamo shares these among layers."""
+    return isinstance(node.meta.get("example_value"), SymInt)
+
+
+def _is_known(value: Any) -> bool:
+    """Return whether ``value`` is a symbolic size that does not depend on data."""
+    return isinstance(value, SymInt) and value.node.hint is not None
 
 
 def _mesh(node: Node) -> DeviceMesh | None:
@@ -259,8 +285,8 @@ def _mesh_name(node: Node) -> str:
     return f"mesh {mesh.mesh_dim_names} {[group.group_name for group in mesh.get_all_groups()]}"
 
 
-def _description(value: Tensor) -> Hashable:
-    return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+def _description(value: Tensor | SymInt) -> Hashable:
+    return expression(value) if isinstance(value, SymInt) else (*layout(value), value.dtype, value.device, value.requires_grad)
 
 
 def fold_layers(gm: GraphModule, min_layers: int = MIN_LAYERS) -> bool:
@@ -286,11 +312,16 @@ def _repeated(graph: Graph, min_layers: int) -> list[list[_Layer]]:
     """Return the layers to fold, in lists of equal ones. Of nested modules, take the outermost with enough equal calls."""
     taken: set[Node] = set()
     found = []
+    symbols = {
+        size.node.expr: node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(size := node.meta.get("example_value"), SymInt) and size.node.expr.is_Symbol
+    }
     stacks = {node: list(node.meta.get("nn_module_stack", {}).values()) for node in graph.nodes if node.op != "placeholder"}
     for depth in range(max(map(len, stacks.values()), default=0)):
         by_module: dict[Hashable, list[Node]] = defaultdict(list)
         for node, stack in stacks.items():
-            if len(stack) > depth and node not in taken and not is_unshard(node):
+            if len(stack) > depth and node not in taken and not is_unshard(node) and not _is_size(node):
                 by_module[stack[depth][0]].append(node)
         if len(by_module) < min_layers:
             continue
@@ -298,7 +329,7 @@ def _repeated(graph: Graph, min_layers: int) -> list[list[_Layer]]:
         for nodes in by_module.values():
             if len(nodes) < _MIN_OPERATIONS:
                 continue
-            layer = _Layer([*_own_unshards(nodes), *nodes])
+            layer = _Layer([*_own_unshards(nodes), *nodes], symbols)
             if layer.is_foldable():
                 by_key[layer.key()].append(layer)
         for layers in by_key.values():
@@ -326,7 +357,7 @@ def _trace(layer: _Layer) -> _Trace | None:
 
     meshes = [_mesh(node) for node in layer.meshes]
 
-    def run(*inputs: Tensor) -> Any:
+    def run(*inputs: Tensor | SymInt) -> Any:
         with fx_traceback.preserve_node_meta():
             return interpreter.run(*inputs, *meshes)
 
@@ -336,11 +367,13 @@ def _trace(layer: _Layer) -> _Trace | None:
     assert fake_mode is not None
     has_tangent = [node.meta["example_value"].requires_grad for node in layer.outputs]
     with fake_mode, V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
-        inputs = [_empty_like(value).requires_grad_(value.requires_grad) for value in examples]
+        inputs = [
+            value if isinstance(value, SymInt) else _empty_like(value).requires_grad_(value.requires_grad) for value in examples
+        ]
         try:
             gm = _trace_jointly(run, inputs)
             traced = TracedValues(gm.graph)
-            gm = joint_graph_passes(gm, next((value.device for value in examples), None))
+            gm = joint_graph_passes(gm, next((value.device for value in examples if isinstance(value, Tensor)), None))
             refresh_layouts(gm.graph, traced)
             return _split(gm, layer.params, len(inputs), has_tangent)
         except Exception as error:
@@ -356,7 +389,7 @@ class _Traced(BaseException):
         self.gm = gm
 
 
-def _trace_jointly(function: Callable[..., Any], inputs: list[Tensor]) -> GraphModule:
+def _trace_jointly(function: Callable[..., Any], inputs: Sequence[Tensor | SymInt]) -> GraphModule:
     """Trace the joint graph of a function as AOTAutograd hands it on. If no input requires grad, trace the only graph.
 
     ``aot_export_joint_simple`` would decompose more operators, as it traces for an exported program.
@@ -375,6 +408,7 @@ def _trace_jointly(function: Callable[..., Any], inputs: list[Tensor]) -> GraphM
 def _is_copyable(node: Node) -> bool:
     """Return whether a copy of an operation, with a fake value of its own, does the same as the operation."""
     is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem or node.op == "get_attr"
+    is_operator = is_operator or isinstance(node.meta.get("val"), SymInt)
     # torch counts a wait as impure, so that nothing removes it.
     is_pure = node.target == _wait or not node.is_impure(impure_random=False)
     return is_operator and "val" in node.meta and is_pure
@@ -416,7 +450,7 @@ def _split(gm: GraphModule, params: list[_Param], num_inputs: int, has_tangent: 
 
 
 def _share_memory(nodes: list[Node]) -> bool:
-    memory = [storage_id(node.meta["val"]) for node in nodes]
+    memory = [storage_id(node.meta["val"]) for node in nodes if isinstance(node.meta["val"], Tensor)]
     return len(set(memory)) < len(memory)
 
 
@@ -440,20 +474,25 @@ def _fold(graph: Graph, layer: _Layer, trace: _Trace) -> None:
 def _folded_function(call: _Call, number: int) -> Callable[..., tuple[Tensor, ...]]:
     """Make the function of a folded node. The function keeps ``call`` alive as long as the graph lives."""
 
-    def call_layer(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def call_layer(*inputs: Tensor | SymInt) -> tuple[Tensor, ...]:
         if not any(call.trace.has_tangent):
-            return tuple(_layer(inputs, number))
+            return _call(number, inputs)
         return _LayerFunction.apply(call.trace, number, *inputs)
 
     return call_layer
+
+
+def _call(number: int, inputs: Sequence[Tensor | SymInt]) -> tuple[Tensor, ...]:
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    return tuple(_layer(tensors, [value for value in inputs if not isinstance(value, Tensor)], number))
 
 
 class _LayerFunction(torch.autograd.Function):
     """The operator ``layer``, with ``layer_backward`` as its backward."""
 
     @staticmethod
-    def forward(trace: _Trace, number: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_layer(inputs, number))
+    def forward(trace: _Trace, number: int, *inputs: Tensor | SymInt) -> tuple[Tensor, ...]:
+        return _call(number, inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -466,10 +505,7 @@ class _LayerFunction(torch.autograd.Function):
         trace: _Trace = ctx.trace
         gradients = _select(output_gradients, trace.has_tangent)
         # The layer was traced with gradients laid out as its outputs are.
-        tangents = [
-            gradient if gradient.stride() == like.meta["val"].stride() else _relaid(gradient, like.meta["val"])
-            for gradient, like in zip(gradients, trace.tangents, strict=True)
-        ]
+        tangents = [_laid_out_as(like.meta["val"], gradient) for gradient, like in zip(gradients, trace.tangents, strict=True)]
         found = iter(_layer_backward(tangents, ctx.number))
         return None, None, *(None if node is None else next(found) for node in trace.gradients)
 
@@ -478,7 +514,10 @@ def _select(values: Sequence[Tensor], chosen: Sequence[bool]) -> list[Tensor]:
     return [value for value, is_chosen in zip(values, chosen, strict=True) if is_chosen]
 
 
-def _relaid(value: Tensor, like: Tensor) -> Tensor:
+def _laid_out_as(like: Tensor, value: Tensor) -> Tensor:
+    """Return ``value`` with the strides of ``like``. Copies where these may differ, as a guard on them is not wanted."""
+    if statically_known_true(sym_eq(value.stride(), like.stride())):
+        return value
     return value.new_empty_strided(like.shape, like.stride()).copy_(value)
 
 
@@ -489,16 +528,20 @@ def unfold_layers(graph: Graph) -> None:
     """Replace folded layers and their backward in a joint (or an inference) graph by copies of their trace. In place."""
     copies: dict[int, _Copy] = {}
     inputs: Any
+    sizes: Any
     tangents: Any
     number: Any
     for node in list(graph.nodes):
         if node.target is _layer:
-            inputs, number = node.args
+            inputs, sizes, number = node.args
             copies[number] = _Copy(_calls[number])
-            copies[number].write_forward(graph, node, inputs)
+            copies[number].write_forward(graph, node, inputs, sizes)
         elif node.target is _layer_backward:
             tangents, number = node.args
             copies[number].write_backward(graph, node, tangents)
+    if copies:
+        # As after each trace. Sizes of a folded layer's outputs had no operations that compute them.
+        dedupe_symints(graph)
 
 
 class _Copy:
@@ -508,12 +551,15 @@ class _Copy:
         self._trace = call.trace
         traced = [(param.unit, param.name) for param in call.trace.params]
         self._params = dict(zip(traced, call.params, strict=True))
-        self._nodes: dict[Node, Node] = {}
+        # In the place of a size there is a number if torch specialized the size after the layer was traced.
+        self._nodes: dict[Node, Any] = {}
         self._values = FakeCopies()
 
-    def write_forward(self, graph: Graph, call: Node, inputs: Sequence[Node]) -> None:
+    def write_forward(self, graph: Graph, call: Node, inputs: Sequence[Node], sizes: Sequence[Any]) -> None:
         """Replace the node of a folded layer by the operations of forward."""
-        self._bind(self._trace.inputs, inputs)
+        is_size = [isinstance(node.meta["val"], SymInt) for node in self._trace.inputs]
+        self._nodes.update(zip(itertools.compress(self._trace.inputs, is_size), sizes, strict=True))
+        self._bind([node for node in self._trace.inputs if node not in self._nodes], inputs)
         self._write(graph, call, self._trace.forward, self._trace.outputs)
 
     def write_backward(self, graph: Graph, call: Node, tangents: Sequence[Node]) -> None:
@@ -583,7 +629,7 @@ def _accumulate_one_by_one(graph: Graph, accumulation: Node) -> None:
     while _accumulates(node) and len(node.users) == 1:
         sums.append(node)
         node = node.all_input_nodes[0]
-    if not sums or len({value.meta["val"].stride() for value in (accumulation, before, node, *sums)}) > 1:
+    if not sums or len({layout(value.meta["val"])[1] for value in (accumulation, before, node, *sums)}) > 1:
         return
     with graph.inserting_after(max(before, node)):
         first = graph.call_function(torch.ops.aten.add.Tensor, (before, node))

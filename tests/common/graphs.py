@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
+from passes.fx.sizes import layout
+
 
 def operations(graph: Graph) -> list[Any]:
     """Describe each node of a graph without its name. Values that share memory share a number."""
@@ -18,8 +20,7 @@ def operations(graph: Graph) -> list[Any]:
         value = node.meta.get("val")
         tensors = [item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, Tensor)]
         layouts = [
-            (item.shape, item.stride(), item.dtype, memory.setdefault(item.untyped_storage()._cdata, len(memory)))
-            for item in tensors
+            (*layout(item), item.dtype, memory.setdefault(item.untyped_storage()._cdata, len(memory))) for item in tensors
         ]
         arguments = map_arg((node.args, node.kwargs), lambda source: f"%{numbers[source]}")
         described.append((node.op, str(node.target) if node.op == "call_function" else "", str(arguments), layouts))

@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.fx import Graph
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
 import passes.pipeline
 from fsdp_compile import fsdp_backend, fully_shard
 from fsdp_compile.debug import Capture, capture
 from passes.fx.graph import is_view
+from passes.fx.sizes import size_hint
 from tests.common.distributed import RankPools, device_mesh
-from tests.common.graphs import kinds
 from tests.common.hugging_face import ARCHITECTURES, layers_of
 
 pytestmark = pytest.mark.example
@@ -235,39 +236,55 @@ def test_uncompiled(checkpointed: bool, rank_pools: RankPools) -> None:
     rank_pools[2].run(train_all_uncompiled, checkpointed=checkpointed)
 
 
-def one_step(name: str, layers: int) -> tuple[Capture, list[Tensor]]:
+def steps(name: str, layers: int, lengths: Iterable[int]) -> tuple[Capture, list[Tensor]]:
+    """Compile for each length. Return the graphs, and the last loss and all gradients."""
     torch._dynamo.reset()
     architecture = ARCHITECTURES[name]
     model = shard(architecture.build(layers), layers)
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
     with capture() as captured:
-        loss = compiled(**architecture.batch(model, 2, 12, seed=1)).loss
-        loss.backward()
+        for length in lengths:
+            loss = compiled(**architecture.batch(model, 2, length, seed=1)).loss
+            loss.backward()
     gradients = [param.grad.full_tensor() for param in model.parameters() if param.grad is not None]
     return captured, [loss.detach(), *gradients]
 
 
-def operators(graph: Graph) -> Counter[str]:
-    """Count by kind the operators of a graph that compute."""
-    computes = [node.op == "call_function" and not is_view(node) for node in graph.nodes]
-    return Counter(str(kind) for kind, does in zip(kinds(graph), computes, strict=True) if does)
+def operators(graph: Graph) -> Counter[Any]:
+    """Count by kind the operators of a graph that compute from tensors, with the sizes at hand.
+
+    Equal sizes may have other expressions, and constants may be shared by other layers.
+    """
+    found: Counter[Any] = Counter()
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_view(node) and any(map(tensors_of, node.all_input_nodes)):
+            outputs = [(*map(size_hint, (*value.shape, *value.stride())), value.dtype) for value in tensors_of(node)]
+            found[(str(node.target), *outputs)] += bool(outputs)
+    return found
+
+
+def tensors_of(node: Node) -> list[Tensor]:
+    return [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
 
 
 @pytest.mark.night
 @pytest.mark.parametrize("name", ["Llama", *WITH_AND_WITHOUT_FOLDING])
 def test_folded_layers_change_nothing(name: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine layers fold. Graphs have the same operations, perhaps in another order, and results are equal to the bit.
+    """Nine layers fold, also with symbolic sizes. Graphs have the same operations, perhaps in another order, and results are
+    equal to the bit.
 
     There may be more views: each layer makes its own view of a value that all layers read.
     """
     folded = []
     fold_layers = passes.pipeline.fold_layers
     monkeypatch.setattr(passes.pipeline, "fold_layers", lambda gm: folded.append(fold_layers(gm)) or folded[-1])
-    once, found = one_step(name, 9)
-    assert any(folded)
+    lengths = dict.fromkeys(lengths_of(name)[:2])
+    once, found = steps(name, 9, lengths)
+    assert len(once.forward) == len(once.backward) == len(lengths)
+    assert all(folded)
 
     monkeypatch.setattr(passes.pipeline, "fold_layers", lambda gm: False)
-    one_by_one, expected = one_step(name, 9)
+    one_by_one, expected = steps(name, 9, lengths)
     assert all(map(torch.equal, found, expected))
     for ours, theirs in zip(once.forward + once.backward, one_by_one.forward + one_by_one.backward, strict=True):
         assert operators(ours.graph_module.graph) == operators(theirs.graph_module.graph)

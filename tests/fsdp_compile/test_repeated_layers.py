@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -42,6 +43,10 @@ class Layer(nn.Module):
             y = torch.where(y > 0, y, torch.tensor(0.1))
         if self.kind == "dropout":
             y = F.dropout(y, 0.5)
+        if self.kind == "reads sizes":
+            y = y.view(-1, x.size(0) // 2, 2 * WIDTH).flatten(0, 1) * x.size(0) + y.new_ones(x.size(0), 1)
+        if self.kind == "size of data":
+            y = y * y[y > 0].sum()
         if self.kind == "written input":
             self.calls += 1
         if self.kind == "view of an input":
@@ -98,11 +103,12 @@ FOLDED = [
     "dropout",
     "expanded gradient",
     "frozen parameter",
+    "reads sizes",
     "residual outside",
     "several outputs",
     "tied parameter",
 ]
-TRACED_EACH = ["autocast", "checkpoint", "unused result", "view of an input", "vmap", "written input"]
+TRACED_EACH = ["autocast", "checkpoint", "size of data", "unused result", "view of an input", "vmap", "written input"]
 # Dynamo of torch 2.11 makes a function for each DTensor.
 (FOLDED if torch.__version__ >= "2.12" else TRACED_EACH).append("tensor parallel")
 
@@ -124,9 +130,18 @@ def make_model(kind: str, units: bool = True) -> nn.Module:
 
 
 def run(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, min_layers: int, train: bool = True, lowering: str = "aot_eager"
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    min_layers: int,
+    train: bool = True,
+    lowering: str = "aot_eager",
+    rows: Sequence[int] = (6,),
 ) -> tuple[Capture, Any, int]:
-    """Compile and run; return the captured graphs, the results, and the number of folded layers."""
+    """Compile and run with batches of ``rows``, of which sizes are symbols if there are several.
+
+    Returns:
+        The captured graphs, the last results, and the number of folded layers.
+    """
     folded = []
 
     def fold_and_count(gm: torch.fx.GraphModule) -> bool:
@@ -138,28 +153,43 @@ def run(
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
     torch.manual_seed(1)
-    x = torch.randn(6, WIDTH)
-    with capture() as captured, torch.set_grad_enabled(train):
-        loss = compiled(x)
-        if train:
-            loss.backward()
+    with (
+        capture() as captured,
+        torch.set_grad_enabled(train),
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=True),
+    ):
+        for number in rows:
+            model.zero_grad()
+            x = torch.randn(number, WIDTH)
+            if len(rows) > 1:
+                torch._dynamo.mark_dynamic(x, 0)
+            loss = compiled(x)
+            if train:
+                loss.backward()
     gradients = [None if param.grad is None else param.grad.full_tensor() for param in model.parameters()]
     return captured, (loss.detach(), gradients), len(folded)
 
 
 # Kinds that fold, and kinds that do not fold for different reasons.
-_FIXED = ("plain", "several outputs", "tied parameter", "checkpoint", "tensor parallel", "written input", "unused result")
+_FIXED = [
+    *((kind, 1) for kind in ("plain", "tied parameter", "checkpoint", "tensor parallel", "written input", "unused result")),
+    *((kind, 2) for kind in ("reads sizes", "several outputs", "size of data")),
+]
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in _FIXED else pytest.mark.night) for kind in FOLDED + TRACED_EACH]
+    ("kind", "rows"),
+    [
+        pytest.param(kind, rows, marks=[] if (kind, len(rows)) in _FIXED else pytest.mark.night)
+        for kind in FOLDED + TRACED_EACH
+        for rows in ([6], [6, 8])
+    ],
 )
-def test_graphs_are_the_same(kind: str, fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_the_same(kind: str, rows: list[int], fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # Both runs use one model, as names of process groups are numbered.
     model = make_model(kind)
-    one_by_one, _, _ = run(model, monkeypatch, DEPTH + 1)
-    model.zero_grad()
-    once, _, folded = run(model, monkeypatch, DEPTH)
+    one_by_one, _, _ = run(model, monkeypatch, DEPTH + 1, rows=rows)
+    once, _, folded = run(model, monkeypatch, DEPTH, rows=rows)
     assert folded == (DEPTH if kind in FOLDED else 0)
     assert operations(once.forward[0].graph_module.graph) == operations(one_by_one.forward[0].graph_module.graph)
     if kind in ("expanded gradient", "residual outside", "several outputs", "tied parameter"):
@@ -184,12 +214,16 @@ def test_observers_are_told_where_something_folds(kind: str, fake_ranks: None, m
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in ("plain", "several outputs") else pytest.mark.night) for kind in FOLDED],
+    ("kind", "rows"),
+    [
+        pytest.param(kind, rows, marks=() if (kind, len(rows)) in (("plain", 1), ("reads sizes", 2)) else pytest.mark.night)
+        for kind in FOLDED
+        for rows in ([6], [6, 8])
+    ],
 )
-def test_results_are_the_same(kind: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, one_by_one, _ = run(make_model(kind), monkeypatch, DEPTH + 1)
-    _, once, folded = run(make_model(kind), monkeypatch, DEPTH)
+def test_results_are_the_same(kind: str, rows: list[int], one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, one_by_one, _ = run(make_model(kind), monkeypatch, DEPTH + 1, rows=rows)
+    _, once, folded = run(make_model(kind), monkeypatch, DEPTH, rows=rows)
     assert folded == DEPTH
     torch.testing.assert_close(once, one_by_one, rtol=0, atol=0)
 

@@ -16,6 +16,9 @@ from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 # and decomposes more operators.
 from torch._functorch.aot_autograd import aot_function
 
+# Makes one node of several that compute the same size. ``make_fx`` calls it after each trace.
+from torch._inductor.fx_passes.dedupe_symint_uses import dedupe_symints
+
 # Inductor's clean-up of joint graphs, also for a layer that is traced alone. ``cuda_code`` makes the class fold constants on
 # the CPU.
 from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder, joint_graph_passes

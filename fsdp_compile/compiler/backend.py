@@ -23,6 +23,7 @@ from passes.auto.memory_budget import BudgetTooLow
 from passes.collectives.functional import group_ranks, resolve_group
 from passes.fx.decompositions import decompositions
 from passes.fx.graph import placeholder_index
+from passes.fx.size_guards import InputSizes
 from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import TracingContext, is_traceable_wrapper_subclass, unset_fake_temporarily
 from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, inductor_config
@@ -496,6 +497,7 @@ class _Compilation:
             GraphInputs.of(gm.graph),
             GraphOutputs.of(gm.graph),
             roles,
+            InputSizes(gm.graph),
             segment_kwargs,
             [] if metadata is None else [info.mutates_data for info in metadata.input_info],
         )

@@ -8,11 +8,13 @@ import logging
 import shutil
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import SymInt
 from torch.fx import Graph, GraphModule
 
+from passes.fx.shape_env import symbolic_size
 from passes.fx.size_guards import Assumptions
 from passes.fx.sizes import symbolic_sizes_of
 from passes.fx.torch_internals.core import TracingContext
@@ -23,7 +25,7 @@ from passes.fx.torch_internals.inductor import (
     compile_fx_inner,
     inductor_config,
 )
-from passes.fx.torch_internals.objects import cache_folder, cache_key, set_cache_key
+from passes.fx.torch_internals.objects import cache_folder, cache_key, first_expression, set_cache_key
 from passes.lowering.pad_products import pad_products
 from passes.lowering.program import Program, write_program
 from passes.lowering.segments import Segment, cut_into_segments
@@ -47,21 +49,33 @@ SegmentCompiler = Callable[..., Any]
 _Kernels = dict[Hashable, tuple[Any, Sequence[Any]]]
 
 
+class StoredSegment(NamedTuple):
+    """A segment in Inductor's cache.
+
+    Attributes:
+        key: its key there.
+        sizes: the expressions of its inputs that are symbolic sizes, in order. Conditions of the cache are on these.
+    """
+
+    key: str
+    sizes: tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class StoredProgram:
     """A program whose segments are in Inductor's cache.
 
     Attributes:
         program: the program.
-        segments: the key in Inductor's cache of each segment, by name.
-        groups: keys of segments whose kernels are in one library, in its order. Each has all segments of the library, among
-            them such that other programs call.
+        segments: its segments, by name.
+        groups: segments whose kernels are in one library, in its order. Each has all segments of the library, among them such
+            that other programs call.
         in_background: compile kernels in the background, as for the CPU.
     """
 
     program: Program
-    segments: Mapping[str, str]
-    groups: Sequence[tuple[str, ...]]
+    segments: Mapping[str, StoredSegment]
+    groups: Sequence[tuple[StoredSegment, ...]]
     in_background: bool
 
 
@@ -79,9 +93,9 @@ class InductorLowering(Lowering):
         self._compile_segment = compile_segment
         # A segment has several entries if it was compiled for several sets of sizes.
         self._kernels: dict[Hashable, list[tuple[Any, Sequence[Any]]]] = {}
-        # By key in Inductor's cache: the group of keys whose kernels are in one library, and what came from the cache.
-        self._groups: dict[str, tuple[str, ...]] = {}
-        self._loaded: dict[str, Any] = {}
+        # The group of each segment in Inductor's cache, whose kernels are in one library, by the segment's key there.
+        self._groups: dict[str, tuple[StoredSegment, ...]] = {}
+        self._loaded: dict[str, list[tuple[Any, Sequence[Any]]]] = {}
 
     def prepare(self, device_types: set[str]) -> None:
         if device_types == {"cpu"}:
@@ -95,7 +109,8 @@ class InductorLowering(Lowering):
     ) -> Lowered:
         outer, segments = cut_into_segments(gm)
         keys: dict[str, Hashable] = {name: (is_backward, segment.key) for name, segment in segments.items()}
-        kernels = {key: found for key in keys.values() if (found := self._found(key, assumptions)) is not None}
+        earlier = {key: _admitted(self._kernels.get(key, ()), assumptions) for key in keys.values()}
+        kernels = {key: found for key, found in earlier.items() if found is not None}
         new = {keys[name]: segment for name, segment in segments.items() if keys[name] not in kernels}
         in_background = _devices(gm.graph) == {torch.device("cpu")}
         # fuse_products has fused what Inductor would look for here, and Inductor would warn for each segment.
@@ -111,31 +126,31 @@ class InductorLowering(Lowering):
         stored = self._stored(program, compiled, in_background=in_background)
         return Lowered(boxed(program.link(compiled)), "\n\n".join([program.source, *parts]), stored)
 
-    def load(self, stored: StoredProgram, *, is_backward: bool, inductor_kwargs: Mapping[str, Any]) -> BoxedFunction | None:
+    def load(
+        self, stored: StoredProgram, *, is_backward: bool, inductor_kwargs: Mapping[str, Any], assumptions: Assumptions
+    ) -> BoxedFunction | None:
+        kernels: dict[str, Any] = {}
         with kernels_in_background() if stored.in_background else contextlib.nullcontext(lambda: None) as end_library:
             for group in stored.groups:
-                for key in group:
-                    if key not in self._loaded:
-                        found = _from_cache(key, inductor_kwargs, is_backward=is_backward)
+                for segment in group:
+                    found = _admitted(self._loaded.get(segment.key, ()), assumptions)
+                    if found is None:
+                        found = _from_cache(segment, inductor_kwargs, is_backward=is_backward)
                         if found is None:
                             return None
-                        self._loaded[key] = found
-                        self._groups[key] = group
+                        self._loaded.setdefault(segment.key, []).append((found, assumptions.added()))
+                        self._groups[segment.key] = group
+                    kernels[segment.key] = found
                 end_library()
-        return boxed(stored.program.link({name: self._loaded[key] for name, key in stored.segments.items()}))
+        return boxed(stored.program.link({name: kernels[segment.key] for name, segment in stored.segments.items()}))
 
     def _stored(self, program: Program, compiled: Mapping[str, Any], *, in_background: bool) -> StoredProgram | None:
         keys = {name: cache_key(function) for name, function in compiled.items()}
-        known = {name: key for name, key in keys.items() if key is not None}
-        if len(known) < len(keys) or not program.is_data:
+        groups = {name: self._groups[key] for name, key in keys.items() if key in self._groups}
+        if len(groups) < len(keys) or not program.is_data:
             return None
-        groups = list(dict.fromkeys(self._groups.get(key, (key,)) for key in known.values()))
-        return StoredProgram(program, known, groups, in_background)
-
-    def _found(self, key: Hashable, assumptions: Assumptions) -> Any | None:
-        """Return kernels of an earlier lowering, or None if there are none for the sizes at hand."""
-        found = self._kernels.get(key, ())
-        return next((kernels for kernels, conditions in found if assumptions.admit(conditions)), None)
+        segments = {name: next(each for each in group if each.key == keys[name]) for name, group in groups.items()}
+        return StoredProgram(program, segments, list(dict.fromkeys(groups.values())), in_background)
 
     def _compile(
         self, segments: Mapping[Hashable, Segment], kwargs: Mapping[str, Any], assumptions: Assumptions, *, in_background: bool
@@ -160,16 +175,21 @@ class InductorLowering(Lowering):
     ) -> _Kernels:
         # The code of a segment also relies on what was decided for earlier segments.
         kernels: _Kernels = {}
+        in_cache = []
         for key in keys:
             known = assumptions.on_data()
+            sizes = _sizes_of_inputs(segments[key].graph_module)
             compiled = self._compile_one(segments[key], kwargs, assumptions)
             if assumptions.on_data() != known:
                 # Inductor's cache keeps only conditions on sizes that do not depend on data.
                 _take_out_of_cache(compiled)
             kernels[key] = compiled, assumptions.added()
+            stored_as = cache_key(compiled)
+            # No other process could make a symbolic size of a number.
+            if stored_as is not None and not any(size.is_number for size in sizes):
+                in_cache.append(StoredSegment(stored_as, sizes))
         end_library()
-        in_cache = tuple(key for compiled, _ in kernels.values() if (key := cache_key(compiled)) is not None)
-        self._groups |= dict.fromkeys(in_cache, in_cache)
+        self._groups |= {segment.key: tuple(in_cache) for segment in in_cache}
         return kernels
 
     def _compile_one(self, segment: Segment, kwargs: Mapping[str, Any], assumptions: Assumptions) -> Any:
@@ -196,14 +216,32 @@ class InductorLowering(Lowering):
         return compiled
 
 
-def _from_cache(key: str, kwargs: Mapping[str, Any], *, is_backward: bool) -> Any | None:
-    """Return a graph without symbolic sizes from Inductor's cache, as ``compile_fx_inner`` does; None: it is not in there."""
+def _admitted(found: Sequence[tuple[Any, Sequence[Any]]], assumptions: Assumptions) -> Any | None:
+    """Return the first kernels whose conditions hold for the sizes at hand; None: there are none."""
+    return next((kernels for kernels, conditions in found if assumptions.admit(conditions)), None)
+
+
+def _sizes_of_inputs(gm: GraphModule) -> tuple[Any, ...]:
+    """Return the expressions of inputs that are symbolic sizes."""
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    return tuple(first_expression(value.node) for value in values if isinstance(value, SymInt))
+
+
+def _from_cache(segment: StoredSegment, kwargs: Mapping[str, Any], *, is_backward: bool) -> Any | None:
+    """Return a segment from Inductor's cache, as ``compile_fx_inner`` does; None: it is not there for the sizes at hand."""
     constants = CompiledFxGraphConstants()
-    found, _ = FxGraphCache.load_with_key(key, [], [], True, None, is_backward, constants)
+    sizes: list[Any] = [symbolic_size(_shape_env(), expression) for expression in segment.sizes]
+    found, _ = FxGraphCache.load_with_key(segment.key, [], sizes, True, None, is_backward, constants)
     if found is not None:
-        set_cache_key(found, key)
-        found.post_compile([], constants, {**kwargs, "is_backward": is_backward})  # type: ignore[typeddict-item]
+        set_cache_key(found, segment.key)
+        found.post_compile(sizes, constants, {**kwargs, "is_backward": is_backward})  # type: ignore[typeddict-item]
     return found
+
+
+def _shape_env() -> Any:
+    fake_mode = TracingContext.get().fake_mode
+    assert fake_mode is not None
+    return fake_mode.shape_env
 
 
 def _take_out_of_cache(compiled: Any) -> None:

@@ -81,12 +81,15 @@ class Lowering(ABC):
                 conditions.
         """
 
-    def load(self, stored: Any, *, is_backward: bool, inductor_kwargs: Mapping[str, Any]) -> BoxedFunction | None:
+    def load(
+        self, stored: Any, *, is_backward: bool, inductor_kwargs: Mapping[str, Any], assumptions: Assumptions
+    ) -> BoxedFunction | None:
         """Make a function of what :meth:`lower` stored, in another process.
 
         Args:
             stored: see :class:`Lowered`.
             is_backward, inductor_kwargs: as for :meth:`lower`.
+            assumptions: what is decided about sizes. Conditions of what was stored have been admitted.
 
         Returns:
             The function; None: something that it needs is not stored any more.

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 from passes.auto.auto_schedule import AutoSchedule
 from passes.collectives.functional import dimension_of
 from passes.fx.graph import group_of, starts_collective
-from passes.fx.size_guards import Assumptions, InputSizes, SizeGuard, deciding_by, taking_guards
+from passes.fx.size_guards import Assumptions, SizeGuard, conditions_of, deciding_by, taking_guards
 from passes.fx.torch_internals.aot import V
 from passes.fx.torch_internals.core import CompileContext, TracingContext, compile_context, tracing, unset_fake_temporarily
 from passes.fx.torch_internals.dynamo import compile_lock
@@ -36,7 +36,7 @@ from .frame_chunks import in_large_frame_chunk
 from .lowering import Lowered, Lowering
 from .memory_budget import StepBudget
 from .stored_graph import GraphSource, GraphSummary
-from .stored_variant import StoredVariant, load_variant, store_variant, variant_key
+from .stored_variant import StoredVariant, load_variants, store_variant, variant_key
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,8 @@ class PreparedGraph:
         self._compile_context = CompileContext.try_get()
         fake_mode = self._tracing_context.fake_mode if self._tracing_context is not None else None
         self._shape_env = fake_mode.shape_env if fake_mode is not None else None
-
-    @functools.cached_property
-    def _sizes(self) -> InputSizes:
-        return InputSizes(self._source.graph_module.graph)
+        self._sizes = summary.sizes
+        self._traced_for = conditions_of(self._shape_env)
 
     @in_large_frame_chunk
     def lower(self, plan: Plan, args: Sequence[Any] | None) -> LoweredGraph:
@@ -140,8 +138,9 @@ class PreparedGraph:
         """
         # A fake mode around the call is not the mode of the graph's fake tensors.
         with unset_fake_temporarily():
+            values = {} if args is None else self._sizes.of(args)
             key = self._key(plan)
-            stored = load_variant(key) if key else None
+            stored = self._stored(key, values) if key else None
             group_names = {**self._summary.group_names, **_reduce_scatter_groups(plan)}
             stage = "backward" if self._is_backward else "forward"
             first = stored or self._schedule(plan)
@@ -156,26 +155,26 @@ class PreparedGraph:
                 self._kind(plan),
             )
             if isinstance(scheduled, StoredVariant):
-                function = self._load(scheduled)
-                if function is not None:
-                    return LoweredGraph(function, scheduled.inputs, scheduled.outputs, scheduled.reduction_groups, run)
+                loaded = self._load(scheduled, values)
+                if loaded is not None:
+                    function, guard = loaded
+                    return LoweredGraph(function, scheduled.inputs, scheduled.outputs, scheduled.reduction_groups, run, guard)
                 # The same graph, as ranks have agreed on it.
                 scheduled = first = self._schedule(plan)
             gm, interface = scheduled.gm, scheduled.interface
             if self._budget is not None:
                 self._budget.check(gm.graph, interface, is_backward=self._is_backward)
-            values = {} if args is None else self._sizes.of(args)
             with self._compiling() as assumptions, deciding_by(values, gm, self._shape_env):
                 if not assumptions.admit(scheduled.supposed):
                     raise RuntimeError(_unfulfilled(stage, SizeGuard(scheduled.supposed, self._sizes)))
                 lowered = self._lower(scheduled, assumptions)
-                unchecked = assumptions.unchecked(self._sizes)
-            guard = SizeGuard(unchecked, self._sizes) if unchecked else None
+                guard = self._guard(assumptions)
+                conditions = self._sizes.about(assumptions.added_to(self._traced_for))
             if guard is not None and args is not None and not guard(args):
                 raise RuntimeError(_unfulfilled(stage, guard))
             slots = interface.inputs, interface.outputs, interface.reduction_groups
-            if key and scheduled is first and lowered.stored is not None and guard is None:
-                store_variant(key, StoredVariant(*slots, _sequence(scheduled, group_names), lowered.stored))
+            if key and scheduled is first and lowered.stored is not None and conditions is not None:
+                store_variant(key, StoredVariant(*slots, _sequence(scheduled, group_names), conditions, lowered.stored))
             return LoweredGraph(self._recorded(lowered, scheduled, group_names), *slots, run, guard)
 
     def _key(self, plan: Plan) -> str:
@@ -186,10 +185,29 @@ class PreparedGraph:
             options = self._configuration, self._auto, self._min_bucket_bytes
             return variant_key(self._source.key, plan, options, self._summary.kwargs)
 
-    def _load(self, variant: StoredVariant) -> BoxedFunction | None:
+    def _stored(self, key: str, values: Mapping[Any, int]) -> StoredVariant | None:
+        """Return the stored variant that can serve sizes with these values of symbols; None: there is none."""
+        variants = load_variants(key)
+        with contextlib.ExitStack() as stack:
+            if any(variant.conditions for variant in variants):
+                assumptions = stack.enter_context(self._compiling())
+                stack.enter_context(deciding_by(values, None, self._shape_env))
+            return next((each for each in variants if not each.conditions or assumptions.fulfil(each.conditions)), None)
+
+    def _load(self, variant: StoredVariant, values: Mapping[Any, int]) -> tuple[BoxedFunction, SizeGuard | None] | None:
+        """Return the function of a stored variant and its guard; None: a kernel is not stored any more."""
         kwargs = self._summary.kwargs
-        with self._compiling():
-            return self._lowering.load(variant.program, is_backward=self._is_backward, inductor_kwargs=kwargs)
+        with self._compiling() as assumptions, deciding_by(values, None, self._shape_env):
+            assumptions.admit(variant.conditions)
+            function = self._lowering.load(
+                variant.program, is_backward=self._is_backward, inductor_kwargs=kwargs, assumptions=assumptions
+            )
+            return None if function is None else (function, self._guard(assumptions))
+
+    def _guard(self, assumptions: Assumptions) -> SizeGuard | None:
+        """Return the guard of a graph that was lowered with these assumptions; None: guards of the frame check them."""
+        unchecked = assumptions.unchecked(self._sizes)
+        return SizeGuard(unchecked, self._sizes) if unchecked else None
 
     def _kind(self, plan: Plan) -> tuple[int, int]:
         """Return the ``kind`` that :func:`~fsdp_compile.runtime.collective_log.agree_on_graph` asks for.

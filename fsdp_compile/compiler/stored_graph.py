@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,7 @@ class GraphSummary:
     Attributes:
         inputs, outputs: its inputs that are shards, and its outputs.
         group_names: the role in the mesh of each of its process groups, by the group's name.
+        sizes: its inputs that tell the values of symbolic sizes.
         kwargs: Inductor's keywords for its segments.
         written: for each of its inputs, whether it writes to the input.
     """
@@ -51,6 +52,7 @@ class GraphSummary:
     inputs: GraphInputs
     outputs: GraphOutputs
     group_names: Mapping[str, str]
+    sizes: InputSizes
     kwargs: Mapping[str, Any]
     written: Sequence[bool]
 
@@ -156,7 +158,7 @@ class StoredGraph(OutputCode):
         if not self.symbols <= known.keys():
             raise BypassAOTAutogradCache("a stored graph has other symbols than this process")
         load: Any = functools.partial(_load, self.content, fake_mode)
-        self._function = _bind.get()(GraphSource(load, _variants_key(self.content, self.symbols)), self.summary)
+        self._function = _bind.get()(GraphSource(load, _key(self.content)), self.summary)
         self.content = b""
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
@@ -174,27 +176,22 @@ def bind_new(gm: GraphModule, summary: GraphSummary, bind: Bind, *, stores: bool
     """
     sizes = list(symbolic_sizes_in(gm)) if stores else []
     symbols = frozenset(symbol for size in sizes for symbol in size.node.expr.free_symbols)
-    content = _dump(gm) if stores and _can_be_stored(gm, sizes, symbols) else b""
+    content = _dump(gm) if stores and _can_be_stored(gm, sizes, summary.sizes) else b""
     # AOTAutograd empties the ``meta`` of a graph that it stores.
     kept = snapshot(gm) if content else gm
-    source = GraphSource(lambda: kept, _variants_key(content, symbols))
+    source = GraphSource(lambda: kept, _key(content))
     return StoredGraph(content, summary, symbols, bind(source, summary))
 
 
-def _variants_key(content: bytes, symbols: Collection[sympy.Symbol]) -> str:
-    """Return the key of a graph under which its variants are stored; empty: they are not.
-
-    Variants for dynamic sizes are not: their code relies on conditions that lowering finds.
-    """
-    return hashlib.sha256(content).hexdigest() if content and not symbols else ""
+def _key(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest() if content else ""
 
 
-def _can_be_stored(gm: GraphModule, sizes: Sequence[SymInt], symbols: Collection[sympy.Symbol]) -> bool:
+def _can_be_stored(gm: GraphModule, sizes: Sequence[SymInt], told: InputSizes) -> bool:
     if any(isinstance(node.meta.get("val"), FakeScriptObject) for node in gm.graph.nodes):
         return False
     # Sizes that depend on data, and the states of random number generators, have symbols of their own in each trace.
-    told = InputSizes(gm.graph)
-    if any(size.node.hint is None for size in sizes) or not all(symbol in told for symbol in symbols):
+    if any(size.node.hint is None or not all(symbol in told for symbol in size.node.expr.free_symbols) for size in sizes):
         return False
     constants = [getattr(gm, str(node.target), None) for node in gm.graph.find_nodes(op="get_attr")]
     return all(type(value) is Tensor and value.numel() <= _MOST_CONSTANTS for value in constants)

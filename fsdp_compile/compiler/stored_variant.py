@@ -1,8 +1,9 @@
 """Stored variants: lowered graphs beside Inductor's cache, so that the next process neither schedules nor lowers them.
 
 A variant is stored for a stored graph (:mod:`fsdp_compile.compiler.stored_graph`). Its file names the kernels of its segments
-by their keys in Inductor's cache. A file that is missing or damaged, and kernels that are not there any more, cost time: the
-graph is lowered again.
+by their keys in Inductor's cache. With symbolic sizes, a file has a variant for each set of conditions on them.
+
+A file that is missing or damaged, and kernels that are not there any more, cost time: the graph is lowered again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from passes.transforms.bucket import Group
 
 logger = logging.getLogger(__name__)
 
+# The file keeps so many variants, the newest.
+_MOST_VARIANTS = 8
+
 
 @dataclass(frozen=True)
 class StoredVariant:
@@ -38,6 +42,7 @@ class StoredVariant:
         inputs, outputs: its extra inputs and outputs.
         reduction_groups: the gradients that each collective reduces.
         sequence: its collectives, in order.
+        conditions: sympy conditions on symbolic sizes that it relies on, besides those of the trace.
         program: what its lowering makes the function of.
     """
 
@@ -45,6 +50,7 @@ class StoredVariant:
     outputs: Sequence[OutputSlot]
     reduction_groups: Sequence[Group]
     sequence: Sequence[Collective]
+    conditions: Sequence[Any]
     program: Any
 
 
@@ -70,22 +76,24 @@ def _configuration(kwargs: Mapping[str, Any]) -> str:
     return compiled_fx_graph_hash(GraphModule({}, graph), [], dict(kwargs), [])[0]  # type: ignore[arg-type]
 
 
-def load_variant(key: str) -> StoredVariant | None:
-    """Return a stored variant; None: there is none, or its file is damaged."""
+def load_variants(key: str) -> list[StoredVariant]:
+    """Return the stored variants, for different conditions on sizes. There are none if the file is damaged."""
     try:
-        return pickle.loads(_path(key).read_bytes())
+        return pickle.loads(_path(key).read_bytes())  # type: ignore[no-any-return]
     except FileNotFoundError:
-        return None
+        return []
     except Exception as error:
         logger.info("A graph is lowered again, as its file cannot be read: %r", error)
-        return None
+        return []
 
 
 def store_variant(key: str, variant: StoredVariant) -> None:
     """Store a variant. If that fails, as on a full disk, the next process lowers the graph again."""
     path = _path(key)
+    # If another rank writes at the same time, the variant of one of them is lost.
+    others = [other for other in load_variants(key) if other.conditions != variant.conditions]
     try:
-        content = pickle.dumps(variant)
+        content = pickle.dumps([*others[1 - _MOST_VARIANTS :], variant])
         path.parent.mkdir(parents=True, exist_ok=True)
         # Ranks write the same file at the same time.
         number, name = tempfile.mkstemp(dir=path.parent)

@@ -39,6 +39,11 @@ def values_of(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
     return found
 
 
+def symbolic_size(shape_env: ShapeEnv, expression: Any) -> SymInt:
+    """Make the symbolic size with an expression, whose hint is its current value."""
+    return shape_env.create_symintnode(expression, hint=int(expression.xreplace(values_of(shape_env))))  # type: ignore[return-value]
+
+
 def rehint(shape_env: ShapeEnv, sizes: Iterable[SymInt]) -> None:
     """Give sizes that have hints those of the ShapeEnv's own values of symbols."""
     known = values_of(shape_env)

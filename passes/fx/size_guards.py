@@ -8,7 +8,7 @@ its own. For a call that fails the check, the graph is lowered again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -41,6 +41,13 @@ class InputSizes:
 
     def __contains__(self, symbol: sympy.Symbol) -> bool:
         return symbol in self._places
+
+    def about(self, conditions: Iterable[Any]) -> list[Any] | None:
+        """Return the conditions on symbols that the inputs tell; None: one is on such a symbol and on another one."""
+        told = [[symbol in self for symbol in condition.free_symbols] for condition in conditions]
+        if any(any(each) and not all(each) for each in told):
+            return None
+        return [condition for condition, each in zip(conditions, told, strict=True) if any(each)]
 
     def of(self, args: Sequence[Any], symbols: Sequence[sympy.Symbol] | None = None) -> dict[sympy.Symbol, int]:
         """Read the values of symbols from the inputs of a call.
@@ -102,11 +109,15 @@ class Assumptions:
     def __init__(self, shape_env: ShapeEnv | None, *, is_late: bool):
         self._shape_env = shape_env
         self.is_late = is_late
-        self._before = frozenset(() if shape_env is None else facts(shape_env))
+        self._before = conditions_of(shape_env)
 
     def added(self) -> list[Any]:
         """Return the conditions that were added since this object was made, at the start of the lowering."""
-        return [] if self._shape_env is None else [fact for fact in facts(self._shape_env) if fact not in self._before]
+        return self.added_to(self._before)
+
+    def added_to(self, known: Collection[Any]) -> list[Any]:
+        """Return the conditions that are not among ``known`` ones."""
+        return [] if self._shape_env is None else [fact for fact in facts(self._shape_env) if fact not in known]
 
     def on_data(self) -> list[Any]:
         """Return the added conditions on sizes that depend on data."""
@@ -125,18 +136,22 @@ class Assumptions:
         return [fact for fact in (self.added() if self.is_late else self.on_data()) if fact not in inside]
 
     def admit(self, conditions: Sequence[Any]) -> bool:
-        """Add conditions, if all that can be checked hold for the current values of symbols. Return False if one does not.
+        """Add conditions if :meth:`fulfil` says that they hold. Return False if one does not.
 
         Conditions on sizes that depend on data have no values yet, and are deferred to run time.
         """
+        if not self.fulfil(conditions):
+            return False
+        for fact in conditions:
+            suppose(self._shape_env, fact)  # type: ignore[arg-type]
+        return True
+
+    def fulfil(self, conditions: Sequence[Any]) -> bool:
+        """Return whether all conditions that can be checked hold for the current values of symbols."""
         if self._shape_env is None or not conditions:
             return True
         values = values_of(self._shape_env)
-        if not all(self._depends_on_data(fact) or fact.xreplace(values) == sympy.true for fact in conditions):
-            return False
-        for fact in conditions:
-            suppose(self._shape_env, fact)
-        return True
+        return all(self._depends_on_data(fact) or fact.xreplace(values) == sympy.true for fact in conditions)
 
     def fix(self, sizes: Iterable[SymInt]) -> bool:
         """Fix the symbols of ``sizes`` to their current values. Return False if no symbol has one, so that nothing is fixed."""
@@ -152,6 +167,11 @@ class Assumptions:
         return self._shape_env is not None and not fact.free_symbols <= values_of(self._shape_env).keys()
 
 
+def conditions_of(shape_env: ShapeEnv | None) -> frozenset[Any]:
+    """Return the conditions on sizes that compiled code may rely on."""
+    return frozenset(() if shape_env is None else facts(shape_env))
+
+
 @contextlib.contextmanager
 def taking_guards(shape_env: ShapeEnv | None) -> Iterator[None]:
     """Record decisions inside of the ``with`` block as guards, although Dynamo has already built those of the frame."""
@@ -160,7 +180,8 @@ def taking_guards(shape_env: ShapeEnv | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deciding_by(values: Mapping[sympy.Symbol, int], gm: GraphModule, shape_env: ShapeEnv | None) -> Iterator[None]:
+def deciding_by(values: Mapping[sympy.Symbol, int], gm: GraphModule | None, shape_env: ShapeEnv | None) -> Iterator[None]:
     """Decide by these ``values`` of symbols inside of the ``with`` block, in the graphs of ``gm`` and its submodules."""
-    with contextlib.nullcontext() if shape_env is None else deciding_at(shape_env, values, symbolic_sizes_in(gm)):
+    sizes = () if gm is None else symbolic_sizes_in(gm)
+    with contextlib.nullcontext() if shape_env is None else deciding_at(shape_env, values, sizes):
         yield

@@ -121,6 +121,11 @@ def rename(node: torch.fx.Node, name: str) -> None:
     node._rename(name)
 
 
+def first_expression(size: Any) -> Any:
+    """Return the expression with which a symbolic size was made, in which no symbol that was fixed is a number."""
+    return size._expr
+
+
 def replace_hint(size: Any, value: Any) -> Any:
     """Replace the traced value of a symbolic size, and return the one before."""
     before, size._hint = size._hint, value

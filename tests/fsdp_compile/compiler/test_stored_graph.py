@@ -132,12 +132,14 @@ def train_sizes(build: Callable[[], nn.Module], lowering: str, sizes: Sequence[i
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: Any = build().double()
-    shard_units(model, init_device_mesh("cpu", (1,)), fully_shard)
+    shard_units(model, device_mesh((dist.get_world_size(),)), fully_shard)
     compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
     found = []
     for number, size in enumerate(sizes):
         model.set_requires_gradient_sync(number % 2 == 1)
-        loss = compiled(torch.arange(8.0 * size, dtype=torch.float64).view(size, 8) / 8).square().mean()
+        # Ranks have different sizes.
+        rows = torch.arange(8.0 * (size + dist.get_rank()), dtype=torch.float64).view(-1, 8)
+        loss = compiled(rows / 8).square().mean()
         loss.backward()
         found.append(loss.detach())
     return [*found, *(param.grad.full_tensor().clone() for param in model.parameters())]
@@ -252,9 +254,14 @@ def test_stores_nothing_although_the_environment_asks_for_it(monkeypatch: pytest
 # Lowered graphs.
 
 
+def count_passes() -> Any:
+    """Return a context whose ``call_count`` is the number of times that passes ran over a graph for a plan."""
+    return mock.patch.object(prepared_graph, "run_passes", wraps=prepared_graph.run_passes)
+
+
 def scheduled(**options: Any) -> int:
     """Compile a model through Inductor and train it; return how many graphs passes ran over."""
-    with mock.patch.object(prepared_graph, "run_passes", wraps=prepared_graph.run_passes) as passes:
+    with count_passes() as passes:
         compile_and_train(**{"lowering": "inductor", **options})
     return passes.call_count
 
@@ -265,6 +272,38 @@ def test_takes_lowered_graphs() -> None:
         assert [scheduled(), scheduled()] == [2, 0]
         # Other options lower other graphs, of the same stored ones.
         assert [scheduled(min_bucket_bytes=0), scheduled(min_bucket_bytes=0)] == [2, 0]
+
+
+def train_other_sizes(build: Callable[[], nn.Module], serves_all: bool) -> None:
+    """Train in the place of processes with several sizes. Runs on every rank."""
+    sizes = [2, 9, 6, 4]
+    expected = train_sizes(build, "inductor", sizes)
+    with storing():
+        train_sizes(build, "inductor", [2, 3, 6, 7])
+        for is_known in (serves_all, True):
+            with count_passes() as passes:
+                results = train_sizes(build, "inductor", sizes)
+            assert (passes.call_count == 0) == is_known
+            torch.testing.assert_close(results, expected, rtol=1e-12, atol=0)
+
+
+SIZES = {
+    "any": (partial(models.MLP, layers=1 + MIN_LAYERS), True),
+    # Backward is lowered for the sizes at hand alone.
+    "known": (Convolution, False),
+}
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(("build", "serves_all"), SIZES.values(), ids=SIZES)
+def test_takes_lowered_graphs_for_other_sizes(build: Callable[[], nn.Module], serves_all: bool, one_rank: None) -> None:
+    train_other_sizes(build, serves_all)
+
+
+@pytest.mark.inductor
+def test_ranks_take_lowered_graphs_for_their_sizes(rank_pools: RankPools) -> None:
+    """One rank may find a graph for its sizes, and the other one lower it."""
+    rank_pools[2].run(train_other_sizes, build=Convolution, serves_all=False)
 
 
 @pytest.fixture(scope="module")

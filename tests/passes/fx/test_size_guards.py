@@ -110,6 +110,13 @@ def test_code_is_used_again_where_its_conditions_hold() -> None:
     assert admitted == {5: (True, conditions), 6: (False, [])}
 
 
+def test_conditions_that_inputs_tell_are_found() -> None:
+    compilation = Compilation()
+    length, other = compilation.length.node.expr, sympy.Symbol("other", integer=True)
+    assert compilation.sizes.about([length < 16, other < 3]) == [length < 16]
+    assert compilation.sizes.about([other < length]) is None
+
+
 def test_what_no_input_tells_is_refused() -> None:
     compilation = Compilation()
     with pytest.raises(RuntimeError, match=r"sizes with \(other == 5\), and its inputs do not tell other"):

@@ -49,11 +49,16 @@ class _Operation:
 
 
 class _Worker:
-    """A thread that runs operations one after the other. A daemon, as one that a store holds never ends."""
+    """A thread that runs operations one after the other. A daemon, as one that a store holds never ends.
 
-    def __init__(self) -> None:
-        self._operations: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+    Args:
+        operations: the queue of the operations.
+    """
+
+    def __init__(self, operations: queue.SimpleQueue[_Operation] | None = None) -> None:
+        self._operations = queue.SimpleQueue() if operations is None else operations
         self._process = os.getpid()
+        self._is_replaced = False
         threading.Thread(target=self._run, name="fsdp_compile.store", daemon=True).start()
 
     @property
@@ -64,13 +69,14 @@ class _Worker:
     def begin(self, operation: _Operation) -> None:
         self._operations.put(operation)
 
-    def end(self) -> None:
-        """End after the operations that have begun, if they end."""
-        self._operations.put(None)
+    def replaced(self) -> _Worker:
+        """Return another worker, which takes over all operations but the one that runs now."""
+        self._is_replaced = True
+        return _Worker(self._operations)
 
     def _run(self) -> None:
-        while operation := self._operations.get():
-            operation.run()
+        while not self._is_replaced:
+            self._operations.get().run()
 
 
 # For all stores: those of one job have one connection, whose operations wait for each other anyway.
@@ -133,8 +139,7 @@ class BoundedStore:
             self._held.append(operation)
             if _worker is worker:
                 # Stores of other jobs must not wait for this one.
-                _worker = None
-                worker.end()
+                _worker = worker.replaced()
             raise self._silent()
         return operation.result()
 

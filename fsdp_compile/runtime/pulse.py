@@ -1,7 +1,7 @@
 """Pulse: signs of life, by which a rank that waits tells ranks that have ended or stopped from ranks that are slow.
 
-The watchdog of each rank writes one to the store of the job each second: who the rank is, a number that grows, and where its
-main thread is. Only ranks that wait read them. A rank is lost
+The watchdog of each rank writes one to the store of the job each second, until the rank leaves the job: who the rank is, a
+number that grows, and where its main thread is. Only ranks that wait read them. A rank is lost
 
 - if its process has ended: on this host at once;
 - if its number has not grown for :data:`SILENT_AFTER_S`: it was stopped, or its host has failed.
@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -72,6 +73,8 @@ class Pulse:
 
     def __init__(self, store: dist.Store, rank: int):
         self._store = BoundedStore(store, ANSWERS_WITHIN_S)
+        world = dist.group.WORLD
+        self._world = weakref.ref(world) if world is not None else lambda: None
         self._rank = rank
         # A job that was joined again may find signs of the old one.
         self._life = self._store.within(_JOINS_WITHIN_S).add(f"fsdp_compile/pulse/lives/{rank}", 1)
@@ -84,7 +87,12 @@ class Pulse:
 
         Args:
             now: monotonic time in seconds.
+
+        Raises:
+            RuntimeError: the rank has left the job, with ``destroy_process_group()``. The store may be gone.
         """
+        if dist.group.WORLD is not self._world():
+            raise RuntimeError("The rank has left the job.")
         if now >= self._due_at:
             self._due_at = now + _EVERY_S
             sign = Sign(socket.gethostname(), self._machine, os.getpid(), next(self._numbers), _place())

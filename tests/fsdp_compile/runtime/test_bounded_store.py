@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -69,6 +71,35 @@ def test_operations_end(server: tuple[int, int]) -> None:
     assert time.monotonic() - start < 5
     # Whoever was stopped for a while goes on.
     assert store.within(10.0).check(["key"]) and store.get("key") == b"value"
+
+
+class _Holding:
+    """A store that holds whoever asks it."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.is_released = threading.Event(), threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.is_asked.set()
+        return self.is_released.wait()
+
+
+def test_a_store_is_not_held_by_another_one() -> None:
+    """An operation goes on that was begun while another store held the thread, once that store counts as silent."""
+    holding: Any = _Holding()
+
+    def ask() -> None:
+        with contextlib.suppress(StoreSilent):
+            BoundedStore(holding, 0.5).check(["key"])
+
+    held = threading.Thread(target=ask)
+    held.start()
+    holding.is_asked.wait()
+    start = time.monotonic()
+    BoundedStore(dist.HashStore(), 20.0).set("key", "value")
+    assert time.monotonic() - start < 5
+    held.join()
+    holding.is_released.set()
 
 
 def test_comparisons_end(server: tuple[int, int]) -> None:

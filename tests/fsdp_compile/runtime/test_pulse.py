@@ -43,6 +43,18 @@ def test_a_rank_says_where_it_is() -> None:
     assert re.fullmatch(r" Where they are: rank 1 is at test_pulse\.py:\d+, in test_a_rank_says_where_it_is\.", watch.places())
 
 
+def test_a_rank_that_left_the_job_gives_no_signs(one_rank: None) -> None:
+    signs, world = Pulse(dist.HashStore(), 0), dist.group.WORLD
+    signs.beat(0.0)
+    dist.group.WORLD = None
+    try:
+        with pytest.raises(RuntimeError, match="left the job"):
+            signs.beat(2.0)
+    finally:
+        dist.group.WORLD = world
+    assert signs.sign(0).number == 0
+
+
 def test_a_rank_ended() -> None:
     own, other = _pulses()
     other.beat(0.0)

@@ -34,7 +34,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--lowering", "aot_eager"]
 
 
-def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
+def run(script: str, out: Path, *flags: str) -> Any:
     command = [sys.executable, str(BENCHMARKS / script), *flags, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -126,6 +126,33 @@ def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> N
 
 
 @pytest.mark.night
+@pytest.mark.night
+def test_fsdp2_tests_count_what_passes(tmp_path: Path) -> None:
+    """Systems with whole parameters, sharded ones and compiled ones are told apart."""
+    file = tmp_path / "test_fully_shard_example.py"
+    file.write_text(
+        "from torch import nn, ones\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from torch.testing._internal.common_fsdp import FSDPTest\n"
+        "class TestExample(FSDPTest):\n"
+        "    def test_trains(self):\n"
+        "        model = fully_shard(nn.Linear(4, 4))\n"
+        "        model(ones(2, 4)).sum().backward()\n"
+        "        self.assertEqual(model.bias.grad.full_tensor(), 2 * ones(4))\n"
+        "    def test_is_torchs(self):\n"
+        "        self.assertTrue(fully_shard(nn.Linear(4, 4))._get_fsdp_state()._lazy_init)\n"
+    )
+    results = run("fsdp2_tests.py", tmp_path / "out.json", str(file), "--systems", "fsdp2,ours,ours-compiled")
+    assert {(each["system"], each["name"]): each["result"] for each in results} == {
+        ("fsdp2", "test_trains"): "passed",
+        ("fsdp2", "test_is_torchs"): "passed",
+        ("ours", "test_trains"): "passed",
+        ("ours", "test_is_torchs"): "failed",
+        ("ours-compiled", "test_trains"): "passed",
+        ("ours-compiled", "test_is_torchs"): "failed",
+    }
+
+
 def test_gpu_check_runs_dry(tmp_path: Path) -> None:
     results = run("gpu_check.py", tmp_path / "out.json", "--dry-run", "--checks", "time", "--rounds", "1")
     assert results["complaints"] == []

@@ -14,7 +14,6 @@ import torch
 from torch import SymInt
 from torch.fx import Graph, GraphModule
 
-from passes.fx.shape_env import symbolic_size
 from passes.fx.size_guards import Assumptions
 from passes.fx.sizes import symbolic_sizes_of
 from passes.fx.torch_internals.core import TracingContext
@@ -135,7 +134,8 @@ class InductorLowering(Lowering):
                 for segment in group:
                     found = _admitted(self._loaded.get(segment.key, ()), assumptions)
                     if found is None:
-                        found = _from_cache(segment, inductor_kwargs, is_backward=is_backward)
+                        sizes = [assumptions.size(expression) for expression in segment.sizes]
+                        found = _from_cache(segment.key, sizes, inductor_kwargs, is_backward=is_backward)
                         if found is None:
                             return None
                         self._loaded.setdefault(segment.key, []).append((found, assumptions.added()))
@@ -227,21 +227,14 @@ def _sizes_of_inputs(gm: GraphModule) -> tuple[Any, ...]:
     return tuple(first_expression(value.node) for value in values if isinstance(value, SymInt))
 
 
-def _from_cache(segment: StoredSegment, kwargs: Mapping[str, Any], *, is_backward: bool) -> Any | None:
-    """Return a segment from Inductor's cache, as ``compile_fx_inner`` does; None: it is not there for the sizes at hand."""
+def _from_cache(key: str, sizes: Sequence[SymInt], kwargs: Mapping[str, Any], *, is_backward: bool) -> Any | None:
+    """Return a segment from Inductor's cache, as ``compile_fx_inner`` does; None: it is not there for these sizes."""
     constants = CompiledFxGraphConstants()
-    sizes: list[Any] = [symbolic_size(_shape_env(), expression) for expression in segment.sizes]
-    found, _ = FxGraphCache.load_with_key(segment.key, [], sizes, True, None, is_backward, constants)
+    found, _ = FxGraphCache.load_with_key(key, [], sizes, True, None, is_backward, constants)
     if found is not None:
-        set_cache_key(found, segment.key)
+        set_cache_key(found, key)
         found.post_compile(sizes, constants, {**kwargs, "is_backward": is_backward})  # type: ignore[typeddict-item]
     return found
-
-
-def _shape_env() -> Any:
-    fake_mode = TracingContext.get().fake_mode
-    assert fake_mode is not None
-    return fake_mode.shape_env
 
 
 def _take_out_of_cache(compiled: Any) -> None:

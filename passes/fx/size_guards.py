@@ -16,7 +16,7 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from .shape_env import as_function, as_python, deciding_at, facts, reopened, suppose, values_of
+from .shape_env import as_function, as_python, deciding_at, facts, reopened, suppose, symbolic_size, values_of
 from .sizes import symbolic_sizes_in
 
 
@@ -152,6 +152,11 @@ class Assumptions:
             return True
         values = values_of(self._shape_env)
         return all(self._depends_on_data(fact) or fact.xreplace(values) == sympy.true for fact in conditions)
+
+    def size(self, expression: Any) -> SymInt:
+        """Make the symbolic size with an expression, whose hint is its current value."""
+        assert self._shape_env is not None
+        return symbolic_size(self._shape_env, expression)
 
     def fix(self, sizes: Iterable[SymInt]) -> bool:
         """Fix the symbols of ``sizes`` to their current values. Return False if no symbol has one, so that nothing is fixed."""

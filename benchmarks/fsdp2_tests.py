@@ -29,7 +29,6 @@ import argparse
 import contextlib
 import functools
 import importlib.util
-import json
 import multiprocessing
 import re
 import sys
@@ -46,7 +45,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.report import table
+from harness import report
+from harness.flags import names_of
 
 SYSTEMS = ("fsdp2", "fsdp2-compiled", "ours", "ours-compiled")
 #: Seconds for the other ranks after one has failed.
@@ -295,22 +295,21 @@ def summarize(outcomes: list[Outcome]) -> str:
     rows = [[file, str(len(names)), *(str(counts[file, system]) for system in SYSTEMS)] for file, names in tests.items()]
     sums = [str(sum(counts[file, system] for file in tests)) for system in SYSTEMS]
     rows.append(["together", str(sum(map(len, tests.values()))), *sums])
-    return table(["file", "tests", *SYSTEMS], rows)
+    return report.table(["file", "tests", *SYSTEMS], rows)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="files of PyTorch's test/distributed/_composable/fsdp")
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated")
+    parser.add_argument(
+        "--systems", type=names_of("system", SYSTEMS), default=list(SYSTEMS), metavar="A,B", help=f"of {', '.join(SYSTEMS)}"
+    )
     parser.add_argument("--only", default="", help="a regular expression that names of tests match")
     parser.add_argument("--all-settings", action="store_true", help="each combination of the settings of a test")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a test")
-    parser.add_argument("--json", type=Path, help="write the outcome of each test")
+    report.add_flags(parser)
     args = parser.parse_args(argv)
-    args.systems = args.systems.split(",")
-    if unknown := sorted(set(args.systems) - set(SYSTEMS)):
-        parser.error(f"no such system: {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     if missing := [str(file) for file in args.files if not file.is_file()]:
         parser.error(f"no such file: {', '.join(missing)}")
     return args
@@ -334,9 +333,8 @@ def main() -> None:
             print(f"{system:14} {result:8} {test.name}", flush=True)
         for pool in pools.values():
             pool.stop()
-        if args.json:
-            args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
-    print(summarize(outcomes))
+        report.write_json(args.json, outcomes=[asdict(outcome) for outcome in outcomes])
+    print(f"\n{report.headline()}\n\n{summarize(outcomes)}")
 
 
 if __name__ == "__main__":

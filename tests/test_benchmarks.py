@@ -34,7 +34,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--lowering", "aot_eager"]
 
 
-def run(script: str, out: Path, *flags: str) -> Any:
+def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
     command = [sys.executable, str(BENCHMARKS / script), *flags, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -126,7 +126,6 @@ def test_prediction_compares_a_step_with_what_is_said_of_it(tmp_path: Path) -> N
 
 
 @pytest.mark.night
-@pytest.mark.night
 def test_fsdp2_tests_count_what_passes(tmp_path: Path) -> None:
     """Systems with whole parameters, sharded ones and compiled ones are told apart."""
     file = tmp_path / "test_fully_shard_example.py"
@@ -143,7 +142,7 @@ def test_fsdp2_tests_count_what_passes(tmp_path: Path) -> None:
         "        self.assertTrue(fully_shard(nn.Linear(4, 4))._get_fsdp_state()._lazy_init)\n"
     )
     results = run("fsdp2_tests.py", tmp_path / "out.json", str(file), "--systems", "fsdp2,ours,ours-compiled")
-    assert {(each["system"], each["name"]): each["result"] for each in results} == {
+    assert {(each["system"], each["name"]): each["result"] for each in results["outcomes"]} == {
         ("fsdp2", "test_trains"): "passed",
         ("fsdp2", "test_is_torchs"): "passed",
         ("ours", "test_trains"): "passed",
@@ -153,6 +152,7 @@ def test_fsdp2_tests_count_what_passes(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.night
 def test_gpu_check_runs_dry(tmp_path: Path) -> None:
     results = run("gpu_check.py", tmp_path / "out.json", "--dry-run", "--checks", "time", "--rounds", "1")
     assert results["complaints"] == []

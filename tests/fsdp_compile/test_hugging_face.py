@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, Node
@@ -251,15 +251,18 @@ def steps(name: str, layers: int, lengths: Iterable[int]) -> tuple[Capture, list
 
 
 def operators(graph: Graph) -> Counter[Any]:
-    """Count by kind the operators of a graph that compute from tensors, with the sizes at hand.
+    """Count by kind the operators of a graph that compute tensors, with the sizes at hand.
 
-    Equal sizes may have other expressions, and constants may be shared by other layers.
+    Layers may express equal symbolic sizes in several ways, and so make several constants of one size. These count once.
     """
+    is_symbolic = any(isinstance(node.meta.get("val"), SymInt) for node in graph.find_nodes(op="placeholder"))
     found: Counter[Any] = Counter()
     for node in graph.nodes:
-        if node.op == "call_function" and not is_view(node) and any(map(tensors_of, node.all_input_nodes)):
-            outputs = [(*map(size_hint, (*value.shape, *value.stride())), value.dtype) for value in tensors_of(node)]
-            found[(str(node.target), *outputs)] += bool(outputs)
+        outputs = [(*map(size_hint, (*value.shape, *value.stride())), value.dtype) for value in tensors_of(node)]
+        if node.op == "call_function" and not is_view(node) and outputs:
+            kind = (str(node.target), *outputs)
+            is_constant = not any(map(tensors_of, node.all_input_nodes))
+            found[kind] = 1 if is_symbolic and is_constant else found[kind] + 1
     return found
 
 

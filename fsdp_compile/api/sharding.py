@@ -31,6 +31,7 @@ from ..units.model_parallel import ModelParallel
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .composable import is_fsdp2s, register, state_of
+from .composable_checkpoints import trace_checkpoints
 from .module import FSDPModule, add_methods, make_unit, set_scope, shard_parameters, swap_class_of_wrapper, unit_of
 from .parameters import ShardedParameters, replace_functions, sharded_params_of
 from .partial_offload import PartialCPUOffloadPolicy, UnshardedParam
@@ -146,6 +147,7 @@ def fully_shard(
         for wrapper in wrappers:
             swap_class_of_wrapper(wrapper)
         register([*modules, *wrappers], unit)
+        trace_checkpoints(dict.fromkeys([*modules, *inner]))
         unit.allocate()
         for member in modules:
             _name_units(member)

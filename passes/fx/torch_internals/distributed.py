@@ -1,5 +1,11 @@
 """Names of torch.distributed that are not public."""
 
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 # Loads the last two of ``NAMESPACES_OF_FULLY_SHARD``.
 import torch.distributed._composable.fsdp
 
@@ -48,3 +54,40 @@ create_work_from_future = torch._C._distributed_c10d._create_work_from_future  #
 # Makes a mesh of the dimensions of several slices of one mesh, as FSDP2 does. Takes a list of slices. Raises RuntimeError if
 # they are not slices of one mesh, or share a dimension. The same in torch 2.11 to 2.15.
 concatenate_meshes = torch.distributed.device_mesh.DeviceMesh._concatenate
+
+
+class CheckpointHooks:
+    """The hooks of composable ``checkpoint`` around a module, and the arguments that it got.
+
+    Attributes:
+        options: the arguments for ``torch.utils.checkpoint.checkpoint``, without those that have their default.
+    """
+
+    def __init__(self, module: Any, before: int, after: int):
+        self._module, self._before, self._after = module, before, after
+        given = inspect.getclosurevars(module._forward_pre_hooks[before]).nonlocals
+        names = {"user_context_fns": "context_fn"} | {name: name for name in _CHECKPOINT_DEFAULTS}
+        defaults = {"user_context_fns": None, **_CHECKPOINT_DEFAULTS}
+        self.options = {name: given[own] for own, name in names.items() if own in given and given[own] != defaults[own]}
+
+    @staticmethod
+    def of(module: Any) -> CheckpointHooks | None:
+        """Return the hooks around a module; None if it has none."""
+        before, after = (
+            next((key for key, hook in hooks.items() if _is_of_checkpoint(hook, name)), None)
+            for hooks, name in ((module._forward_pre_hooks, "forward_pre_hook"), (module._forward_hooks, "forward_hook"))
+        )
+        return None if before is None or after is None else CheckpointHooks(module, before, after)
+
+    def wrap(self, begin: Callable[[Any], Any], end: Callable[[Any], Any]) -> None:
+        """Put other hooks in the place of the two, which ``begin`` and ``end`` make of them."""
+        before, after = self._module._forward_pre_hooks, self._module._forward_hooks
+        before[self._before], after[self._after] = begin(before[self._before]), end(after[self._after])
+
+
+_CHECKPOINT_DEFAULTS = {"preserve_rng_state": True, "determinism_check": "default", "debug": False, "early_stop": True}
+
+
+def _is_of_checkpoint(hook: Any, name: str) -> bool:
+    is_torchs = getattr(hook, "__module__", "") == "torch.distributed._composable.checkpoint_activation"
+    return is_torchs and hook.__qualname__ == f"checkpoint.<locals>.{name}"

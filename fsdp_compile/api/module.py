@@ -7,6 +7,7 @@ the place of ``_parameters`` (:mod:`.parameters`). If its class is not generated
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
@@ -224,9 +225,15 @@ class FSDPModule(GradientControls, ScheduleControls):
 def _begin_traced_forward(is_of_root: bool) -> bool:
     """Record, while Dynamo traces, that an outermost forward begins, and whether it is the forward of a root.
 
-    Parameters that were frozen or unfrozen since sharding pass that on before Dynamo reads and guards their shards.
+    Parameters that were frozen or unfrozen since sharding, or got an extension, pass that on before Dynamo reads and guards
+    their shards.
     """
-    for param in params_with_memory().values():
+    params = params_with_memory().values()
+    for unit in dict.fromkeys(param.unit for param in params):
+        # The unit may be of another model. Its own calls raise.
+        with contextlib.suppress(NotImplementedError, TypeError, ValueError):
+            unit.follow_extensions()
+    for param in params:
         param.sync_requires_grad()
     note_outermost_forward(is_of_root=is_of_root)
     return True

@@ -249,7 +249,7 @@ def _check_copied(
     for param, owners in found.items():
         reasons = {
             "is gathered by a gather_policy, which rounds it": gather_policy is not None,
-            f"is a {type(param).__name__} with an fsdp_pre_all_gather": is_extension(_piece(param)),
+            f"is a {type(param).__name__}, which fsdp_pre_all_gather gathers": is_extension(_piece(param)),
             "is a DTensor, which another parallelism has laid out": cuts[param].layout is not None,
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
@@ -316,8 +316,7 @@ def _collect_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) ->
                 raise NotImplementedError(
                     f"Parameter {prefix}{name} is a {type(piece).__name__}, a tensor subclass with operators of its own, "
                     "which a shard would lose, and without fsdp_pre_all_gather and fsdp_post_all_gather. Add it to "
-                    "ignored_params, which leaves it whole on every rank, or convert "
-                    "the model after sharding."
+                    "ignored_params, which leaves it whole on every rank, or convert the model after sharding."
                 )
             if not piece.is_contiguous():
                 raise NotImplementedError(
@@ -502,12 +501,12 @@ def _check_extensions(
         name, kind = owners[0][2], type(param).__name__
         if cuts[param].dim != 0:
             raise NotImplementedError(
-                f"Parameter {name} is a {kind} with an fsdp_pre_all_gather, which is sharded along dimension 0 only: return "
-                "Shard(0) or None from shard_placement_fn."
+                f"Parameter {name} is a {kind}, which fsdp_pre_all_gather gathers, and so is sharded along dimension 0 only: "
+                "return Shard(0) or None from shard_placement_fn."
             )
         if not isinstance(reshard_after_forward, bool | None):
             raise NotImplementedError(
-                f"Parameter {name} is a {kind} with an fsdp_pre_all_gather, which is not kept in a smaller group "
+                f"Parameter {name} is a {kind}, which fsdp_pre_all_gather gathers, and so is not kept in a smaller group "
                 f"(reshard_after_forward={reshard_after_forward}). Use True or False."
             )
 

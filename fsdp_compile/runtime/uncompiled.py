@@ -545,8 +545,10 @@ class CallParameters:
     """The full parameters of a unit, as the running call of a module reads them."""
 
     def __init__(self, unit: Unit):
+        unit.follow_extensions()
         for param in unit.params:
-            param.check_gather()
+            if param.extension is not None:
+                param.check_gather()
             param.note_requires_grad()
         unit.scope.wait_for_optimizer()
         self.gathered = gathered_of(unit)

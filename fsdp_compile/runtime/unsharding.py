@@ -39,6 +39,7 @@ def start_unshard(unit: Unit) -> None:
     if unit.pending:
         check_memory(unit)
         return
+    unit.follow_extensions()
     missing = []
     for params in gathered_together(unit):
         if all(param.state.full(param.param) is not None for param in params):

@@ -7,6 +7,8 @@ what an optimizer, or a precomputation of scales, has written to attributes.
 
 Graphs that equal blocks share must not depend on the module. So parameters of several modules share an extension only if
 ``fsdp_pre_all_gather`` does not read its argument ``module``.
+
+The functions may be set on a plain local tensor, too, after ``fully_shard``. Then the tensor itself is what a graph takes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +28,23 @@ from torch.distributed.tensor import DTensor
 
 from passes.fx.torch_internals.core import is_traceable_wrapper_subclass, make_wrapper_subclass
 from passes.fx.torch_internals.objects import local_tensor
-from passes.ir.extension import register_extension
+from passes.ir.extension import copied_to_plain, register_extension
 
 from .mesh import ShardingMesh
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+# The name of a plain local tensor among the tensors that it holds.
+_ITSELF = "local_tensor"
 _numbers = itertools.count()
 
 
 def is_extension(tensor: Tensor) -> bool:
-    """Return whether a tensor has one of the functions of an all-gather extension."""
-    return any(hasattr(tensor, hook) for hook in _HOOKS)
+    """Return whether a local tensor is gathered by an extension: it has the functions, or is a subclass that may get them."""
+    return hasattr(tensor, "fsdp_pre_all_gather") or (is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor))
 
 
 def check_extension(tensor: Tensor, name: str) -> None:
-    """Check that an extension can be traced.
+    """Check that an extension can be traced. A subclass may get the functions later.
 
     Raises:
         TypeError: the tensor lacks one of the functions, or cannot be flattened.
@@ -52,14 +56,14 @@ def check_extension(tensor: Tensor, name: str) -> None:
             f"Parameter {name} is a DTensor of {type(local_tensor(tensor)).__name__}, which has an fsdp_pre_all_gather. That "
             "is supported for parameters that no other parallelism has laid out."
         )
+    if any(hasattr(tensor, hook) for hook in _HOOKS):
+        check_functions(tensor, name)
     kind = type(tensor).__name__
-    missing = [hook for hook in _HOOKS if not hasattr(tensor, hook)]
-    if missing:
-        raise TypeError(f"Parameter {name} is a {kind}, which has one of {' and '.join(_HOOKS)}, but no {missing[0]}.")
     if not is_traceable_wrapper_subclass(tensor):
         raise TypeError(
             f"Parameter {name} is a {kind} with an fsdp_pre_all_gather, but without __tensor_flatten__ and "
-            "__tensor_unflatten__, which tracing needs. Define them (torch/testing/_internal/two_tensor.py shows how)."
+            "__tensor_unflatten__, which tracing needs. Define them (torch/testing/_internal/two_tensor.py shows how). Or set "
+            "the functions on the local tensor of a plain parameter, after fully_shard."
         )
     names, _ = tensor.__tensor_flatten__()
     if any(vars(tensor).get(inner) is not getattr(tensor, inner) for inner in names):
@@ -67,6 +71,19 @@ def check_extension(tensor: Tensor, name: str) -> None:
             f"Parameter {name} is a {kind} that has the tensors of its __tensor_flatten__, {names}, in other places than in "
             "attributes of these names, where a graph cannot find them."
         )
+
+
+def check_functions(tensor: Tensor, name: str) -> None:
+    """Check that a tensor has both functions of an extension, with a signature that FSDP2 knows.
+
+    Raises:
+        TypeError: one of the functions is missing.
+        ValueError: ``fsdp_pre_all_gather`` has another signature.
+    """
+    kind = type(tensor).__name__
+    missing = [hook for hook in _HOOKS if not hasattr(tensor, hook)]
+    if missing:
+        raise TypeError(f"Parameter {name} is a {kind}, which has one of {' and '.join(_HOOKS)}, but no {missing[0]}.")
     if _num_arguments(tensor) not in (1, 5):
         raise ValueError(
             f"Parameter {name} is a {kind} whose fsdp_pre_all_gather takes {inspect.signature(tensor.fsdp_pre_all_gather)}. "  # type: ignore[attr-defined]
@@ -75,19 +92,39 @@ def check_extension(tensor: Tensor, name: str) -> None:
 
 
 def _num_arguments(tensor: Any) -> int:
-    return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
+    function = getattr(tensor, "fsdp_pre_all_gather", None)
+    return 0 if function is None else len(inspect.signature(function).parameters)
 
 
-def _functions(tensor: Any) -> tuple[Any, ...]:
-    """Return the two functions without their instance. A bound method would be a new object at each read."""
-    return tuple(getattr(method, "__func__", method) for method in (getattr(tensor, hook) for hook in _HOOKS))
+class _Functions(NamedTuple):
+    """The two functions of an extension.
+
+    Attributes:
+        functions: the functions, without the tensor that they are methods of; None for one that is missing.
+        are_methods: for each, whether its first argument is the tensor.
+    """
+
+    functions: tuple[Any, ...]
+    are_methods: tuple[bool, ...]
+
+    @staticmethod
+    def of(tensor: Any) -> _Functions:
+        # A bound method is a new object at each read.
+        found = [getattr(tensor, hook, None) for hook in _HOOKS]
+        methods = tuple(getattr(each, "__self__", None) is tensor for each in found)
+        unbound = (getattr(each, "__func__", each) if bound else each for each, bound in zip(found, methods, strict=True))
+        return _Functions(tuple(unbound), methods)
+
+    def call(self, hook: str, tensor: Tensor, *args: Any) -> Any:
+        index = _HOOKS.index(hook)
+        return self.functions[index](*((tensor,) if self.are_methods[index] else ()), *args)
 
 
 def _reads_module(tensor: Any) -> bool:
     """Return whether ``fsdp_pre_all_gather`` reads its argument ``module``; True if its code does not tell."""
-    if _num_arguments(tensor) == 1:
+    if _num_arguments(tensor) < 5:
         return False
-    function = inspect.unwrap(_functions(tensor)[0])
+    function = inspect.unwrap(_Functions.of(tensor).functions[0])
     code = getattr(function, "__code__", None)
     if code is None or code.co_argcount < 5 or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         return True
@@ -105,13 +142,31 @@ def with_tensors(tensor: Any, made_of: Callable[[Tensor], Tensor]) -> Tensor:
     return copied
 
 
+def attributes_of(local: Any) -> dict[str, Any]:
+    """Return the attributes of a local tensor with an extension, the tensors that it holds among them.
+
+    Those of a subclass are the dictionary that it keeps them in. Those of a plain tensor are a copy, with the tensor itself.
+    """
+    if is_traceable_wrapper_subclass(local):
+        return vars(local)
+    return {_ITSELF: local} | vars(local)
+
+
+def _flatten(local: Any) -> tuple[Sequence[str], Any]:
+    """Call ``__tensor_flatten__``, or do the like for a plain tensor."""
+    return local.__tensor_flatten__() if is_traceable_wrapper_subclass(local) else ([_ITSELF], None)
+
+
 def _maker(tensor: Any) -> Callable[..., Tensor]:
     """Return ``__tensor_unflatten__`` of a subclass, or, if it does not make such tensors, a function in its place.
 
     FSDP2 never calls ``__tensor_unflatten__``, so that nobody may have noticed that it is wrong.
     """
     kind, dtype = type(tensor), tensor.dtype
-    names, context = tensor.__tensor_flatten__()
+    names, context = _flatten(tensor)
+    if names == [_ITSELF]:
+        # A tensor that gets attributes is another object than the parameter's local tensor.
+        return lambda inner, *_: inner[_ITSELF].detach()
     layout = tensor.size(), tensor.stride()
 
     def make(inner: Mapping[str, Tensor], _context: Any, size: torch.Size, stride: Sequence[int]) -> Tensor:
@@ -154,15 +209,15 @@ class ParamExtension:
         dtype: torch.dtype,
     ):
         self._kind = type(local)
-        self._inner_names, self._context = local.__tensor_flatten__()
+        self._inner_names, self._context = _flatten(local)
         self._size, self._stride = local.size(), local.stride()
         self._make = _maker(local)
-        attributes = vars(local)
+        attributes = attributes_of(local)
         self.optional = tuple(key for key, value in attributes.items() if value is None or isinstance(value, Tensor))
-        self._constants = {key: value for key, value in attributes.items() if key not in self.optional}
+        self._constants = {key: value for key, value in attributes.items() if key not in (*self.optional, *_HOOKS)}
         self._shape, self._padded_shape = shape, torch.Size(padded_shape)
         self._mesh = mesh.shard_mesh
-        self._functions = _functions(local)
+        self._functions = _Functions.of(local)
         self._module = module if _reads_module(local) else None
         self._mp_policy = mp_policy
         self._is_old = _num_arguments(local) == 1
@@ -197,20 +252,19 @@ class ParamExtension:
         told = self._kind, tuple(self._inner_names), self.optional, context, constants
         return *told, laid_out, self._dtype, self._module, self._functions
 
+    def has_functions_of(self, local: Any) -> bool:
+        """Return whether a local tensor has the functions that this extension calls."""
+        return _Functions.of(local) == self._functions
+
     def check_constants(self, local: Any, name: str) -> None:
-        """Check that the two functions and the attributes that graphs have as constants are unchanged.
+        """Check that the attributes that graphs have as constants are unchanged.
 
         Raises:
             RuntimeError: one has changed.
         """
-        if _functions(local) != self._functions:
-            raise RuntimeError(
-                f"{' or '.join(_HOOKS)} of parameter {name}, a {self._kind.__name__}, was replaced after the model was "
-                "sharded. Graphs have what it did then: replace it ahead of fully_shard."
-            )
-        attributes = vars(local)
+        found_now = attributes_of(local)
         for key, value in self._constants.items():
-            found = attributes.get(key)
+            found = found_now.get(key)
             if found is not value and found != value:
                 raise RuntimeError(
                     f"Attribute {key} of the local tensor of parameter {name}, a {self._kind.__name__}, was {value!r} when the "
@@ -224,7 +278,7 @@ class ParamExtension:
 
     def tensors_of(self, local: Any) -> dict[str, Tensor]:
         """Return the tensors that a local tensor holds, by the names of its attributes."""
-        attributes = vars(local)
+        attributes = attributes_of(local)
         return {key: value for key in self.optional if (value := attributes.get(key)) is not None}
 
     @torch.no_grad()
@@ -239,25 +293,32 @@ class ParamExtension:
             The tensors to send, and the argument ``encoded`` of :meth:`decode`.
 
         Raises:
-            RuntimeError: the call fails; returns something other than plain tensors and metadata; or, if the parameter is
-                sharded unevenly, returns tensors of another shape than the padded shard's.
+            RuntimeError: a function is missing; the call fails; returns something other than tensors and metadata; or, if the
+                parameter is sharded unevenly, returns tensors of another shape than the padded shard's.
+            TypeError: the call returns a tensor subclass that does not copy into a plain tensor.
         """
+        if None in self._functions.functions:
+            raise RuntimeError(
+                f"Parameter {name} is a {self._kind.__name__}, a tensor subclass with operators of its own, but without "
+                f"{' and '.join(_HOOKS)}, so it cannot be gathered. Define them; or add the parameter to ignored_params, which "
+                "leaves it whole on every rank; or convert the model after sharding."
+            )
         local = self._together(tensors)
         stride = tuple(math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape)))
         further = () if self._is_old else (self._shape, stride, self._module, self._mp_policy)
         try:
-            pieces, metadata = local.fsdp_pre_all_gather(self._mesh, *further)
+            pieces, metadata = self._functions.call("fsdp_pre_all_gather", local, self._mesh, *further)
         except Exception as error:
             raise RuntimeError(self._failed(name, "fsdp_pre_all_gather", error)) from error
-        self._check_pieces(pieces, name)
-        return pieces, (local, metadata)
+        return self._plain(pieces, name), (local, metadata)
 
-    def _check_pieces(self, pieces: Sequence[Tensor], name: str) -> None:
+    def _plain(self, pieces: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Return what is sent as plain tensors. FSDP2 copies subclasses, too, into the plain buffer of a collective."""
         for piece in pieces:
-            if not isinstance(piece, Tensor) or is_traceable_wrapper_subclass(piece):
+            if not isinstance(piece, Tensor):
                 raise RuntimeError(
                     f"fsdp_pre_all_gather of parameter {name}, a {self._kind.__name__}, returned a {type(piece).__name__} "
-                    "among what it sends. Return plain tensors."
+                    "among what it sends. Return tensors."
                 )
         if self._size != self._padded_shape and any(piece.shape != self._padded_shape for piece in pieces):
             raise RuntimeError(
@@ -265,6 +326,7 @@ class ParamExtension:
                 f"tensors of the padded shard's shape, {tuple(self._padded_shape)}, but returned "
                 f"{[tuple(piece.shape) for piece in pieces]}."
             )
+        return [copied_to_plain(piece, f"What fsdp_pre_all_gather of parameter {name} sends") for piece in pieces]
 
     @torch.no_grad()
     def decode(self, gathered: Sequence[Tensor], encoded: Any, name: str) -> Tensor:
@@ -275,7 +337,7 @@ class ParamExtension:
         """
         local, metadata = encoded
         try:
-            full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, self._dtype)
+            full, _ = self._functions.call("fsdp_post_all_gather", local, tuple(gathered), metadata, self._dtype)
             if full.shape != self._shape:
                 stride = [math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape))]
                 full = torch.as_strided(full, self._shape, stride, 0)

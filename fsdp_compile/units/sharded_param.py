@@ -26,12 +26,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from passes.collectives.layout import REPLICATED, padded_shard_numel, padded_shard_shape
 from passes.collectives.rounded_gather import GatherPolicy
+from passes.fx.torch_internals.core import is_traceable_wrapper_subclass
 from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
 from passes.fx.torch_internals.objects import as_local, id_of_storage, local_tensor, own_parameters, spec_of, storage_id
 from passes.ir.ops import UNSHARD_DEFAULTS, unshard, unshard_extension
 
 from ..torch_versions import reduce_dtype
-from .extension import ParamExtension, is_extension
+from .extension import ParamExtension, attributes_of, check_functions, is_extension
 from .mesh import ShardingMesh
 from .model_parallel import ModelParallel
 from .own_storage import has_memory, with_own_storage
@@ -153,13 +154,24 @@ class ShardedParam:
         return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=full.requires_grad)
 
     def _piece_of_extension(self, full: Tensor) -> Tensor:
-        """Cut this rank's shard of a tensor subclass, with the operators that FSDP2 calls on it."""
-        padded = full.new_zeros(self.padded_shape)
+        """Cut this rank's shard of a tensor subclass, with the operators that FSDP2 calls on it.
+
+        Raises:
+            NotImplementedError: the subclass lacks such an operator.
+        """
         start, rows = self.rows
-        if rows:
-            piece = torch.chunk(full, self.mesh.shard_size, dim=0)[start // self.padded_shape[0]]
-            padded.narrow(0, 0, rows).copy_(piece)
-        return padded.narrow(0, 0, rows)
+        try:
+            padded = full.new_zeros(self.padded_shape)
+            if rows:
+                piece = torch.chunk(full, self.mesh.shard_size, dim=0)[start // self.padded_shape[0]]
+                padded.narrow(0, 0, rows).copy_(piece)
+            return padded.narrow(0, 0, rows)
+        except Exception as error:
+            raise NotImplementedError(
+                f"Parameter {self.name} is a {type(full).__name__}, a tensor subclass that cannot be cut: {error!r}. It has to "
+                "support new_zeros, split, narrow and copy_. Or add the parameter to ignored_params, which leaves it whole on "
+                "every rank, or convert the model after sharding."
+            ) from error
 
     def _rows_of_rank(self, rank: int) -> tuple[int, int]:
         size, rows = self.shape[self.dim], self.padded_shape[self.dim]
@@ -179,7 +191,7 @@ class ShardedParam:
 
     def bind(self, storage: Tensor, offset: int) -> None:
         """Copy the local tensor into ``storage``, from element ``offset`` on, and make parameter and shard lie there."""
-        assert self.extension is None
+        self.extension = None
         self.offset = offset
         padded = storage.narrow(0, offset, self.padded_numel).view(self.padded_shape)
         with torch.no_grad():
@@ -190,14 +202,53 @@ class ShardedParam:
         self._set_shard(padded.data)
 
     def bind_extension(self) -> None:
-        """Make the extension and the shard of a local tensor that is a subclass. The subclass keeps the values."""
+        """Make the extension and the shard of a local tensor that has one. The local tensor keeps the values."""
         local = self._bound = self.local
+        if not is_traceable_wrapper_subclass(local):
+            # Else the flat storage that it lies in would live as long as it does.
+            with torch.no_grad():
+                local.data = local.clone()
         module, policy = self.owners[0][0], self.unit.mp_policy
         self.extension = ParamExtension.of(
             local, self.shape, self.padded_shape, self.mesh, module, policy, self.param_dtype or local.dtype
         )
         # The shard only identifies the parameter: nobody reads its values.
         self._set_shard(torch.zeros((), dtype=local.dtype, device=local.device).expand(self.padded_shape))
+
+    def extension_changed(self) -> bool:
+        """Return whether the local tensor has got or lost functions of an extension since the unit was laid out."""
+        if self.extension is None:
+            return hasattr(self.local, "fsdp_pre_all_gather")
+        return not self.extension.has_functions_of(self.local)
+
+    def check_new_extension(self) -> None:
+        """Check that the parameter may have the extension that its local tensor has got.
+
+        Raises:
+            TypeError: one of the functions is missing.
+            ValueError: ``fsdp_pre_all_gather`` has neither of the signatures that FSDP2 knows.
+            NotImplementedError: the parameter, or its unit, is of a kind that may have no extension.
+        """
+        local = self.local
+        if not hasattr(local, "fsdp_pre_all_gather"):
+            return
+        check_functions(local, self.name)
+        is_plain = not is_traceable_wrapper_subclass(local)
+        tensors = [key for key, value in vars(local).items() if isinstance(value, Tensor)] if is_plain else []
+        reasons = {
+            f"has attributes that are tensors ({', '.join(tensors)}): shard a tensor subclass instead": bool(tensors),
+            "is sharded along another dimension than 0": self.dim != 0,
+            "is a DTensor, which another parallelism has laid out": self.model_parallel is not None,
+            "is resharded to a smaller group (reshard_after_forward=<int>)": bool(self.unit.post_forward_size),
+            "is kept on the host (offload_policy=CPUOffloadPolicy())": self.unit.copies,
+            "is stepped in backward (optimizer_in_backward)": self.updater is not None,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None:
+            raise NotImplementedError(
+                f"The local tensor of parameter {self.name} has got an fsdp_pre_all_gather, but the parameter {reason}. That "
+                "is not supported together."
+            )
 
     def _set_shard(self, padded: Tensor) -> None:
         self.shard = nn.Parameter(padded, requires_grad=self.param.requires_grad)
@@ -389,7 +440,7 @@ class ShardedParam:
         if self.extension is not None:
             # The extension sends tensors of its own, which do not lie in storage.
             kwargs |= {"extension": self.extension.key, "param_dtype": None, "offset": -1, "packed": False}
-            special = self.model_parallel, vars(self.local), self.extension.optional
+            special = self.model_parallel, attributes_of(self.local), self.extension.optional
         others = {key: value for key, value in kwargs.items() if value != UNSHARD_DEFAULTS[key]}
         self.unshard_args = UnshardArgs.of(args, others)
         for module, name in self.owners:
@@ -400,6 +451,7 @@ class ShardedParam:
 
     def gather_alone(self) -> Tensor:
         """Gather the full parameter at once, in a collective of its own. Differentiable."""
+        self.unit.follow_extensions()
         args, kwargs = self.unshard_args
         if self.extension is None:
             full: Tensor = unshard(self.shard, *args, **kwargs)
@@ -423,21 +475,19 @@ class ShardedParam:
         return full if self.model_parallel is None else self.model_parallel.wrap(full)
 
     def check_gather(self) -> None:
-        """Check that the local tensor has the same all-gather extension as when it was sharded, or still none.
+        """Check that the local tensor has the same all-gather extension as when the unit was laid out, or still none.
 
         Raises:
-            NotImplementedError: a plain local tensor has got an ``fsdp_pre_all_gather``.
-            RuntimeError: the extension has changed.
+            RuntimeError: functions of the extension have changed after a graph was compiled; or its constants have.
         """
+        if self.extension_changed():
+            self.unit.follow_extensions()
+            raise RuntimeError(
+                f"fsdp_pre_all_gather or fsdp_post_all_gather of parameter {self.name} was set, replaced or deleted after its "
+                "forward was compiled. Call the model again, and it compiles anew."
+            )
         if self.extension is not None:
             self.extension.check_constants(self.local, self.name)
-            return
-        if hasattr(self.local, "fsdp_pre_all_gather"):
-            raise NotImplementedError(
-                f"The local tensor of parameter {self.name} has an fsdp_pre_all_gather, which is not supported: nothing would "
-                "call it. Delete it, or shard a tensor subclass that has one; MixedPrecisionPolicy(param_dtype=...) gathers in "
-                "lower precision."
-            )
 
     def is_replaced(self) -> bool:
         """Return whether a module reads a tensor in the parameter's place, as in ``torch.func.functional_call``."""

@@ -321,6 +321,19 @@ class Unit:
             if sharded.extension is None and sharded.local.dtype == dtype:
                 sharded.bind(self.storages[dtype], sharded.offset)
 
+    def follow_extensions(self) -> None:
+        """Lay out the parameters anew if a local tensor has got or lost functions of an all-gather extension.
+
+        Raises:
+            NotImplementedError, TypeError, ValueError: the parameter may not have this extension
+                (:meth:`ShardedParam.check_new_extension`).
+        """
+        changed = [sharded for sharded in self.params if sharded.extension_changed()]
+        for sharded in changed:
+            sharded.check_new_extension()
+        if changed:
+            self.allocate()
+
     def sync(self) -> None:
         """Make storage and shards follow parameters that were replaced, cast, or moved.
 
@@ -344,7 +357,9 @@ class Unit:
             # Only some parameters have memory: a load or an initialisation is under way, and will sync again.
             return
         layout_holds = all(
-            sharded.local.dtype == sharded.shard.dtype and sharded.local.device == sharded.shard.device
+            sharded.local.dtype == sharded.shard.dtype
+            and sharded.local.device == sharded.shard.device
+            and not sharded.extension_changed()
             for sharded in self.params
         )
         if not layout_holds:

@@ -88,15 +88,30 @@ def plain_gradient(grad: Tensor, name: str) -> Tensor:
             f"The gradient of parameter {name} is sparse, as that of nn.Embedding(sparse=True). Sparse gradients are not "
             "supported: build the module with sparse=False."
         )
-    if not is_traceable_wrapper_subclass(grad) or isinstance(grad, (DTensor, AsyncCollectiveTensor)):
+    if isinstance(grad, (DTensor, AsyncCollectiveTensor)):
         return grad
-    inner = getattr(grad, grad.__tensor_flatten__()[0][0])
-    plain = torch.empty(grad.shape, dtype=grad.dtype, device=inner.device)
+    return copied_to_plain(grad, f"The gradient of parameter {name}")
+
+
+def copied_to_plain(tensor: Tensor, what: str) -> Tensor:
+    """Copy a tensor subclass into a plain tensor. A plain tensor is returned as it is.
+
+    Args:
+        tensor: the tensor.
+        what: names it in the error.
+
+    Raises:
+        TypeError: the subclass does not copy into a plain tensor.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor
+    inner = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=inner.device)
     try:
-        plain.copy_(grad)
+        plain.copy_(tensor)
     except Exception as error:
         raise TypeError(
-            f"The gradient of parameter {name} is a {type(grad).__name__}, which does not copy into a plain tensor: its "
-            "__torch_dispatch__ has to support aten.copy_."
+            f"{what} is a {type(tensor).__name__}, which does not copy into a plain tensor: its __torch_dispatch__ has to "
+            "support aten.copy_."
         ) from error
     return plain

@@ -51,7 +51,24 @@ class Careless(Halved):
         return inner["held"]
 
 
+def in_bfloat16(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    return (getattr(self, "held", self).bfloat16(),), None
+
+
+def from_bfloat16(self: Any, gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    return Halved.fsdp_post_all_gather(self, gathered, metadata, param_dtype, out=out)
+
+
+def give_functions(param: Any, before: Any = in_bfloat16, after: Any = from_bfloat16) -> None:
+    """Set the functions of an extension on a parameter's local tensor."""
+    local = param._local_tensor
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before.__get__(local), after.__get__(local)
+
+
 KINDS: dict[str, Any] = {"halved": Halved, "scaled": Scaled, "reader": Reader, "careless": Careless}
+#: Their local tensors get the functions after ``fully_shard``.
+KINDS_WITHOUT = {"plain": Tensor, "wrapped": Wrapper}
+KINDS |= KINDS_WITHOUT
 
 
 @dataclass(frozen=True)
@@ -112,7 +129,10 @@ def build(case: Case, fully_shard: Callable[..., Any]) -> nn.Module:
     if case.units and not case.tied:
         for layer in model.layers:
             fully_shard(layer, reshard_after_forward=case.reshard, **options)
-    return fully_shard(model, reshard_after_forward=case.reshard, **options)
+    fully_shard(model, reshard_after_forward=case.reshard, **options)
+    for layer in model.layers if case.kind in KINDS_WITHOUT else ():
+        give_functions(layer.weight)
+    return model
 
 
 def steps(model: Any, case: Case, between: Callable[[nn.Module, int], None] = lambda *_: None, count: int = 3) -> list[Tensor]:
@@ -178,6 +198,7 @@ _FIXED = [
     Case(reshard=False, microbatches=2),
     Case(reshard=True),
     *(Case(kind="careless", system=system, microbatches=2) for system in ("eager", "aot_eager")),
+    *(Case(kind=kind, system=system) for kind in KINDS_WITHOUT for system in ("eager", "aot_eager")),
     Case(kind="scaled", system="inductor", microbatches=2),
     *(Case(system=system, **_MIXED) for system in ("eager", "aot_eager")),  # type: ignore[arg-type]
     *(Case(system=system, sizes=(8, 8, 8, 8), tied=True) for system in ("eager", "aot_eager")),
@@ -186,7 +207,8 @@ _FIXED = [
 ]
 _AT_NIGHT = [
     Case(system="inductor"),
-    Case(kind="careless", system="inductor"),
+    *(Case(kind=kind, system="inductor") for kind in ("careless", *KINDS_WITHOUT)),
+    Case(kind="plain", mesh=(2, 2)),
     Case(system="inductor", **_MIXED),  # type: ignore[arg-type]
     Case(system="inductor", checkpointed=True),
     *(Case(mesh=(2, 2), system=system) for system in ("eager", "inductor")),
@@ -359,7 +381,7 @@ def doubled(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: An
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["uncompiled", "compiled"])
 def test_a_class_gets_other_functions(is_compiled: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models sharded later call the new functions, with either signature. A model sharded before raises."""
+    """Models call the new functions, with either signature. A graph that has the old ones raises, once."""
     weight, value = torch.randn(16, 16), torch.randn(2, 16)
     usual = Halved.fsdp_pre_all_gather
     for function, scale in ((old_generation, 1), (usual, 1), (doubled, 2), (old_generation, 1)):
@@ -370,10 +392,81 @@ def test_a_class_gets_other_functions(is_compiled: bool, one_rank: None, monkeyp
         expected = nn.functional.linear(value, (scale * weight).bfloat16().float(), model[0].bias.to_local())
         torch.testing.assert_close(run(value), expected)
     monkeypatch.setattr(Halved, "fsdp_pre_all_gather", usual)
-    with pytest.raises(
-        RuntimeError, match=r"parameter 0\.weight, a Halved, was replaced after the model was sharded.*ahead of"
+    if is_compiled:
+        with pytest.raises(RuntimeError, match=r"parameter 0\.weight was set, replaced or deleted after .* compiles anew"):
+            run(value)
+    torch.testing.assert_close(run(value), expected)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["uncompiled", "compiled"])
+def test_a_plain_tensor_gets_and_loses_functions(is_compiled: bool, one_rank: None) -> None:
+    """Without functions, the parameter lies in flat storage again."""
+    weight, value = torch.randn(16, 16), torch.randn(2, 16)
+    model = sharded(weight.clone())
+    run = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"}) if is_compiled else model
+    local = model[0].weight._local_tensor
+
+    def check(used: Tensor) -> None:
+        model.zero_grad()
+        result = run(value)
+        result.sum().backward()
+        torch.testing.assert_close(result, nn.functional.linear(value, used, model[0].bias.to_local()))
+        torch.testing.assert_close(model[0].weight.grad.to_local(), value.sum(0).expand(16, 16))
+
+    check(weight)
+    for change, used in (
+        (lambda: give_functions(model[0].weight), weight.bfloat16().float()),
+        (lambda: [delattr(local, name) for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather")], weight),
     ):
-        run(value)
+        change()
+        if is_compiled:
+            with pytest.raises(RuntimeError, match=r"parameter 0\.weight was set, replaced or deleted after .* compiles anew"):
+                run(value)
+        check(used)
+    assert model[0].weight._local_tensor.untyped_storage().nbytes() == weight.nbytes
+    torch.testing.assert_close(model[0].weight.to_local(), weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "error", "message"),
+    [
+        ({}, lambda local: delattr(local, "fsdp_post_all_gather"), TypeError, "no fsdp_post_all_gather"),
+        (
+            {},
+            lambda local: setattr(local, "scale", torch.ones(())),
+            NotImplementedError,
+            r"attributes that are tensors \(scale\)",
+        ),
+        ({"shard_placement_fn": lambda param: Shard(param.dim() - 1)}, None, NotImplementedError, "another dimension than 0"),
+        ({"reshard_after_forward": 2}, None, NotImplementedError, "a smaller group"),
+    ],
+)
+def test_refuses_functions_on_a_plain_tensor(
+    options: dict[str, Any], change: Any, error: Any, message: str, fake_ranks: None
+) -> None:
+    model = sharded(torch.randn(16, 16), **options)
+    give_functions(model[0].weight)
+    if change is not None:
+        change(model[0].weight._local_tensor)
+    with pytest.raises(error, match=rf"[Pp]arameter 0\.weight.*{message}"):
+        model(torch.ones(2, 16))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["uncompiled", "compiled"])
+def test_a_subclass_without_functions_is_not_gathered(is_compiled: bool, one_rank: None) -> None:
+    model = sharded(Wrapper(torch.randn(16, 16)))
+    with pytest.raises(Exception, match=r"weight is a Wrapper, a tensor subclass .* cannot be gathered. .*ignored_params"):
+        (compiled_call if is_compiled else lambda model: model(torch.ones(2, 16)))(model)
+
+
+class Uncut(Wrapper):
+    """A subclass that does not support what cuts parameters."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.new_zeros.default:
+            raise NotImplementedError("no new_zeros")
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Half(Wrapper):
@@ -396,7 +489,7 @@ class Strange(Halved):
         (Half, {}, TypeError, r"0\.weight is a Half.*no fsdp_post_all_gather"),
         (Opaque, {}, TypeError, r"0\.weight is a Opaque.*without __tensor_flatten__"),
         (Strange, {}, ValueError, r"0\.weight is a Strange.*\(mesh, outer_size, outer_stride, module, mp_policy\)"),
-        (Wrapper, {}, NotImplementedError, r"0\.weight is a Wrapper.*without fsdp_pre_all_gather"),
+        (Uncut, {}, NotImplementedError, r"0\.weight is a Uncut, a tensor subclass that cannot be cut.*no new_zeros"),
         (
             Halved,
             {"shard_placement_fn": lambda param: Shard(param.dim() - 1)},

@@ -366,7 +366,7 @@ def test_options_that_know_nothing_of_copies(name: str, value: Any, one_rank: No
     [
         (lambda model: None, {"gather_policy": GatherPolicy(torch.int8)}, r"bias .*is gathered by a gather_policy, which"),
         (lambda model: _lay_out(model.head, _as_dtensor), {}, r"head.weight .*is a DTensor, which another parallelism"),
-        (lambda model: _lay_out(model.head, _as_extension), {}, r"head.weight .*is a \w+ with an fsdp_pre_all_gather"),
+        (lambda model: _lay_out(model.head, _as_extension), {}, r"head.weight .*is a \w+, which fsdp_pre_all_gather"),
     ],
     ids=["gather_policy", "dtensor", "extension"],
 )

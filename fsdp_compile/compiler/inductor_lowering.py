@@ -35,6 +35,7 @@ from passes.transforms.pin_layouts import pin_layouts
 
 from ..runtime.planned_graph import BoxedFunction, boxed
 from .background_kernels import kernels_in_background, probe_instruction_set, share_among_ranks, split_among_cores
+from .cache_folder import ensure_room, without_damaged_files
 from .capture import snapshot
 from .loop_splits import even_loop_splits
 from .lowering import Lowered, Lowering
@@ -97,6 +98,7 @@ class InductorLowering(Lowering):
         self._loaded: dict[str, list[tuple[Any, Sequence[Any]]]] = {}
 
     def prepare(self, device_types: set[str]) -> None:
+        ensure_room()
         if device_types == {"cpu"}:
             probe_instruction_set()
 
@@ -200,7 +202,7 @@ class InductorLowering(Lowering):
         # Inductor changes the graph that it compiles.
         untouched = snapshot(gm) if sizes else gm
         try:
-            compiled = self._compile_segment(gm, inputs, **kwargs)
+            compiled = without_damaged_files(lambda: self._compile_segment(gm, inputs, **kwargs))
         except Exception as error:
             # Some code of Inductor needs numbers. From a whole graph, it would know which sizes must be numbers. So a segment
             # that it cannot compile with symbols is compiled for the sizes at hand.
@@ -230,7 +232,7 @@ def _sizes_of_inputs(gm: GraphModule) -> tuple[Any, ...]:
 def _from_cache(key: str, sizes: Sequence[SymInt], kwargs: Mapping[str, Any], *, is_backward: bool) -> Any | None:
     """Return a segment from Inductor's cache, as ``compile_fx_inner`` does; None: it is not there for these sizes."""
     constants = CompiledFxGraphConstants()
-    found, _ = FxGraphCache.load_with_key(key, [], sizes, True, None, is_backward, constants)
+    found, _ = without_damaged_files(lambda: FxGraphCache.load_with_key(key, [], sizes, True, None, is_backward, constants))
     if found is not None:
         set_cache_key(found, key)
         found.post_compile(sizes, constants, {**kwargs, "is_backward": is_backward})  # type: ignore[typeddict-item]

@@ -6,20 +6,29 @@ share.
 
 The library lives in Inductor's cache and has Inductor's bindings: a Python function for each kernel, as torch's template for
 one function has it. If the template has an unknown form, or the library does not compile, each kernel is compiled by itself,
-with a warning.
+with a warning. A library that was cut short, as by a process that was killed while it linked, is compiled anew.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import struct
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from passes.fx.torch_internals.inductor import AsyncCompile, CppPythonBindingsCodeCache, get_compile_threads, kernel_code_log
+from passes.fx.torch_internals.inductor import (
+    AsyncCompile,
+    CppPythonBindingsCodeCache,
+    get_compile_threads,
+    kernel_code_log,
+    load_bindings,
+)
 
 Kernel = Callable[..., None]
 
@@ -107,7 +116,12 @@ class KernelLibrary:
         """
         assert self._load is not None, "The library has not been compiled."
         try:
-            kernels = self._load()
+            try:
+                kernels = self._load()
+            except DamagedLibrary as error:
+                warnings.warn(f"{error}, in Inductor's cache, was damaged, and is compiled anew.", stacklevel=2)
+                self.compile()
+                kernels = self._load()
         except Exception as error:
             kernels = self._compile_apart(error)()
         for scope in scopes:
@@ -163,9 +177,38 @@ class KernelLibrary:
                 "entry_function": "kernels",
                 "call_entry_function": f'return Py_BuildValue("({"N" * len(results)})", {", ".join(results)});',
                 "extra_parse_arg": "\n".join(functions).replace("{", "{{").replace("}", "}}"),
+                "_load_library": classmethod(_load_if_whole),
             },
         )
         return bindings, "\n".join([*includes, *kernels])
+
+
+class DamagedLibrary(RuntimeError):
+    """The error for a compiled library that was cut short, and has been removed."""
+
+
+def _load_if_whole(cls: Any, path: str, key: str) -> Any:
+    """Load a library as Inductor does, but not one that was cut short, whose first call would end the process (SIGBUS)."""
+    if is_cut_short(Path(path)):
+        os.unlink(path)
+        # Inductor remembers that the library is there.
+        cls.cache.pop(key, None)
+        raise DamagedLibrary(path)
+    return load_bindings(cls, path, key)
+
+
+def is_cut_short(library: Path) -> bool:
+    """Return whether a file ends before its table of sections, the last part that linkers write. Knows 64-bit ELF alone."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if not header:
+        return True
+    if header[:5] != b"\x7fELF\x02"[: len(header)]:
+        return False
+    if len(header) < 64:
+        return True
+    (sections,), (size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return library.stat().st_size < sections + size * count
 
 
 def _submit() -> Callable[..., Any] | None:

@@ -53,3 +53,6 @@ from torch._inductor.pattern_matcher import PatternMatcherPass
 # Locks lie in the folder of the cache that they protect.
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils._sympy.functions import FloorDiv
+
+# Loads a library by its path and key, given the class of its bindings, a subclass of ``CppPythonBindingsCodeCache``.
+load_bindings = CppPythonBindingsCodeCache._load_library.__func__  # type: ignore[attr-defined]

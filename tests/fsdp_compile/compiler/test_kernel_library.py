@@ -92,6 +92,30 @@ def test_kernels_of_programs_share_a_library(apart: bool, cache: Path) -> None:
         assert _check_programs(cache, apart) == ([1, 2] if apart else [3])
 
 
+@pytest.mark.parametrize("size", [0, 4096, -1])
+def test_a_library_that_was_cut_short_is_compiled_anew(size: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some calls of such a library end the process: the part that is missing is mapped into its memory."""
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "cache", {})
+    _check_programs(cache, apart=False)
+    (library,) = cache.rglob("*.so")
+    whole = library.read_bytes()
+    # This process has the file mapped, so it stays.
+    library.unlink()
+    library.write_bytes(whole[:size])
+    assert kernel_library.is_cut_short(library)
+    torch._dynamo.reset()
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "cache", {})
+    with pytest.warns(UserWarning, match=r"\.so, in Inductor's cache, was damaged, and is compiled anew"):
+        _check_programs(cache, apart=False)
+    assert not kernel_library.is_cut_short(library)
+    assert KernelLibrary.takes(_KERNEL.format(change="value")), "has fallen back to one file for each kernel"
+
+
+def test_libraries_of_torch_are_whole() -> None:
+    libraries = list(Path(torch.__file__).parent.glob("lib/libtorch*.so"))
+    assert libraries and not any(map(kernel_library.is_cut_short, libraries))
+
+
 def _unknown_form(template: str) -> str:
     return template.replace("py_methods", "methods_of_the_module")
 

@@ -332,6 +332,18 @@ def test_lowers_again_what_is_lost(spoil: Callable[[Path], None], folder: str, f
 
 
 @pytest.mark.inductor
+def test_programs_that_were_cut_short_are_written_anew(filled: Path) -> None:
+    with storing():
+        shutil.copytree(filled, cache_dir(), dirs_exist_ok=True)
+        programs = list(Path(cache_dir()).glob("??/*.py"))
+        for path in programs:
+            path.write_text(path.read_text()[: path.stat().st_size // 2])
+        with pytest.warns(UserWarning, match=r"\.py, a program in Inductor's cache, was damaged") as warned:
+            assert scheduled() == 0
+        assert len([each for each in warned if "was damaged" in str(each.message)]) == len(programs) > 0
+
+
+@pytest.mark.inductor
 def test_trains_where_nothing_can_be_stored() -> None:
     with storing(), mock.patch.object(stored_variant.tempfile, "mkstemp", side_effect=OSError("No space left on device")):
         assert [scheduled(), scheduled()] == [2, 2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 # Loads the last two of ``NAMESPACES_OF_FULLY_SHARD``.
 import torch.distributed._composable.fsdp
@@ -63,12 +63,20 @@ class CheckpointHooks:
         options: the arguments for ``torch.utils.checkpoint.checkpoint``, without those that have their default.
     """
 
+    # The hook's closure has the arguments, all but one by their names.
+    _DEFAULTS: ClassVar = {
+        "user_context_fns": None,
+        "preserve_rng_state": True,
+        "determinism_check": "default",
+        "debug": False,
+        "early_stop": True,
+    }
+
     def __init__(self, module: Any, before: int, after: int):
         self._module, self._before, self._after = module, before, after
         given = inspect.getclosurevars(module._forward_pre_hooks[before]).nonlocals
-        names = {"user_context_fns": "context_fn"} | {name: name for name in _CHECKPOINT_DEFAULTS}
-        defaults = {"user_context_fns": None, **_CHECKPOINT_DEFAULTS}
-        self.options = {name: given[own] for own, name in names.items() if own in given and given[own] != defaults[own]}
+        chosen = {name: given[name] for name, default in self._DEFAULTS.items() if given.get(name, default) != default}
+        self.options = {"context_fn" if name == "user_context_fns" else name: value for name, value in chosen.items()}
 
     @staticmethod
     def of(module: Any) -> CheckpointHooks | None:
@@ -83,9 +91,6 @@ class CheckpointHooks:
         """Put other hooks in the place of the two, which ``begin`` and ``end`` make of them."""
         before, after = self._module._forward_pre_hooks, self._module._forward_hooks
         before[self._before], after[self._after] = begin(before[self._before]), end(after[self._after])
-
-
-_CHECKPOINT_DEFAULTS = {"preserve_rng_state": True, "determinism_check": "default", "debug": False, "early_stop": True}
 
 
 def _is_of_checkpoint(hook: Any, name: str) -> bool:

@@ -91,7 +91,11 @@ def _save_products() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-@pytest.mark.parametrize("options", [{}, {"preserve_rng_state": False}, {"context_fn": _save_products}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"preserve_rng_state": False}, {"context_fn": _save_products}],
+    ids=["defaults", "preserve_rng_state", "context_fn"],
+)
 def test_graphs_are_those_of_torchs_function(options: dict[str, Any], fake_ranks: None) -> None:
     """``torch.utils.checkpoint`` around the blocks, with the same arguments, makes the same graphs."""
 

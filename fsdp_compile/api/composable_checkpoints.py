@@ -65,9 +65,11 @@ def _end(calls: _Calls, torchs: Callable[..., None]) -> Callable[..., None]:
 def _forward(module: nn.Module, calls: _Calls, options: dict[str, Any]) -> Callable[..., Any]:
     own: Callable[..., Any] | None = module.__dict__.get("forward")
 
+    def original(*args: Any, **kwargs: Any) -> Any:
+        # Found at each call, as a module may become a unit, which changes its class.
+        return module.__class__.forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # Read at each call, as a module may become a unit, which changes its class.
-        original = module.__class__.forward.__get__(module) if own is None else own
         if is_dynamo_compiling() and calls.is_outside_of_hooks:
             return checkpoint(original, *args, use_reentrant=False, **options, **kwargs)
         return original(*args, **kwargs)

@@ -127,7 +127,6 @@ def fully_shard(
     found = _collect_parameters(modules, ignored)
     sharding_mesh = ShardingMesh.of(mesh if dp_mesh_dims is None else _mesh_of_dims(mesh, dp_mesh_dims))
     cuts = _cuts(found, sharding_mesh, shard_placement_fn, dp_mesh_dims, mp_policy)
-    _check_extensions(found, cuts, reshard_after_forward)
     if dp_mesh_dims is not None:
         _check_dims(found, cuts, mesh)
     _check_meshes(found, cuts)
@@ -490,25 +489,6 @@ def _check_meshes(found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, P
                 "mesh_dim_names=('dp', 'tp')), parallelize over mesh['tp'], and shard over mesh['dp']. Or add the parameter to "
                 f"ignored_params, which leaves it as it is. ({error})"
             ) from error
-
-
-def _check_extensions(
-    found: dict[nn.Parameter, _Owners], cuts: dict[nn.Parameter, ParamSharding], reshard_after_forward: bool | int | None
-) -> None:
-    for param, owners in found.items():
-        if not is_extension(param):
-            continue
-        name, kind = owners[0][2], type(param).__name__
-        if cuts[param].dim != 0:
-            raise NotImplementedError(
-                f"Parameter {name} is a {kind}, which fsdp_pre_all_gather gathers, and so is sharded along dimension 0 only: "
-                "return Shard(0) or None from shard_placement_fn."
-            )
-        if not isinstance(reshard_after_forward, bool | None):
-            raise NotImplementedError(
-                f"Parameter {name} is a {kind}, which fsdp_pre_all_gather gathers, and so is not kept in a smaller group "
-                f"(reshard_after_forward={reshard_after_forward}). Use True or False."
-            )
 
 
 def _check_devices(found: dict[nn.Parameter, _Owners]) -> None:

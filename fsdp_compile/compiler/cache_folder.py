@@ -1,4 +1,4 @@
-"""What to do where the folder of Inductor's cache is full, read-only, or has damaged files.
+"""The folder of Inductor's cache, where it is full, read-only, or has damaged files.
 
 Inductor compiles in that folder, and raises if it has no room, or if a program in it is cut short. So a job would not start for
 want of a cache. Damaged entries of the cache's other kinds are misses for Inductor.
@@ -21,14 +21,14 @@ from passes.fx.torch_internals.inductor import cache_dir
 #: Room, in bytes, that compiling may take. Inductor's precompiled header for the CPU alone has 150 MiB.
 ENOUGH = 256 << 20
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# What Inductor raises for a file of Python that is no Python.
+# The message of Inductor's error for a file that is no Python.
 _FAILED_TO_IMPORT = re.compile(r"Failed to import (\S+\.py)$", re.MULTILINE)
 
 T = TypeVar("T")
 
 
 def ensure_room() -> None:
-    """Have Inductor compile in a temporary folder if that of its cache is full or cannot be written to, and warn."""
+    """Make Inductor compile in a temporary folder, and warn, if the folder of its cache is full or cannot be written to."""
     reason = _reason_against_cache()
     place = next((place for place in _other_places() if not _reason_against(place)), None) if reason else None
     if place is None:

@@ -116,18 +116,22 @@ class KernelLibrary:
         """
         assert self._load is not None, "The library has not been compiled."
         try:
-            try:
-                kernels = self._load()
-            except DamagedLibrary as error:
-                warnings.warn(f"{error}, in Inductor's cache, was damaged, and is compiled anew.", stacklevel=2)
-                self.compile()
-                kernels = self._load()
+            kernels = self._load_whole()
         except Exception as error:
             kernels = self._compile_apart(error)()
         for scope in scopes:
             for name, value in scope.items():
                 if isinstance(value, PendingKernel) and value.library is self:
                     scope[name] = kernels[value.index]
+
+    def _load_whole(self) -> Sequence[Kernel]:
+        assert self._load is not None
+        try:
+            return self._load()
+        except DamagedLibrary as error:
+            warnings.warn(f"{error}, in Inductor's cache, was damaged, and is compiled anew.", stacklevel=3)
+            self.compile()
+            return self._load()
 
     def _compile_apart(self, error: Exception) -> Callable[[], Sequence[Kernel]]:
         """Start to compile each kernel by itself, after the library failed with ``error``."""

@@ -326,7 +326,7 @@ class ParamExtension:
                 f"tensors of the padded shard's shape, {tuple(self._padded_shape)}, but returned "
                 f"{[tuple(piece.shape) for piece in pieces]}."
             )
-        return [copied_to_plain(piece, f"What fsdp_pre_all_gather of parameter {name} sends") for piece in pieces]
+        return [copied_to_plain(piece, f"A tensor that fsdp_pre_all_gather of parameter {name} sends") for piece in pieces]
 
     @torch.no_grad()
     def decode(self, gathered: Sequence[Tensor], encoded: Any, name: str) -> Tensor:

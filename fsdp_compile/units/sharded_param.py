@@ -129,6 +129,7 @@ class ShardedParam:
         self.rows = (0, 0) if dim == REPLICATED else self._rows_of_rank(mesh.shard_rank)
         self.offset = 0
         self.extension: ParamExtension | None = None
+        self.updater: Updater | None = None
         self.param = self._make_param(param, piece)
         self.shard: nn.Parameter
         self._bound: Tensor | None = None
@@ -136,11 +137,11 @@ class ShardedParam:
         self._own_storage: torch.UntypedStorage
         self.unshard_args: UnshardArgs
         self.state = ParamState()
-        self.updater: Updater | None = None
 
     def _make_param(self, full: nn.Parameter, piece: Tensor) -> nn.Parameter:
         local = piece.detach()
         if is_extension(local):
+            self.check_extension(local)
             local = self._piece_of_extension(local)
         elif self.dim != REPLICATED:
             local = local.narrow(self.dim, *self.rows).contiguous()
@@ -221,33 +222,32 @@ class ShardedParam:
             return hasattr(self.local, "fsdp_pre_all_gather")
         return not self.extension.has_functions_of(self.local)
 
-    def check_new_extension(self) -> None:
-        """Check that the parameter may have the extension that its local tensor has got.
+    def check_extension(self, local: Tensor) -> None:
+        """Check that the parameter may have a local tensor that is gathered by an extension.
 
         Raises:
             TypeError: one of the functions is missing.
             ValueError: ``fsdp_pre_all_gather`` has neither of the signatures that FSDP2 knows.
             NotImplementedError: the parameter, or its unit, is of a kind that may have no extension.
         """
-        local = self.local
-        if not hasattr(local, "fsdp_pre_all_gather"):
-            return
-        check_functions(local, self.name)
+        if hasattr(local, "fsdp_pre_all_gather"):
+            check_functions(local, self.name)
         is_plain = not is_traceable_wrapper_subclass(local)
         tensors = [key for key, value in vars(local).items() if isinstance(value, Tensor)] if is_plain else []
         reasons = {
-            f"has attributes that are tensors ({', '.join(tensors)}): shard a tensor subclass instead": bool(tensors),
-            "is sharded along another dimension than 0": self.dim != 0,
-            "is a DTensor, which another parallelism has laid out": self.model_parallel is not None,
-            "is resharded to a smaller group (reshard_after_forward=<int>)": bool(self.unit.post_forward_size),
-            "is kept on the host (offload_policy=CPUOffloadPolicy())": self.unit.copies,
-            "is stepped in backward (optimizer_in_backward)": self.updater is not None,
+            f"may have no attributes that are tensors ({', '.join(tensors)}): shard a tensor subclass instead": bool(tensors),
+            "is sharded along dimension 0 only: shard_placement_fn may not return another dimension than 0": self.dim != 0,
+            "may not be a DTensor, which another parallelism has laid out": self.model_parallel is not None,
+            f"is not kept in a smaller group (reshard_after_forward={self.unit.post_forward_size}): use True or False": bool(
+                self.unit.post_forward_size
+            ),
+            "may not be kept on the host (offload_policy=CPUOffloadPolicy())": self.unit.copies,
+            "is not stepped in backward (optimizer_in_backward)": self.updater is not None,
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
         if reason is not None:
             raise NotImplementedError(
-                f"The local tensor of parameter {self.name} has got an fsdp_pre_all_gather, but the parameter {reason}. That "
-                "is not supported together."
+                f"Parameter {self.name} is a {type(local).__name__}, which fsdp_pre_all_gather gathers, and so {reason}."
             )
 
     def _set_shard(self, padded: Tensor) -> None:

@@ -286,8 +286,16 @@ class Unit:
             sharded.state.drop_full()
 
     def allocate(self) -> None:
-        """Lay out the parameters in new flat storage, in their present dtypes."""
-        self.has_extensions = any(is_extension(sharded.local) for sharded in self.params)
+        """Lay out the parameters in new flat storage, in their present dtypes.
+
+        Raises:
+            NotImplementedError, TypeError, ValueError: a parameter may not have the extension of its local tensor
+                (:meth:`ShardedParam.check_extension`). Nothing has changed then.
+        """
+        extensions = [sharded for sharded in self.params if is_extension(sharded.local)]
+        for sharded in extensions:
+            sharded.check_extension(sharded.local)
+        self.has_extensions = bool(extensions)
         self.has_several_dtypes = len({(sharded.local.dtype, sharded.param_dtype) for sharded in self.params}) > 1
         device = self.mesh.device if self.offload is None else torch.device("cpu")
         if self.params and self.params[0].local.is_meta:
@@ -325,13 +333,9 @@ class Unit:
         """Lay out the parameters anew if a local tensor has got or lost functions of an all-gather extension.
 
         Raises:
-            NotImplementedError, TypeError, ValueError: the parameter may not have this extension
-                (:meth:`ShardedParam.check_new_extension`).
+            NotImplementedError, TypeError, ValueError: as :meth:`allocate`.
         """
-        changed = [sharded for sharded in self.params if sharded.extension_changed()]
-        for sharded in changed:
-            sharded.check_new_extension()
-        if changed:
+        if any(sharded.extension_changed() for sharded in self.params):
             self.allocate()
 
     def sync(self) -> None:

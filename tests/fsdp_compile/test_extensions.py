@@ -448,8 +448,9 @@ def test_refuses_functions_on_a_plain_tensor(
     give_functions(model[0].weight)
     if change is not None:
         change(model[0].weight._local_tensor)
-    with pytest.raises(error, match=rf"[Pp]arameter 0\.weight.*{message}"):
-        model(torch.ones(2, 16))
+    for call in (lambda: model(torch.ones(2, 16)), lambda: model.load_state_dict(model.state_dict())):
+        with pytest.raises(error, match=rf"[Pp]arameter 0\.weight.*{message}"):
+            call()
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["uncompiled", "compiled"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import pkgutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +19,48 @@ from fsdp_compile import fsdp_backend, fully_shard
 from passes.fx.torch_internals import patches
 from passes.fx.torch_internals.patches import Method
 
-METHODS = {method.name: method for method in vars(patches).values() if isinstance(method, Method)}
+METHODS = {
+    method.name: method
+    for listed in vars(patches).values()
+    for method in (listed if isinstance(listed, tuple) else (listed,))
+    if isinstance(method, Method)
+}
+# The digest of each method's source, in those versions of torch for which a replacement was written and read again.
+SOURCES = {
+    "2.11": {
+        "cpp_pybinding": "adfc5d58fbfc",
+        "wait": "ff438904c663",
+        "check_build": "8164db4a4496",
+        "try_loop_split": "d16b290adabf",
+        "set_proxy_slot": "5fbc7c5250ca",
+        "_hash_ranks_to_str": "4b228805ef00",
+        "var_getattr": "f712fad85ea8",
+        "getattr_on_nn_module": "99002266f091",
+        "call_function": "228f0622dea6",
+        "__getitem__": "d928e9310b7e",
+        "swap_tensor": "0920c1a0d49a",
+        "check_escaped_gradients": "d082b02411e7",
+        "grad_and_value_impl": "7a522f9e0b2d",
+        "_vjp_with_argnums": "0ec398d7f183",
+    },
+    "2.13": {
+        "cpp_pybinding": "adfc5d58fbfc",
+        "wait": "6c00a87786a8",
+        "check_build": "3806b8a29a79",
+        "try_loop_split": "0c800d833139",
+        "set_proxy_slot": "54797f802a29",
+        "_hash_ranks_to_str": "4b228805ef00",
+        "var_getattr": "f40e5d29d75f",
+        "getattr_on_nn_module": "09980c8687d6",
+        "call_function": "dde2a600743f",
+        "__getitem__": "d928e9310b7e",
+        "swap_tensor": "0920c1a0d49a",
+        "check_escaped_gradients": "7221cf530d28",
+        "grad_and_value_impl": "7a522f9e0b2d",
+        "_vjp_with_argnums": "375ec4f4a62a",
+    },
+}
+VERSION = ".".join(torch.__version__.split(".")[:2])
 KERNELS = [patches.all_gather, patches.all_to_all]
 
 
@@ -37,6 +81,22 @@ def test_torch_has_its_method_again(name: str) -> None:
         assert getattr(owner, name) is not original
         raise LookupError
     assert getattr(owner, name) is original
+
+
+@pytest.mark.skipif(VERSION not in SOURCES, reason=f"no sources of torch {VERSION} are listed")
+@pytest.mark.parametrize("name", METHODS)
+def test_sources_are_those_that_were_read(name: str) -> None:
+    """The number of parameters does not tell what a method does.
+
+    If this fails, read what changed in torch, see whether the replacement still fits, and list the new digest.
+    """
+    patches.uninstall()
+    method = METHODS[name]
+    replaced = vars(pkgutil.resolve_name(method.owner)).get(name)
+    assert method.is_known() == (name in SOURCES[VERSION])
+    if replaced is not None:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(replaced)))
+        assert hashlib.sha256(source.encode()).hexdigest()[:12] == SOURCES[VERSION][name]
 
 
 def test_other_methods_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,15 @@ def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.night
+def test_faults_end_in_errors(tmp_path: Path) -> None:
+    flags = ["--systems", "fsdp2,aot_eager", "--states", "backward", "--faults", "kill"]
+    runs = run("faults.py", tmp_path / "out.json", *flags)["runs"]
+    assert [(found["system"], found["victim"], found["how"]) for found in runs] == [
+        (system, victim, "error") for system in ("fsdp2", "aot_eager") for victim in (0, 1)
+    ]
+
+
+@pytest.mark.night
 def test_training_losses_compares_ways_seed_by_seed(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     flags = ["--ways", "full,int8-reductions", "--seeds", "0", "--steps", "3", "--lowering", "aot_eager"]

@@ -1,4 +1,4 @@
-"""What a fault of one rank does to the other ranks: here and with FSDP2.
+"""Count what faults of one rank do to the other ranks: here and with FSDP2.
 
 In each run of a small training, one rank meets one fault, in one state. A run ends
 
@@ -79,29 +79,23 @@ def _pass_by(_state: str) -> None:
     """Meet the fault, if it is that of a state. :func:`train` replaces this."""
 
 
-@torch.library.custom_op("faults::forward", mutates_args=())
-def _in_forward(x: Tensor) -> Tensor:
-    _pass_by("forward")
-    return x.clone()
+def _passing_by(state: str, traced: str = "") -> Any:
+    """Return an operator that copies a tensor, and passes by a state when it runs, and by ``traced`` while it is traced."""
+
+    @torch.library.custom_op(f"faults::{state}", mutates_args=())
+    def copy(x: Tensor) -> Tensor:
+        _pass_by(state)
+        return x.clone()
+
+    @copy.register_fake
+    def _(x: Tensor) -> Tensor:
+        _pass_by(traced)
+        return torch.empty_like(x)
+
+    return copy
 
 
-@_in_forward.register_fake
-def _(x: Tensor) -> Tensor:
-    _pass_by("compile")
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("faults::backward", mutates_args=())
-def _in_backward(grad: Tensor) -> Tensor:
-    _pass_by("backward")
-    return grad.clone()
-
-
-@_in_backward.register_fake
-def _(grad: Tensor) -> Tensor:
-    return torch.empty_like(grad)
-
-
+_in_forward, _in_backward = _passing_by("forward", traced="compile"), _passing_by("backward")
 _in_forward.register_autograd(lambda _ctx, grad: _in_backward(grad))
 
 
@@ -162,9 +156,9 @@ def train(args: argparse.Namespace) -> None:
     next(model[1].parameters()).register_post_accumulate_grad_hook(lambda _param: fault("hook"))
     for step in range(load(model, optimizer, saved), _STEPS):
         fault.is_near = step == _FAULT_AT
-        if step == _FAULT_AT and args.fault == "skip":
+        if fault.is_near and args.fault == "skip":
             continue
-        if step == _FAULT_AT and args.state == "compile":
+        if fault.is_near and args.state == "compile":
             torch.compiler.reset()
         fault("data")
         try:
@@ -231,15 +225,15 @@ class Run:
     Args:
         cell: the run.
         args: the flags.
-        saves: the folder of checkpoints.
+        folder: where checkpoints are saved and loaded, and ranks write their logs.
     """
 
-    def __init__(self, cell: Cell, args: argparse.Namespace, saves: Path):
+    def __init__(self, cell: Cell, args: argparse.Namespace, folder: Path):
         self._cell, self._args = cell, args
-        self._logs = [Path(tempfile.mkstemp()[1]) for _ in range(args.ranks)]
+        self._logs = [folder / f"{rank}.log" for rank in range(args.ranks)]
         port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
         flags = {"system": cell.system, "state": cell.state, "fault": cell.fault, "victim": cell.victim, "port": port}
-        flags |= {"saves": saves, "timeout-s": args.timeout_s}
+        flags |= {"saves": folder, "timeout-s": args.timeout_s}
         command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in flags.items())]
         self._ranks = []
         for rank, log in enumerate(self._logs):
@@ -253,7 +247,7 @@ class Run:
         Returns:
             "ended", "error" or "hangs"; the seconds since the fault; the digest or the error of each rank.
         """
-        began, fault_at, limit = time.monotonic(), None, self._args.limit_s
+        began, fault_at = time.monotonic(), None
         try:
             while True:
                 now = time.monotonic()
@@ -269,15 +263,13 @@ class Run:
                 if not living:
                     said = [self._said(rank) for rank in range(len(self._ranks))]
                     return ("ended" if all(text.startswith("digest") for text in said) else "error"), since, said
-                if since > (self._args.timeout_s + 10 if fault_at else limit):
+                if since > (self._args.timeout_s + 10 if fault_at else self._args.limit_s):
                     return "hangs", since, [f"rank {rank} lives" for rank in living]
                 time.sleep(0.1)
         finally:
             for process in self._ranks:
                 process.kill()
                 process.wait()
-            for log in self._logs:
-                log.unlink()
 
     def _said(self, rank: int) -> str:
         lines = self._logs[rank].read_text().splitlines()
@@ -289,14 +281,14 @@ class Run:
 def judge(cell: Cell, args: argparse.Namespace, references: dict[str, str]) -> dict[str, Any]:
     """Run a cell, and again from its last checkpoint if it ends with an error. Return how it ended."""
     with tempfile.TemporaryDirectory() as scratch:
-        saves = Path(scratch)
-        how, seconds, said = Run(cell, args, saves).outcome()
+        folder = Path(scratch)
+        how, seconds, said = Run(cell, args, folder).outcome()
         if how == "ended":
             same = [name for name, digest in references.items() if set(said) == {digest}]
             how = same[0] if same else "wrong"
         elif how == "error":
             survivors = [text for rank, text in enumerate(said) if rank != cell.victim]
-            again, _, digests = Run(cell._replace(fault="none"), args, saves).outcome()
+            again, _, digests = Run(cell._replace(fault="none"), args, folder).outcome()
             if again != "ended" or set(digests) != {references["equal"]} or any("digest" in text for text in survivors):
                 how = "wrong"
     return {**cell._asdict(), "how": how, "seconds": round(seconds, 1), "said": said}
@@ -304,8 +296,8 @@ def judge(cell: Cell, args: argparse.Namespace, references: dict[str, str]) -> d
 
 def reference(args: argparse.Namespace, system: str, fault: str) -> str:
     """Return the digest of the parameters after a run without a fault: all batches, or all but one."""
-    with tempfile.TemporaryDirectory() as saves:
-        how, _, said = Run(Cell(system, "data", fault, 0), args, Path(saves)).outcome()
+    with tempfile.TemporaryDirectory() as scratch:
+        how, _, said = Run(Cell(system, "data", fault, 0), args, Path(scratch)).outcome()
     if how != "ended" or len(set(said)) != 1:
         raise RuntimeError(f"{system} does not train without a fault: {said}")
     return said[0]
@@ -336,11 +328,9 @@ def table(found: Sequence[Mapping[str, Any]], systems: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--systems", type=names_of("system", SYSTEMS), default=list(SYSTEMS), help=f"default {','.join(SYSTEMS)}"
-    )
-    parser.add_argument("--states", type=names_of("state", STATES), default=list(STATES), help=f"default {','.join(STATES)}")
-    parser.add_argument("--faults", type=names_of("fault", FAULTS), default=list(FAULTS), help=f"default {','.join(FAULTS)}")
+    for kind, names in (("system", SYSTEMS), ("state", STATES), ("fault", tuple(FAULTS))):
+        listed = f"some of {','.join(names)}; default: all"
+        parser.add_argument(f"--{kind}s", type=names_of(kind, names), default=list(names), metavar="NAMES", help=listed)
     parser.add_argument("--ranks", type=int, default=2, help="default 2")
     parser.add_argument("--timeout-s", type=int, default=20, help="timeout of the process group in seconds (default 20)")
     parser.add_argument("--limit-s", type=int, default=300, help="seconds that a run may take up to its fault (default 300)")

@@ -21,7 +21,7 @@ from .optim.clip_and_step import clip_and_step
 from .optim.flat_optimizer import flat_optimizer
 from .optim.in_backward import optimizer_in_backward
 from .optim.offload import offload_optimizer
-from .runtime.agreement import RanksDisagree
+from .runtime.agreement import RankFailed, RanksDisagree
 from .torch_versions import DataParallelMeshDims, GradientReductionHandle
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PartialCPUOffloadPolicy",
+    "RankFailed",
     "RanksDisagree",
     "UnshardHandle",
     "clip_and_step",

@@ -65,9 +65,12 @@ def test_step_time_runs_systems_side_by_side(tmp_path: Path) -> None:
 def test_faults_end_in_errors(tmp_path: Path) -> None:
     flags = ["--systems", "fsdp2,aot_eager", "--states", "backward", "--faults", "kill"]
     runs = run("faults.py", tmp_path / "out.json", *flags)["runs"]
+    runs += run("faults.py", tmp_path / "out.json", "--systems", "eager", "--states", "hook", "--faults", "caught")["runs"]
     assert [(found["system"], found["victim"], found["how"]) for found in runs] == [
-        (system, victim, "error") for system in ("fsdp2", "aot_eager") for victim in (0, 1)
+        (system, victim, "error") for system in ("fsdp2", "aot_eager", "eager") for victim in (0, 1)
     ]
+    # The timeout of the group is 20 s.
+    assert all(found["seconds"] < 15 for found in runs)
 
 
 @pytest.mark.night

@@ -22,6 +22,7 @@ from passes.collectives.traced_hook import apply_in_place_hook, draws_random_num
 from passes.fx.torch_internals.core import FakeTensorMode
 
 from ..comm_hooks import BoundHook, bind_hook
+from ..runtime.collective_log import settle
 from ..runtime.gradients import call_hooks, collect_unreduced, discard, in_backward, reduce_pending
 from ..runtime.hook_tensors import hook_parameter
 from ..torch_versions import RESET_DISCARDS_GRADIENTS, GradientReductionHandle, reduce_dtype
@@ -255,10 +256,14 @@ class GradientControls(Controls):
         Gathered parameters, gradients that wait for communication, and the tensors of communication hooks are dropped. From
         torch 2.15 on, ``param.grad`` is dropped, too.
 
+        Waits until all ranks have met the exception.
+
         Raises:
+            RankFailed: some rank did not meet it.
             RuntimeError: this is not the root of its tree of units.
         """
         unit = self._root("reset_iter_state")
+        settle(unit.scope.groups)
         unit.scope.active = False
         discard(unit.scope)
         for member in unit.scope.units:

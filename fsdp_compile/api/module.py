@@ -23,6 +23,8 @@ from passes.fx.torch_internals.dynamo import OptimizedModule
 from passes.fx.torch_internals.objects import compiled_call, own_buffers, own_parameters, set_compiled_call
 
 from ..compiler.traced_forwards import note_outermost_forward
+from ..runtime.collective_log import record_exception, settle
+from ..runtime.gradients import in_backward
 from ..runtime.lent_parameters import end_loans
 from ..runtime.uncompiled import UncompiledForward, is_recomputing
 from ..torch_versions import in_compilation
@@ -214,7 +216,7 @@ class FSDPModule(GradientControls, ScheduleControls):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         super().compile(*args, **kwargs)  # type: ignore[misc]
         compiled = compiled_call(self)
-        set_compiled_call(self, _active_in_recomputation(compiled, self))
+        set_compiled_call(self, _wrap_compiled_call(compiled, self))
 
     def _get_fsdp_state(self) -> UnitState | None:
         # Torch's code calls this method to find FSDP2's state.
@@ -285,11 +287,12 @@ def _in_unit(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _active_in_recomputation(compiled: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Wrap the compiled call of a unit, so that its scope is active in a recomputation, as it was in the root's forward.
+def _wrap_compiled_call(compiled: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """Wrap the compiled call of a unit. Its scope is active in a recomputation, and an exception is recorded.
 
-    Dynamo guards on the scope's state. Without the wrapper, Dynamo compiles everything twice, and each function has a limit. If
-    the limit is reached between a forward and its recomputation, the two save different tensors.
+    Dynamo guards on the scope's state, which is active in the root's forward. Without the wrapper, Dynamo compiles everything
+    twice, and each function has a limit. If the limit is reached between a forward and its recomputation, the two save
+    different tensors.
 
     Args:
         compiled: the compiled call.
@@ -298,14 +301,22 @@ def _active_in_recomputation(compiled: Callable[..., Any], module: Any) -> Calla
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        scope: Scope = module._fsdp_scope
-        if is_dynamo_compiling() or in_compilation() or scope.active or module._fsdp_unit.is_root or not is_recomputing():
+        if is_dynamo_compiling() or in_compilation():
             return compiled(*args, **kwargs)
-        scope.active = True
+        scope: Scope = module._fsdp_scope
+        activates = not scope.active and not module._fsdp_unit.is_root and is_recomputing()
+        if activates:
+            scope.active = True
         try:
             return compiled(*args, **kwargs)
+        except BaseException as error:
+            # A recomputation raises to stop early.
+            if not in_backward():
+                record_exception(error, scope.groups)
+            raise
         finally:
-            scope.active = False
+            if activates:
+                scope.active = False
 
     return call
 
@@ -355,8 +366,10 @@ def make_unit(module: nn.Module, unit: Unit) -> None:
         # A forward patched onto the instance hides the class's.
         _wrap_on_instance(module, "forward")
     if compiled_call(module) is not None:
-        set_compiled_call(module, _active_in_recomputation(compiled_call(module), module))
+        set_compiled_call(module, _wrap_compiled_call(compiled_call(module), module))
     module.register_load_state_dict_post_hook(lambda _module, _keys: unit.sync())
+    # After an exception on one rank alone, the shards of the ranks may be of different steps.
+    module.register_state_dict_pre_hook(lambda *_: settle(unit.groups))
 
 
 def swap_class_of_wrapper(wrapper: OptimizedModule) -> None:
@@ -366,7 +379,7 @@ def swap_class_of_wrapper(wrapper: OptimizedModule) -> None:
     """
     original: Any = type(wrapper)
     wrapper.__class__ = cast("type[OptimizedModule]", _unit_class(original))
-    wrapper.forward = _active_in_recomputation(wrapper.forward, wrapper)
+    wrapper.forward = _wrap_compiled_call(wrapper.forward, wrapper)
 
 
 def _wrap_on_instance(module: nn.Module, name: str) -> None:

@@ -21,7 +21,7 @@ import time
 import warnings
 import zlib
 from base64 import b85decode, b85encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -54,6 +54,19 @@ WHAT_TO_LOOK_FOR = (
 
 class RanksDisagree(RuntimeError):
     """Ranks run, or are about to run, different collectives."""
+
+
+class RankFailed(RanksDisagree):
+    """A rank met an exception that other ranks did not meet, or is lost."""
+
+
+# What failure_of() recognises.
+_FAILED = "A rank has failed. "
+
+
+def failure_of(reason: str) -> RanksDisagree:
+    """Return the exception for a failure that a rank announced."""
+    return (RankFailed if reason.startswith(_FAILED) else RanksDisagree)(reason)
 
 
 class Rearrange(Exception):
@@ -220,7 +233,7 @@ class Agreement:
         verdict = self.store.get(self._verdict()).decode()
         is_rearranged = verdict.startswith(_REARRANGE)
         if verdict != _AGREED and not is_rearranged:
-            raise RanksDisagree(verdict)
+            raise failure_of(verdict)
         # Set before this rank runs the program, as CollectiveLog._judge assumes.
         self.passed = self._number
         self.store.delete_key(self._post(self.rank))
@@ -285,35 +298,51 @@ class Agreement:
 
     def _wait(self, wanted: Sequence[Sequence[str]], program: Program) -> None:
         """Wait until the store has all keys of one of the lists in ``wanted``."""
+        store = self.store.within(ANSWERS_WITHIN_S)
+        purpose = f"to reach the same point. Rank {self.rank} is about to run {'a ' * program.is_graph}{program}"
+        self.wait(lambda: any(store.check(keys) for keys in wanted), self._awaited, purpose)
+
+    def wait(self, is_over: Callable[[], bool], awaited: Callable[[], Sequence[int]], purpose: str) -> None:
+        """Wait for other ranks.
+
+        Args:
+            is_over: returns whether the wait is over.
+            awaited: returns the ranks that this rank waits for, some of which may be lost.
+            purpose: what they have to do, for messages.
+
+        Raises:
+            RankFailed: a rank is lost, or announced an exception.
+            RanksDisagree: a rank announced another failure; or the wait took as long as the timeout.
+            StoreSilent: the store does not answer.
+        """
         # Poll: a blocking wait would occupy a connection to the store that other threads may need.
         start = time.monotonic()
         warned = False
         watch, looks_at = None if self._pulse is None else self._pulse.watch(), _LOOKS_S / 2
-        store = self.store.within(ANSWERS_WITHIN_S)
         while True:
             waited = time.monotonic() - start
             # A rank that is stopped for a while goes on, and with it the store that it serves.
             with contextlib.suppress(StoreSilent):
-                if any(store.check(keys) for keys in wanted):
+                if is_over():
                     return
                 if waited > _LATE_S and (failure := self.failure()):
-                    raise RanksDisagree(failure)
+                    raise failure_of(failure)
                 if watch is not None and waited > looks_at:
                     looks_at = waited + _LOOKS_S
-                    if lost := watch.lost(self._awaited()):
-                        raise RanksDisagree(f"{lost} {self._missing(program)}")
+                    if lost := watch.lost(awaited()):
+                        raise failure_of(f"{_FAILED}{lost} {self._waits(awaited, purpose)}")
             if waited > self._timeout_s:
                 raise RanksDisagree(
-                    f"{self._missing(program)} That did not happen within {self._timeout_s:g} s, the timeout of the process "
-                    f"group: the other ranks run something else, or wait for it. {WHAT_TO_LOOK_FOR}"
+                    f"{self._waits(awaited, purpose)} That did not happen within {self._timeout_s:g} s, the timeout of the "
+                    f"process group: the other ranks run something else, or wait for it. {WHAT_TO_LOOK_FOR}"
                 )
             if waited > self._warn_after_s and not warned:
                 warned = True
                 places = "" if watch is None else watch.places()
                 warnings.warn(
-                    f"{self._missing(program)} It has waited for {waited:.1f} s, and fails after {self._timeout_s:g} s. This "
-                    "is harmless if the other ranks are only slow, because they compile for instance, and a deadlock if they "
-                    f"wait for something else.{places}",
+                    f"{self._waits(awaited, purpose)} It has waited for {waited:.1f} s, and fails after {self._timeout_s:g} s. "
+                    "This is harmless if the other ranks are only slow, because they compile for instance, and a deadlock if "
+                    f"they wait for something else.{places}",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -324,19 +353,15 @@ class Agreement:
         return [rank for rank in self.ranks if not store.check([self._post(rank)])]
 
     def _awaited(self) -> Sequence[int]:
-        """Return the ranks that this one waits for: the first one waits for all posts, and others for the first one."""
-        return self._without_post() if self.rank == self.ranks[0] else self.ranks[:1]
+        """Return the ranks that this one waits for: those without a post, and then the first one, which posts the verdict."""
+        return self._without_post() or self.ranks[:1]
 
-    def _missing(self, program: Program) -> str:
+    def _waits(self, awaited: Callable[[], Sequence[int]], purpose: str) -> str:
         try:
-            missing = self._without_post()
+            ranks = awaited()
         except StoreSilent as error:
-            return f"{error} Rank {self.rank} is about to run {'a ' * program.is_graph}{program}."
-        return (
-            # If no post is missing, the first rank has not posted the verdict yet.
-            f"Rank {self.rank} waits for {ranks_text(missing or self.ranks[:1])} (process group {self.label}) to reach the "
-            f"same point. Rank {self.rank} is about to run {'a ' * program.is_graph}{program}."
-        )
+            return f"{error} Rank {self.rank} waits for others {purpose}."
+        return f"Rank {self.rank} waits for {ranks_text(ranks)} (process group {self.label}) {purpose}."
 
     def _post(self, rank: int) -> str:
         return f"{self._prefix(self._number)}/{rank}"
@@ -348,18 +373,21 @@ class Agreement:
         return f"{self.prefix}/{number}"
 
 
-def disagreement(label: str, sides: Mapping[str, str]) -> str:
+def disagreement(label: str, sides: Mapping[str, str], failed: str = "") -> str:
     """Return the error message for ranks that run different programs.
 
     Args:
         label: the role of their process group in the mesh.
         sides: the program of each set of ranks, both as text.
+        failed: the set of ranks that met an exception that the others did not meet; empty: all run programs.
     """
-    lines = [
-        f"The ranks of process group {label} run different programs, and would hang or mix up data:",
-        *(f"  {ranks}: {what}" for ranks, what in sides.items()),
-    ]
-    return "\n".join([*lines, WHAT_TO_LOOK_FOR])
+    lines = [f"  {ranks}: {what}" for ranks, what in sides.items()]
+    if not failed:
+        first = f"The ranks of process group {label} run different programs, and would hang or mix up data:"
+        return "\n".join([first, *lines, WHAT_TO_LOOK_FOR])
+    first = f"{_FAILED}{failed.capitalize()} met an exception that other ranks of process group {label} did not meet:"
+    last = "The ranks have parted: end them, and go on from a checkpoint that was saved before."
+    return "\n".join([first, *lines, last])
 
 
 def _first_difference(label: str, programs: Sequence[tuple[str, Program]]) -> str:

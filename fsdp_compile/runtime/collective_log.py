@@ -9,18 +9,17 @@ repeats an earlier step compares nothing. An operator that follows an operator i
 compiled never compares.
 
 **A watchdog.** A rank that waits in a comparison may wait for a rank that is blocked in a collective. So each process has a
-thread that notices when a program or a comparison takes long. The thread posts the position of this rank, and reads the
-positions of other ranks. It judges only ranks that have run no more programs than this rank. A rank that has run fewer
-programs, with an equal history, is only slow. It is an error if a rank has another history, or waits in a comparison that this
-rank has skipped. The error is announced to all ranks of the group, and of groups that share programs with it. Gloo's
-connections are closed, so that blocked ranks fail, too.
+thread that notices when the rank makes no progress. The thread posts the position of this rank. If the rank waits, it compares
+the positions of other ranks (:mod:`fsdp_compile.runtime.board`). If two have parted, that is announced to all ranks of the
+group, and of groups that share programs with it. Gloo's connections are closed, so that blocked ranks fail, too.
 
 **Tags.** Over Gloo on the CPU, messages are tagged with a number computed from all programs that the rank has run. So ranks
 with different histories never read each other's messages, even without a comparison: they wait until the watchdog finds them.
 
 The parameters that a program runs for belong to the history: equal blocks share graphs, and a rank may have skipped one. So
-does a backward that an exception ended, as in a hook on a gradient. A rank that catches it and goes on differs from ranks whose
-backward ended, also if it has run the same programs.
+does an exception that ends a program, a forward or a backward. A rank that catches it and goes on has parted from ranks that
+did not meet it, also if it has run the same programs. Before it goes on, or saves its state, it waits until all ranks have met
+it (:meth:`CollectiveLog.settle`).
 """
 
 from __future__ import annotations
@@ -29,30 +28,32 @@ import atexit
 import contextlib
 import functools
 import itertools
-import json
+import logging
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from passes.collectives.functional import resolve_group
-from passes.collectives.gloo import backend_of, break_connections, message_tags
+from passes.collectives.gloo import backend_of, break_connections, collectives_begun, message_tags
 from passes.fx.torch_internals.core import RecordFunctionFast, current_graph_task_id
 from passes.fx.torch_internals.distributed import get_process_group_store
 from passes.fx.torch_internals.objects import timeout_on
 from passes.lowering.arrangement import Arrangement, CannotArrange
 from passes.lowering.collective_sequence import Collective, by_unit, identities
 
-from .agreement import Agreement, Program, RanksDisagree, Rearrange, disagreement, ranks_text
+from .agreement import Agreement, Program, RanksDisagree, Rearrange, disagreement, failure_of, ranks_text
+from .board import Position, Step, difference
 from .bounded_store import ANSWERS_WITHIN_S, StoreSilent
-from .pulse import Pulse
+from .pulse import Pulse, is_in_collective, place, place_of_error
 
 #: Roles of process groups that parameters are sharded or replicated over. Each such group has a log of its own.
 SHARDING_ROLES = ("shard", "replicate", "reduce")
@@ -64,9 +65,11 @@ _MAX_PAUSE_S = 5.0
 #: Seconds for which a failed program waits for another rank to announce the reason.
 _REASON_WITHIN_S = 2.0
 _REMEMBERED = 4096
-# The entry for a backward that an exception ended: the rank lacks gradients that other ranks may have.
-_FAILED_BACKWARD = Program("backward that an exception ended", (), (), is_graph=False)
+# The entry for an exception: the rank lacks results that other ranks may have.
+_EXCEPTION = Program("exception", (), (), is_graph=False)
 _MASK = (1 << 64) - 1
+
+logger = logging.getLogger(__name__)
 
 
 class _LoggedProgram:
@@ -91,25 +94,6 @@ class _LoggedProgram:
         return str(self.program) if self.program is not None else "nothing yet"
 
 
-class _Step(NamedTuple):
-    """The position of a rank.
-
-    Attributes:
-        number: the number of its last program.
-        known: that program.
-        mixed: a hash of all its programs so far, and of the parameters that they ran for.
-        param: the name of a parameter that the last program runs for; empty: its text names them.
-    """
-
-    number: int
-    known: _LoggedProgram
-    mixed: int
-    param: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.known}, for {self.param}" if self.param else str(self.known)
-
-
 class CollectiveLog:
     """The programs that this rank has run over one process group.
 
@@ -118,9 +102,18 @@ class CollectiveLog:
         group_name: name of the process group.
         has_tags: whether messages over the group can carry tags.
         is_asynchronous: whether a program returns to Python before its collectives are done.
+        begun: returns the collectives that this rank has begun, over each of some process groups; None: nobody counts.
     """
 
-    def __init__(self, agreement: Agreement, group_name: str, *, has_tags: bool = False, is_asynchronous: bool = False):
+    def __init__(
+        self,
+        agreement: Agreement,
+        group_name: str,
+        *,
+        has_tags: bool = False,
+        is_asynchronous: bool = False,
+        begun: Callable[[], tuple[int, ...]] | None = None,
+    ):
         self.agreement = agreement
         self.failure = ""
         #: The identifier of the thread that runs a program; 0: no thread does.
@@ -136,11 +129,14 @@ class CollectiveLog:
         self._is_asynchronous = is_asynchronous
         self._slow_s = _SLOW_ON_ACCELERATOR_S if is_asynchronous else _SLOW_S
         self._programs: dict[str, _LoggedProgram] = {}
-        self._step = _Step(0, _LoggedProgram(None), 0)
-        self._steps: deque[_Step] = deque([self._step], maxlen=_REMEMBERED)
-        self._seen: tuple[int, tuple[int, str] | None] = (0, None)
+        self._begun = begun or (lambda: ())
+        self._step = Step(0, _LoggedProgram(None), 0, begun=self._begun())
+        self._steps: deque[Step] = deque([self._step], maxlen=_REMEMBERED)
+        self._met: Step | None = None
+        self._is_settled = True
+        self._seen: Any = None
         self._seen_at = self._due_at = 0.0
-        self._posted: tuple[int, tuple[int, str] | None] | None = None
+        self._posted: Any = None
         self._neighbours = _neighbours(agreement.ranks, agreement.rank)
 
     def includes(self, group_name: str) -> bool:
@@ -169,11 +165,11 @@ class CollectiveLog:
         assert known.program is not None
         self.check()
         if self.agreement.agree(known.program, self._before(), may_rearrange=may_rearrange):
-            known.follows.add(self._step.known)
+            known.follows.add(self._step.program)
 
     def may_run(self, known: _LoggedProgram) -> bool:
         """Return whether a program may run next without a comparison."""
-        return self._step.known in known.follows and not self.failure
+        return self._step.program in known.follows and not self.failure
 
     def ask(self, known: _LoggedProgram) -> None:
         """Wait until all ranks are about to run this program, unless they agreed earlier to run it after the last one.
@@ -185,27 +181,69 @@ class CollectiveLog:
         """
         assert known.program is not None
         self.check()
-        if self._step.known in known.follows:
+        if self._step.program in known.follows:
             return
-        if known.is_graph or self._step.known.is_graph:
+        if known.is_graph or self._step.program.is_graph:
             self.agreement.compare(known.program, self._before())
-        known.follows.add(self._step.known)
+        known.follows.add(self._step.program)
 
-    def record_failed_backward(self) -> None:
-        """Record a backward that an exception ended: one that has begun and not ended, although none runs."""
+    def record_exception(self, error: str) -> None:
+        """Record that an exception has ended a program, a forward or a backward.
+
+        One exception can end several of them, so nothing is recorded between an exception and :meth:`settle`.
+
+        Args:
+            error: the exception, as text.
+        """
+        if self._is_settled:
+            self._is_settled = False
+            known = self.know(_EXCEPTION)
+            known.follows.add(self._step.program)
+            self.push(known, error=error)
+            self._met = self._step
+
+    def settle(self) -> None:
+        """Wait until all ranks have met the exception that this rank has met. Does nothing if it has met none.
+
+        Raises:
+            RankFailed: some rank did not meet it.
+            RanksDisagree: ranks have parted otherwise, or some rank is lost.
+        """
         if self.backwards and current_graph_task_id() == -1:
+            # They have begun and not ended, although none runs.
             self.backwards.clear()
-            self.push(self.know(_FAILED_BACKWARD))
+            error = sys.exc_info()[1]
+            self.record_exception("an exception that ended a backward" if error is None else _text(error))
+        if self._is_settled or self._met is None:
+            return
+        self.check()
+        met, store, waits_for = self._met, self.agreement.store.within(ANSWERS_WITHIN_S), set(self.agreement.ranks)
+        waits_for.discard(self.agreement.rank)
+
+        def have_met() -> bool:
+            for rank in sorted(waits_for):
+                post = self._post_of(rank)
+                if post is not None and post.has_met(met):
+                    waits_for.discard(rank)
+                elif post is not None and (reason := self._parted(rank, post)):
+                    self.fail(reason)
+                    self.check()
+            return not waits_for
+
+        store.set(self._board(self.agreement.rank), self._position(waits=False).pack())
+        self.agreement.wait(have_met, lambda: sorted(waits_for), f"to meet the exception that it has met ({met.error})")
+        self._is_settled = True
 
     def check(self) -> None:
+        """Raise if this log has failed."""
         if self.failure:
-            raise RanksDisagree(self.failure)
+            raise failure_of(self.failure)
 
-    def push(self, known: _LoggedProgram, runs_for: int = 0, param: str = "") -> None:
+    def push(self, known: _LoggedProgram, runs_for: int = 0, param: str = "", error: str = "") -> None:
         """Record that this rank begins a program. Arguments as for :meth:`CheckedProgram.begin`."""
-        number, _, mixed, _ = self._step
+        number, mixed = self._step.number, self._step.mixed
         mixed = (mixed * 1000003 + known.key + runs_for) & _MASK
-        self._step = _Step(number + 1, known, mixed, param)
+        self._step = Step(number + 1, known, mixed, param, self._begun(), error)
         self._steps.append(self._step)
         if self._has_tags:
             message_tags[self.group_name] = mixed & 0x7FFFFFFF
@@ -221,64 +259,58 @@ class CollectiveLog:
         return self.failure
 
     def _before(self) -> str:
-        number, known, mixed, param = self._step
-        title = known.program.title if known.program is not None else known
-        return f"{title}{f' for {param}' if param else ''} (program {number} over this group, history {mixed:016x})"
+        step = self._step
+        title = step.error or (step.program.program.title if step.number else step.program)
+        of = f" for {step.param}" if step.param else ""
+        return f"{title}{of} (program {step.number} over this group, history {step.mixed:016x})"
+
+    def _position(self, *, waits: bool) -> Position:
+        step, met = self._step, self._met
+        # The state of the agreement after the position, as difference() assumes.
+        asking = self.agreement.asking
+        exception = None if met is None else (met.number, met.mixed, met.error)
+        return Position(step.number, step.mixed, str(step), step.begun, asking, self._begun(), waits, place(), exception)
 
     # The thread of the watchdog calls the methods below.
 
     def look(self, now: float) -> None:
-        """Compare positions with other ranks, if this rank has been in a program or a comparison for long.
+        """Post the position of this rank, if it has not changed for long. Then compare positions if this rank waits.
 
         Args:
             now: monotonic time in seconds.
         """
-        # Read the position before the state of the agreement, as _judge assumes.
-        step, asking = self._step, self.agreement.asking
-        is_busy = self.thread or asking is not None or self._is_asynchronous
-        if self.failure or not is_busy or (step.number, asking) != self._seen:
-            self._seen, self._seen_at, self._due_at = (step.number, asking), now, now + self._slow_s
+        step, asking, begun = self._step.number, self.agreement.asking, self._begun()
+        if self.failure or (step, asking, begun) != self._seen:
+            self._seen, self._seen_at, self._due_at = (step, asking, begun), now, now + self._slow_s
             return
         if now < self._due_at:
             return
         self._due_at = now + min(max((now - self._seen_at) / 2, _TICK_S), _MAX_PAUSE_S)
-        if not self.learn_of_failure() and (reason := self._compare(step, asking)):
-            self.fail(reason)
+        waits = bool(self.thread) or is_in_collective()
+        if (*self._seen, waits) != self._posted:
+            self.agreement.store.within(ANSWERS_WITHIN_S).set(
+                self._board(self.agreement.rank), self._position(waits=waits).pack()
+            )
+            self._posted = (*self._seen, waits)
+        compares = waits or asking is not None or self._is_asynchronous or not self._is_settled
+        if compares and not self.learn_of_failure():
+            for rank in self._neighbours:
+                post = self._post_of(rank)
+                if post is not None and (reason := self._parted(rank, post)):
+                    return self.fail(reason)
 
-    def _compare(self, step: _Step, asking: tuple[int, str] | None) -> str:
-        store = self.agreement.store.within(ANSWERS_WITHIN_S)
-        if (step.number, asking) != self._posted:
-            store.set(self._board(self.agreement.rank), json.dumps([step.number, step.mixed, str(step), asking]))
-            self._posted = (step.number, asking)
-        for rank in self._neighbours:
-            if store.check([self._board(rank)]):
-                found = self._judge(step, *json.loads(store.get(self._board(rank))))
-                if found:
-                    sides = dict(sorted(zip(map(ranks_text, ([self.agreement.rank], [rank])), found, strict=True)))
-                    return disagreement(self.agreement.label, sides)
-        return ""
+    def _post_of(self, rank: int) -> Position | None:
+        store, key = self.agreement.store.within(ANSWERS_WITHIN_S), self._board(rank)
+        return Position.unpack(store.get(key)) if store.check([key]) else None
 
-    def _judge(self, step: _Step, number: int, mixed: int, title: str, asking: list[Any] | None) -> tuple[str, str] | None:
-        """Compare this rank's history with the post of another rank.
-
-        Args:
-            step: the position of this rank.
-            number, mixed, title, asking: the post.
-
-        Returns:
-            The program of this rank and that of the other rank at the same number, as text; None if they do not differ.
-        """
-        steps = {earlier.number: earlier for earlier in tuple(self._steps)}
-        if number > step.number or number not in steps:
-            return None
-        if steps[number].mixed != mixed:
-            return f"{steps[number]} (program {number} over this group)", f"{title} (program {number})"
-        # The post may be old. But no comparison is passed without this rank, and a rank passes a comparison before it runs the
-        # compared program.
-        if asking is not None and number + 1 in steps and number < step.number and self.agreement.passed < asking[0]:
-            own = steps[number + 1]
-            return f"{own} (program {number + 1} over this group)", f"{asking[1]} (about to run, as program {number + 1})"
-        return None
+    def _parted(self, rank: int, post: Position) -> str:
+        """Return how this rank and another one, with this position, have parted; empty: they have not."""
+        found = difference(tuple(self._steps), post, self.agreement.passed)
+        if found is None:
+            return ""
+        names = {"own": ranks_text([self.agreement.rank]), "other": ranks_text([rank])}
+        sides = dict(sorted({names["own"]: found.own, names["other"]: found.other}.items()))
+        return disagreement(self.agreement.label, sides, names.get(found.failed, ""))
 
     def learn_of_failure(self) -> bool:
         """Return whether a rank of the group announced a failure. If so, all logs that share programs fail, too."""
@@ -292,6 +324,7 @@ class CollectiveLog:
             if not log.failure:
                 log.agreement.announce_failure(reason)
                 log.failure = reason
+        logger.error(reason)
         for name in {name for log in self.family for name in log.group_names}:
             break_connections(name)
 
@@ -354,6 +387,31 @@ def backward_ends(task: int, group_names: Iterable[str]) -> None:
             log.backwards.discard(task)
 
 
+def record_exception(error: BaseException, group_names: Iterable[str]) -> None:
+    """Record that an exception has ended a program, a forward or a backward over process groups."""
+    _record(error, _existing(group_names))
+
+
+def _record(error: BaseException, logs: Iterable[CollectiveLog]) -> None:
+    for log in logs:
+        if not log.failure:
+            log.record_exception(_text(error))
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]} ({place_of_error(error)})"
+
+
+def settle(group_names: Iterable[str]) -> None:
+    """Wait until all ranks of process groups have met an exception that this rank has met. See :meth:`CollectiveLog.settle`."""
+    for log in _existing(group_names):
+        log.settle()
+
+
+def _existing(group_names: Iterable[str]) -> list[CollectiveLog]:
+    return list(filter(None, (_logs.get(resolve_group(name)) for name in group_names)))
+
+
 def _log_of(group: dist.ProcessGroup, name: str, label: str) -> CollectiveLog | None:
     if group not in _logs:
         store = get_process_group_store(group)
@@ -364,10 +422,29 @@ def _log_of(group: dist.ProcessGroup, name: str, label: str) -> CollectiveLog | 
         agreement = Agreement(store, ranks, dist.get_rank(), label=label, timeout_s=_timeout_s(group), pulse=_pulse_of_job())
         has_tags = backend_of(name, torch.device("cpu")) == "gloo"
         is_asynchronous = torch.accelerator.is_available() and dist.get_backend(group) != "gloo"
-        _logs[group] = log = CollectiveLog(agreement, name, has_tags=has_tags, is_asynchronous=is_asynchronous)
+        _logs[group] = log = CollectiveLog(
+            agreement, name, has_tags=has_tags, is_asynchronous=is_asynchronous, begun=_counter([group, dist.group.WORLD])
+        )
         message_tags.pop(name, None)
         _watchdog.add(log)
     return _logs[group]
+
+
+def _counter(groups: Iterable[dist.ProcessGroup | None]) -> Callable[[], tuple[int, ...]]:
+    """Return a function that returns the number of collectives that this rank has begun over each group since now."""
+    # The logs would keep their groups alive.
+    counted = []
+    for group in dict.fromkeys(groups):
+        # Not every backend counts.
+        with contextlib.suppress(RuntimeError):
+            if group is not None:
+                counted.append((weakref.ref(group), collectives_begun(group)))
+
+    def begun() -> tuple[int, ...]:
+        living = [(group(), first) for group, first in counted]
+        return tuple(collectives_begun(group) - first for group, first in living if group is not None)
+
+    return begun
 
 
 def _pulse_of_job() -> Pulse | None:
@@ -506,7 +583,7 @@ class CheckedProgram:
                     f"Two threads communicate over the process group {log.agreement.label} at once, so their order may differ "
                     "between ranks. Train the models one after the other, in one thread."
                 )
-            log.record_failed_backward()
+            log.settle()
         for log, known in self._over:
             if not log.may_run(known):
                 _together(self._over, CollectiveLog.ask, self._roles)
@@ -529,11 +606,13 @@ class CheckedProgram:
             log.thread = 0
         if isinstance(error, RuntimeError):
             self._explain(error)
+        if error is not None:
+            _record(error, [log for log, _ in self._over])
 
     def _explain(self, error: RuntimeError) -> None:
         for log, _ in self._over:
             if reason := log.reason_of(error):
-                raise RanksDisagree(reason) from error
+                raise failure_of(reason) from error
 
 
 def _together(over: Sequence[tuple[CollectiveLog, _LoggedProgram]], agree: Any, roles: Mapping[str, str]) -> None:

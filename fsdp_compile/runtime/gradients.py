@@ -33,7 +33,7 @@ from ..units.own_storage import has_memory
 from ..units.param_state import FlatSlice, grad_slice, joined, set_grad_in
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, SyncFlags, Unit
-from .collective_log import backward_begins, backward_ends, eager_run
+from .collective_log import backward_begins, backward_ends, eager_run, record_exception
 from .hook_tensors import hook_tensors
 from .tensor_kind import Like
 
@@ -339,6 +339,9 @@ def _finish_backward(task: int, backward: _Backward) -> None:
         if backward.updated:
             _forget_uses(backward.scopes)
         backward_ends(task, backward.groups)
+    except BaseException as error:
+        record_exception(error, backward.groups)
+        raise
     finally:
         _backwards.pop(task, None)
 

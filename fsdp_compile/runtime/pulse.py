@@ -18,8 +18,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import NamedTuple
 
@@ -43,6 +44,8 @@ _NOT_OF_THE_USER = (
     "<eval_with_key>",
     "<frozen",
 )
+_DISTRIBUTED = str(Path(dist.__file__).parent)
+_BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
 
 
 class Sign(NamedTuple):
@@ -95,7 +98,7 @@ class Pulse:
             raise RuntimeError("The rank has left the job.")
         if now >= self._due_at:
             self._due_at = now + _EVERY_S
-            sign = Sign(socket.gethostname(), self._machine, os.getpid(), next(self._numbers), _place())
+            sign = Sign(socket.gethostname(), self._machine, os.getpid(), next(self._numbers), place())
             self._store.set(self._key(self._rank), json.dumps(sign))
 
     def sign(self, rank: int) -> Sign | None:
@@ -174,13 +177,48 @@ def _exists(process: int) -> bool:
     return state not in "ZX"
 
 
-def _place() -> str:
+def place() -> str:
     """Return the line of the user's code that the main thread runs."""
-    frame: FrameType | None = running_frames().get(threading.main_thread().ident or 0)
-    innermost = frame
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_OF_THE_USER):
+    return _text(_stack(running_frames().get(threading.main_thread().ident or 0)))
+
+
+def place_of_error(error: BaseException) -> str:
+    """Return the line of the user's code from which an exception came."""
+    return _text([frame for frame, _ in walk_tb(error.__traceback__)][::-1])
+
+
+def is_in_collective() -> bool:
+    """Return whether the main thread is in a collective of torch, and no other thread communicates.
+
+    An exchange between two ranks, such as ``send``, is no collective.
+    """
+    main = threading.main_thread().ident
+    stacks = {thread: _stack(frame) for thread, frame in running_frames().items()}
+    own = itertools.takewhile(_is_not_of_the_user, stacks.pop(main or 0, []))
+    names = {frame.f_code.co_name for frame in own if frame.f_code.co_filename.startswith(_DISTRIBUTED)}
+    others = itertools.chain.from_iterable(stacks.values())
+    return (
+        bool(names)
+        and not names & _BETWEEN_TWO
+        and not any(frame.f_code.co_filename.startswith(_DISTRIBUTED) for frame in others)
+    )
+
+
+def _stack(frame: FrameType | None) -> list[FrameType]:
+    """Return a frame and those around it, the innermost first."""
+    found = []
+    while frame is not None:
+        found.append(frame)
         frame = frame.f_back
-    frame = frame or innermost
+    return found
+
+
+def _is_not_of_the_user(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_NOT_OF_THE_USER)
+
+
+def _text(stack: Sequence[FrameType]) -> str:
+    frame = next(itertools.dropwhile(_is_not_of_the_user, stack), next(iter(stack), None))
     if frame is None:
         return "no line of Python"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}"

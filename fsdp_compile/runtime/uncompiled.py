@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ from passes.ir.ops import reshard
 from ..units.param_state import Stamp, stamp
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
+from .collective_log import record_exception
 from .gradients import (
     at_end_of_backward,
     in_backward,
@@ -684,6 +686,7 @@ class UncompiledForward:
         self._unit, self._module = unit, module
         self._scope = unit.scope
         self._scope.uncompiled_depth += 1
+        self._has_returned = False
         if self._scope.uncompiled_depth == 1:
             # Compiled blocks are guarded by it, and a checkpoint expects forward and recomputation to run the same code.
             for param in itertools.chain.from_iterable(other.params for other in self._scope.units):
@@ -709,6 +712,7 @@ class UncompiledForward:
     @_python
     def returns(self, output: Any, inputs: Any) -> None:
         """Register hooks: backward gathers the unit at this forward's outputs, and frees it after this forward's inputs."""
+        self._has_returned = True
         reading = state_of(self._unit).reading
         if reading is None or not reading.is_recorded:
             return
@@ -725,7 +729,7 @@ class UncompiledForward:
 
     @_python
     def end(self) -> None:
-        """Remove the hooks, and free the gathered parameters of units that reshard after forward."""
+        """Remove the hooks, free the gathered parameters of units that reshard after forward, and record an exception."""
         if self._hooks is not None:
             self._hooks.__exit__()
         self._scope.uncompiled_depth -= 1
@@ -737,6 +741,10 @@ class UncompiledForward:
         if len(state.modules_run) == len(self._unit.modules):
             _end_forward(self._unit)
         if self._scope.uncompiled_depth == 0:
+            error = None if self._has_returned else sys.exc_info()[1]
+            # A recomputation raises to stop early.
+            if error is not None and not in_backward():
+                record_exception(error, self._scope.groups)
             for unit in self._scope.units:
                 state = state_of(unit)
                 state.trainable = None

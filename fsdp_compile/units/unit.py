@@ -88,6 +88,11 @@ class Scope:
         self.optimizer_state = ""
         self.with_hooks: WeakKeyDictionary[Any, dict[Plan, list[Any]]] = WeakKeyDictionary()
 
+    @property
+    def groups(self) -> list[str]:
+        """The names of the process groups that parameters are sharded or replicated over."""
+        return list(dict.fromkeys(group for unit in self.units for group in unit.groups))
+
     def wait_for_optimizer(self) -> None:
         """Make the current stream wait for the user's event, once."""
         event, self.post_optim_event = self.post_optim_event, None
@@ -240,6 +245,11 @@ class Unit:
             self.post_forward_size = reshard_after_forward
             # In a group of one rank, a shard is the whole parameter: nothing is resharded.
             self._reshard_after_forward = reshard_after_forward != 1
+
+    @property
+    def groups(self) -> list[str]:
+        """The names of the process groups that its parameters are sharded or replicated over."""
+        return list(dict.fromkeys(group for mesh in self.meshes for group in mesh.groups))
 
     @property
     def reshards_after_forward(self) -> bool:

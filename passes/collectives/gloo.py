@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 
 from ..fx.symbolic_ranks import overridden_size
 from ..fx.torch_internals.core import RecordFunctionFast
-from ..fx.torch_internals.distributed import register_work, resolve_process_group
+from ..fx.torch_internals.distributed import register_work, resolve_process_group, sequence_number
 from ..fx.torch_internals.objects import backend_on, timeout_on
 from ..fx.torch_internals.patches import all_gather, all_to_all, install_kernel
 from .local_groups import new_local_group
@@ -52,6 +52,18 @@ message_tags: dict[str, int] = {}
 
 # The opposite of each group. An entry is dropped with its group.
 _opposites: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+# The messages that this rank has begun to exchange over each group, less one for each exchange.
+_messages: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def collectives_begun(group: ProcessGroup) -> int:
+    """Return the number of collectives that this rank has begun over a group.
+
+    Equal on ranks that have begun the same ones, and exchanged no messages between two ranks. Gloo counts these, too.
+    """
+    return sequence_number(group) - _messages.get(group, 0)
 
 
 _pretending = [False]
@@ -145,14 +157,18 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: Process
     down: Any = backend_on(_opposites[group], cpu)
     # Each rank begins with a different neighbour. A message that is empty on one side is empty on the other: both skip it.
     others = [(rank + distance) % ranks for distance in range(1, ranks)]
+    messages = 0
     for source in reversed(others):
         if received[source].numel():
             channel = up if source < rank else down
             register_work(whole, channel.recv([received[source]], source, tag))
+            messages += channel is up
     for target in others:
         if sent[target].numel():
             channel = up if target > rank else down
             register_work(whole, channel.send([sent[target]], target, tag))
+            messages += channel is up
+    _messages[group] = _messages.get(group, 0) + messages - 1
 
 
 def _in_reals(tensor: Tensor) -> Tensor:

@@ -48,6 +48,9 @@ get_process_group_store = torch.distributed.distributed_c10d._get_process_group_
 # Attaches messages of this library to a result tensor, whose wait then waits for them.
 register_work = torch._C._distributed_c10d._register_work
 
+# Returns how many collectives this rank has begun over a group. Over Gloo, messages between two ranks count, too.
+sequence_number = torch.distributed.ProcessGroup._get_sequence_number_for_group  # type: ignore[attr-defined]
+
 # Makes the work object that a collective in a traced hook returns.
 create_work_from_future = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
 

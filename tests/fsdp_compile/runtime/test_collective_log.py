@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compile import RanksDisagree, fsdp_backend, fully_shard
+from fsdp_compile import RankFailed, RanksDisagree, fsdp_backend, fully_shard
 from fsdp_compile.runtime.agreement import Agreement, Program
 from fsdp_compile.runtime.collective_log import CollectiveLog
 from tests.common.distributed import RankPools, device_mesh
@@ -38,8 +38,14 @@ class Ranks:
     def __init__(self, number: int = 2):
         store = dist.HashStore()
         ranks = range(number)
+        #: The collectives that each rank has begun.
+        self.begun = [0] * number
         self.logs = [
-            CollectiveLog(Agreement(store, ranks, rank, label="shard", timeout_s=20, warn_after_s=20), "no group")
+            CollectiveLog(
+                Agreement(store, ranks, rank, label="shard", timeout_s=20, warn_after_s=20),
+                "no group",
+                begun=lambda rank=rank: (self.begun[rank],),  # type: ignore[misc]
+            )
             for rank in ranks
         ]
         self._now = 0.0
@@ -60,7 +66,13 @@ class Ranks:
             return str(error)
         log.push(known)
         log.thread = threading.get_ident()
+        self.begun[rank] += 1
         return ""
+
+    def end(self, *ranks: int) -> None:
+        """End the programs that ranks run."""
+        for rank in ranks:
+            self.logs[rank].thread = 0
 
     def asks(self, rank: int, program: Program) -> contextlib.AbstractContextManager[Any]:
         """Make the rank seem to wait in a comparison of ``program``, for the duration of the context."""
@@ -205,6 +217,104 @@ def test_failures_go_to_groups_that_share_programs() -> None:
     assert others.logs[0].agreement.failure() == failure
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_rank_is_in_a_collective_of_torch_instead(number: int) -> None:
+    """Rank 1 has completed as many programs as rank 0 or one less, and is in the barrier of a checkpoint."""
+    ranks = _in_step()
+    ranks.end(1)
+    if number == 2:
+        ranks.run(_FORWARD, _FORWARD)
+        ranks.end(0, 1)
+    ranks.run_alone(0, _BACKWARD if number == 2 else _FORWARD)
+    assert ranks.look() == ["", ""]
+    ranks.begun[1] += 1
+    # It may only be slow after that.
+    assert ranks.look() == ["", ""]
+    with patch("fsdp_compile.runtime.collective_log.is_in_collective", lambda: True):
+        failure, other = ranks.look()
+    assert failure == other
+    assert f"\n  rank 1: {_FORWARD if number == 2 else _BACKWARD} (program {4 if number == 1 else 5}), and another" in failure
+
+
+def test_both_have_run_a_collective_of_torch() -> None:
+    ranks = _in_step()
+    ranks.end(0, 1)
+    ranks.begun = [number + 1 for number in ranks.begun]
+    # Rank 1 has posted that it is in the collective, which rank 0 has left.
+    with patch("fsdp_compile.runtime.collective_log.is_in_collective", lambda: True):
+        assert ranks.look() == ["", ""]
+        ranks.run_alone(0, _FORWARD)
+        assert ranks.look() == ["", ""]
+
+
+def test_messages_between_two_ranks_make_counts_useless() -> None:
+    ranks = _in_step()
+    ranks.end(1)
+    # Rank 1 has sent something to a third rank.
+    ranks.begun[1] += 5
+    ranks.run(_FORWARD, _FORWARD)
+    ranks.end(0)
+    ranks.run_alone(0, _BACKWARD)
+    assert ranks.look() == ["", ""]
+
+
+def _meet(ranks: Ranks, *meeting: int) -> None:
+    for rank in meeting:
+        ranks.end(rank)
+        ranks.logs[rank].record_exception("OutOfMemoryError: in a test")
+
+
+_MET = "\n  rank 1: OutOfMemoryError: in a test\n"
+
+
+def test_an_exception_on_all_ranks() -> None:
+    ranks = _in_step()
+    for _ in range(2):
+        _meet(ranks, 0, 1)
+        # It ends a program and the forward around it.
+        _meet(ranks, 0, 1)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(CollectiveLog.settle, ranks.logs))
+        assert ranks.run(_FORWARD, _FORWARD) == ["", ""] == ranks.look()
+
+
+@pytest.mark.parametrize("does", ["waits in the program", "ran the next", "raises at another place", "waits in a comparison"])
+def test_an_exception_on_one_rank(does: str) -> None:
+    ranks = _in_step()
+    ranks.run(_FORWARD, _FORWARD)
+    _meet(ranks, 1)
+    if does == "waits in the program":
+        # Beyond the collective with which rank 1 left it.
+        ranks.begun[0] += 1
+    elif does == "ran the next":
+        ranks.run_alone(0, _BACKWARD)
+    elif does == "raises at another place":
+        ranks.run_alone(0, _BACKWARD)
+        _meet(ranks, 0)
+    with ranks.asks(0, _OTHER_BACKWARD) if does == "waits in a comparison" else contextlib.nullcontext():
+        failures = ranks.look()
+    assert failures[0] == failures[1]
+    assert _MET in f"{failures[0]}\n"
+    for log in ranks.logs:
+        with pytest.raises(RankFailed, match="A rank has failed"):
+            log.check()
+
+
+def test_a_rank_that_met_an_exception_waits_for_slow_ranks() -> None:
+    ranks = _in_step()
+    ranks.run(_FORWARD, _FORWARD)
+    _meet(ranks, 1)
+    # Rank 0 may still meet it.
+    assert ranks.look() == ["", ""]
+    with ThreadPoolExecutor(1) as pool:
+        settling = pool.submit(ranks.logs[1].settle)
+        time.sleep(0.1)
+        assert not settling.done()
+        _meet(ranks, 0)
+        ranks.look()
+        settling.result()
+
+
 def test_many_ranks_compare_themselves_with_some() -> None:
     logs = Ranks(1000).logs
     reached, new = {0}, {0}
@@ -331,8 +441,8 @@ _SIDES = {
 }
 
 
-def _check(error: str, sides: dict[str, str]) -> None:
-    assert "RanksDisagree: The ranks of process group" in error
+def _check(error: str, sides: dict[str, str], kind: type[RanksDisagree] = RanksDisagree) -> None:
+    assert f"{kind.__name__}: " in error
     for who, what in sides.items():
         assert any(what in line for line in error.splitlines() if line.startswith(f"  {who}: ")), (who, what, error)
 
@@ -519,14 +629,43 @@ def _fail_in_backward(is_compiled: bool, where: str, failing: Sequence[int]) -> 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_one_rank_goes_on_after_a_backward_that_failed(rank_pools: RankPools, is_compiled: bool, where: str) -> None:
     """It has skipped an optimizer step, so parameters would differ."""
-    sides = {"rank 0": "forward graph" if is_compiled else "unshard of ", "rank 1": "backward that an exception ended"}
+    sides = {"rank 0": "forward graph" if is_compiled else "unshard of ", "rank 1": "OutOfMemoryError: in backward ("}
+    if where == "input":
+        # Of a function of the user nobody tells what it raised.
+        sides["rank 1"] = "an exception that ended a backward"
     results = rank_pools[2].run(_fail_in_backward, is_compiled=is_compiled, where=where, failing=[1])
     for rank, (outcomes, _) in enumerate(results):
         *before, (failed, _), (after, seconds) = outcomes
         assert [error for error, _ in before] == ["", ""]
         assert failed == ("OutOfMemoryError: in backward" if rank else "")
-        _check(after, sides)
+        _check(after, sides, RankFailed)
         assert seconds < _SOON_S
+
+
+def _save_after_a_failed_hook() -> tuple[str, float]:
+    """Fail in a hook of rank 1, after all collectives, and catch that. Return what comes of saving. Every rank calls this."""
+    group = dist.new_group([0, 1])
+    torch.manual_seed(0)
+    model = fully_shard(Model(), mesh=DeviceMesh.from_group(group, "cpu"))
+    model.first.weight.register_post_accumulate_grad_hook(_raise_if_told)
+    _Raises.told = dist.get_rank() == 1
+    with contextlib.suppress(torch.OutOfMemoryError):
+        model(torch.ones(2, 8)).sum().backward()
+    _Raises.told = False
+
+    def save() -> None:
+        model.state_dict()
+        dist.barrier(group=group)
+
+    return _outcome(save)
+
+
+def test_no_rank_saves_after_an_exception_on_one_rank(rank_pools: RankPools) -> None:
+    (first, first_s), (second, second_s) = rank_pools[2].run(_save_after_a_failed_hook)
+    _check(second, {"rank 1": "OutOfMemoryError: in backward (test_collective_log.py:"}, RankFailed)
+    # Torch's barrier fails, as connections are closed.
+    assert "gloo" in first and not first.startswith("RankFailed")
+    assert max(first_s, second_s) < _SOON_S
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

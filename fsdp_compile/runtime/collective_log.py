@@ -43,7 +43,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from passes.collectives.functional import resolve_group
-from passes.collectives.gloo import backend_of, break_connections, collectives_begun, message_tags
+from passes.collectives.gloo import backend_of, break_connections, message_tags
+from passes.collectives.gloo_channels import collectives_begun
 from passes.fx.torch_internals.core import RecordFunctionFast, current_graph_task_id
 from passes.fx.torch_internals.distributed import get_process_group_store
 from passes.fx.torch_internals.objects import timeout_on

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from passes.collectives import gloo
 from passes.collectives.functional import resolve_group
-from passes.collectives.gloo import backend_of, install, open_opposite
+from passes.collectives.gloo import backend_of
 from passes.collectives.layout import REPLICATED
 from passes.collectives.local_groups import new_local_group
 from passes.fx.torch_internals.core import unset_fake_temporarily
@@ -143,16 +144,13 @@ def connect(group_name: str, device: torch.device) -> None:
     thread that starts collectives of other groups, and a CUDA graph cannot capture it. A group that has a communicator keeps
     it. Source: ``ProcessGroupNCCL::eagerConnectSingleDevice``.
 
-    With Gloo, functional collectives get other kernels. On CPU, the group also gets its opposite
-    (:mod:`passes.collectives.gloo`).
+    With Gloo, functional collectives get other kernels, and a group on the CPU gets channels (:mod:`passes.collectives.gloo`).
     """
     backend = backend_of(group_name, device)
     if backend == "nccl":
         _backend(group_name, device).eager_connect_single_device(device)
     elif backend == "gloo":
-        install(device.type)
-        if device.type == "cpu":
-            open_opposite(group_name)
+        gloo.connect(group_name, device.type)
 
 
 def _backend(group_name: str, device: torch.device) -> Any:

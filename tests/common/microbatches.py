@@ -56,10 +56,11 @@ _COLLECTIVES = {
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::reduce_scatter_": "reduce_scatter",
     "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "fsdp_compile::all_reduce": "all_reduce",
     "c10d::allreduce_": "all_reduce",
     "c10d::allreduce_coalesced_": "all_reduce",
 }
-# Called by the library's own kernels over groups without an opposite (passes/collectives/gloo.py), so counted already.
+# Called by the library's own kernels over groups without channels (passes/collectives/gloo.py), so counted already.
 _INSIDE = {"c10d::alltoall_base_"}
 
 

@@ -140,10 +140,12 @@ gradient_transforms = (
 )
 
 # Operators with other kernels over Gloo, from the first mesh over Gloo on (``passes/collectives/gloo.py``). torch's gather can
-# abort the process and has no kernel on a GPU. Its exchange uses one direction of a connection at a time. The same in torch
-# 2.11 to 2.15.
+# abort the process and has no kernel on a GPU. Its exchange uses one direction of a connection at a time. Ranks that wait in
+# its all-reduce cannot be woken without the group becoming unusable. The same in torch 2.11 to 2.15.
 all_gather = "_c10d_functional::all_gather_into_tensor"
 all_to_all = "_c10d_functional::all_to_all_single"
+all_reduce = "_c10d_functional::all_reduce"
+all_reduce_in_place = "_c10d_functional::all_reduce_"
 
 _originals: dict[Method, Callable[..., Any]] = {}
 _installed: dict[tuple[str, str], torch.library.Library] = {}

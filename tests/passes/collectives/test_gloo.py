@@ -1,11 +1,11 @@
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from passes.collectives import gloo
+from passes.collectives import gloo, gloo_channels
 from tests.common.distributed import RankPools, device_mesh
 
 _c10d = torch.ops._c10d_functional
@@ -15,18 +15,18 @@ def _shard(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return (torch.arange(numel) % 7 + 10 * rank).to(dtype)
 
 
-def _set_opposite(group: ProcessGroup, wanted: bool) -> None:
+def _set_channels(group: ProcessGroup, wanted: bool) -> None:
     gloo.install("cpu")
     if wanted:
-        gloo.open_opposite(group.group_name)
+        gloo_channels.open_channels(group)
     else:
-        gloo._opposites.pop(group, None)
+        gloo_channels._channels.pop(group, None)
 
 
-def _gather_many(opposite: bool) -> None:
+def _gather_many(channels: bool) -> None:
     """Start gathers of several sizes and dtypes, and wait for the last one first; a job for ranks."""
     group = device_mesh((4,)).get_group()
-    _set_opposite(group, opposite)
+    _set_channels(group, channels)
     whats = [
         (1, torch.float32),
         (200_000, torch.float32),
@@ -42,10 +42,10 @@ def _gather_many(opposite: bool) -> None:
             assert torch.equal(_c10d.wait_tensor(gathered), expected)
 
 
-def _exchange_unevenly(opposite: bool, dtype: torch.dtype) -> None:
+def _exchange_unevenly(channels: bool, dtype: torch.dtype) -> None:
     """Exchange matrices: rank i sends ``rows[i][j]`` rows, or none, to rank j; a job for ranks."""
     group = device_mesh((4,)).get_group()
-    _set_opposite(group, opposite)
+    _set_channels(group, channels)
     rows = [[0, 3, 1, 2], [5, 1, 0, 0], [1, 1, 1, 40_000], [0, 0, 2, 1]]
 
     def piece(source: int, target: int) -> Tensor:
@@ -59,11 +59,11 @@ def _exchange_unevenly(opposite: bool, dtype: torch.dtype) -> None:
         assert torch.equal(_c10d.wait_tensor(one), torch.cat([piece(source, rank) for source in range(4)]))
 
 
-@pytest.mark.parametrize("opposite", [True, False])
-def test_collectives_in_flight_do_not_mix(rank_pools: RankPools, opposite: bool) -> None:
-    rank_pools[4].run(_gather_many, opposite=opposite)
-    rank_pools[4].run(_exchange_unevenly, opposite=opposite, dtype=torch.float32)
-    rank_pools[4].run(_exchange_unevenly, opposite=opposite, dtype=torch.complex64)
+@pytest.mark.parametrize("channels", [True, False])
+def test_collectives_in_flight_do_not_mix(rank_pools: RankPools, channels: bool) -> None:
+    rank_pools[4].run(_gather_many, channels=channels)
+    rank_pools[4].run(_exchange_unevenly, channels=channels, dtype=torch.float32)
+    rank_pools[4].run(_exchange_unevenly, channels=channels, dtype=torch.complex64)
 
 
 class Channel:
@@ -79,35 +79,12 @@ class Channel:
         self._log.append(f"send to {target} over {self._name}")
 
 
-class Group:
-    """A group of three ranks, as rank 1 sees it."""
-
-    def __init__(self, channel: Channel):
-        self._channel = channel
-
-    def rank(self) -> int:
-        return 1
-
-    def size(self) -> int:
-        return 3
-
-    def _get_backend(self, device: torch.device) -> Channel:
-        return self._channel
-
-
 def test_no_connection_carries_data_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    group: Any = Group(Channel("the group", log))
-    opposites: Any = {group: Group(Channel("its opposite", log))}
-    monkeypatch.setattr(gloo, "_opposites", opposites)
+    channels = mock.Mock(up=Channel("up", log), down=Channel("down", log), begun=0)
     monkeypatch.setattr(gloo, "register_work", lambda *_: None)
     values = list(torch.ones(3, 2))
-    gloo._exchange(values, values, group, torch.ones(1))
-    # Data for higher ranks go over the group, for lower ranks over its opposite. Receives come first: they permit others to
-    # send, and these permissions must not wait for data.
-    assert log == [
-        "receive from 0 over the group",
-        "receive from 2 over its opposite",
-        "send to 2 over the group",
-        "send to 0 over its opposite",
-    ]
+    gloo._exchange(values, values, channels, torch.ones(1), 1, 0)
+    assert channels.begun == 1
+    # Receives come first: they permit others to send, and these permissions must not wait for data.
+    assert log == ["receive from 0 over up", "receive from 2 over down", "send to 2 over up", "send to 0 over down"]

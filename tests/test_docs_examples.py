@@ -138,6 +138,10 @@ def loss_of_two(names: Names, folder: Path) -> Names:
     return {"loss": F.mse_loss}
 
 
+def batches(names: Names, folder: Path) -> Names:
+    return {"loss": F.mse_loss, "batches": names["microbatches"]}
+
+
 def with_replicas(names: Names, folder: Path) -> Names:
     model, mesh = Model(), init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     shard(model, mesh)
@@ -201,6 +205,7 @@ def train_step(names: Names, folder: Path) -> Names:
 
 #: By example: a function that returns further names that the example expects of its reader.
 NAMES: dict[str, Callable[[Names, Path], Names]] = {
+    "reliability-0": batches,
     "getting-started-2": whole_model,
     "getting-started-3": of_transformers,
     "gradient-sync-0": loss_of_two,

@@ -22,9 +22,10 @@ from passes.collectives.traced_hook import apply_in_place_hook, draws_random_num
 from passes.fx.torch_internals.core import FakeTensorMode
 
 from ..comm_hooks import BoundHook, bind_hook
-from ..runtime.collective_log import settle
 from ..runtime.gradients import call_hooks, collect_unreduced, discard, in_backward, reduce_pending
 from ..runtime.hook_tensors import hook_parameter
+from ..runtime.recovery import recover
+from ..runtime.uncompiled import forget_forwards
 from ..torch_versions import RESET_DISCARDS_GRADIENTS, GradientReductionHandle, reduce_dtype
 from ..units.unit import Unit
 from .composable import LEFT_OUT
@@ -254,22 +255,25 @@ class GradientControls(Controls):
         """Recover after an exception in forward or backward. Go on with the first microbatch of a step.
 
         Gathered parameters, gradients that wait for communication, and the tensors of communication hooks are dropped. From
-        torch 2.15 on, ``param.grad`` is dropped, too.
+        torch 2.15 on, ``param.grad`` is dropped, too; and in any case after an exception that only some ranks met.
 
-        Waits until all ranks have met the exception.
+        If this rank has met an exception, or is handling one, the call waits until all ranks have met it, or raised
+        ``RankFailed`` and called this.
 
         Raises:
-            RankFailed: some rank did not meet it.
+            RankFailed: the ranks cannot go on together.
             RuntimeError: this is not the root of its tree of units.
         """
         unit = self._root("reset_iter_state")
-        settle(unit.scope.groups)
+        updates = any(member.updates for member in unit.scope.units)
+        differ = recover(unit.scope.groups, updates_in_backward=updates)
         unit.scope.active = False
+        forget_forwards(unit.scope)
         discard(unit.scope)
         for member in unit.scope.units:
             for param in member.params:
                 param.state.discard_hook_tensors()
-        if RESET_DISCARDS_GRADIENTS:
+        if RESET_DISCARDS_GRADIENTS or differ:
             for member in unit.scope.units:
                 for param in member.params:
                     param.param.grad = None

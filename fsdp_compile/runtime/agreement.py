@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import torch
 import torch.distributed as dist
 
 from passes.lowering.arrangement import Arrangement
@@ -57,16 +58,35 @@ class RanksDisagree(RuntimeError):
 
 
 class RankFailed(RanksDisagree):
-    """A rank met an exception that other ranks did not meet, or is lost."""
+    """A rank met an exception that other ranks did not meet, or is lost.
+
+    It is a ``torch.OutOfMemoryError``, too, if the exception is one.
+    """
+
+    @property
+    def may_recover(self) -> bool:
+        """True if ``reset_iter_state()`` on all ranks lets them go on with the next step."""
+        return str(self).endswith(_MAY_RECOVER)
 
 
-# What failure_of() recognises.
+class _OutOfMemory(RankFailed, torch.OutOfMemoryError):
+    pass
+
+
+_OutOfMemory.__name__ = _OutOfMemory.__qualname__ = RankFailed.__name__
+
+# A failure travels as text. These parts of it tell what kind it is.
 _FAILED = "A rank has failed. "
+_IS_OUT_OF_MEMORY = f": {torch.OutOfMemoryError.__name__}: "
+_MAY_RECOVER = "To go on with the next step, call reset_iter_state() on all ranks. Gradients are dropped."
+_HAS_PARTED = "The ranks have parted: end them, and go on from a checkpoint that was saved before."
 
 
 def failure_of(reason: str) -> RanksDisagree:
     """Return the exception for a failure that a rank announced."""
-    return (RankFailed if reason.startswith(_FAILED) else RanksDisagree)(reason)
+    if not reason.startswith(_FAILED):
+        return RanksDisagree(reason)
+    return _OutOfMemory(reason) if _IS_OUT_OF_MEMORY in reason else RankFailed(reason)
 
 
 class Rearrange(Exception):
@@ -155,7 +175,11 @@ class Agreement:
     Attributes:
         asking: the number of the comparison in which this rank waits, and this rank's program; None: this rank does not wait.
         passed: the number of the last comparison that did not fail.
+        agreed: the digests of the programs that the ranks have agreed on.
     """
+
+    passed: int
+    agreed: set[str]
 
     def __init__(
         self,
@@ -173,14 +197,21 @@ class Agreement:
         self.rank = rank
         self.label = label
         self.asking: tuple[int, str] | None = None
-        self.passed = 0
         self._timeout_s = timeout_s
         self._warn_after_s = WARN_AFTER_S if warn_after_s is None else warn_after_s
         self._pulse = pulse
-        self._agreed: set[str] = set()
-        self._number = 0
+        self.begin(set())
+
+    def begin(self, agreed: set[str]) -> None:
+        """Begin anew, as after a failure. All ranks do so.
+
+        Args:
+            agreed: the digests of the programs that all ranks have agreed on before.
+        """
+        self.agreed = agreed
+        self._number = self.passed = 0
         # A process group that was destroyed and created again may find the keys of the old one in the store.
-        self._life = self.store.add(f"fsdp_compile/agreement/lives/{rank}", 1)
+        self._life = self.store.add(f"fsdp_compile/agreement/lives/{self.rank}", 1)
 
     @property
     def prefix(self) -> str:
@@ -189,7 +220,7 @@ class Agreement:
 
     def has_agreed(self, program: Program) -> bool:
         """Return whether the ranks have agreed on an equal program before."""
-        return program.digest in self._agreed
+        return program.digest in self.agreed
 
     def agree(self, program: Program, before: str = "", *, may_rearrange: bool = False) -> bool:
         """Compare a program with the programs of other ranks, unless the ranks have agreed on an equal one before.
@@ -239,7 +270,7 @@ class Agreement:
         self.store.delete_key(self._post(self.rank))
         if is_rearranged:
             raise Rearrange(Arrangement.from_lists(json.loads(verdict.removeprefix(_REARRANGE))))
-        self._agreed.add(post.program.digest)
+        self.agreed.add(post.program.digest)
 
     def fail(self, reason: str) -> None:
         """Make the next comparison of the other ranks raise, even if they wait in it already."""
@@ -302,13 +333,16 @@ class Agreement:
         purpose = f"to reach the same point. Rank {self.rank} is about to run {'a ' * program.is_graph}{program}"
         self.wait(lambda: any(store.check(keys) for keys in wanted), self._awaited, purpose)
 
-    def wait(self, is_over: Callable[[], bool], awaited: Callable[[], Sequence[int]], purpose: str) -> None:
+    def wait(
+        self, is_over: Callable[[], bool], awaited: Callable[[], Sequence[int]], purpose: str, *, heeds_failures: bool = True
+    ) -> None:
         """Wait for other ranks.
 
         Args:
             is_over: returns whether the wait is over.
             awaited: returns the ranks that this rank waits for, some of which may be lost.
             purpose: what they have to do, for messages.
+            heeds_failures: whether a failure that a rank has announced ends the wait.
 
         Raises:
             RankFailed: a rank is lost, or announced an exception.
@@ -325,7 +359,7 @@ class Agreement:
             with contextlib.suppress(StoreSilent):
                 if is_over():
                     return
-                if waited > _LATE_S and (failure := self.failure()):
+                if heeds_failures and waited > _LATE_S and (failure := self.failure()):
                     raise failure_of(failure)
                 if watch is not None and waited > looks_at:
                     looks_at = waited + _LOOKS_S
@@ -373,21 +407,21 @@ class Agreement:
         return f"{self.prefix}/{number}"
 
 
-def disagreement(label: str, sides: Mapping[str, str], failed: str = "") -> str:
+def disagreement(label: str, sides: Mapping[str, str], failed: str = "", *, may_recover: bool = False) -> str:
     """Return the error message for ranks that run different programs.
 
     Args:
         label: the role of their process group in the mesh.
         sides: the program of each set of ranks, both as text.
         failed: the set of ranks that met an exception that the others did not meet; empty: all run programs.
+        may_recover: whether they can go on after that.
     """
     lines = [f"  {ranks}: {what}" for ranks, what in sides.items()]
     if not failed:
         first = f"The ranks of process group {label} run different programs, and would hang or mix up data:"
         return "\n".join([first, *lines, WHAT_TO_LOOK_FOR])
     first = f"{_FAILED}{failed.capitalize()} met an exception that other ranks of process group {label} did not meet:"
-    last = "The ranks have parted: end them, and go on from a checkpoint that was saved before."
-    return "\n".join([first, *lines, last])
+    return "\n".join([first, *lines, _MAY_RECOVER if may_recover else _HAS_PARTED])
 
 
 def _first_difference(label: str, programs: Sequence[tuple[str, Program]]) -> str:

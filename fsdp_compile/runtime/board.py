@@ -17,6 +17,8 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+IN_TORCH = "collective"
+
 
 class Step(NamedTuple):
     """A program in the history of a rank, or an exception that ended one.
@@ -27,6 +29,7 @@ class Step(NamedTuple):
         mixed: a hash of all programs so far, and of the parameters that they ran for.
         param: the name of a parameter that the program runs for; empty: its text names them.
         begun: the collectives that this rank had begun when the step began, over each of some process groups.
+        updates: the number of optimizer steps before.
         error: the exception, as text, and where it was raised; empty: the step is a program.
     """
 
@@ -35,6 +38,7 @@ class Step(NamedTuple):
     mixed: int
     param: str = ""
     begun: tuple[int, ...] = ()
+    updates: int = 0
     error: str = ""
 
     def __str__(self) -> str:
@@ -50,7 +54,8 @@ class Position(NamedTuple):
         number, mixed, title, began: its last step. ``began`` is ``Step.begun``.
         asking: the number of the comparison in which the rank waits, and its program; None: it is in none.
         begun: the collectives that the rank has begun so far.
-        waits: whether the rank is in a program or in a collective of torch, and no other thread of it communicates.
+        waits: "program" if the rank is in one, :data:`IN_TORCH` if it is in a collective of torch and no other thread of it
+            communicates, else empty.
         place: the line of the user's code that it runs.
         exception: the number and the hash of its last step that is an exception, and the text; None: it met none.
     """
@@ -61,7 +66,7 @@ class Position(NamedTuple):
     began: tuple[int, ...]
     asking: tuple[int, str] | None = None
     begun: tuple[int, ...] = ()
-    waits: bool = False
+    waits: str = ""
     place: str = ""
     exception: tuple[int, int, str] | None = None
 
@@ -93,13 +98,15 @@ class Difference(NamedTuple):
     failed: str = ""
 
 
-def difference(steps: Iterable[Step], post: Position, passed: int) -> Difference | None:
+def difference(steps: Iterable[Step], post: Position, passed: int, *, is_stuck: bool = False) -> Difference | None:
     """Compare the history of this rank with the position of another one.
 
     Args:
         steps: the last steps of this rank, in their order.
         post: the position of the other rank.
         passed: the number of the last comparison that this rank has passed.
+        is_stuck: whether this rank has been in its last program for so long that it leaves it, too, if the other rank has.
+            A message may be lost with the tensors of a program that an exception ended.
 
     Returns:
         The difference; None: the ranks have not parted, as far as this rank can tell.
@@ -112,6 +119,8 @@ def difference(steps: Iterable[Step], post: Position, passed: int) -> Difference
         number, mixed, error = post.exception
         if number in known and known[number].mixed != mixed:
             return Difference(f"{known[number]} (program {number} over this group)", error, "other")
+        if is_stuck and number - 1 in known and number not in known:
+            return Difference(f"{known[number - 1]} (program {number - 1} over this group)", error, "other")
     here, after = known.get(post.number), known.get(post.number + 1)
     if here is None:
         return None

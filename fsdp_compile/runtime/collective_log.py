@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from passes.collectives.functional import resolve_group
-from passes.collectives.gloo import backend_of, break_connections, message_tags
+from passes.collectives.gloo import backend_of, break_connections, close_channels, has_channels, message_tags
 from passes.collectives.gloo_channels import collectives_begun
 from passes.fx.torch_internals.core import RecordFunctionFast, current_graph_task_id
 from passes.fx.torch_internals.distributed import get_process_group_store
@@ -51,8 +51,9 @@ from passes.fx.torch_internals.objects import timeout_on
 from passes.lowering.arrangement import Arrangement, CannotArrange
 from passes.lowering.collective_sequence import Collective, by_unit, identities
 
-from .agreement import Agreement, Program, RanksDisagree, Rearrange, disagreement, failure_of, ranks_text
-from .board import Position, Step, difference
+from ..units.param_state import optimizer_steps
+from .agreement import Agreement, Program, RankFailed, RanksDisagree, Rearrange, disagreement, failure_of, ranks_text
+from .board import IN_TORCH, Position, Step, difference
 from .bounded_store import ANSWERS_WITHIN_S, StoreSilent
 from .pulse import Pulse, is_in_collective, place, place_of_error
 
@@ -63,6 +64,8 @@ _TICK_S = 0.25
 #: Seconds after which a program counts as slow. We see only the launch of an accelerator's program, which ends long after.
 _SLOW_S, _SLOW_ON_ACCELERATOR_S = 1.0, 5.0
 _MAX_PAUSE_S = 5.0
+#: Seconds after which a program does not wait for a rank that has left it by an exception.
+_STUCK_S = 2.0
 #: Seconds for which a failed program waits for another rank to announce the reason.
 _REASON_WITHIN_S = 2.0
 _REMEMBERED = 4096
@@ -131,14 +134,37 @@ class CollectiveLog:
         self._slow_s = _SLOW_ON_ACCELERATOR_S if is_asynchronous else _SLOW_S
         self._programs: dict[str, _LoggedProgram] = {}
         self._begun = begun or (lambda: ())
-        self._step = Step(0, _LoggedProgram(None), 0, begun=self._begun())
+        self._beginning = _LoggedProgram(None)
+        self._begin()
+        self._neighbours = _neighbours(agreement.ranks, agreement.rank)
+
+    def _begin(self) -> None:
+        self._step = Step(0, self._beginning, 0, begun=self._begun(), updates=optimizer_steps())
         self._steps: deque[Step] = deque([self._step], maxlen=_REMEMBERED)
         self._met: Step | None = None
         self._is_settled = True
         self._seen: Any = None
         self._seen_at = self._due_at = 0.0
         self._posted: Any = None
-        self._neighbours = _neighbours(agreement.ranks, agreement.rank)
+
+    def restart(self, agreed: set[str]) -> None:
+        """Begin a new history after a failure, on all ranks.
+
+        Args:
+            agreed: the digests of the programs that all ranks have agreed on.
+        """
+        self.thread = 0
+        self.backwards.clear()
+        # Ranks may have agreed on different transitions.
+        for known in self._programs.values():
+            known.follows.clear()
+        self.agreement.begin(agreed)
+        self._begin()
+        message_tags.pop(self.group_name, None)
+        self.failure = ""
+
+    def last_steps(self, count: int) -> list[Step]:
+        return list(self._steps)[-count:]
 
     def includes(self, group_name: str) -> bool:
         """Return whether all ranks of a process group are ranks of this log's group."""
@@ -231,8 +257,12 @@ class CollectiveLog:
                     self.check()
             return not waits_for
 
-        store.set(self._board(self.agreement.rank), self._position(waits=False).pack())
-        self.agreement.wait(have_met, lambda: sorted(waits_for), f"to meet the exception that it has met ({met.error})")
+        store.set(self._board(self.agreement.rank), self._position().pack())
+        try:
+            self.agreement.wait(have_met, lambda: sorted(waits_for), f"to meet the exception that it has met ({met.error})")
+        except RanksDisagree:
+            self.learn_of_failure()
+            raise
         self._is_settled = True
 
     def check(self) -> None:
@@ -244,7 +274,7 @@ class CollectiveLog:
         """Record that this rank begins a program. Arguments as for :meth:`CheckedProgram.begin`."""
         number, mixed = self._step.number, self._step.mixed
         mixed = (mixed * 1000003 + known.key + runs_for) & _MASK
-        self._step = Step(number + 1, known, mixed, param, self._begun(), error)
+        self._step = Step(number + 1, known, mixed, param, self._begun(), optimizer_steps(), error)
         self._steps.append(self._step)
         if self._has_tags:
             message_tags[self.group_name] = mixed & 0x7FFFFFFF
@@ -265,7 +295,7 @@ class CollectiveLog:
         of = f" for {step.param}" if step.param else ""
         return f"{title}{of} (program {step.number} over this group, history {step.mixed:016x})"
 
-    def _position(self, *, waits: bool) -> Position:
+    def _position(self, waits: str = "") -> Position:
         step, met = self._step, self._met
         # The state of the agreement after the position, as difference() assumes.
         asking = self.agreement.asking
@@ -287,50 +317,67 @@ class CollectiveLog:
         if now < self._due_at:
             return
         self._due_at = now + min(max((now - self._seen_at) / 2, _TICK_S), _MAX_PAUSE_S)
-        waits = bool(self.thread) or is_in_collective()
+        waits = self._waits()
         if (*self._seen, waits) != self._posted:
-            self.agreement.store.within(ANSWERS_WITHIN_S).set(
-                self._board(self.agreement.rank), self._position(waits=waits).pack()
-            )
+            self.agreement.store.within(ANSWERS_WITHIN_S).set(self._board(self.agreement.rank), self._position(waits).pack())
             self._posted = (*self._seen, waits)
-        compares = waits or asking is not None or self._is_asynchronous or not self._is_settled
+        compares = bool(waits) or asking is not None or self._is_asynchronous or not self._is_settled
+        life = self.agreement.prefix
         if compares and not self.learn_of_failure():
             for rank in self._neighbours:
                 post = self._post_of(rank)
-                if post is not None and (reason := self._parted(rank, post)):
+                is_stuck = bool(self.thread) and now - self._seen_at > _STUCK_S
+                if post is not None and (reason := self._parted(rank, post, is_stuck)) and life == self.agreement.prefix:
                     return self.fail(reason)
+
+    def _waits(self) -> str:
+        return "program" if self.thread else IN_TORCH if is_in_collective() else ""
 
     def _post_of(self, rank: int) -> Position | None:
         store, key = self.agreement.store.within(ANSWERS_WITHIN_S), self._board(rank)
         return Position.unpack(store.get(key)) if store.check([key]) else None
 
-    def _parted(self, rank: int, post: Position) -> str:
+    def _parted(self, rank: int, post: Position, is_stuck: bool = False) -> str:
         """Return how this rank and another one, with this position, have parted; empty: they have not."""
-        found = difference(tuple(self._steps), post, self.agreement.passed)
+        # A rank that waits in a collective of torch wakes only if the user's group becomes unusable.
+        groups = {name for log in self.family for name in log.group_names}
+        may_recover = self._has_tags and IN_TORCH not in (post.waits, self._waits()) and all(map(has_channels, groups))
+        found = difference(tuple(self._steps), post, self.agreement.passed, is_stuck=is_stuck and may_recover)
         if found is None:
             return ""
         names = {"own": ranks_text([self.agreement.rank]), "other": ranks_text([rank])}
         sides = dict(sorted({names["own"]: found.own, names["other"]: found.other}.items()))
-        return disagreement(self.agreement.label, sides, names.get(found.failed, ""))
+        return disagreement(self.agreement.label, sides, names.get(found.failed, ""), may_recover=may_recover)
 
     def learn_of_failure(self) -> bool:
         """Return whether a rank of the group announced a failure. If so, all logs that share programs fail, too."""
-        if not self.failure and (reason := self.agreement.failure()):
+        life = self.agreement.prefix
+        # This rank may have recovered meanwhile.
+        if not self.failure and (reason := self.agreement.failure()) and life == self.agreement.prefix:
             self.fail(reason)
         return bool(self.failure)
 
     def fail(self, reason: str) -> None:
-        """Make all logs that share programs with this one fail, on all ranks."""
+        """Make all logs that share programs with this one fail, on all ranks.
+
+        The reason replaces an earlier one from which the ranks could have recovered.
+        """
         for log in self.family:
-            if not log.failure:
+            if not log.failure or (_may_recover(log.failure) and not _may_recover(reason)):
                 log.agreement.announce_failure(reason)
                 log.failure = reason
         logger.error(reason)
+        close = close_channels if _may_recover(reason) else break_connections
         for name in {name for log in self.family for name in log.group_names}:
-            break_connections(name)
+            close(name)
 
     def _board(self, rank: int) -> str:
         return f"{self.agreement.prefix}/board/{rank}"
+
+
+def _may_recover(reason: str) -> bool:
+    failure = failure_of(reason)
+    return isinstance(failure, RankFailed) and failure.may_recover
 
 
 def _neighbours(ranks: Sequence[int], rank: int) -> list[int]:
@@ -352,7 +399,7 @@ def _find_logs(group_names: Iterable[str], roles: Mapping[str, str]) -> list[Col
     replicated over has a log of its own, unless an earlier group has the same ranks.
     """
     found: list[CollectiveLog] = []
-    for name in sorted(set(group_names), key=lambda name: (_place_of_role(roles.get(name, "")), name)):
+    for name in sorted(set(group_names), key=lambda name: (place_of_role(roles.get(name, "")), name)):
         group = resolve_group(name)
         ranks = dist.get_process_group_ranks(group)
         shards = roles.get(name) in SHARDING_ROLES
@@ -366,7 +413,8 @@ def _find_logs(group_names: Iterable[str], roles: Mapping[str, str]) -> list[Col
     return found
 
 
-def _place_of_role(role: str) -> int:
+def place_of_role(role: str) -> int:
+    """Return where the logs of a role come in the order that all ranks have."""
     return SHARDING_ROLES.index(role) if role in SHARDING_ROLES else len(SHARDING_ROLES)
 
 
@@ -390,7 +438,7 @@ def backward_ends(task: int, group_names: Iterable[str]) -> None:
 
 def record_exception(error: BaseException, group_names: Iterable[str]) -> None:
     """Record that an exception has ended a program, a forward or a backward over process groups."""
-    _record(error, _existing(group_names))
+    _record(error, logs_of(group_names))
 
 
 def _record(error: BaseException, logs: Iterable[CollectiveLog]) -> None:
@@ -405,11 +453,12 @@ def _text(error: BaseException) -> str:
 
 def settle(group_names: Iterable[str]) -> None:
     """Wait until all ranks of process groups have met an exception that this rank has met. See :meth:`CollectiveLog.settle`."""
-    for log in _existing(group_names):
+    for log in logs_of(group_names):
         log.settle()
 
 
-def _existing(group_names: Iterable[str]) -> list[CollectiveLog]:
+def logs_of(group_names: Iterable[str]) -> list[CollectiveLog]:
+    """Return the logs of process groups, of those that have one."""
     return list(filter(None, (_logs.get(resolve_group(name)) for name in group_names)))
 
 

@@ -47,7 +47,7 @@ from passes.ir.ops import reshard
 
 from ..units.param_state import Stamp, stamp
 from ..units.sharded_param import ShardedParam
-from ..units.unit import Unit
+from ..units.unit import Scope, Unit
 from .collective_log import record_exception
 from .gradients import (
     at_end_of_backward,
@@ -268,6 +268,16 @@ def state_of(unit: Unit) -> _State:
     if state is None:
         state = _states[unit] = _State()
     return state
+
+
+def forget_forwards(scope: Scope) -> None:
+    """Forget the forwards of a scope's units, and what they gathered.
+
+    After an exception, tracebacks may hold full parameters on some ranks. A rank that read them again would not gather.
+    """
+    scope.uncompiled_depth = 0
+    for unit in scope.units:
+        _states.pop(unit, None)
 
 
 def gathered_of(unit: Unit) -> Gathered:
@@ -670,32 +680,43 @@ class UncompiledForward:
     Args:
         unit: the unit.
         module: the module.
-        gathers: whether to gather the unit now. False in a part of a compiled forward, whose graphs may gather the unit: only
-            a read gathers then.
     """
 
     @staticmethod
     def begin(unit: Unit, module: nn.Module) -> UncompiledForward:
-        """Begin an uncompiled forward. Gather the unit, unless this is a part of a compiled forward."""
+        """Begin an uncompiled forward. Gather the unit.
+
+        In a part of a compiled forward, whose graphs may gather the unit, only a read gathers it.
+        """
         # Not in the constructor: in code that Dynamo is disabled for, there is no callback. Dynamo skips this function's code.
         compiles = get_eval_frame_callback() is not None and not is_in_any_mode_without_ignore_compile_internals()
-        return UncompiledForward(unit, module, gathers=not compiles)
+        forward = UncompiledForward(unit, module)
+        try:
+            forward._gather(gathers=not compiles)
+        except BaseException:
+            forward.end()
+            raise
+        return forward
 
     @_python
-    def __init__(self, unit: Unit, module: nn.Module, gathers: bool):
+    def __init__(self, unit: Unit, module: nn.Module):
         self._unit, self._module = unit, module
         self._scope = unit.scope
         self._scope.uncompiled_depth += 1
         self._has_returned = False
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        state_of(unit).running += 1
+
+    @_python
+    def _gather(self, *, gathers: bool) -> None:
+        unit = self._unit
         if self._scope.uncompiled_depth == 1:
             # Compiled blocks are guarded by it, and a checkpoint expects forward and recomputation to run the same code.
             for param in itertools.chain.from_iterable(other.params for other in self._scope.units):
                 param.note_requires_grad()
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         state = state_of(unit)
         if self._scope.lent and write_back(unit):
             state.reading = None
-        state.running += 1
         state.is_compiled_in_part = not gathers
         if gathers and state.reading is None and _can_gather(unit) and not _is_traced():
             state.reading = CallParameters(unit)

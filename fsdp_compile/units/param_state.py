@@ -26,6 +26,11 @@ def _count_step(*_: object) -> None:
     _optimizer_steps += 1
 
 
+def optimizer_steps() -> int:
+    """Return the number of steps of all optimizers so far."""
+    return _optimizer_steps
+
+
 # Torch calls the hook after every optimizer's step, also if the writes raise no version counter.
 register_optimizer_step_post_hook(_count_step)
 

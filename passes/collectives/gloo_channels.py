@@ -101,13 +101,24 @@ def collectives_begun(group: ProcessGroup) -> int:
     return sequence_number(group) + (0 if own is None else own.begun)
 
 
+def close_channels(group: ProcessGroup) -> None:
+    """Make all ranks fail that wait, now or later, for a message of a group's channels."""
+    if (own := channels_of(group)) is not None:
+        own.close()
+
+
+def reopen_channels(group: ProcessGroup) -> None:
+    """Open the channels of a group anew, if it has any. All ranks of the group have to call this."""
+    if (own := channels_of(group)) is not None:
+        own.open()
+
+
 def break_connections(group: ProcessGroup) -> None:
     """Make all ranks fail that wait, now or later, for a message of a Gloo group on the CPU. The group is unusable afterwards.
 
     ``ProcessGroup.abort`` does not wake ranks that wait.
     """
-    if (own := channels_of(group)) is not None:
-        own.close()
+    close_channels(group)
     _break(backend_on(group, _CPU), (group.rank() + 1) % group.size())
 
 

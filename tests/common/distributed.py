@@ -174,7 +174,7 @@ def _forget_models() -> None:
     if log is not None:
         log._arrangements.clear()
         for known in log._logs.values():
-            known.agreement._agreed.clear()
+            known.agreement.agreed.clear()
 
 
 @dataclass

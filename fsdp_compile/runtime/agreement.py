@@ -32,7 +32,7 @@ from passes.lowering.arrangement import Arrangement
 from passes.lowering.collective_sequence import digest
 
 from .bounded_store import ANSWERS_WITHIN_S, BoundedStore, StoreSilent
-from .pulse import Pulse
+from .pulse import Pulse, Watch
 
 #: Seconds after which a rank that waits for others warns.
 WARN_AFTER_S = 30.0
@@ -352,7 +352,7 @@ class Agreement:
         # Poll: a blocking wait would occupy a connection to the store that other threads may need.
         start = time.monotonic()
         warned = False
-        watch, looks_at = None if self._pulse is None else self._pulse.watch(), _LOOKS_S / 2
+        watch, looks_at = self.watch(), _LOOKS_S / 2
         while True:
             waited = time.monotonic() - start
             # A rank that is stopped for a while goes on, and with it the store that it serves.
@@ -363,8 +363,8 @@ class Agreement:
                     raise failure_of(failure)
                 if watch is not None and waited > looks_at:
                     looks_at = waited + _LOOKS_S
-                    if lost := watch.lost(awaited()):
-                        raise failure_of(f"{_FAILED}{lost} {self._waits(awaited, purpose)}")
+                    if found := watch.lost(awaited()):
+                        raise failure_of(lost(found, self._waits(awaited, purpose)))
             if waited > self._timeout_s:
                 raise RanksDisagree(
                     f"{self._waits(awaited, purpose)} That did not happen within {self._timeout_s:g} s, the timeout of the "
@@ -381,6 +381,10 @@ class Agreement:
                     stacklevel=2,
                 )
             time.sleep(min(max(waited / 10, 0.001), 0.2))
+
+    def watch(self) -> Watch | None:
+        """Begin to look for lost ranks; None: ranks give no signs of life."""
+        return None if self._pulse is None else self._pulse.watch()
 
     def _without_post(self) -> list[int]:
         store = self.store.within(ANSWERS_WITHIN_S)
@@ -405,6 +409,16 @@ class Agreement:
 
     def _prefix(self, number: int) -> str:
         return f"{self.prefix}/{number}"
+
+
+def lost(found: str, waits: str) -> str:
+    """Return the error message for a rank that waits for a lost one.
+
+    Args:
+        found: which rank is lost, and why.
+        waits: what the other rank waits for.
+    """
+    return f"{_FAILED}{found} {waits}"
 
 
 def disagreement(label: str, sides: Mapping[str, str], failed: str = "", *, may_recover: bool = False) -> str:

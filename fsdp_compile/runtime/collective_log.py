@@ -52,10 +52,21 @@ from passes.lowering.arrangement import Arrangement, CannotArrange
 from passes.lowering.collective_sequence import Collective, by_unit, identities
 
 from ..units.param_state import optimizer_steps
-from .agreement import Agreement, Program, RankFailed, RanksDisagree, Rearrange, disagreement, failure_of, ranks_text
+from .agreement import (
+    WARN_AFTER_S,
+    Agreement,
+    Program,
+    RankFailed,
+    RanksDisagree,
+    Rearrange,
+    disagreement,
+    failure_of,
+    lost,
+    ranks_text,
+)
 from .board import IN_TORCH, Position, Step, difference
 from .bounded_store import ANSWERS_WITHIN_S, StoreSilent
-from .pulse import Pulse, is_in_collective, place, place_of_error
+from .pulse import SILENT_AFTER_S, Pulse, Watch, is_in_collective, place, place_of_error
 
 #: Roles of process groups that parameters are sharded or replicated over. Each such group has a log of its own.
 SHARDING_ROLES = ("shard", "replicate", "reduce")
@@ -135,6 +146,7 @@ class CollectiveLog:
         self._programs: dict[str, _LoggedProgram] = {}
         self._begun = begun or (lambda: ())
         self._beginning = _LoggedProgram(None)
+        self._watch: Watch | None = None
         self._begin()
         self._neighbours = _neighbours(agreement.ranks, agreement.rank)
 
@@ -144,7 +156,7 @@ class CollectiveLog:
         self._met: Step | None = None
         self._is_settled = True
         self._seen: Any = None
-        self._seen_at = self._due_at = 0.0
+        self._seen_at = self._due_at = self._warns_at = self._answered_at = 0.0
         self._posted: Any = None
 
     def restart(self, agreed: set[str]) -> None:
@@ -313,22 +325,53 @@ class CollectiveLog:
         step, asking, begun = self._step.number, self.agreement.asking, self._begun()
         if self.failure or (step, asking, begun) != self._seen:
             self._seen, self._seen_at, self._due_at = (step, asking, begun), now, now + self._slow_s
+            self._warns_at = now + WARN_AFTER_S
             return
         if now < self._due_at:
             return
         self._due_at = now + min(max((now - self._seen_at) / 2, _TICK_S), _MAX_PAUSE_S)
         waits = self._waits()
+        try:
+            self._post(waits)
+            if waits or asking is not None or self._is_asynchronous or not self._is_settled:
+                self._compare(is_stuck=bool(self.thread) and now - self._seen_at > _STUCK_S)
+            if waits and not self.failure:
+                self._look_for_lost(now, waits)
+            self._answered_at = now
+        except StoreSilent as error:
+            if waits and now - max(self._seen_at, self._answered_at) > SILENT_AFTER_S:
+                self.fail(lost(str(error), self._text_of_wait(now, waits)))
+
+    def _post(self, waits: str) -> None:
         if (*self._seen, waits) != self._posted:
             self.agreement.store.within(ANSWERS_WITHIN_S).set(self._board(self.agreement.rank), self._position(waits).pack())
             self._posted = (*self._seen, waits)
-        compares = bool(waits) or asking is not None or self._is_asynchronous or not self._is_settled
+
+    def _compare(self, *, is_stuck: bool) -> None:
+        """Fail if this rank and another one have parted, or if another one has failed."""
         life = self.agreement.prefix
-        if compares and not self.learn_of_failure():
-            for rank in self._neighbours:
-                post = self._post_of(rank)
-                is_stuck = bool(self.thread) and now - self._seen_at > _STUCK_S
-                if post is not None and (reason := self._parted(rank, post, is_stuck)) and life == self.agreement.prefix:
-                    return self.fail(reason)
+        if self.learn_of_failure():
+            return
+        for rank in self._neighbours:
+            post = self._post_of(rank)
+            # This rank may have recovered meanwhile.
+            if post is not None and (reason := self._parted(rank, post, is_stuck)) and life == self.agreement.prefix:
+                return self.fail(reason)
+
+    def _look_for_lost(self, now: float, waits: str) -> None:
+        """Fail if a rank is lost that this one may wait for. Warn from time to time."""
+        self._watch = self._watch or self.agreement.watch()
+        if self._watch is None:
+            return
+        if found := self._watch.lost(self._neighbours):
+            self.fail(lost(found, self._text_of_wait(now, waits)))
+        elif now > self._warns_at:
+            self._warns_at = now + 2 * (now - self._seen_at)
+            logger.warning(f"{self._text_of_wait(now, waits)}{self._watch.places()}")
+
+    def _text_of_wait(self, now: float, waits: str) -> str:
+        where = f"a collective of torch, after {self._step}" if waits == IN_TORCH else self._step
+        return f"Rank {self.agreement.rank} has been in {where} for {now - self._seen_at:.0f} s."
 
     def _waits(self) -> str:
         return "program" if self.thread else IN_TORCH if is_in_collective() else ""

@@ -33,7 +33,7 @@ from passes.fx.torch_internals.objects import running_frames
 from .bounded_store import ANSWERS_WITHIN_S, BoundedStore
 
 #: Seconds without a sign of life after which a rank counts as lost.
-SILENT_AFTER_S = 30.0
+SILENT_AFTER_S = float(os.environ.get("FSDP_COMPILE_SILENT_AFTER_S", "30"))
 #: Seconds between two signs of a rank.
 _EVERY_S = 1.0
 # Seconds within which the store answers a rank that joins.
@@ -153,7 +153,7 @@ class Watch:
 
     def places(self) -> str:
         """Say where the ranks were that :meth:`lost` has looked at."""
-        found = [f"rank {rank} is at {sign.place}" for rank, (sign, _) in self._seen.items()]
+        found = [f"rank {rank} is at {sign.place}" for rank, (sign, _) in sorted(self._seen.items())]
         return f" Where they are: {'; '.join(found)}." if found else ""
 
 

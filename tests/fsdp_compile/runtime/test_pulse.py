@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -125,7 +126,7 @@ _NIGHT = pytest.mark.night
     ("victim", "number", "moment", "timeout_s", "error"),
     [
         # The first rank serves the store.
-        pytest.param(0, signal.SIGSTOP, "data", 10, _TIMED_OUT, id="stopped in data"),
+        pytest.param(0, signal.SIGSTOP, "data", 10, _TIMED_OUT, id="stopped in data", marks=_NIGHT),
         pytest.param(0, signal.SIGSTOP, "forward", 10, _TIMED_OUT, id="stopped in forward", marks=_NIGHT),
         pytest.param(0, signal.SIGSTOP, "compile", 10, _TIMED_OUT, id="stopped in compile", marks=_NIGHT),
         pytest.param(1, signal.SIGKILL, "compile", 600, "Rank 1 .* has ended. It was last at <string>", id="killed in compile"),
@@ -133,14 +134,36 @@ _NIGHT = pytest.mark.night
     ],
 )
 def test_ranks_end(victim: int, number: int, moment: str, timeout_s: int, error: str, tmp_path: Path) -> None:
+    assert re.search(error, _error_of_the_other(victim, number, moment, timeout_s, tmp_path))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("victim", "error"),
+    [
+        # It serves the store.
+        pytest.param(0, "The store .* has not answered", id="the first", marks=_NIGHT),
+        pytest.param(1, r"Rank 1 .* has given no sign of life for \d+ s. .* Rank 0 has been in backward graph", id="the last"),
+    ],
+)
+def test_a_rank_that_waits_in_a_program_ends(victim: int, error: str, tmp_path: Path) -> None:
+    """The other rank is stopped, and the timeout of the process group is far away."""
+    assert re.search(error, _error_of_the_other(victim, signal.SIGSTOP, "forward", 600, tmp_path, silent_after_s=4))
+
+
+def _error_of_the_other(
+    victim: int, number: int, moment: str, timeout_s: int, tmp_path: Path, silent_after_s: float = pulse.SILENT_AFTER_S
+) -> str:
+    """Run two ranks, of which one gets a signal, and return what the other one has printed when it ends."""
     port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
     errors = [tmp_path / "0", tmp_path / "1"]
     ranks = []
     for rank, path in enumerate(errors):
         flags = map(str, (port, rank, victim, int(number), moment, timeout_s))
         command = [sys.executable, "-c", textwrap.dedent(_RANK), *flags]
+        env = {**os.environ, "FSDP_COMPILE_SILENT_AFTER_S": str(silent_after_s)}
         with path.open("w") as file:
-            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True))
+            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=env))
     try:
         stdout = ranks[victim].stdout
         assert stdout is not None
@@ -150,4 +173,4 @@ def test_ranks_end(victim: int, number: int, moment: str, timeout_s: int, error:
         for each in ranks:
             each.kill()
             each.communicate()
-    assert re.search(error, errors[1 - victim].read_text())
+    return errors[1 - victim].read_text()

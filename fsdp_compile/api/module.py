@@ -23,8 +23,8 @@ from passes.fx.torch_internals.dynamo import OptimizedModule
 from passes.fx.torch_internals.objects import compiled_call, own_buffers, own_parameters, set_compiled_call
 
 from ..compiler.traced_forwards import note_outermost_forward
-from ..runtime.collective_log import record_exception, settle
 from ..runtime.gradients import in_backward
+from ..runtime.group_logs import record_exception, settle
 from ..runtime.lent_parameters import end_loans
 from ..runtime.uncompiled import UncompiledForward, is_recomputing
 from ..torch_versions import in_compilation

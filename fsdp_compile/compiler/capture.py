@@ -15,7 +15,7 @@ from passes.fx.torch_internals.core import _make_graph_module, _use_lazy_graph_m
 from passes.pass_runner import Observer, log_pass
 
 from ..runtime.call import Call
-from ..runtime.collective_log import eager_observers
+from ..runtime.checked_program import eager_observers
 from ..runtime.planned_graph import BoxedFunction, PlannedGraph, Variant, call_observers
 from .calls import Census, GraphCall
 from .captured_graph import CapturedGraph

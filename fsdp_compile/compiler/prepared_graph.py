@@ -27,7 +27,8 @@ from passes.lowering.collective_sequence import Collective, collective_sequence
 from passes.pipeline import run_passes
 from passes.transforms.bucket import Group
 
-from ..runtime.collective_log import SHARDING_ROLES, CheckedProgram, agree_on_graph
+from ..runtime.checked_program import CheckedProgram, agree_on_graph
+from ..runtime.collective_log import SHARDING_ROLES
 from ..runtime.planned_graph import BoxedFunction, boxed
 from .capture import CapturedGraph, is_capturing, observer, record, snapshot
 from .collector import collector_paused
@@ -210,7 +211,7 @@ class PreparedGraph:
         return SizeGuard(unchecked, self._sizes) if unchecked else None
 
     def _kind(self, plan: Plan) -> tuple[int, int]:
-        """Return the ``kind`` that :func:`~fsdp_compile.runtime.collective_log.agree_on_graph` asks for.
+        """Return the ``kind`` that :func:`~fsdp_compile.runtime.checked_program.agree_on_graph` asks for.
 
         The first number is equal for graphs with equal options and controls of the schedule, the second one for graphs that do
         the same with the same buckets, in any order of buckets. A number holds on to no hook of the user.

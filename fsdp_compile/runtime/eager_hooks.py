@@ -16,7 +16,7 @@ from passes.fx.torch_internals.objects import post_accumulate_grad_hooks
 from passes.ir.ops import EagerRuntime, set_eager_runtime
 
 from ..units.sharded_param import ShardedParam, param_in_memory
-from .collective_log import eager_run
+from .checked_program import eager_run
 from .gradients import drop_eager_gradient, note_forward, receive_gradient
 from .lent_parameters import write_back
 

@@ -33,7 +33,8 @@ from ..units.own_storage import has_memory
 from ..units.param_state import FlatSlice, grad_slice, joined, set_grad_in
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, SyncFlags, Unit
-from .collective_log import backward_begins, backward_ends, eager_run, record_exception
+from .checked_program import eager_run
+from .group_logs import backward_begins, backward_ends, record_exception
 from .hook_tensors import hook_tensors
 from .tensor_kind import Like
 

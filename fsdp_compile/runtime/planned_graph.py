@@ -27,7 +27,7 @@ from passes.transforms.offload_activations import offloaded_outputs
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .call import Call
-from .collective_log import CheckedProgram
+from .checked_program import CheckedProgram
 from .gradients import note_backward, note_forward
 from .graph_inputs import ParameterRegistry
 from .lent_parameters import write_back

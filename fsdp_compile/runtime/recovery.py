@@ -16,7 +16,8 @@ from passes.collectives.gloo import reopen_channels
 
 from ..units.param_state import optimizer_steps
 from .agreement import RankFailed
-from .collective_log import CollectiveLog, logs_of, place_of_role, record_exception
+from .collective_log import CollectiveLog
+from .group_logs import logs_of, place_of_role, record_exception
 
 # The last steps of each rank, among which must be one that all ranks ran.
 _COMPARED_STEPS = 256

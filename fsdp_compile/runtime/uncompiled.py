@@ -48,7 +48,6 @@ from passes.ir.ops import reshard
 from ..units.param_state import Stamp, stamp
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, Unit
-from .collective_log import record_exception
 from .gradients import (
     at_end_of_backward,
     in_backward,
@@ -58,6 +57,7 @@ from .gradients import (
     unreduced_gradient,
     zeros_like_gradient,
 )
+from .group_logs import record_exception
 from .lent_parameters import check_reads_of_running_node, end_loans, inputs_of_running_node, plain_tensors, write_back
 from .schedule_settings import must_not_gather
 from .unsharding import Resharded, end_forward, finish_gather_of, finish_unshard, gathered_together, start_gathers

@@ -25,7 +25,7 @@ from passes.ir.extension import gathered_shape, with_rows
 
 from ..units.sharded_param import ShardedParam
 from ..units.unit import PendingGather, SentTensors, Unit
-from .collective_log import eager_run
+from .checked_program import eager_run
 
 
 @torch.inference_mode(False)

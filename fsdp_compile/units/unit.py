@@ -146,7 +146,7 @@ class PendingGather:
         format: the format in which they travel.
         gathered: the flat buffer in flight; None: nothing is sent.
         group: name of the process group of the gather.
-        run: the gather as a program that ranks compare (:mod:`fsdp_compile.runtime.collective_log`).
+        run: the gather as a program that ranks compare (:mod:`fsdp_compile.runtime.checked_program`).
     """
 
     params: list[ShardedParam]

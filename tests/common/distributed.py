@@ -170,10 +170,10 @@ def _forget_models() -> None:
     """Clear the caches through which the models of a job would decide about equal models of the next job."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    log = sys.modules.get("fsdp_compile.runtime.collective_log")
-    if log is not None:
-        log._arrangements.clear()
-        for known in log._logs.values():
+    programs = sys.modules.get("fsdp_compile.runtime.checked_program")
+    if programs is not None:
+        programs._arrangements.clear()
+        for known in sys.modules["fsdp_compile.runtime.group_logs"]._logs.values():
             known.agreement.agreed.clear()
 
 

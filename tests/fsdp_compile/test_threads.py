@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile import fsdp_backend, fully_shard
-from fsdp_compile.runtime import collective_log
+from fsdp_compile.runtime import checked_program
 from tests.common import models
 from tests.common.distributed import RankPools
 from tests.common.parity import shard_units
@@ -30,7 +30,7 @@ def share_a_group() -> None:
     """Run a forward in a second thread while the first holds the group, so that both communicate at once deterministically."""
     model = make_model(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"))
     group = model._fsdp_unit.mesh.shard_group
-    run = collective_log.eager_run("something", (1,), (group,))
+    run = checked_program.eager_run("something", (1,), (group,))
     errors: list[BaseException] = []
 
     def forward() -> None:
@@ -124,7 +124,7 @@ def train_beside_a_compilation() -> None:
     def train_and_list() -> tuple[list[float], list[str]]:
         losses: list[float] = []
         collectives: list[str] = []
-        with mock.patch.object(collective_log, "eager_observers", [collectives.append]):
+        with mock.patch.object(checked_program, "eager_observers", [collectives.append]):
             train(make_model(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")).double(), 0, losses)
         return losses, collectives
 
@@ -172,7 +172,7 @@ def compile_on_one_rank() -> None:
         if hasattr(torch.compiler, "_compile_session_context")
         else contextlib.nullcontext()
     )
-    with without, mock.patch.object(collective_log, "eager_observers", [collectives.append]):
+    with without, mock.patch.object(checked_program, "eager_observers", [collectives.append]):
         for size in sizes:
             model(torch.ones(size, 8)).sum().backward()
     assert collectives == []

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_compile import RankFailed, RanksDisagree, fsdp_backend, fully_shard
 from fsdp_compile.runtime.agreement import Agreement, Program
 from fsdp_compile.runtime.collective_log import CollectiveLog
+from fsdp_compile.runtime.watchdog import Lookout, neighbours
 from tests.common.distributed import RankPools, device_mesh
 
 pytestmark = pytest.mark.units_apart
@@ -48,6 +49,7 @@ class Ranks:
             )
             for rank in ranks
         ]
+        self._lookouts = [Lookout(log) for log in self.logs]
         self._now = 0.0
 
     def run(self, *programs: Program | None) -> list[str]:
@@ -83,8 +85,8 @@ class Ranks:
         """Run the watchdogs for ten pretended seconds. Return the failure that each rank has found, or an empty string."""
         for _ in range(10):
             self._now += 1
-            for log in self.logs:
-                log.look(self._now)
+            for log, lookout in zip(self.logs, self._lookouts, strict=True):
+                lookout.look(log, self._now)
         return [log.failure for log in self.logs]
 
 
@@ -316,14 +318,14 @@ def test_a_rank_that_met_an_exception_waits_for_slow_ranks() -> None:
 
 
 def test_many_ranks_compare_themselves_with_some() -> None:
-    logs = Ranks(1000).logs
+    found = [neighbours(range(1000), rank) for rank in range(1000)]
     reached, new = {0}, {0}
     while new:
-        new = {rank for known in new for rank in logs[known]._neighbours} - reached
+        new = {rank for known in new for rank in found[known]} - reached
         reached |= new
     assert len(reached) == 1000
-    assert max(len(log._neighbours) for log in logs) < 24
-    assert [log._neighbours for log in Ranks(4).logs] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+    assert max(map(len, found)) < 24
+    assert [neighbours(range(4), rank) for rank in range(4)] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
 
 
 # Real ranks.

@@ -45,6 +45,7 @@ ORDER = {
         "debug",
         "explain",
         "plan",
+        "diagnose",
     ],
 }
 MODULES = {

@@ -30,6 +30,7 @@ class Step(NamedTuple):
         param: the name of a parameter that the program runs for; empty: its text names them.
         begun: the collectives that this rank had begun when the step began, over each of some process groups.
         updates: the number of optimizer steps before.
+        time: when the step began, in seconds since the epoch.
         error: the exception, as text, and where it was raised; empty: the step is a program.
     """
 
@@ -39,6 +40,7 @@ class Step(NamedTuple):
     param: str = ""
     begun: tuple[int, ...] = ()
     updates: int = 0
+    time: float = 0.0
     error: str = ""
 
     def __str__(self) -> str:

@@ -20,6 +20,7 @@ from passes.lowering.collective_sequence import Collective, by_unit, identities
 from .agreement import Program, RanksDisagree, Rearrange, failure_of
 from .collective_log import SHARDING_ROLES, CollectiveLog, LoggedProgram
 from .group_logs import find_logs, record_in
+from .report import write_report
 
 
 class CheckedProgram:
@@ -105,6 +106,7 @@ class CheckedProgram:
         for log, _ in self._over:
             if reason := log.reason_of(error):
                 raise failure_of(reason) from error
+        write_report(f"{type(error).__name__}: {error}", lambda: [log.history() for log, _ in self._over])
 
 
 def _together(over: Sequence[tuple[CollectiveLog, LoggedProgram]], agree: Any, roles: Mapping[str, str]) -> None:
@@ -120,6 +122,7 @@ def _together(over: Sequence[tuple[CollectiveLog, LoggedProgram]], agree: Any, r
                 elif other > position:
                     following.agreement.fail(str(error))
             log.learn_of_failure()
+            write_report(str(error), lambda: [each.history() for each, _ in over])
             raise
 
 

@@ -31,6 +31,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 
@@ -51,6 +52,7 @@ from .agreement import (
 from .board import IN_TORCH, Position, Step, difference
 from .bounded_store import ANSWERS_WITHIN_S
 from .pulse import is_in_collective, place, place_of_error
+from .report import write_report
 
 #: Roles of process groups that parameters are sharded or replicated over. Each such group has a log of its own.
 SHARDING_ROLES = ("shard", "replicate", "reduce")
@@ -63,7 +65,7 @@ _MAX_PAUSE_S = 5.0
 _STUCK_S = 2.0
 #: Seconds for which a failed program waits for another rank to announce the reason.
 _REASON_WITHIN_S = 2.0
-_REMEMBERED = 4096
+_REMEMBERED, _REPORTED = 4096, 200
 # The entry for an exception: the rank lacks results that other ranks may have.
 _EXCEPTION = Program("exception", (), (), is_graph=False)
 _MASK = (1 << 64) - 1
@@ -132,7 +134,7 @@ class CollectiveLog:
         self._begin()
 
     def _begin(self) -> None:
-        self.step = Step(0, self._beginning, 0, begun=self.begun(), updates=optimizer_steps())
+        self.step = Step(0, self._beginning, 0, begun=self.begun(), updates=optimizer_steps(), time=time.time())
         self._steps: deque[Step] = deque([self.step], maxlen=_REMEMBERED)
         self._met: Step | None = None
         self.is_settled = True
@@ -155,6 +157,21 @@ class CollectiveLog:
 
     def last_steps(self, count: int) -> list[Step]:
         return list(self._steps)[-count:]
+
+    def history(self) -> dict[str, Any]:
+        """Return what this rank has run last, as a report has it."""
+        program = self.step.program.program
+        return {
+            "group": self.agreement.label,
+            "ranks": list(self.agreement.ranks),
+            "steps": [
+                {"number": step.number, "what": str(step), "history": step.mixed, "time": step.time}
+                for step in self.last_steps(_REPORTED)
+            ],
+            "collectives": [] if program is None else list(program.lines),
+            "asking": self.agreement.asking,
+            "waits": self.waits,
+        }
 
     def includes(self, group_name: str) -> bool:
         """Return whether all ranks of a process group are ranks of this log's group."""
@@ -264,7 +281,7 @@ class CollectiveLog:
         """Record that this rank begins a program. Arguments as for :meth:`CheckedProgram.begin`."""
         number, mixed = self.step.number, self.step.mixed
         mixed = (mixed * 1000003 + known.key + runs_for) & _MASK
-        self.step = Step(number + 1, known, mixed, param, self.begun(), optimizer_steps(), error)
+        self.step = Step(number + 1, known, mixed, param, self.begun(), optimizer_steps(), time.time(), error)
         self._steps.append(self.step)
         if self._has_tags:
             message_tags[self.group_name] = mixed & 0x7FFFFFFF
@@ -336,6 +353,7 @@ class CollectiveLog:
                 log.agreement.announce_failure(reason)
                 log.failure = reason
         logger.error(reason)
+        write_report(reason, lambda: [log.history() for log in self.family])
         close = close_channels if _may_recover(reason) else break_connections
         for name in {name for log in self.family for name in log.group_names}:
             close(name)

@@ -104,6 +104,43 @@ def test_only_whole_checkpoints_count(tmp_path: Path, one_rank: None, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-00000{step}" for step in (1, 2, 3, 4)]
 
 
+def test_a_damaged_checkpoint_is_left_out(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(2, 2)
+
+    def save(losses: list[float]) -> None:
+        save_checkpoint(model, optim.AdamW(model.parameters()), losses, {}, tmp_path)
+
+    def resume(how: str) -> list[float]:
+        return load_checkpoint(
+            model, optim.AdamW(model.parameters()), {}, parse_args(["--resume", how, "--out", str(tmp_path)])
+        )
+
+    save([1.0])
+    save([1.0, 2.0])
+    newest = tmp_path / "step-000002"
+    written = newest / "__0_0.distcp"
+    contents = bytearray(written.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    written.write_bytes(contents)
+    with pytest.raises(SystemExit, match=r"step-000002 is damaged: __0_0\.distcp"):
+        resume(str(newest))
+    assert resume("auto") == [1.0]
+    assert f"{newest} is damaged, and is left out: __0_0.distcp" in capsys.readouterr().out
+    written.unlink()
+    assert resume("newest") == [1.0]
+
+    # A disk that is full when the last file is written.
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(
+            RuntimeError, match=r"step-000003 was not saved, and those before are untouched: rank 0: .*No space"
+        ):
+            save([1.0, 2.0, 3.0])
+    assert resume("auto") == [1.0]
+
+
 @pytest.mark.night
 def test_train_gpt_goes_on_after_ranks_were_killed(tmp_path: Path, straight: Path) -> None:
     command = [str(ROOT / "tests/common/killed_ranks.py"), str(ROOT / "examples/train_gpt.py"), *SIZE, "--out", str(tmp_path)]

@@ -29,6 +29,7 @@ import contextlib
 import logging
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -131,6 +132,8 @@ class CollectiveLog:
         self._programs: dict[str, LoggedProgram] = {}
         self.begun = begun or (lambda: ())
         self._beginning = LoggedProgram(None)
+        world = dist.group.WORLD
+        self._world = weakref.ref(world) if world is not None else lambda: None
         self._begin()
 
     def _begin(self) -> None:
@@ -271,6 +274,11 @@ class CollectiveLog:
             self.learn_of_failure()
             raise
         self.is_settled = True
+
+    def check_world(self) -> None:
+        """Raise RuntimeError if the rank has left the job. Groups of another job may have the same names."""
+        if dist.group.WORLD is not self._world():
+            raise RuntimeError("The rank has left the job.")
 
     def check(self) -> None:
         """Raise if this log has failed."""

@@ -53,7 +53,11 @@ class Lookout:
         Args:
             log: the log.
             now: monotonic time in seconds.
+
+        Raises:
+            RuntimeError: the rank has left the job of the log.
         """
+        log.check_world()
         step, asking, begun = log.step.number, log.agreement.asking, log.begun()
         if (step, asking, begun) != self._seen or log.failure:
             self._seen, self._seen_at, self._due_at = (step, asking, begun), now, now + self._slow_s
@@ -73,7 +77,7 @@ class Lookout:
                 self._look_for_lost(log, now, waits)
             self._answered_at = now
         except StoreSilent as error:
-            if waits and now - max(self._seen_at, self._answered_at) > SILENT_AFTER_S:
+            if log.thread and now - max(self._seen_at, self._answered_at) > SILENT_AFTER_S:
                 log.fail(lost(str(error), self._text_of_wait(log, now, waits)))
 
     def _compare(self, log: CollectiveLog, *, is_stuck: bool) -> None:
@@ -88,11 +92,13 @@ class Lookout:
                 return log.fail(reason)
 
     def _look_for_lost(self, log: CollectiveLog, now: float, waits: str) -> None:
-        """Fail if a rank is lost that this one may wait for. Warn from time to time."""
+        """Fail if a rank is lost that this one may wait for in a program. Warn from time to time."""
         self._watch = self._watch or log.agreement.watch()
         if self._watch is None:
             return
-        if found := self._watch.lost(self._neighbours):
+        found = self._watch.lost(self._neighbours)
+        # Who is in torch's code may only write a checkpoint, when other ranks have ended.
+        if found and waits != IN_TORCH:
             log.fail(lost(found, self._text_of_wait(log, now, waits)))
         elif now > self._warns_at:
             self._warns_at = now + 2 * (now - self._seen_at)

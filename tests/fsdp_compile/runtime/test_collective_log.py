@@ -317,6 +317,19 @@ def test_a_rank_that_met_an_exception_waits_for_slow_ranks() -> None:
         settling.result()
 
 
+def test_a_rank_that_left_the_job_looks_no_more(one_rank: None) -> None:
+    """Groups of its next job may have the names of those of this one, and must not be closed."""
+    log, world = _in_step().logs[0], dist.group.WORLD
+    lookout = Lookout(log)
+    lookout.look(log, 1.0)
+    dist.group.WORLD = None
+    try:
+        with pytest.raises(RuntimeError, match="left the job"):
+            lookout.look(log, 2.0)
+    finally:
+        dist.group.WORLD = world
+
+
 def test_many_ranks_compare_themselves_with_some() -> None:
     found = [neighbours(range(1000), rank) for rank in range(1000)]
     reached, new = {0}, {0}

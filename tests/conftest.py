@@ -79,6 +79,14 @@ def rank_pools() -> Iterator[RankPools]:
     _pools.close()
 
 
+@pytest.fixture(scope="module")
+def own_rank_pools() -> Iterator[RankPools]:
+    """Pools for the tests of a module alone: ranks that fail close connections, also of groups that other tests use."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
 @pytest.fixture
 def fake_ranks() -> Iterator[None]:
     """Eight pretended ranks, of which this process is the first; collectives do nothing."""

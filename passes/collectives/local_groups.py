@@ -10,7 +10,6 @@ import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -23,9 +22,7 @@ from ..fx.torch_internals.patches import hash_ranks_to_str
 _made: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
 
-def new_local_group(
-    ranks: Sequence[int], purpose: str, *, timeout: timedelta | None = None, backend: str | None = None
-) -> ProcessGroup:
+def new_local_group(ranks: Sequence[int], purpose: str) -> ProcessGroup:
     """Make a process group, in a collective call of its own ranks.
 
     Calls with the same ranks and purpose need the same order on all of these ranks.
@@ -33,8 +30,6 @@ def new_local_group(
     Args:
         ranks: global ranks of the group, this rank among them.
         purpose: description of the group, equal on its ranks.
-        timeout: timeout of its collectives; None: torch's default.
-        backend: name of the backend; None: that of the world.
     """
     made = _made.setdefault(dist.group.WORLD, Counter())
     key = purpose, tuple(ranks)
@@ -42,7 +37,7 @@ def new_local_group(
     made[key] += 1
 
     def make() -> ProcessGroup:
-        return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, group_desc=purpose)
+        return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=purpose)
 
     if not hash_ranks_to_str.is_known():
         return make()

@@ -76,6 +76,13 @@ def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None, de
     return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
+def mesh_of_new_groups(shape: tuple[int, ...]) -> DeviceMesh:
+    """Make a mesh with groups of its own, as ranks that disagree make groups unusable. Every rank calls this."""
+    if len(shape) == 1:
+        return DeviceMesh.from_group(dist.new_group(list(range(shape[0]))), "cpu")
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
 @contextlib.contextmanager
 def fake_group(world_size: int = 8) -> Iterator[None]:
     """Pretend that this process is the first of some ranks inside of the ``with`` block; collectives do nothing."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -118,14 +117,6 @@ def test_other_order(kind: str, compiled: bool, rank_pools: RankPools) -> None:
 # Other parameters.
 
 
-@pytest.fixture(scope="module")
-def own_pools() -> Iterator[RankPools]:
-    """Pools for these tests alone: ranks that disagree close connections, also of groups that other tests use."""
-    pools = RankPools()
-    yield pools
-    pools.close()
-
-
 def disagree(compiled: str, units: bool, orders: list[dict[int, str]], steps: int) -> list[str]:
     """Take steps with both pairs, but the last with ``orders[rank]``. Return the errors of the last. Runs on every rank."""
     torch._dynamo.reset()
@@ -169,10 +160,10 @@ _WEIGHTS, _PAIRS = [{0: "a"}, {0: "b"}], [{0: "a"}, {1: "a"}]
     ],
 )
 def test_other_parameters_of_equal_size(
-    compiled: str, units: bool, orders: list[dict[int, str]], steps: int, own_pools: RankPools
+    compiled: str, units: bool, orders: list[dict[int, str]], steps: int, own_rank_pools: RankPools
 ) -> None:
     wanted = [f"pairs.{index}" if units and orders is _PAIRS else name for of in orders for index, name in of.items()]
-    for errors in own_pools[2].run(disagree, compiled=compiled, units=units, orders=orders, steps=steps):
+    for errors in own_rank_pools[2].run(disagree, compiled=compiled, units=units, orders=orders, steps=steps):
         (error,) = errors
         assert "RanksDisagree" in error or "run different programs" in error
         for rank, name in enumerate(wanted):

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile import RankFailed, RanksDisagree, fsdp_backend, fully_shard
 from fsdp_compile.runtime.agreement import Agreement, Program
 from fsdp_compile.runtime.collective_log import CollectiveLog
 from fsdp_compile.runtime.watchdog import Lookout, neighbours
-from tests.common.distributed import RankPools, device_mesh
+from tests.common.distributed import RankPools, device_mesh, mesh_of_new_groups
 
 pytestmark = pytest.mark.units_apart
 
@@ -363,21 +363,6 @@ class Model(nn.Module):
         return self.second(x)
 
 
-@pytest.fixture(scope="module")
-def rank_pools() -> Iterator[RankPools]:
-    """Pools for these tests alone: ranks that disagree close connections, also of groups that other tests use."""
-    pools = RankPools()
-    yield pools
-    pools.close()
-
-
-def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    """Make a mesh with groups of its own, as ranks that disagree make groups unusable."""
-    if len(shape) == 1:
-        return DeviceMesh.from_group(dist.new_group(list(range(shape[0]))), "cpu")
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-
 def _exceed_recompile_limit(model: Model, compiled: Any) -> None:
     torch._dynamo.config.recompile_limit = 1
 
@@ -434,7 +419,7 @@ def _outcome(step: Callable[[], Any]) -> tuple[str, float]:
 
 def _deviate(mesh_shape: tuple[int, ...], name: str, odd_ranks: Sequence[int]) -> list[tuple[str, float]]:
     """Run two equal steps, then two in which ``odd_ranks`` deviate. Return the outcomes of these. Every rank calls this."""
-    model, compiled = _trainee(_mesh(mesh_shape))
+    model, compiled = _trainee(mesh_of_new_groups(mesh_shape))
     for _ in range(2):
         compiled(torch.ones(2, 8)).sum().backward()
     with _settings():
@@ -464,9 +449,9 @@ def _check(error: str, sides: dict[str, str], kind: type[RanksDisagree] = RanksD
 
 @pytest.mark.parametrize("odd_rank", [0, pytest.param(1, marks=pytest.mark.night)])
 @pytest.mark.parametrize("name", _DEVIATIONS)
-def test_one_rank_deviates(rank_pools: RankPools, name: str, odd_rank: int) -> None:
+def test_one_rank_deviates(own_rank_pools: RankPools, name: str, odd_rank: int) -> None:
     odd, others = _SIDES[name]
-    for first, second in rank_pools[2].run(_deviate, mesh_shape=(2,), name=name, odd_ranks=[odd_rank]):
+    for first, second in own_rank_pools[2].run(_deviate, mesh_shape=(2,), name=name, odd_ranks=[odd_rank]):
         _check(first[0], {f"rank {odd_rank}": odd, f"rank {1 - odd_rank}": others})
         # The groups are unusable now, and every call raises the reason.
         _check(second[0], {f"rank {odd_rank}": odd})
@@ -474,8 +459,8 @@ def test_one_rank_deviates(rank_pools: RankPools, name: str, odd_rank: int) -> N
 
 
 @pytest.mark.parametrize("odd_ranks", [[3], pytest.param([2, 3], marks=pytest.mark.night)])
-def test_with_replicas(rank_pools: RankPools, odd_ranks: list[int]) -> None:
-    for (error, seconds), _ in rank_pools[4].run(_deviate, mesh_shape=(2, 2), name="_force_eager", odd_ranks=odd_ranks):
+def test_with_replicas(own_rank_pools: RankPools, odd_ranks: list[int]) -> None:
+    for (error, seconds), _ in own_rank_pools[4].run(_deviate, mesh_shape=(2, 2), name="_force_eager", odd_ranks=odd_ranks):
         # If both ranks of a shard group deviate, the replicas disagree.
         operator = _OPERATOR if len(odd_ranks) == 1 else "outside of a compiled graph"
         assert "RanksDisagree" in error and operator in error and "ward graph that begins with" in error
@@ -484,7 +469,7 @@ def test_with_replicas(rank_pools: RankPools, odd_ranks: list[int]) -> None:
 
 def _alternate() -> list[tuple[str, float]]:
     """Run two kinds of backward alike, then another kind on each rank. Return the outcomes. Every rank calls this."""
-    model, compiled = _trainee(_mesh((2,)))
+    model, compiled = _trainee(mesh_of_new_groups((2,)))
     outcomes = []
     for synchronised in (True, False, True, True, False, False, True, dist.get_rank() == 0):
         model.set_requires_gradient_sync(synchronised)
@@ -492,8 +477,8 @@ def _alternate() -> list[tuple[str, float]]:
     return outcomes
 
 
-def test_ranks_choose_among_known_graphs(rank_pools: RankPools) -> None:
-    for *before, (error, seconds) in rank_pools[2].run(_alternate):
+def test_ranks_choose_among_known_graphs(own_rank_pools: RankPools) -> None:
+    for *before, (error, seconds) in own_rank_pools[2].run(_alternate):
         assert not any(message for message, _ in before)
         _check(error, {"rank 0": "backward graph", "rank 1": "backward graph"})
         assert seconds < _SOON_S
@@ -502,7 +487,7 @@ def test_ranks_choose_among_known_graphs(rank_pools: RankPools) -> None:
 def _return() -> list[tuple[str, float]]:
     """Run uncompiled alike, then compiled on one rank. Later, call ``unshard`` on one rank. Every rank calls this."""
     outcomes = []
-    model, compiled = _trainee(_mesh((2,)))
+    model, compiled = _trainee(mesh_of_new_groups((2,)))
     with _settings():
         torch.compiler.set_stance("force_eager")
         for _ in range(2):
@@ -510,7 +495,7 @@ def _return() -> list[tuple[str, float]]:
         if dist.get_rank() == 1:
             torch.compiler.set_stance("default")
         outcomes.append(_outcome(lambda: compiled(torch.ones(2, 8)).sum().backward()))
-    model, compiled = _trainee(_mesh((2,)))
+    model, compiled = _trainee(mesh_of_new_groups((2,)))
     for gathers in (True, True, False, False, True, dist.get_rank() == 0):
         if gathers:
             model.first.unshard(async_op=True)
@@ -518,8 +503,8 @@ def _return() -> list[tuple[str, float]]:
     return outcomes
 
 
-def test_ranks_that_were_allowed_to_run_uncompiled(rank_pools: RankPools) -> None:
-    for *alike, (returned, seconds), first, second, third, fourth, fifth, (ahead, later) in rank_pools[2].run(_return):
+def test_ranks_that_were_allowed_to_run_uncompiled(own_rank_pools: RankPools) -> None:
+    for *alike, (returned, seconds), first, second, third, fourth, fifth, (ahead, later) in own_rank_pools[2].run(_return):
         assert not any(message for message, _ in (*alike, first, second, third, fourth, fifth))
         _check(returned, {"rank 0": _OPERATOR, "rank 1": f"forward {_GRAPH}"})
         _check(ahead, {"rank 0": "unshard() of first outside of a compiled graph", "rank 1": f"forward {_GRAPH}"})
@@ -579,20 +564,20 @@ def _together(name: str, late_s: float) -> int:
 @pytest.mark.parametrize(
     ("name", "late_s"), [("_exceed_recompile_limit", 0), ("_force_eager", 3), ("_break_graph", 0), ("_freeze", 0)]
 )
-def test_what_all_ranks_do_is_right_and_asks_once(rank_pools: RankPools, name: str, late_s: float) -> None:
-    assert rank_pools[2].run(_together, name=name, late_s=late_s) == [0, 0]
+def test_what_all_ranks_do_is_right_and_asks_once(own_rank_pools: RankPools, name: str, late_s: float) -> None:
+    assert own_rank_pools[2].run(_together, name=name, late_s=late_s) == [0, 0]
 
 
 def _train_uncompiled() -> int:
-    model, _ = _trainee(_mesh((2,)))
+    model, _ = _trainee(mesh_of_new_groups((2,)))
     with Counter() as counter:
         for _ in range(3):
             model(torch.ones(2, 8)).sum().backward()
         return counter.take()
 
 
-def test_a_model_that_is_not_compiled_asks_nothing(rank_pools: RankPools) -> None:
-    assert rank_pools[2].run(_train_uncompiled) == [0, 0]
+def test_a_model_that_is_not_compiled_asks_nothing(own_rank_pools: RankPools) -> None:
+    assert own_rank_pools[2].run(_train_uncompiled) == [0, 0]
 
 
 class _Raises(torch.autograd.Function):
@@ -620,7 +605,7 @@ def _fail_in_backward(is_compiled: bool, where: str, failing: Sequence[int]) -> 
 
     Return the outcomes, and this rank's rows of parameters after the last step.
     """
-    model, compiled = _trainee(_mesh((2,)))
+    model, compiled = _trainee(mesh_of_new_groups((2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if where == "hook":
         model.first.weight.register_post_accumulate_grad_hook(_raise_if_told)
@@ -642,13 +627,13 @@ def _fail_in_backward(is_compiled: bool, where: str, failing: Sequence[int]) -> 
 
 @pytest.mark.parametrize("where", ["hook", "input"])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_one_rank_goes_on_after_a_backward_that_failed(rank_pools: RankPools, is_compiled: bool, where: str) -> None:
+def test_one_rank_goes_on_after_a_backward_that_failed(own_rank_pools: RankPools, is_compiled: bool, where: str) -> None:
     """It has skipped an optimizer step, so parameters would differ."""
     sides = {"rank 0": "forward graph" if is_compiled else "unshard of ", "rank 1": "OutOfMemoryError: in backward ("}
     if where == "input":
         # Of a function of the user nobody tells what it raised.
         sides["rank 1"] = "an exception that ended a backward"
-    results = rank_pools[2].run(_fail_in_backward, is_compiled=is_compiled, where=where, failing=[1])
+    results = own_rank_pools[2].run(_fail_in_backward, is_compiled=is_compiled, where=where, failing=[1])
     for rank, (outcomes, _) in enumerate(results):
         *before, (failed, _), (after, seconds) = outcomes
         assert [error for error, _ in before] == ["", ""]
@@ -675,8 +660,8 @@ def _save_after_a_failed_hook() -> tuple[str, float]:
     return _outcome(save)
 
 
-def test_no_rank_saves_after_an_exception_on_one_rank(rank_pools: RankPools) -> None:
-    (first, first_s), (second, second_s) = rank_pools[2].run(_save_after_a_failed_hook)
+def test_no_rank_saves_after_an_exception_on_one_rank(own_rank_pools: RankPools) -> None:
+    (first, first_s), (second, second_s) = own_rank_pools[2].run(_save_after_a_failed_hook)
     _check(second, {"rank 1": "OutOfMemoryError: in backward (test_collective_log.py:"}, RankFailed)
     # Torch's barrier fails, as connections are closed.
     assert "gloo" in first and not first.startswith("RankFailed")
@@ -684,7 +669,7 @@ def test_no_rank_saves_after_an_exception_on_one_rank(rank_pools: RankPools) -> 
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_all_ranks_go_on_after_a_backward_that_failed(rank_pools: RankPools, is_compiled: bool) -> None:
+def test_all_ranks_go_on_after_a_backward_that_failed(own_rank_pools: RankPools, is_compiled: bool) -> None:
     torch.manual_seed(0)
     reference = Model()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -692,7 +677,7 @@ def test_all_ranks_go_on_after_a_backward_that_failed(rank_pools: RankPools, is_
         reference(torch.ones(2, 8)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    results = rank_pools[2].run(_fail_in_backward, is_compiled=is_compiled, where="input", failing=[0, 1])
+    results = own_rank_pools[2].run(_fail_in_backward, is_compiled=is_compiled, where="input", failing=[0, 1])
     for rank, (outcomes, params) in enumerate(results):
         assert [error for error, _ in outcomes] == ["", "", "OutOfMemoryError: in backward", ""]
         for ours, theirs in zip(params, reference.parameters(), strict=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,26 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compile import RankFailed, fsdp_backend, fully_shard, optimizer_in_backward
 from fsdp_compile.runtime.recovery import _obstacle
-from tests.common.distributed import RankPools
+from tests.common.distributed import RankPools, mesh_of_new_groups
 
 _STEPS = 6
 # By step, the rank that fails. Two in a row, and the first step after them.
 _FAILURES = {1: 1, 2: 0, 3: 1}
-
-
-@pytest.fixture(scope="module")
-def rank_pools() -> Iterator[RankPools]:
-    """Pools for these tests alone: some make groups unusable."""
-    pools = RankPools()
-    yield pools
-    pools.close()
-
-
-def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    """Make a mesh with groups of its own, as ranks that fail may make groups unusable."""
-    if len(shape) == 1:
-        return DeviceMesh.from_group(dist.new_group(list(range(shape[0]))), "cpu")
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 class _Raises:
@@ -97,7 +80,7 @@ def _train(mesh_shape: tuple[int, ...], is_compiled: bool, where: str, microbatc
     Return the errors that this rank has caught, and its rows of parameters: those of this run less those of a run without the
     steps.
     """
-    mesh = _mesh(mesh_shape)
+    mesh = mesh_of_new_groups(mesh_shape)
     caught = []
 
     def run(fails: bool) -> list[Tensor]:
@@ -132,9 +115,9 @@ def _train(mesh_shape: tuple[int, ...], is_compiled: bool, where: str, microbatc
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("mesh_shape", [(2,), pytest.param((2, 2), marks=pytest.mark.night)])
 def test_as_if_all_had_skipped_the_step(
-    rank_pools: RankPools, mesh_shape: tuple[int, ...], is_compiled: bool, where: str, microbatches: int
+    own_rank_pools: RankPools, mesh_shape: tuple[int, ...], is_compiled: bool, where: str, microbatches: int
 ) -> None:
-    results = rank_pools[2 if len(mesh_shape) == 1 else 4].run(
+    results = own_rank_pools[2 if len(mesh_shape) == 1 else 4].run(
         _train, mesh_shape=mesh_shape, is_compiled=is_compiled, where=where, microbatches=microbatches
     )
     for rank, (caught, differences) in enumerate(results):
@@ -144,7 +127,7 @@ def test_as_if_all_had_skipped_the_step(
 
 def _fail_once(how: str) -> str:
     """Fail on rank 1. Return this rank's error in recovering. Every rank calls this."""
-    mesh = _mesh((2,))
+    mesh = mesh_of_new_groups((2,))
     model = _build(mesh)
     if how == "update in backward":
         optimizer_in_backward(torch.optim.SGD, model.parameters(), lr=0.1)
@@ -177,8 +160,8 @@ def _fail_once(how: str) -> str:
     ],
     ids=["a step", "an update in backward"],
 )
-def test_parameters_would_differ(rank_pools: RankPools, how: str, reason: str) -> None:
-    for error in rank_pools[2].run(_fail_once, how=how):
+def test_parameters_would_differ(own_rank_pools: RankPools, how: str, reason: str) -> None:
+    for error in own_rank_pools[2].run(_fail_once, how=how):
         assert reason in error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compile import RanksDisagree, fsdp_backend, fully_shard
 from fsdp_compile.diagnose import diagnose, load, main
 from tests.common.distributed import RankPools
-
-
-@pytest.fixture(scope="module")
-def rank_pools() -> Iterator[RankPools]:
-    """Pools for these tests alone: ranks that disagree close connections, also of groups that other tests use."""
-    pools = RankPools()
-    yield pools
-    pools.close()
 
 
 def _fail(how: str, folder: str) -> None:
@@ -54,8 +45,8 @@ def _fail(how: str, folder: str) -> None:
         del os.environ["FSDP_COMPILE_REPORT"]
 
 
-def test_ranks_that_disagree(rank_pools: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rank_pools[2].run(_fail, how="a flag", folder=str(tmp_path))
+def test_ranks_that_disagree(own_rank_pools: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own_rank_pools[2].run(_fail, how="a flag", folder=str(tmp_path))
     main([str(tmp_path)])
     text = capsys.readouterr().out
     assert text.startswith("Reports of ranks 0-1 of 2.\n")
@@ -69,8 +60,8 @@ def test_ranks_that_disagree(rank_pools: RankPools, tmp_path: Path, capsys: pyte
     assert re.search(rf"Where they were:\n  {place}; memory: most of the host", text)
 
 
-def test_an_exception_on_one_rank(rank_pools: RankPools, tmp_path: Path) -> None:
-    rank_pools[2].run(_fail, how="an exception", folder=str(tmp_path))
+def test_an_exception_on_one_rank(own_rank_pools: RankPools, tmp_path: Path) -> None:
+    own_rank_pools[2].run(_fail, how="an exception", folder=str(tmp_path))
     text = diagnose(load(tmp_path))
     sides = r"    rank 0: forward graph.*\n    rank 1: OutOfMemoryError: in a test"
     assert re.search(rf"The ranks differ first at program 5:\n{sides}", text)

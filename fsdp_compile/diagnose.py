@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .runtime.agreement import ranks_text
+from .runtime.board import IN_PROGRAM
 
 # The last collectives of a program that are shown.
 _SHOWN_COLLECTIVES = 8
@@ -76,7 +77,7 @@ def _compare(histories: Mapping[int, Mapping[str, Any]], times: Mapping[int, flo
         if group["asking"] is not None:
             text += f"; waits in a comparison of {group['asking'][1]}"
         elif group["waits"]:
-            text += "; waits in the program" if group["waits"] == "program" else "; waits in a collective of torch"
+            text += "; waits in the program" if group["waits"] == IN_PROGRAM else "; waits in a collective of torch"
         lines.append(text)
         collectives = group["collectives"]
         lines += [f"    {number}: {line}" for number, line in enumerate(collectives[:_SHOWN_COLLECTIVES], start=1)]

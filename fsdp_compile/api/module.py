@@ -23,8 +23,7 @@ from passes.fx.torch_internals.dynamo import OptimizedModule
 from passes.fx.torch_internals.objects import compiled_call, own_buffers, own_parameters, set_compiled_call
 
 from ..compiler.traced_forwards import note_outermost_forward
-from ..runtime.gradients import in_backward
-from ..runtime.group_logs import record_exception, settle
+from ..runtime.group_logs import record_failed_forward, settle
 from ..runtime.lent_parameters import end_loans
 from ..runtime.uncompiled import UncompiledForward, is_recomputing
 from ..torch_versions import in_compilation
@@ -310,9 +309,7 @@ def _wrap_compiled_call(compiled: Callable[..., Any], module: Any) -> Callable[.
         try:
             return compiled(*args, **kwargs)
         except BaseException as error:
-            # A recomputation raises to stop early.
-            if not in_backward():
-                record_exception(error, scope.groups)
+            record_failed_forward(error, scope.groups)
             raise
         finally:
             if activates:

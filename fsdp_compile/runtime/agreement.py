@@ -66,7 +66,7 @@ class RankFailed(RanksDisagree):
     @property
     def may_recover(self) -> bool:
         """True if ``reset_iter_state()`` on all ranks lets them go on with the next step."""
-        return str(self).endswith(_MAY_RECOVER)
+        return may_recover(str(self))
 
 
 class _OutOfMemory(RankFailed, torch.OutOfMemoryError):
@@ -87,6 +87,16 @@ def failure_of(reason: str) -> RanksDisagree:
     if not reason.startswith(_FAILED):
         return RanksDisagree(reason)
     return _OutOfMemory(reason) if _IS_OUT_OF_MEMORY in reason else RankFailed(reason)
+
+
+def may_recover(reason: str) -> bool:
+    """Return whether ranks can go on after a failure that a rank announced."""
+    return reason.startswith(_FAILED) and reason.endswith(_MAY_RECOVER)
+
+
+def given_up(reason: str, obstacle: str) -> str:
+    """Return the reason of a failure after which ranks could have gone on, but for an obstacle."""
+    return f"{reason.removesuffix(_MAY_RECOVER)}The ranks cannot go on: {obstacle}"
 
 
 class Rearrange(Exception):
@@ -265,7 +275,7 @@ class Agreement:
         is_rearranged = verdict.startswith(_REARRANGE)
         if verdict != _AGREED and not is_rearranged:
             raise failure_of(verdict)
-        # Set before this rank runs the program, as CollectiveLog._judge assumes.
+        # Set before this rank runs the program, as board.difference() assumes.
         self.passed = self._number
         self.store.delete_key(self._post(self.rank))
         if is_rearranged:
@@ -421,21 +431,21 @@ def lost(found: str, waits: str) -> str:
     return f"{_FAILED}{found} {waits}"
 
 
-def disagreement(label: str, sides: Mapping[str, str], failed: str = "", *, may_recover: bool = False) -> str:
+def disagreement(label: str, sides: Mapping[str, str], failed: str = "", *, can_go_on: bool = False) -> str:
     """Return the error message for ranks that run different programs.
 
     Args:
         label: the role of their process group in the mesh.
         sides: the program of each set of ranks, both as text.
         failed: the set of ranks that met an exception that the others did not meet; empty: all run programs.
-        may_recover: whether they can go on after that.
+        can_go_on: whether they can go on after that.
     """
     lines = [f"  {ranks}: {what}" for ranks, what in sides.items()]
     if not failed:
         first = f"The ranks of process group {label} run different programs, and would hang or mix up data:"
         return "\n".join([first, *lines, WHAT_TO_LOOK_FOR])
     first = f"{_FAILED}{failed.capitalize()} met an exception that other ranks of process group {label} did not meet:"
-    return "\n".join([first, *lines, _MAY_RECOVER if may_recover else _HAS_PARTED])
+    return "\n".join([first, *lines, _MAY_RECOVER if can_go_on else _HAS_PARTED])
 
 
 def _first_difference(label: str, programs: Sequence[tuple[str, Program]]) -> str:

@@ -17,7 +17,8 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-IN_TORCH = "collective"
+#: Ways in which a rank waits: in a program, or in a collective of torch.
+IN_PROGRAM, IN_TORCH = "program", "collective"
 
 
 class Step(NamedTuple):
@@ -56,8 +57,7 @@ class Position(NamedTuple):
         number, mixed, title, began: its last step. ``began`` is ``Step.begun``.
         asking: the number of the comparison in which the rank waits, and its program; None: it is in none.
         begun: the collectives that the rank has begun so far.
-        waits: "program" if the rank is in one, :data:`IN_TORCH` if it is in a collective of torch and no other thread of it
-            communicates, else empty.
+        waits: :data:`IN_PROGRAM`; or :data:`IN_TORCH` if no other thread of the rank communicates; else empty.
         place: the line of the user's code that it runs.
         exception: the number and the hash of its last step that is an exception, and the text; None: it met none.
     """
@@ -88,7 +88,7 @@ class Position(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """What tells that two ranks have parted.
+    """A difference between two ranks, which have parted.
 
     Attributes:
         own, other: where each of the two is, as text.

@@ -6,12 +6,9 @@ import contextlib
 import functools
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-import torch.distributed as dist
 
 from passes.fx.torch_internals.core import RecordFunctionFast
 from passes.lowering.arrangement import Arrangement, CannotArrange
@@ -20,6 +17,7 @@ from passes.lowering.collective_sequence import Collective, by_unit, identities
 from .agreement import Program, RanksDisagree, Rearrange, failure_of
 from .collective_log import SHARDING_ROLES, CollectiveLog, LoggedProgram
 from .group_logs import find_logs, record_in
+from .job import Job
 from .report import write_report
 
 
@@ -50,8 +48,8 @@ class CheckedProgram:
         self._bind()
 
     def _bind(self) -> None:
-        # Groups are new if the default process group was destroyed and created again.
-        self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else lambda: None
+        # Groups are new in another job.
+        self._job = Job()
         logs = find_logs(self.group_names, self._roles)
         self._over = [(log, log.know(self._program_over(log))) for log in logs]
         # Ranks of another parallelism, such as experts, may rightly run a graph for parameters of other names.
@@ -68,7 +66,7 @@ class CheckedProgram:
             RanksDisagree: some rank is about to run another program.
             RuntimeError: another thread runs a program over the same group.
         """
-        if self._world() is not dist.group.WORLD:
+        if self._job.is_over():
             self._bind()
         for log, _ in self._over:
             if log.thread not in (0, threading.get_ident()):
@@ -106,7 +104,7 @@ class CheckedProgram:
         for log, _ in self._over:
             if reason := log.reason_of(error):
                 raise failure_of(reason) from error
-        write_report(f"{type(error).__name__}: {error}", lambda: [log.history() for log, _ in self._over])
+        write_report(f"{type(error).__name__}: {error}", (log for log, _ in self._over))
 
 
 def _together(over: Sequence[tuple[CollectiveLog, LoggedProgram]], agree: Any, roles: Mapping[str, str]) -> None:
@@ -122,7 +120,7 @@ def _together(over: Sequence[tuple[CollectiveLog, LoggedProgram]], agree: Any, r
                 elif other > position:
                     following.agreement.fail(str(error))
             log.learn_of_failure()
-            write_report(str(error), lambda: [each.history() for each, _ in over])
+            write_report(str(error), (each for each, _ in over))
             raise
 
 

@@ -29,7 +29,6 @@ import contextlib
 import logging
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,33 +36,28 @@ from typing import Any
 import torch.distributed as dist
 
 from passes.collectives.functional import resolve_group
-from passes.collectives.gloo import break_connections, close_channels, has_channels, message_tags
+from passes.collectives.gloo import break_connections, message_tags
+from passes.collectives.gloo_channels import close_channels, has_channels
 from passes.fx.torch_internals.core import current_graph_task_id
 
 from ..units.param_state import optimizer_steps
 from .agreement import (
     Agreement,
     Program,
-    RankFailed,
     RanksDisagree,
     disagreement,
     failure_of,
+    may_recover,
     ranks_text,
 )
-from .board import IN_TORCH, Position, Step, difference
+from .board import IN_PROGRAM, IN_TORCH, Position, Step, difference
 from .bounded_store import ANSWERS_WITHIN_S
+from .job import Job
 from .pulse import is_in_collective, place, place_of_error
 from .report import write_report
 
 #: Roles of process groups that parameters are sharded or replicated over. Each such group has a log of its own.
 SHARDING_ROLES = ("shard", "replicate", "reduce")
-#: How often the watchdog looks, in seconds.
-_TICK_S = 0.25
-#: Seconds after which a program counts as slow. We see only the launch of an accelerator's program, which ends long after.
-_SLOW_S, _SLOW_ON_ACCELERATOR_S = 1.0, 5.0
-_MAX_PAUSE_S = 5.0
-#: Seconds after which a program does not wait for a rank that has left it by an exception.
-_STUCK_S = 2.0
 #: Seconds for which a failed program waits for another rank to announce the reason.
 _REASON_WITHIN_S = 2.0
 _REMEMBERED, _REPORTED = 4096, 200
@@ -132,8 +126,8 @@ class CollectiveLog:
         self._programs: dict[str, LoggedProgram] = {}
         self.begun = begun or (lambda: ())
         self._beginning = LoggedProgram(None)
-        world = dist.group.WORLD
-        self._world = weakref.ref(world) if world is not None else lambda: None
+        #: The job of the group.
+        self.job = Job()
         self._begin()
 
     def _begin(self) -> None:
@@ -251,10 +245,10 @@ class CollectiveLog:
             self.backwards.clear()
             error = sys.exc_info()[1]
             self.record_exception("an exception that ended a backward" if error is None else text_of(error))
-        if self.is_settled or self._met is None:
+        met, waits_for = self._met, set(self.agreement.ranks)
+        if self.is_settled or met is None:
             return
         self.check()
-        met, waits_for = self._met, set(self.agreement.ranks)
         waits_for.discard(self.agreement.rank)
 
         def have_met() -> bool:
@@ -274,11 +268,6 @@ class CollectiveLog:
             self.learn_of_failure()
             raise
         self.is_settled = True
-
-    def check_world(self) -> None:
-        """Raise RuntimeError if the rank has left the job. Groups of another job may have the same names."""
-        if dist.group.WORLD is not self._world():
-            raise RuntimeError("The rank has left the job.")
 
     def check(self) -> None:
         """Raise if this log has failed."""
@@ -312,8 +301,8 @@ class CollectiveLog:
 
     @property
     def waits(self) -> str:
-        """How this rank waits: ``Position.waits``."""
-        return "program" if self.thread else IN_TORCH if is_in_collective() else ""
+        """The way in which this rank waits, as ``Position.waits`` has it."""
+        return IN_PROGRAM if self.thread else IN_TORCH if is_in_collective() else ""
 
     def post(self) -> None:
         """Post the position of this rank."""
@@ -333,15 +322,25 @@ class CollectiveLog:
 
     def parted(self, rank: int, post: Position, is_stuck: bool = False) -> str:
         """Return how this rank and another one, with this position, have parted; empty: they have not."""
-        # A rank that waits in a collective of torch wakes only if the user's group becomes unusable.
-        groups = {name for log in self.family for name in log.group_names}
-        may_recover = self._has_tags and IN_TORCH not in (post.waits, self.waits) and all(map(has_channels, groups))
-        found = difference(tuple(self._steps), post, self.agreement.passed, is_stuck=is_stuck and may_recover)
+        is_stuck = is_stuck and self._can_go_on(post)
+        found = difference(tuple(self._steps), post, self.agreement.passed, is_stuck=is_stuck)
         if found is None:
             return ""
         names = {"own": ranks_text([self.agreement.rank]), "other": ranks_text([rank])}
         sides = dict(sorted({names["own"]: found.own, names["other"]: found.other}.items()))
-        return disagreement(self.agreement.label, sides, names.get(found.failed, ""), may_recover=may_recover)
+        can_go_on = bool(found.failed) and self._can_go_on(post)
+        return disagreement(self.agreement.label, sides, names.get(found.failed, ""), can_go_on=can_go_on)
+
+    def _can_go_on(self, post: Position) -> bool:
+        """Return whether this rank, and one with this position, can go on after an exception that one of them met."""
+        # A rank that waits in a collective of torch wakes only if the user's group becomes unusable.
+        if not self._has_tags or IN_TORCH in (post.waits, self.waits):
+            return False
+        return all(has_channels(resolve_group(name)) for name in self.family_groups())
+
+    def family_groups(self) -> list[str]:
+        """Return the names of the groups of all logs that share programs with this one, in an order that all ranks have."""
+        return sorted({name for log in self.family for name in log.group_names})
 
     def learn_of_failure(self) -> bool:
         """Return whether a rank of the group announced a failure. If so, all logs that share programs fail, too."""
@@ -357,22 +356,19 @@ class CollectiveLog:
         The reason replaces an earlier one from which the ranks could have recovered.
         """
         for log in self.family:
-            if not log.failure or (_may_recover(log.failure) and not _may_recover(reason)):
+            if not log.failure or (may_recover(log.failure) and not may_recover(reason)):
                 log.agreement.announce_failure(reason)
                 log.failure = reason
         logger.error(reason)
-        write_report(reason, lambda: [log.history() for log in self.family])
-        close = close_channels if _may_recover(reason) else break_connections
-        for name in {name for log in self.family for name in log.group_names}:
-            close(name)
+        write_report(reason, self.family)
+        for name in self.family_groups():
+            if may_recover(reason):
+                close_channels(resolve_group(name))
+            else:
+                break_connections(name)
 
     def _board(self, rank: int) -> str:
         return f"{self.agreement.prefix}/board/{rank}"
-
-
-def _may_recover(reason: str) -> bool:
-    failure = failure_of(reason)
-    return isinstance(failure, RankFailed) and failure.may_recover
 
 
 def text_of(error: BaseException) -> str:

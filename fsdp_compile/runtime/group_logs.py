@@ -14,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from passes.collectives.functional import resolve_group
 from passes.collectives.gloo import backend_of, message_tags
 from passes.collectives.gloo_channels import collectives_begun
+from passes.fx.torch_internals.core import current_graph_task_id
 from passes.fx.torch_internals.distributed import get_process_group_store
 from passes.fx.torch_internals.objects import timeout_on
 
@@ -72,6 +73,12 @@ def backward_ends(task: int, group_names: Iterable[str]) -> None:
 def record_exception(error: BaseException, group_names: Iterable[str]) -> None:
     """Record that an exception has ended a program, a forward or a backward over process groups."""
     record_in(error, logs_of(group_names))
+
+
+def record_failed_forward(error: BaseException, group_names: Iterable[str]) -> None:
+    """Record that an exception has ended a forward. Not that of a recomputation, which raises to stop early."""
+    if current_graph_task_id() == -1:
+        record_exception(error, group_names)
 
 
 def record_in(error: BaseException, logs: Iterable[CollectiveLog]) -> None:

@@ -17,7 +17,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import walk_tb
@@ -31,6 +30,7 @@ import passes
 from passes.fx.torch_internals.objects import running_frames
 
 from .bounded_store import ANSWERS_WITHIN_S, BoundedStore
+from .job import Job
 
 #: Seconds without a sign of life after which a rank counts as lost.
 SILENT_AFTER_S = float(os.environ.get("FSDP_COMPILE_SILENT_AFTER_S", "30"))
@@ -76,8 +76,7 @@ class Pulse:
 
     def __init__(self, store: dist.Store, rank: int):
         self._store = BoundedStore(store, ANSWERS_WITHIN_S)
-        world = dist.group.WORLD
-        self._world = weakref.ref(world) if world is not None else lambda: None
+        self._job = Job()
         self._rank = rank
         # A job that was joined again may find signs of the old one.
         self._life = self._store.within(_JOINS_WITHIN_S).add(f"fsdp_compile/pulse/lives/{rank}", 1)
@@ -94,8 +93,7 @@ class Pulse:
         Raises:
             RuntimeError: the rank has left the job, with ``destroy_process_group()``. The store may be gone.
         """
-        if dist.group.WORLD is not self._world():
-            raise RuntimeError("The rank has left the job.")
+        self._job.check()
         if now >= self._due_at:
             self._due_at = now + _EVERY_S
             sign = Sign(socket.gethostname(), self._machine, os.getpid(), next(self._numbers), place())

@@ -1,8 +1,8 @@
 """Recovery: go on with the next step after an exception, also if only some ranks met it.
 
-The other ranks were woken by closing the channels that they waited at (:func:`passes.collectives.gloo.close_channels`). So
-all ranks have left the step, and hold gradients of different parts of it. They go on if no rank has stepped an optimizer that
-another has not: they open the channels anew, and begin new histories.
+The other ranks were woken by closing the channels that they waited at (:mod:`passes.collectives.gloo_channels`). So all ranks
+have left the step, and hold gradients of different parts of it. They go on if no rank has stepped an optimizer that another has
+not: they open the channels anew, and begin new histories.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from passes.collectives.gloo import reopen_channels
+from passes.collectives.functional import resolve_group
+from passes.collectives.gloo_channels import reopen_channels
 
 from ..units.param_state import optimizer_steps
-from .agreement import RankFailed
+from .agreement import RankFailed, given_up
 from .collective_log import CollectiveLog
 from .group_logs import logs_of, place_of_role, record_exception
 
@@ -48,8 +49,8 @@ def recover(group_names: Collection[str], *, updates_in_backward: bool = False) 
         try:
             log.settle()
             log.check()
-        except RankFailed as error:
-            if not error.may_recover:
+        except RankFailed as failure:
+            if not failure.may_recover:
                 raise
             if updates_in_backward:
                 _give_up(log, "an optimizer in backward may have updated parameters on some of them.")
@@ -65,7 +66,7 @@ def recover(group_names: Collection[str], *, updates_in_backward: bool = False) 
     for log in family:
         log.restart(agreed[log])
     for name in sorted(set().union(*(log.group_names for log in family))):
-        reopen_channels(name)
+        reopen_channels(resolve_group(name))
     return True
 
 
@@ -91,7 +92,7 @@ def _wait(log: CollectiveLog) -> set[str]:
 
 def _give_up(log: CollectiveLog, reason: str) -> None:
     log.learn_of_failure()
-    log.fail(f"{log.failure.rpartition(chr(10))[0]}\nThe ranks cannot go on: {reason}")
+    log.fail(given_up(log.failure, reason))
     log.check()
 
 

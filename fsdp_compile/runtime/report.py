@@ -14,9 +14,9 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,18 @@ REPORT_VARIABLE = "FSDP_COMPILE_REPORT"
 logger = logging.getLogger(__name__)
 
 
-def write_report(reason: str, groups: Callable[[], list[dict[str, Any]]]) -> None:
+class HasHistory(Protocol):
+    """The log of a process group."""
+
+    def history(self) -> dict[str, Any]: ...
+
+
+def write_report(reason: str, logs: Iterable[HasHistory]) -> None:
     """Write the report of this rank, if the user wants reports. It replaces an earlier one.
 
     Args:
         reason: why the rank fails.
-        groups: returns the history of each process group that fails.
+        logs: the logs of the process groups that fail.
     """
     folder = os.environ.get(REPORT_VARIABLE)
     if not folder:
@@ -53,7 +59,7 @@ def write_report(reason: str, groups: Callable[[], list[dict[str, Any]]]) -> Non
         "reason": reason,
         "place": place(),
         "memory": _memory(),
-        "groups": groups(),
+        "groups": [log.history() for log in logs],
         "stacks": {names.get(thread, thread): traceback.format_stack(frame) for thread, frame in running_frames().items()},
     }
     path = Path(folder) / f"rank{rank}.json"

@@ -57,7 +57,7 @@ from .gradients import (
     unreduced_gradient,
     zeros_like_gradient,
 )
-from .group_logs import record_exception
+from .group_logs import record_failed_forward
 from .lent_parameters import check_reads_of_running_node, end_loans, inputs_of_running_node, plain_tensors, write_back
 from .schedule_settings import must_not_gather
 from .unsharding import Resharded, end_forward, finish_gather_of, finish_unshard, gathered_together, start_gathers
@@ -763,9 +763,8 @@ class UncompiledForward:
             _end_forward(self._unit)
         if self._scope.uncompiled_depth == 0:
             error = None if self._has_returned else sys.exc_info()[1]
-            # A recomputation raises to stop early.
-            if error is not None and not in_backward():
-                record_exception(error, self._scope.groups)
+            if error is not None:
+                record_failed_forward(error, self._scope.groups)
             for unit in self._scope.units:
                 state = state_of(unit)
                 state.trainable = None

@@ -21,7 +21,7 @@ from .bounded_store import StoreSilent
 from .collective_log import CollectiveLog
 from .pulse import SILENT_AFTER_S, Pulse, Watch
 
-#: How often the watchdog looks, in seconds.
+#: Seconds between two rounds of the watchdog.
 _TICK_S = 0.25
 #: Seconds after which a program counts as slow. We see only the launch of an accelerator's program, which ends long after.
 _SLOW_S, _SLOW_ON_ACCELERATOR_S = 1.0, 5.0
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lookout:
-    """What the watchdog knows about one log.
+    """The state of the watchdog for one log.
 
     Args:
         log: the log.
@@ -57,7 +57,7 @@ class Lookout:
         Raises:
             RuntimeError: the rank has left the job of the log.
         """
-        log.check_world()
+        log.job.check()
         step, asking, begun = log.step.number, log.agreement.asking, log.begun()
         if (step, asking, begun) != self._seen or log.failure:
             self._seen, self._seen_at, self._due_at = (step, asking, begun), now, now + self._slow_s

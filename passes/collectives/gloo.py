@@ -97,22 +97,6 @@ def connect(group_name: str, device_type: str) -> None:
         open_channels(group)
 
 
-def has_channels(group_name: str) -> bool:
-    """Return whether the ranks of a group communicate over channels, or not at all."""
-    group = _resolve(group_name)
-    return group.size() == 1 or channels_of(group) is not None
-
-
-def close_channels(group_name: str) -> None:
-    """Make all ranks fail that wait, now or later, for a message of a group's channels, if it has any."""
-    gloo_channels.close_channels(_resolve(group_name))
-
-
-def reopen_channels(group_name: str) -> None:
-    """Open the channels of a group anew, if it has any. All ranks of the group have to call this."""
-    gloo_channels.reopen_channels(_resolve(group_name))
-
-
 def break_connections(group_name: str) -> None:
     """Make all ranks fail that wait, now or later, for a message of a Gloo group on the CPU. The group is unusable afterwards.
 

@@ -89,6 +89,11 @@ def channels_of(group: ProcessGroup) -> Channels | None:
     return _channels.get(group)
 
 
+def has_channels(group: ProcessGroup) -> bool:
+    """Return whether the ranks of a group communicate over channels, or not at all."""
+    return group.size() == 1 or channels_of(group) is not None
+
+
 def collectives_begun(group: ProcessGroup) -> int:
     """Return the number of collectives that this rank has begun over a group and its channels.
 

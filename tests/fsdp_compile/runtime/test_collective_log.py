@@ -631,7 +631,7 @@ def test_one_rank_goes_on_after_a_backward_that_failed(own_rank_pools: RankPools
     """It has skipped an optimizer step, so parameters would differ."""
     sides = {"rank 0": "forward graph" if is_compiled else "unshard of ", "rank 1": "OutOfMemoryError: in backward ("}
     if where == "input":
-        # Of a function of the user nobody tells what it raised.
+        # Autograd does not say what a function of the user raised.
         sides["rank 1"] = "an exception that ended a backward"
     results = own_rank_pools[2].run(_fail_in_backward, is_compiled=is_compiled, where=where, failing=[1])
     for rank, (outcomes, _) in enumerate(results):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,28 +30,19 @@ def _raise_if_told(where: str) -> None:
         raise torch.OutOfMemoryError(f"in {where}")
 
 
-@torch.library.custom_op("test_recovery::copy", mutates_args=())
-def _copy(x: Tensor) -> Tensor:
-    _raise_if_told("forward")
-    return x.clone()
+def _copying(where: str) -> Any:
+    """Return an operator that copies a tensor, and fails if the rank is told to fail there."""
+
+    @torch.library.custom_op(f"test_recovery::{where}", mutates_args=())
+    def copy(x: Tensor) -> Tensor:
+        _raise_if_told(where)
+        return x.clone()
+
+    copy.register_fake(torch.empty_like)
+    return copy
 
 
-@_copy.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("test_recovery::copy_back", mutates_args=())
-def _copy_back(grad: Tensor) -> Tensor:
-    _raise_if_told("backward")
-    return grad.clone()
-
-
-@_copy_back.register_fake
-def _(grad: Tensor) -> Tensor:
-    return torch.empty_like(grad)
-
-
+_copy, _copy_back = _copying("forward"), _copying("backward")
 _copy.register_autograd(lambda _ctx, grad: _copy_back(grad))
 
 

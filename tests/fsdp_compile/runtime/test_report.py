@@ -52,7 +52,7 @@ def test_ranks_that_disagree(own_rank_pools: RankPools, tmp_path: Path, capsys: 
     assert text.startswith("Reports of ranks 0-1 of 2.\n")
     assert "Reason, as ranks 0-1 have it:\n  The ranks of process group shard run different programs, and would hang" in text
     assert "Process group shard (ranks 0-1):\n  The ranks have run the same programs, up to program 5.\n" in text
-    # What each rank ran last, and for how long.
+    # The last program of each rank, and its age.
     for rank, program in enumerate(("program 6, begun .*: backward graph that", "program 5, begun .*: forward graph that")):
         assert re.search(rf"rank {rank}: {program} begins with 1: all_gather_into_tensor", text)
     assert "    1: all_gather_into_tensor 36 x float32 over shard" in text

@@ -91,7 +91,8 @@ class _Version(NamedTuple):
 class Gathered:
     """The full parameters of a unit, until one of them is written. They are in memory, or can be gathered again.
 
-    The running forward and the autograd graphs of earlier forwards hold references to this object.
+    The autograd graphs of forwards hold references to this object. The unit does, from a forward to the end of a backward:
+    whether the next forward gathers must not depend on how long a rank keeps the output of this one.
     """
 
     def __init__(self, unit: Unit):
@@ -103,6 +104,8 @@ class Gathered:
         #: Outputs of forwards. Backward runs hooks on them before it reads a parameter.
         self.given_out: list[weakref.ref[Tensor]] = []
         self._emptied: dict[ShardedParam, tuple[Tensor, int]] = {}
+        #: Whether a forward that records gradients has read the parameters. The next forward then reads them, too.
+        self.is_recorded = False
 
     def is_current(self) -> bool:
         """Return whether no parameter has changed since this object was made."""
@@ -236,7 +239,6 @@ class _State:
     """The state of a unit between uncompiled forwards.
 
     Attributes:
-        gathered: returns the full parameters that forwards gathered; None if nothing references them any more.
         reading: the parameters that the running call of a module reads; None: no call has read one.
         trainable: the autograd node of the unit's trainable parameters in the model's forward.
         running: the number of forwards of the unit's modules that run.
@@ -246,7 +248,6 @@ class _State:
             tensors, so a recomputation must do the same.
     """
 
-    gathered: Callable[[], Gathered | None] = lambda: None
     reading: CallParameters | None = None
     trainable: TrainableStandIns | None = None
     running: int = 0
@@ -282,11 +283,9 @@ def forget_forwards(scope: Scope) -> None:
 
 def gathered_of(unit: Unit) -> Gathered:
     """Return the unit's full parameters with their present values. Gather them if necessary."""
-    state = state_of(unit)
-    found = state.gathered()
-    if found is None or not found.is_current():
-        found = Gathered(unit)
-        state.gathered = weakref.ref(found)
+    found = unit.gathered
+    if not isinstance(found, Gathered) or not found.is_current():
+        found = unit.gathered = Gathered(unit)
     found.fill()
     return found
 
@@ -300,9 +299,8 @@ def is_outside(unit: Unit) -> bool:
 def reshard_by_hand(unit: Unit) -> None:
     """Free the full parameters that a forward left for its backward. Backward gathers them again."""
     write_back(unit)
-    gathered = state_of(unit).gathered()
-    if gathered is not None:
-        gathered.reshard()
+    if isinstance(unit.gathered, Gathered):
+        unit.gathered.reshard()
 
 
 # Tensors that autograd saves.
@@ -590,7 +588,7 @@ class CallParameters:
             note_forward(self.gathered.unit.params)
             self._is_noted = True
         self._values = dict(self.gathered.fulls)
-        self.is_recorded = True
+        self.is_recorded = self.gathered.is_recorded = True
         node = _Unshard.of_running_node(self.gathered.unit)
         if node is not None:
             self._values.update(zip(node.params, node.saved_tensors, strict=True))
@@ -812,5 +810,8 @@ def _end_forward(unit: Unit) -> None:
     state.modules_run.clear()
     end_forward(unit)
     # A recomputation in backward frees nothing, as this backward may still read the parameters.
-    if reading is not None and unit.reshards_after_forward and not in_backward():
-        reading.gathered.end_forward()
+    if reading is not None and not in_backward():
+        if unit.reshards_after_forward:
+            reading.gathered.end_forward()
+        if not reading.gathered.is_recorded:
+            unit.gathered = None

@@ -196,6 +196,7 @@ class Unit:
         flags: the settings of its synchronisation.
         forward_prefetch, backward_prefetch: the units whose gathers start when this unit's compute does; empty: the default.
         pending: gathers that ``unshard()`` started.
+        gathered: what uncompiled forwards have gathered (:class:`fsdp_compile.runtime.uncompiled.Gathered`); None: nothing.
         attach: called with a parameter whose shard is new, or whose ``requires_grad`` has changed.
         post_forward_size: the number of ranks of the group that keeps shards after forward (``reshard_after_forward=<int>``);
             0: no number was given.
@@ -229,6 +230,7 @@ class Unit:
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.pending: list[PendingGather] = []
+        self.gathered: object = None
         self.averagings: dict[tuple[Any, ...], tuple[Averaging, tuple[float, ...]]] = {}
         self.updates = False
         self.is_meta = False
@@ -292,6 +294,7 @@ class Unit:
     def drop_full(self) -> None:
         """Free gathered parameters, and abandon gathers in flight."""
         self.abandon_gathers()
+        self.gathered = None
         for sharded in self.params:
             sharded.state.drop_full()
 

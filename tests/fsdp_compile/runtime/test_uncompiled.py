@@ -337,6 +337,53 @@ def test_reshard_between_forward_and_backward(rank_pools: RankPools) -> None:
         torch.testing.assert_close(gradients, theirs, rtol=0, atol=0)
 
 
+def keep_outputs(fully_shard: FullyShard, reshard_after_forward: bool | int | None) -> list[dict[str, int]]:
+    """Return the collectives of some forwards and backwards, of which rank 0 keeps the outputs of all, others of none."""
+    torch.manual_seed(0)
+    model = models.MLP()
+    shard_units(model, device_mesh((dist.get_world_size(),)), fully_shard, reshard_after_forward=reshard_after_forward)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept, counts = [], []
+    gc.collect()
+    gc.disable()
+    try:
+        for does in ("forward", "forward", "backward", "forward", "evaluate", "backward", "forward", "step", "backward"):
+            if does == "step":
+                counts.append(counted(optimizer.step))
+                continue
+            with torch.set_grad_enabled(does != "evaluate"), _Counts() as seen:
+                output = model(torch.ones(2, 8))
+                if does == "backward":
+                    output.sum().backward()
+            counts.append(dict(seen.kinds))
+            # A cycle, as code that catches exceptions makes.
+            cycle = [output]
+            cycle.append(cycle)
+            if dist.get_rank() == 0:
+                kept.append(cycle)
+            else:
+                del output, cycle
+                gc.collect()
+    finally:
+        gc.enable()
+    return counts
+
+
+def keep_outputs_in_both(reshard_after_forward: bool | int | None) -> tuple[Any, ...]:
+    systems = (fully_shard, torch.distributed.fsdp.fully_shard)
+    return tuple(keep_outputs(system, reshard_after_forward) for system in systems)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("reshard_after_forward", "world"), [(None, 2), (False, 2), (2, 4)])
+def test_outputs_that_a_rank_keeps(reshard_after_forward: bool | int | None, world: int, rank_pools: RankPools) -> None:
+    """Ranks gather at the same times, however long each keeps the output of a forward without a backward."""
+    results = rank_pools[world].run(keep_outputs_in_both, reshard_after_forward=reshard_after_forward)
+    for ours, theirs in results:
+        assert ours == results[0][0]
+        # FSDP2 reads old values after a step.
+        assert ours[:-1] == theirs[:-1]
+
+
 # --- What forwards read ---------------------------------------------------------------------------
 
 
@@ -409,7 +456,7 @@ def gradient_of_the_input_alone() -> None:
     unit = _unit(reshard_after_forward=True)
     x = torch.ones(2, 8, requires_grad=True)
     y = unit(x).sum()
-    gathered = state_of(unit._fsdp_unit).gathered()
+    gathered = unit._fsdp_unit.gathered
     torch.autograd.grad(y, x)
     assert all(parameter.grad is None for parameter in unit.parameters())
     assert gathered.fulls == {}

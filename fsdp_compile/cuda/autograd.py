@@ -160,8 +160,10 @@ class _Backward:
             return
         expected = input_metadata(node)[index]
         # Derivative formulas leave it to the engine to undo broadcasting and type promotion.
-        if gradient.shape != expected.shape:
-            gradient = gradient.sum_to_size(expected.shape)
+        # A list of sizes in some versions of torch.
+        shape = torch.Size(expected.shape)
+        if gradient.shape != shape:
+            gradient = gradient.sum_to_size(shape)
         if gradient.dtype != expected.dtype:
             gradient = gradient.to(expected.dtype)
         earlier = buffer[index]

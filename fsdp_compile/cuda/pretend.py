@@ -186,6 +186,10 @@ def _python_functions(device: CudaDevice, has_device: bool) -> Iterator[None]:
 _CUDA, _META, _NUM_DEVICE_TYPES = 1, 14, 21  # c10/core/DeviceType.h
 
 
+def _not_meta(value: Any) -> Any:
+    return torch.device("cuda", 0) if isinstance(value, torch.device) and value.type == "meta" else value
+
+
 @contextlib.contextmanager
 def _device_registry() -> Iterator[None]:
     """Give ``cuda`` the device guard of the meta device, which does nothing, unless it has one.
@@ -199,10 +203,21 @@ def _device_registry() -> Iterator[None]:
     before = guards[_CUDA]
     if before is None:
         guards[_CUDA] = guards[_META]
+    dispatch = FakeTensorMode.dispatch
+
+    moves = (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default)
+
+    def dispatch_on_cuda(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in moves:
+            # Of ``tensor.to("cuda")``: the guard says that the current device is meta.
+            args, kwargs = pytree.tree_map(_not_meta, (args, kwargs or {}))
+        return dispatch(mode, func, types, args, kwargs)
+
     try:
         # Fake modes also ask torch.cuda.is_available(). They must not compute constants on the device, nor initialise it.
         with (
             mock.patch.object(FakeTensorMode, "avoid_device_init", True),
+            mock.patch.object(FakeTensorMode, "dispatch", dispatch_on_cuda),
             mock.patch.object(fake_tensor, "init_gpu_context", lambda _: None),
         ):
             yield

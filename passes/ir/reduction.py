@@ -1,6 +1,6 @@
 """Reductions: the plan for the gradients of a bucket, and the stages that carry it out.
 
-:func:`stages` is the one definition of the arithmetic that docs/gradient-sync.md derives. It has two interpreters. The pass
+:func:`stages` is the one definition of the arithmetic that docs/gradient-sync.md states. It has two interpreters. The pass
 :mod:`passes.transforms.gradient_sync` traces stages into a graph one by one, so that a schedule can put work between them.
 :func:`reduce_at_once` runs the stages one after the other, for gradients outside of the library's graphs.
 """

@@ -40,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.auto import small_units
 
-from . import inductor_use
+from . import cuda_machine, inductor_use
 from .lost_guards import refuse_lost_guards
 from .stored_graphs import store_nothing
 from .wrong_layouts import refuse_wrong_layouts
@@ -139,6 +139,7 @@ def _serve(
     stack_file: str,
     limit_s: float,
     jobs: Connection,
+    device: str,
 ) -> None:
     """Run the main loop of one rank: receive a job, execute it, send back its value or its traceback."""
     torch.set_num_threads(1)
@@ -149,13 +150,12 @@ def _serve(
     # A rank blocked in a collective cannot run Python code; the C-level handler can still write its stack.
     stacks = open(stack_file, "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
-    dist.init_process_group(
-        "gloo",
-        store=dist.TCPStore("127.0.0.1", store_port, timeout=timedelta(seconds=limit_s)),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=limit_s),
-    )
+    store = dist.TCPStore("127.0.0.1", store_port, timeout=timedelta(seconds=limit_s))
+    if device == "pretended cuda":
+        cuda_machine.join(rank, world_size, store)
+    else:
+        timeout = timedelta(seconds=limit_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     while True:
         collect_once()
         try:
@@ -170,7 +170,8 @@ def _serve(
         except BrokenPipeError:
             break
         _forget_models()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _forget_models() -> None:
@@ -224,7 +225,8 @@ class RankPool:
     """Ranks ``0 .. world_size - 1`` of one Gloo world, started by the first job and kept for the next.
 
     A job fails when its ranks have hardly computed for ``stall_s`` seconds, or are not done after ``limit_s``.
-    On "cuda", which a process that was forked after importing torch cannot use, ranks take seconds to start.
+    On "cuda", which a process that was forked after importing torch cannot use, ranks take seconds to start. On "pretended
+    cuda", jobs have no process group, and use :func:`tests.common.cuda_machine.machine`.
     """
 
     def __init__(self, world_size: int, stall_s: float = 120.0, limit_s: float = 800.0, device: str = "cpu") -> None:
@@ -293,6 +295,9 @@ class RankPool:
             # Inductor's own pool of compile workers would cost more to start than it saves on tiny kernels.
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
+        if self.device == "pretended cuda":
+            # Triton reads it when it is imported.
+            environment["TRITON_INTERPRET"] = "1"
         with _environment(environment):
             for index in range(self.world_size):
                 ours, theirs = context.Pipe()
@@ -304,6 +309,7 @@ class RankPool:
                     str(stack_file),
                     self.limit_s,
                     theirs,
+                    self.device,
                 )
                 process = context.Process(target=_serve, args=arguments, name=f"rank-{index}-of-{self.world_size}", daemon=True)
                 process.start()
@@ -371,14 +377,19 @@ class RankPool:
 
 
 class RankPools:
-    """The pools of a test session by world size; each starts when a test first asks for it."""
+    """The pools of a test session by world size; each starts when a test first asks for it.
 
-    def __init__(self) -> None:
+    Args:
+        device: the device of the pools.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._pools: dict[int, RankPool] = {}
 
     def __getitem__(self, world_size: int) -> RankPool:
         if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size)
+            self._pools[world_size] = RankPool(world_size, device=self._device)
         return self._pools[world_size]
 
     def end_idle(self) -> None:

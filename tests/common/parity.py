@@ -277,19 +277,42 @@ def _initialise_shards(model: nn.Module, values: nn.Module) -> None:
             buffer.copy_(initial)
 
 
-def train_sharded(case: Case, fully_shard: FullyShard, compile_options: Compile | None = None) -> Run:
+class Place:
+    """The place of a run: this rank's CPU."""
+
+    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        return device_mesh(shape, names)
+
+    def module(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Build a module there."""
+        return build()
+
+    def batch(self, make: Callable[[], Batch]) -> Batch:
+        """Make a batch there."""
+        return make()
+
+    def average(self, tensor: Tensor) -> None:
+        """Average a tensor over all ranks, in place."""
+        dist.all_reduce(tensor)
+        tensor.div_(dist.get_world_size())
+
+
+def train_sharded(
+    case: Case, fully_shard: FullyShard, compile_options: Compile | None = None, place: Place | None = None
+) -> Run:
     """Train on this rank's batches; every rank of the default process group calls this.
 
     ``compile_options`` are the arguments of ``torch.compile``; without them, the model runs eagerly. Every
     rank returns its final parameters, which have to be the same; the other full tensors are rank 0's only.
     """
-    mesh, tensor_parallel = _meshes(case)
+    place = place or Place()
+    mesh, tensor_parallel = _meshes(case, place)
     world = mesh.size()
     rank = dist.get_rank() // case.tensor_parallel
 
     torch.manual_seed(0)
     with torch.device("meta" if case.meta else "cpu"):
-        model = case.build()
+        model = place.module(case.build)
     if case.parallelize is not None:
         case.parallelize(model, tensor_parallel)
     case.shard(model, mesh, fully_shard)
@@ -303,20 +326,16 @@ def train_sharded(case: Case, fully_shard: FullyShard, compile_options: Compile 
     assert plain == case.ignored, f"parameters that are not distributed: {sorted(plain)}"
 
     def batch_at(step: int) -> Batch:
-        return _cast(case.batch(step, rank, world), case.dtype)
-
-    def reduce(tensor: Tensor) -> None:
-        dist.all_reduce(tensor)
-        tensor.div_(world)
+        return place.batch(lambda: _cast(case.batch(step, rank, world), case.dtype))
 
     if compile_options is None:
-        run = _train(case, model, model, batch_at, reduce)
+        run = _train(case, model, model, batch_at, place.average)
     else:
         counters = torch._dynamo.utils.counters["stats"]
         before = counters["unique_graphs"]
         # Past its limit of recompilations Dynamo runs a frame eagerly, which would test nothing.
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            run = _train(case, model, case.compile(model, compile_options), batch_at, reduce)
+            run = _train(case, model, case.compile(model, compile_options), batch_at, place.average)
         run.graphs = counters["unique_graphs"] - before
     if dist.get_rank() != 0:
         run.gradients, run.buffers = {}, {}
@@ -346,14 +365,14 @@ def describe_values(tensor: Any) -> str:
     )
 
 
-def _meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh]:
+def _meshes(case: Case, place: Place) -> tuple[DeviceMesh, DeviceMesh]:
     """Return the mesh that the case is sharded on, and the mesh of tensor parallelism."""
     world = dist.get_world_size() // case.tensor_parallel
     shape, names = ((world,), ("shard",)) if case.replicas == 1 else ((case.replicas, world // case.replicas), _HSDP)
     if case.tensor_parallel == 1:
-        mesh = device_mesh(shape, names)
+        mesh = place.mesh(shape, names)
         return mesh, mesh
-    mesh = device_mesh((*shape, case.tensor_parallel), (*names, "tp"))
+    mesh = place.mesh((*shape, case.tensor_parallel), (*names, "tp"))
     return mesh[names], mesh["tp"]
 
 

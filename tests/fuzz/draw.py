@@ -43,7 +43,7 @@ class _CaseBuilder:
         factor = self._factor()
         if self.compiled and "float32" in (self.model.dtype, *(self.model.policy or ())) and self.maybe(0.5):
             self.features = (*self.features, "padded")
-        # Graphs that update parameters keep their order (docs/schedule.md).
+        # Graphs that update parameters keep their order (docs/reliability.md).
         keep_order = self.optimizer == "in backward" and "other order" in self.features
         if self.compiled and not keep_order and self.maybe(0.3):
             self.features = (*self.features, "low thresholds")

@@ -583,6 +583,23 @@ class Broken(nn.Module):
         return x.relu().sum(-1)
 
 
+class Scaled(nn.Module):
+    """A model with a parameter without dimensions, which moves a tensor to the current device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + torch.ones(8).to("cuda")) * self.scale
+
+
+def test_parameters_without_dimensions_and_the_current_device() -> None:
+    code = cuda_code(Scaled(), torch.zeros(4, 8), (8,))
+    assert len(code.forward) == len(code.backward) == 1
+
+
 def test_a_graph_in_which_nothing_is_sharded_is_not_loaded_either() -> None:
     results: list[Tensor] = []
 

@@ -1,0 +1,205 @@
+"""Memory: fake tensors on ``cuda`` with values.
+
+A fake tensor has a storage without memory. Here each such storage has a *shadow*: a storage on the CPU with the same number of
+bytes. An operator first runs on fake tensors, as without values, then on views of their shadows. So views, aliases and writes
+are those of the fake tensors, which are those of a run on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils import _pytree as pytree
+
+from fsdp_compile.units.own_storage import has_memory, with_own_storage
+from passes.fx.torch_internals.core import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+_aten = torch.ops.aten
+# Operators that change what a tensor refers to, and no values.
+_REFERRING = {
+    _aten.set_.source_Tensor,
+    _aten.set_.source_Storage,
+    _aten.set_.source_Storage_storage_offset,
+    _aten.resize_.default,
+    _aten.record_stream.default,
+}
+# Operators that return what they are given, unlike their fake kernels.
+_SHARING = {torch.ops._c10d_functional.wait_tensor.default}
+_DEVICE_ARGUMENTS = ("device", "pin_memory")
+_SHADOW = "_cuda_machine_shadow"
+
+
+class Memory:
+    """The values of fake tensors.
+
+    Attributes:
+        mode: the fake mode. Inside of it, operators on its tensors compute values, too.
+        allocate: makes the shadow of a new storage, given its number of bytes.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # A cached result would not tell which of its storages are new.
+        self.mode.cache_enabled = False
+        # No subclass: higher-order operators look modes up by their class.
+        self._dispatch = self.mode.dispatch
+        self.mode.dispatch = self._compute  # type: ignore[method-assign]
+        self.allocate: Callable[[int], torch.UntypedStorage] = uninitialised
+        self._is_inside = False
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """Return the values of a fake tensor: a view of its shadow, with its size and strides. Others are their own values."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        with unset_fake_temporarily():
+            view = torch.empty(0, dtype=tensor.dtype)
+            return view.set_(self._shadow(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is one of this memory."""
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return what :func:`with_own_storage` returns for tensors with memory."""
+        with unset_fake_temporarily(), torch.no_grad():
+            value = with_own_storage(self.value(tensor))
+        return self.tensors_of([value], (), tensor.device)[0]
+
+    def write(self, tensor: Tensor, value: Tensor) -> None:
+        """Set the values of a fake tensor."""
+        with unset_fake_temporarily(), torch.no_grad():
+            self.value(tensor).copy_(value)
+
+    def tensors_of(self, values: Sequence[Any], known: Sequence[Tensor], device: torch.device) -> list[Any]:
+        """Make fake tensors for results that were computed on shadows.
+
+        Args:
+            values: the results.
+            known: fake tensors whose memory results may lie in.
+            device: the device of results in new memory.
+        """
+        bases = {self._shadow(tensor)._cdata: tensor for tensor in known}
+        found = []
+        with self.without_values(), torch.no_grad():
+            for value in values:
+                if not isinstance(value, Tensor):
+                    found.append(value)
+                    continue
+                storage = value.untyped_storage()
+                if storage._cdata not in bases:
+                    base = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+                    setattr(base.untyped_storage(), _SHADOW, storage)
+                    bases[storage._cdata] = base
+                fake = torch.empty(0, dtype=value.dtype, device=device)
+                place = value.storage_offset(), value.size(), value.stride()
+                found.append(fake.set_(bases[storage._cdata].untyped_storage(), *place))  # type: ignore[call-overload]
+        return found
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Enter the mode for the block, in which its tensors have memory for the library, too."""
+        address = FakeTensor.data_ptr
+
+        def data_ptr(tensor: Any) -> int:
+            return self.value(tensor).data_ptr() if self.has(tensor) else address(tensor)
+
+        with (
+            _replaced(has_memory, lambda tensor: self.has(tensor) or has_memory(tensor)),
+            _replaced(with_own_storage, lambda tensor: (self.alias if self.has(tensor) else with_own_storage)(tensor)),
+            mock.patch.object(FakeTensor, "data_ptr", data_ptr),
+            self.mode,
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def without_values(self) -> Iterator[None]:
+        """Compute no values in the block, only fake tensors."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            with self.mode:
+                yield
+        finally:
+            self._is_inside = before
+
+    def _shadow(self, tensor: Tensor) -> torch.UntypedStorage:
+        storage = tensor.untyped_storage()
+        shadow: torch.UntypedStorage | None = getattr(storage, _SHADOW, None)
+        if shadow is None:
+            shadow = self.allocate(storage.nbytes())
+            setattr(storage, _SHADOW, shadow)
+        return shadow
+
+    def _compute(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_inside or func in _REFERRING:
+            return self._dispatch(func, types, args, kwargs)
+        # Before the operator changes what the tensors refer to.
+        values = pytree.tree_map_only(Tensor, self.value, (tuple(args), kwargs))
+        self._is_inside = True
+        try:
+            fake = self._dispatch(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            fake = None
+        finally:
+            self._is_inside = False
+        if fake is NotImplemented:
+            # For tensor subclasses, such as DTensor, whose own tensors follow.
+            return fake
+        outputs = [output for output in pytree.tree_leaves(fake) if isinstance(output, Tensor)]
+        new = [not hasattr(output.untyped_storage(), _SHADOW) for output in outputs]
+        if fake is not None and not any(new) and not func._schema.is_mutable:
+            return fake
+        with unset_fake_temporarily(), torch.no_grad():
+            results = self._run(func, *values)
+        leaves, structure = pytree.tree_flatten(results)
+        if fake is None:
+            # Its shape, or what it returns, is known from values alone.
+            return pytree.tree_unflatten(self.tensors_of(leaves, (), _device_of(args)), structure)
+        with unset_fake_temporarily(), torch.no_grad():
+            given = {value.untyped_storage()._cdata for value in pytree.tree_leaves(values) if isinstance(value, Tensor)}
+            found = [result for result in leaves if isinstance(result, Tensor)]
+            for output, result, is_new in zip(outputs, found, new, strict=True):
+                if is_new:
+                    self._keep(output, result, may_share=func in _SHARING or result.untyped_storage()._cdata not in given)
+        return fake
+
+    def _keep(self, output: Tensor, result: Tensor, *, may_share: bool) -> None:
+        """Make a result the values of a new fake tensor: its memory, which a collective may write later, or else a copy."""
+        storage = result.untyped_storage()
+        same = (output.stride(), output.storage_offset()) == (result.stride(), result.storage_offset())
+        if may_share and same and storage.nbytes() == output.untyped_storage().nbytes():
+            setattr(output.untyped_storage(), _SHADOW, storage)
+        else:
+            self.value(output).copy_(result)
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        kwargs = {name: value for name, value in kwargs.items() if name not in _DEVICE_ARGUMENTS}
+        args = [torch.device("cpu") if isinstance(value, torch.device) else value for value in args]
+        return func(*args, **kwargs)
+
+
+def _device_of(args: Any) -> torch.device:
+    return next((value.device for value in pytree.tree_leaves(args) if isinstance(value, Tensor)), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def _replaced(function: Callable[..., Any], by: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of the library in all modules that import it, while the block runs."""
+    name = function.__name__
+    with contextlib.ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            if module.__name__.startswith("fsdp_compile") and vars(module).get(name) is function:
+                stack.enter_context(mock.patch.object(module, name, by))
+        yield
+
+
+def uninitialised(nbytes: int) -> torch.UntypedStorage:
+    """Allocate memory that is NaN in each floating-point format."""
+    return torch.full((nbytes,), 0xFF, dtype=torch.uint8).untyped_storage()

@@ -1,0 +1,157 @@
+"""The CUDA program trains as one process in float64 does: generated code, run on the CPU (tests/common/cuda_machine)."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_compile
+import tests.fuzz.execute
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from tests.common.cuda_machine import mutants
+from tests.common.cuda_machine.machine import Machine, machine
+from tests.common.distributed import RankPools
+from tests.common.models import MLP
+from tests.common.parity import Run, compare, shard_units, train_reference, train_sharded
+from tests.fsdp_compile.test_parity import CASES
+from tests.fuzz.blocks import network
+from tests.fuzz.case import Model
+from tests.fuzz.compare import differences
+from tests.fuzz.draw import draw
+from tests.fuzz.execute import EventRecord, execute
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only"),
+]
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[RankPools]:
+    """Pools of ranks that run CUDA programs."""
+    pools = RankPools("pretended cuda")
+    yield pools
+    pools.close()
+
+
+def run_case(name: str, is_late: bool) -> Run:
+    with machine(is_late=is_late) as cuda:
+        run = train_sharded(CASES[name], fully_shard, {"backend": cuda.backend}, cuda)
+        assert cuda.sources
+        return Run(**cuda.values(vars(run)))
+
+
+_QUICK = ["bf16", "fewer_rows_than_ranks", "scalar_parameters"]
+# Ranks distribute the initial values of a model on the meta device with collectives that the machine has not.
+_REST = [name for name in CASES if name not in (*_QUICK, "meta_init")]
+
+
+@pytest.mark.parametrize("name", [*_QUICK, *(pytest.param(name, marks=pytest.mark.night) for name in _REST)])
+def test_trains_as_one_process(name: str, machines: RankPools) -> None:
+    """Collectives run as late as the program permits, so each wait must be there, and no input may be written before it."""
+    case = CASES[name]
+    world = 2 if 2 in case.worlds else 4
+    # Where all is rounded to bfloat16, a gradient that nearly cancels is off by several roundings.
+    compare(machines[world].run(run_case, name=name, is_late=True), train_reference(case, world), case.reference_rtol or 1e-1)
+
+
+# What the program needs.
+
+
+def _model(cuda: Machine, is_low: bool) -> nn.Module:
+    """Build a model of two blocks, which are units, as is the rest."""
+    model = cuda.module(lambda: MLP(dim=10, hidden=24, out=3))
+    options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if is_low else {}
+    shard_units(model, cuda.mesh((cuda.world_size,), ("shard",)), fully_shard, **options)
+    return model
+
+
+def leave_out_masks() -> Counter[tuple[str, str]]:
+    with machine() as cuda, mutants.recorded() as launches:
+        model = torch.compile(_model(cuda, is_low=True), backend=cuda.backend)
+        for _ in range(2):
+            model(cuda.tensor(torch.randn(5, 10))).square().mean().backward()
+        with cuda.off():
+            return mutants.count_masks(launches)
+
+
+def test_masks(machines: RankPools) -> None:
+    """A kernel without one of its masks accesses other memory, or computes something else."""
+    counts = machines[2].run(leave_out_masks)[0]
+    assert counts["tl.store", "out of bounds"] > 20 and counts["tl.load", "out of bounds"] > 20
+    assert counts["tl.store", "unnoticed"] == 0
+    # The lanes of these loads read other rows of the same tensor, and the mask of a store drops them.
+    assert counts["tl.load", "unnoticed"] < counts["tl.load", "out of bounds"]
+
+
+def leave_out_waits() -> tuple[int, list[int]]:
+    with machine(is_late=True) as cuda:
+        model = _model(cuda, is_low=False)
+        forward = torch.compile(model, backend=cuda.backend)
+        x = cuda.tensor(torch.randn(5, 10))
+
+        def step() -> list[Tensor]:
+            model.zero_grad()
+            loss = forward(x).square().mean()
+            loss.backward()
+            return cuda.values([loss, *(param.grad for param in model.parameters())])
+
+        step()
+        return mutants.unneeded_waits(cuda.network, step)
+
+
+@pytest.mark.units_apart
+def test_waits(machines: RankPools) -> None:
+    """A step that does not wait for a collective computes something else."""
+    # Three units: gathers of all in forward, of two in backward, reductions.
+    assert machines[2].run(leave_out_waits) == [(8, [])] * 2
+
+
+# Random models.
+
+
+def run_seed(seed: int, mesh: tuple[int, ...], is_small: bool) -> list[EventRecord]:
+    with machine() as cuda:
+        meshes: dict[object, object] = {}
+
+        def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None, _device: str) -> object:
+            names = names or ("replicate", "shard")[2 - len(shape) :]
+            return meshes.setdefault((shape, names), cuda.mesh(shape, names))
+
+        with (
+            mock.patch.object(tests.fuzz.execute, "device_mesh", mesh_of),
+            mock.patch.object(tests.fuzz.execute, "network", lambda spec: _built_on(cuda, spec)),
+            mock.patch.object(fsdp_compile, "fsdp_backend", cuda.backend),
+        ):
+            records = execute(draw(seed, mesh, compiled=True, is_small=is_small), "inductor", "cuda")
+        return [EventRecord(**cuda.values(vars(record))) for record in records]
+
+
+def _built_on(cuda: Machine, spec: Model) -> nn.Module:
+    model = cuda.module(lambda: network(spec))
+    # It is there. Modules of fake parameters do not move.
+    model.to = lambda _device: model  # type: ignore[method-assign, assignment, misc]
+    return model
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    ("mesh", "seed", "is_small"),
+    [
+        *(((2,), seed, True) for seed in range(5)),
+        *((mesh, seed, False) for mesh in [(2,), (2, 2)] for seed in range(100, 106)),
+    ],
+)
+def test_random_models(mesh: tuple[int, ...], seed: int, is_small: bool, machines: RankPools) -> None:
+    case = draw(seed, mesh, compiled=True, is_small=is_small)
+    ours = machines[case.world].run(run_seed, seed=seed, mesh=mesh, is_small=is_small)
+    for rank, records in enumerate(ours):
+        with mock.patch("torch.distributed.get_rank", lambda rank=rank: rank):
+            torch.manual_seed(0)
+            assert differences(case, records, execute(case, "whole"), "cuda") == []

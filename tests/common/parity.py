@@ -280,6 +280,8 @@ def _initialise_shards(model: nn.Module, values: nn.Module) -> None:
 class Place:
     """The place of a run: this rank's CPU."""
 
+    device = "cpu"
+
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         return device_mesh(shape, names)
 
@@ -317,7 +319,7 @@ def train_sharded(
         case.parallelize(model, tensor_parallel)
     case.shard(model, mesh, fully_shard)
     if case.meta:
-        model.to_empty(device="cpu")
+        model.to_empty(device=place.device)
         torch.manual_seed(0)
         _initialise_shards(model, case.build())
     if case.dtype is not None:

@@ -6,16 +6,18 @@ import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import _collective_utils
 
 from passes.collectives.functional import resolve_group
 from passes.fx.torch_internals.core import unset_fake_temporarily
 from passes.fx.torch_internals.objects import undo
 
-from .memory import uninitialised
+from .memory import Memory, uninitialised
 
 _TIMEOUT = timedelta(seconds=120)
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -59,6 +61,25 @@ class Network:
             yield
         finally:
             undo(library)
+
+    @contextlib.contextmanager
+    def distributing(self, memory: Memory) -> Iterator[None]:
+        """Let torch distribute tensors of the machine while the block runs: it calls these functions, not operators."""
+
+        def broadcast(tensor: Tensor, *, group: Any, group_src: int, async_op: bool) -> None:
+            value = memory.value(tensor)
+            with unset_fake_temporarily(), torch.no_grad():
+                value.copy_(self.wait(self._broadcast(value, group_src, group.group_name)))
+
+        def scatter(output: Tensor, *, scatter_list: Any, group: Any, group_src: int, async_op: bool) -> None:
+            pieces, to = [[memory.value(piece) for piece in scatter_list]] if scatter_list else [], memory.value(output)
+            options = dist.ScatterOptions()
+            options.rootRank = group_src
+            with unset_fake_temporarily(), torch.no_grad():
+                self._group(group.group_name).scatter([to], pieces, options).wait()
+
+        with mock.patch.multiple(_collective_utils, broadcast=broadcast, scatter=scatter):
+            yield
 
     def _issue(self, output: Tensor, run: Callable[[], None]) -> Tensor:
         if self.is_late:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from tests.common.parity import Batch, Place
 
 from . import kernels, seat
 from .collectives import Network
+from .copies import CopyEngine
 from .memory import Memory
 
 _CUDA = torch.device("cuda", 0)
@@ -60,13 +62,18 @@ class Machine(Place):
     Attributes:
         rank: this rank.
         memory: the values of tensors.
+        network: collectives.
+        copies: copies between host and device.
         sources: the source of each segment that was generated.
     """
 
-    def __init__(self, *, is_late: bool) -> None:
+    device = "cuda"
+
+    def __init__(self, late: Collection[str]) -> None:
         self.rank, self.world_size, store = seat()
         self.memory = Memory()
-        self.network = Network(self.rank, dist.PrefixStore(f"machine {next(_numbers)}", store), is_late=is_late)
+        self.network = Network(self.rank, dist.PrefixStore(f"machine {next(_numbers)}", store), is_late="collectives" in late)
+        self.copies = CopyEngine(self.memory, is_late="copies" in late)
         self.sources: list[str] = []
 
     def backend(self, gm: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Callable[..., Any]:
@@ -87,6 +94,9 @@ class Machine(Place):
     def module(self, build: Callable[[], nn.Module]) -> nn.Module:
         with unset_fake_temporarily():
             model = build()
+        if any(value.is_meta for value in model.parameters()):
+            # Its fake twin, which has no values either.
+            return build()
         copies: dict[int, Any] = {}
         for value in (*model.parameters(), *model.buffers()):
             there = self.tensor(value.detach())
@@ -125,16 +135,17 @@ class Machine(Place):
 
 
 @contextlib.contextmanager
-def machine(arch: str = "sm_90", *, is_late: bool = False) -> Iterator[Machine]:
+def machine(arch: str = "sm_90", *, late: Collection[str] = ()) -> Iterator[Machine]:
     """Run the block on this rank of the machine. All ranks call this, in processes for which :func:`~.join` was called.
 
     Args:
         arch: the architecture to generate code for: "sm_80", "sm_90" or "sm_100".
-        is_late: whether collectives run as late as the program permits, instead of at once.
+        late: what runs as late as the program permits, instead of at once: "collectives", "copies" between host and device.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(pretend_cuda(DEVICES[arch]))
-        made = Machine(is_late=is_late)
+        made = Machine(late)
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_device_index", lambda: 0))
         stack.enter_context(inductor_config.patch(_CONFIG))
         stack.enter_context(kernels.running(made.memory.allocate))
         stack.callback(_forget)
@@ -142,6 +153,8 @@ def machine(arch: str = "sm_90", *, is_late: bool = False) -> Iterator[Machine]:
         dist.init_process_group("fake", store=FakeStore(), rank=made.rank, world_size=made.world_size)
         stack.callback(dist.destroy_process_group)
         stack.enter_context(made.network.in_use())
+        stack.enter_context(made.network.distributing(made.memory))
+        stack.enter_context(made.copies.in_use())
         stack.enter_context(_meshes_of_numbers())
         stack.enter_context(made.memory.in_use())
         yield made

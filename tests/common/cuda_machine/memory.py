@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils import _pytree as pytree
 
 from fsdp_compile.units.own_storage import has_memory, with_own_storage
+from passes.collectives.host_copies import wait_copy, wait_offload
 from passes.fx.torch_internals.core import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 _aten = torch.ops.aten
@@ -30,8 +31,8 @@ _REFERRING = {
     _aten.resize_.default,
     _aten.record_stream.default,
 }
-# Operators that return what they are given, unlike their fake kernels.
-_SHARING = {torch.ops._c10d_functional.wait_tensor.default}
+# Operators that return what they are given, once a stream has written it. Not all have fake kernels that do.
+_WAITS = {torch.ops._c10d_functional.wait_tensor.default, wait_copy, wait_offload}
 _DEVICE_ARGUMENTS = ("device", "pin_memory")
 _SHADOW = "_cuda_machine_shadow"
 
@@ -154,7 +155,7 @@ class Memory:
             return fake
         outputs = [output for output in pytree.tree_leaves(fake) if isinstance(output, Tensor)]
         new = [not hasattr(output.untyped_storage(), _SHADOW) for output in outputs]
-        if fake is not None and not any(new) and not func._schema.is_mutable:
+        if fake is not None and not any(new) and not func._schema.is_mutable and func not in _WAITS:
             return fake
         with unset_fake_temporarily(), torch.no_grad():
             results = self._run(func, *values)
@@ -167,7 +168,7 @@ class Memory:
             found = [result for result in leaves if isinstance(result, Tensor)]
             for output, result, is_new in zip(outputs, found, new, strict=True):
                 if is_new:
-                    self._keep(output, result, may_share=func in _SHARING or result.untyped_storage()._cdata not in given)
+                    self._keep(output, result, may_share=func in _WAITS or result.untyped_storage()._cdata not in given)
         return fake
 
     def _keep(self, output: Tensor, result: Tensor, *, may_share: bool) -> None:

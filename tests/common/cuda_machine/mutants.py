@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .collectives import Network
+from .machine import Machine
 
 
 @dataclass
@@ -128,11 +128,11 @@ def count_masks(launches: dict[str, Launch]) -> Counter[tuple[str, str]]:
     return counts
 
 
-def unneeded_waits(network: Network, step: Callable[[], list[Tensor]]) -> tuple[int, list[int]]:
-    """Leave out each wait of a step.
+def unneeded_waits(cuda: Machine, step: Callable[[], list[Tensor]]) -> tuple[int, set[int]]:
+    """Leave out each wait of a step, for a collective or for a copy.
 
     Args:
-        network: the network, which runs collectives late.
+        cuda: the machine, which runs collectives or copies late.
         step: runs the step, from the same state each time, and returns results.
 
     Returns:
@@ -140,26 +140,32 @@ def unneeded_waits(network: Network, step: Callable[[], list[Tensor]]) -> tuple[
     """
     waits = 0
     left_out: int | None = None
-    wait = network.wait
 
-    def count(output: Tensor) -> Tensor:
-        nonlocal waits
-        waits += 1
-        return output if waits - 1 == left_out else wait(output)
+    def counting(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def wait_or_not(what: Any) -> Any:
+            nonlocal waits
+            waits += 1
+            return what if waits - 1 == left_out else wait(what)
+
+        return wait_or_not
 
     def results() -> list[Tensor]:
         nonlocal waits
         waits = 0
         found = step()
-        network.finish()
+        cuda.network.finish()
+        cuda.copies.finish()
         return found
 
-    with mock.patch.object(network, "wait", count):
+    with (
+        mock.patch.object(cuda.network, "wait", counting(cuda.network.wait)),
+        mock.patch.object(cuda.copies, "wait", counting(cuda.copies.wait)),
+    ):
         expected = results()
         number = waits
-        same = []
+        same = set()
         for left_out in range(number):
             found = results()
             if all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
-                same.append(left_out)
+                same.add(left_out)
     return number, same

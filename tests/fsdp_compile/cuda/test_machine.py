@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import fsdp_compile
 import tests.fuzz.execute
-from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.common.cuda_machine import mutants
 from tests.common.cuda_machine.machine import Machine, machine
 from tests.common.distributed import RankPools
@@ -21,7 +22,7 @@ from tests.common.models import MLP
 from tests.common.parity import Run, compare, shard_units, train_reference, train_sharded
 from tests.fsdp_compile.test_parity import CASES
 from tests.fuzz.blocks import network
-from tests.fuzz.case import Model
+from tests.fuzz.case import Block, Call, Case, Micro, Model, Step
 from tests.fuzz.compare import differences
 from tests.fuzz.draw import draw
 from tests.fuzz.execute import EventRecord, execute
@@ -40,16 +41,18 @@ def machines() -> Iterator[RankPools]:
     pools.close()
 
 
-def run_case(name: str, is_late: bool) -> Run:
-    with machine(is_late=is_late) as cuda:
+_ALL = ("collectives", "copies")
+
+
+def run_case(name: str) -> Run:
+    with machine(late=_ALL) as cuda:
         run = train_sharded(CASES[name], fully_shard, {"backend": cuda.backend}, cuda)
         assert cuda.sources
         return Run(**cuda.values(vars(run)))
 
 
 _QUICK = ["bf16", "fewer_rows_than_ranks", "scalar_parameters"]
-# Ranks distribute the initial values of a model on the meta device with collectives that the machine has not.
-_REST = [name for name in CASES if name not in (*_QUICK, "meta_init")]
+_REST = [name for name in CASES if name not in _QUICK]
 
 
 @pytest.mark.parametrize("name", [*_QUICK, *(pytest.param(name, marks=pytest.mark.night) for name in _REST)])
@@ -58,23 +61,25 @@ def test_trains_as_one_process(name: str, machines: RankPools) -> None:
     case = CASES[name]
     world = 2 if 2 in case.worlds else 4
     # Where all is rounded to bfloat16, a gradient that nearly cancels is off by several roundings.
-    compare(machines[world].run(run_case, name=name, is_late=True), train_reference(case, world), case.reference_rtol or 1e-1)
+    compare(machines[world].run(run_case, name=name), train_reference(case, world), case.reference_rtol or 1e-1)
 
 
 # What the program needs.
 
 
-def _model(cuda: Machine, is_low: bool) -> nn.Module:
+_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def _model(cuda: Machine, **options: Any) -> nn.Module:
     """Build a model of two blocks, which are units, as is the rest."""
     model = cuda.module(lambda: MLP(dim=10, hidden=24, out=3))
-    options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if is_low else {}
     shard_units(model, cuda.mesh((cuda.world_size,), ("shard",)), fully_shard, **options)
     return model
 
 
 def leave_out_masks() -> Counter[tuple[str, str]]:
     with machine() as cuda, mutants.recorded() as launches:
-        model = torch.compile(_model(cuda, is_low=True), backend=cuda.backend)
+        model = torch.compile(_model(cuda, mp_policy=_BF16), backend=cuda.backend)
         for _ in range(2):
             model(cuda.tensor(torch.randn(5, 10))).square().mean().backward()
         with cuda.off():
@@ -90,9 +95,9 @@ def test_masks(machines: RankPools) -> None:
     assert counts["tl.load", "unnoticed"] < counts["tl.load", "out of bounds"]
 
 
-def leave_out_waits() -> tuple[int, list[int]]:
-    with machine(is_late=True) as cuda:
-        model = _model(cuda, is_low=False)
+def leave_out_waits(late: str, offload: bool) -> tuple[int, set[int]]:
+    with machine(late=[late]) as cuda:
+        model = _model(cuda, **{"offload_policy": CPUOffloadPolicy()} if offload else {})
         forward = torch.compile(model, backend=cuda.backend)
         x = cuda.tensor(torch.randn(5, 10))
 
@@ -103,21 +108,31 @@ def leave_out_waits() -> tuple[int, list[int]]:
             return cuda.values([loss, *(param.grad for param in model.parameters())])
 
         step()
-        return mutants.unneeded_waits(cuda.network, step)
+        return mutants.unneeded_waits(cuda, step)
 
 
 @pytest.mark.units_apart
 def test_waits(machines: RankPools) -> None:
     """A step that does not wait for a collective computes something else."""
     # Three units: gathers of all in forward, of two in backward, reductions.
-    assert machines[2].run(leave_out_waits) == [(8, [])] * 2
+    assert machines[2].run(leave_out_waits, late="collectives", offload=False) == [(8, set())] * 2
 
 
-# Random models.
+@pytest.mark.night
+@pytest.mark.units_apart
+def test_waits_for_copies(machines: RankPools) -> None:
+    """Nor does one that does not wait for a copy, but the last of several that the host waits for in a row."""
+    late = [machines[2].run(leave_out_waits, late=what, offload=True)[0] for what in _ALL]
+    # With a copy of shards before each gather, and of gradients after each reduction.
+    assert [waits for waits, _ in late] == [16, 16]
+    assert late[0][1] & late[1][1] == {13, 14}
 
 
-def run_seed(seed: int, mesh: tuple[int, ...], is_small: bool) -> list[EventRecord]:
-    with machine() as cuda:
+# Models and loops of tests/fuzz, chosen and random.
+
+
+def run_fuzz(case: Case) -> list[EventRecord]:
+    with machine(late=_ALL) as cuda:
         meshes: dict[object, object] = {}
 
         def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None, _device: str) -> object:
@@ -129,7 +144,7 @@ def run_seed(seed: int, mesh: tuple[int, ...], is_small: bool) -> list[EventReco
             mock.patch.object(tests.fuzz.execute, "network", lambda spec: _built_on(cuda, spec)),
             mock.patch.object(fsdp_compile, "fsdp_backend", cuda.backend),
         ):
-            records = execute(draw(seed, mesh, compiled=True, is_small=is_small), "inductor", "cuda")
+            records = execute(case, "inductor", "cuda")
         return [EventRecord(**cuda.values(vars(record))) for record in records]
 
 
@@ -138,6 +153,61 @@ def _built_on(cuda: Machine, spec: Model) -> nn.Module:
     # It is there. Modules of fake parameters do not move.
     model.to = lambda _device: model  # type: ignore[method-assign, assignment, misc]
     return model
+
+
+def _check(case: Case, machines: RankPools) -> None:
+    for rank, records in enumerate(machines[case.world].run(run_fuzz, case=case)):
+        with mock.patch("torch.distributed.get_rank", lambda rank=rank: rank):
+            torch.manual_seed(0)
+            assert differences(case, records, execute(case, "whole"), "cuda") == []
+
+
+_MODEL = Model((Block("mlp"), Block("attention"), Block("experts", checkpoint="around")), "float32")
+# Two microbatches, of which only the second one reduces; then a step whose lengths differ, with clipping.
+_EVENTS = (
+    Call("set_requires_gradient_sync", args=(False,)),
+    Micro(((2, 3),)),
+    Call("set_requires_gradient_sync", args=(True,)),
+    Micro(((2, 3),)),
+    Step(),
+    Micro(((3, 5),)),
+    Step(0.5),
+)
+_FEATURES: dict[str, dict[str, Any]] = {
+    "CPU offload": {"features": ("offload",), "optimizer": "adamw"},
+    "CPU offload, flat": {"features": ("offload",), "optimizer": "flat"},
+    "optimizer on the host": {"optimizer": "offloaded"},
+    # It cannot clip.
+    "optimizer in backward": {"optimizer": "in backward", "events": (*_EVENTS[:-1], Step())},
+    "one buffer": {"optimizer": "one buffer"},
+    "hook": {"features": ("hook",)},
+    "activations on the host": {"options": (("memory_budget", 1 << 15), ("host_budget", 1 << 30))},
+    # torch cannot clip gradients on several meshes together.
+    "tensor parallel": {
+        "features": ("tensor parallel",),
+        "mesh": (2, 2),
+        "model": Model((Block("parallel"), Block("mlp"))),
+        "events": (*_EVENTS[:-1], Step()),
+    },
+}
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("name", _FEATURES)
+def test_features(name: str, machines: RankPools) -> None:
+    _check(Case(**{"mesh": (2,), "model": _MODEL, "events": _EVENTS, **_FEATURES[name]}), machines)
+
+
+def run_eager(case: Case) -> list[EventRecord]:
+    return execute(case, "eager")
+
+
+@pytest.mark.night
+def test_rounded_gathers(machines: RankPools, rank_pools: RankPools) -> None:
+    """Both run the same kernels in another order, or others: an element may be rounded to the next of 255 values."""
+    case = Case((2,), _MODEL, _EVENTS, features=("rounded",))
+    for ours, theirs in zip(machines[2].run(run_fuzz, case=case), rank_pools[2].run(run_eager, case=case), strict=True):
+        assert differences(case, ours, theirs, "cuda") == []
 
 
 @pytest.mark.night
@@ -149,9 +219,4 @@ def _built_on(cuda: Machine, spec: Model) -> nn.Module:
     ],
 )
 def test_random_models(mesh: tuple[int, ...], seed: int, is_small: bool, machines: RankPools) -> None:
-    case = draw(seed, mesh, compiled=True, is_small=is_small)
-    ours = machines[case.world].run(run_seed, seed=seed, mesh=mesh, is_small=is_small)
-    for rank, records in enumerate(ours):
-        with mock.patch("torch.distributed.get_rank", lambda rank=rank: rank):
-            torch.manual_seed(0)
-            assert differences(case, records, execute(case, "whole"), "cuda") == []
+    _check(draw(seed, mesh, compiled=True, is_small=is_small), machines)

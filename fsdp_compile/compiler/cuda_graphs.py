@@ -56,7 +56,7 @@ class Recorder(Protocol):
         ...
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record the launches of ``run``, with or without executing them. Return a function that replays them."""
+        """Record the launches of ``run``, which leave memory as it is. Return a function that replays them."""
         ...
 
 

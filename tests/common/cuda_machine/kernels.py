@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import linecache
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -21,6 +22,8 @@ from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
+
+from passes.fx.torch_internals.objects import undo
 
 _numbers = itertools.count()
 
@@ -175,6 +178,12 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Compute ``torch.histc`` also of integers, which torch counts on a GPU, but not on the CPU."""
+    limits = (float(min), float(max)) if min != max else (float(values.min()), float(values.max()))
+    return torch.histogram(values.double(), bins, range=limits).hist.to(values.dtype)
+
+
 @contextlib.contextmanager
 def running(allocate: Callable[[int], torch.UntypedStorage]) -> Iterator[None]:
     """Load and run generated segments on the CPU while the block runs."""
@@ -187,4 +196,9 @@ def running(allocate: Callable[[int], torch.UntypedStorage]) -> Iterator[None]:
         patch(torch._C, "_cuda_getCurrentRawStream", lambda _device: 0)
         patch(guards, "_empty_strided_cuda", lambda *args: _empty_strided_cuda(allocate, *args))
         patch(triton_helpers, "libdevice", _Libdevice())
+        library = torch.library.Library("aten", "IMPL")
+        stack.callback(undo, library)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            library.impl("histc", _histc, "CPU")
         yield

@@ -31,7 +31,8 @@ from tests.common.parity import Batch, Place
 from . import kernels, seat
 from .collectives import Network
 from .copies import CopyEngine
-from .memory import Memory
+from .graphs import Recorder
+from .memory import Memory, tensors_in
 
 _CUDA = torch.device("cuda", 0)
 _CONFIG = {"fx_graph_cache": False, "compile_threads": 1}
@@ -52,8 +53,12 @@ class _Segment:
         inputs = list(args)
         args.clear()
         with unset_fake_temporarily(), torch.no_grad():
-            outputs = self._call([self._memory.value(value) if isinstance(value, Tensor) else value for value in inputs])
-        return self._memory.tensors_of(outputs, [value for value in inputs if isinstance(value, Tensor)], _CUDA)
+            values = [self._memory.value(value) if isinstance(value, Tensor) else value for value in inputs]
+            self._memory.note_inputs(values)
+            outputs = self._call(list(values))
+        found = self._memory.tensors_of(outputs, [value for value in inputs if isinstance(value, Tensor)], _CUDA)
+        self._memory.record(lambda: tensors_in(self._call(list(values))), tensors_in(found))
+        return found
 
 
 class Machine(Place):
@@ -64,6 +69,7 @@ class Machine(Place):
         memory: the values of tensors.
         network: collectives.
         copies: copies between host and device.
+        recorder: records CUDA graphs.
         sources: the source of each segment that was generated.
     """
 
@@ -73,6 +79,7 @@ class Machine(Place):
         self.rank, self.world_size, store = seat()
         self.memory = Memory()
         self.network = Network(self.rank, dist.PrefixStore(f"machine {next(_numbers)}", store), is_late="collectives" in late)
+        self.recorder = Recorder(self.memory)
         self.copies = CopyEngine(self.memory, is_late="copies" in late)
         self.sources: list[str] = []
 
@@ -155,6 +162,7 @@ def machine(arch: str = "sm_90", *, late: Collection[str] = ()) -> Iterator[Mach
         stack.enter_context(made.network.in_use())
         stack.enter_context(made.network.distributing(made.memory))
         stack.enter_context(made.copies.in_use())
+        stack.enter_context(made.recorder.in_use())
         stack.enter_context(_meshes_of_numbers())
         stack.enter_context(made.memory.in_use())
         yield made

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -37,12 +38,26 @@ _DEVICE_ARGUMENTS = ("device", "pin_memory")
 _SHADOW = "_cuda_machine_shadow"
 
 
+@dataclass
+class Tape:
+    """What is computed, to compute it again in the same memory, and the memory that it found."""
+
+    launches: list[Callable[[], None]] = field(default_factory=list)
+    before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
+
+    def restore(self) -> None:
+        """Write back to memory what it held before."""
+        for storage, contents in self.before.values():
+            storage.copy_(contents)
+
+
 class Memory:
     """The values of fake tensors.
 
     Attributes:
         mode: the fake mode. Inside of it, operators on its tensors compute values, too.
         allocate: makes the shadow of a new storage, given its number of bytes.
+        tape: receives what is computed; None: nothing is recorded.
     """
 
     def __init__(self) -> None:
@@ -53,7 +68,43 @@ class Memory:
         self._dispatch = self.mode.dispatch
         self.mode.dispatch = self._compute  # type: ignore[method-assign]
         self.allocate: Callable[[int], torch.UntypedStorage] = uninitialised
+        self.tape: Tape | None = None
         self._is_inside = False
+
+    def off(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which tensors are the CPU's."""
+        return unset_fake_temporarily()
+
+    def record(self, compute: Callable[[], Sequence[Tensor]], results: Sequence[Tensor]) -> None:
+        """Record a computation, if there is a tape.
+
+        Args:
+            compute: computes results again.
+            results: the tensors that are to get them.
+        """
+        if self.tape is None:
+            return
+        with self.off():
+            values = [self.value(result) for result in results]
+
+        def launch() -> None:
+            with self.off(), torch.no_grad():
+                for value, result in zip(values, compute(), strict=True):
+                    if value.data_ptr() != result.data_ptr():
+                        value.copy_(result)
+
+        self.tape.launches.append(launch)
+
+    def note_inputs(self, values: Any) -> None:
+        """Note the memory of tensors ahead of a computation that may write to it, if there is a tape."""
+        if self.tape is not None:
+            for value in tensors_in(values):
+                storage = value.untyped_storage()
+                self.tape.before.setdefault(storage._cdata, (storage, storage.clone()))
+
+    def shadow_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """Return the shadow of a storage; None: it has none."""
+        return getattr(storage, _SHADOW, None)
 
     def value(self, tensor: Tensor) -> Tensor:
         """Return the values of a fake tensor: a view of its shadow, with its size and strides. Others are their own values."""
@@ -153,11 +204,12 @@ class Memory:
         if fake is NotImplemented:
             # For tensor subclasses, such as DTensor, whose own tensors follow.
             return fake
-        outputs = [output for output in pytree.tree_leaves(fake) if isinstance(output, Tensor)]
+        outputs = tensors_in(fake)
         new = [not hasattr(output.untyped_storage(), _SHADOW) for output in outputs]
         if fake is not None and not any(new) and not func._schema.is_mutable and func not in _WAITS:
             return fake
         with unset_fake_temporarily(), torch.no_grad():
+            self.note_inputs(values)
             results = self._run(func, *values)
         leaves, structure = pytree.tree_flatten(results)
         if fake is None:
@@ -165,10 +217,11 @@ class Memory:
             return pytree.tree_unflatten(self.tensors_of(leaves, (), _device_of(args)), structure)
         with unset_fake_temporarily(), torch.no_grad():
             given = {value.untyped_storage()._cdata for value in pytree.tree_leaves(values) if isinstance(value, Tensor)}
-            found = [result for result in leaves if isinstance(result, Tensor)]
+            found = tensors_in(leaves)
             for output, result, is_new in zip(outputs, found, new, strict=True):
                 if is_new:
                     self._keep(output, result, may_share=func in _WAITS or result.untyped_storage()._cdata not in given)
+        self.record(lambda: tensors_in(self._run(func, *values)), outputs)
         return fake
 
     def _keep(self, output: Tensor, result: Tensor, *, may_share: bool) -> None:
@@ -184,6 +237,11 @@ class Memory:
         kwargs = {name: value for name, value in kwargs.items() if name not in _DEVICE_ARGUMENTS}
         args = [torch.device("cpu") if isinstance(value, torch.device) else value for value in args]
         return func(*args, **kwargs)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _device_of(args: Any) -> torch.device:

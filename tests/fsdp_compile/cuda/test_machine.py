@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -42,6 +42,15 @@ def machines() -> Iterator[RankPools]:
 
 
 _ALL = ("collectives", "copies")
+_RECORDED = [
+    "mlp",
+    "bf16",
+    "frozen_in_part",
+    "tied_in_root",
+    "reshard_false",
+    "evaluation_no_grad",
+    "adamw_foreach_clip_grad_norm",
+]
 
 
 def run_case(name: str) -> Run:
@@ -62,6 +71,87 @@ def test_trains_as_one_process(name: str, machines: RankPools) -> None:
     world = 2 if 2 in case.worlds else 4
     # Where all is rounded to bfloat16, a gradient that nearly cancels is off by several roundings.
     compare(machines[world].run(run_case, name=name), train_reference(case, world), case.reference_rtol or 1e-1)
+
+
+def replay(name: str) -> tuple[Run, int]:
+    with machine() as cuda:
+        options = {"backend": cuda.backend, "options": {"cudagraphs": True}}
+        run = train_sharded(CASES[name], fully_shard, options, cuda)
+        return Run(**cuda.values(vars(run))), cuda.recorder.replays
+
+
+@pytest.mark.parametrize("name", ["accumulate_gradients", *(pytest.param(one, marks=pytest.mark.night) for one in _RECORDED)])
+def test_cuda_graphs(name: str, machines: RankPools) -> None:
+    """Graphs that are recorded and replayed, with other batches and plans, train as one process does."""
+    runs, replays = zip(*machines[2].run(replay, name=name), strict=True)
+    # The second call of a graph records it.
+    assert min(replays) >= CASES[name].steps
+    compare(runs, train_reference(CASES[name], 2), CASES[name].reference_rtol or 1e-1)
+
+
+# Models of transformers.
+
+
+def _llama() -> Any:
+    """Build a model whose layers are enough to be folded."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, num_hidden_layers=9, **sizes))
+
+
+def _mixture_of_experts() -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    config = transformers.Qwen3MoeConfig(vocab_size=50, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, **sizes)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+_MODELS = {"llama": _llama, "mixture of experts": _mixture_of_experts}
+# Lengths that change.
+_TOKENS = [torch.randint(50, (2, 2, length), generator=torch.Generator().manual_seed(length)) for length in (8, 12, 5)]
+
+
+def _train(model: Any, forward: Any, batches: Callable[[Tensor], list[Tensor]]) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses = []
+    for tokens in _TOKENS:
+        own = batches(tokens)
+        losses.append(0.0)
+        for batch in own:
+            loss = forward(input_ids=batch, labels=batch, use_cache=False).loss / len(own)
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train_model(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    with machine(late=_ALL) as cuda:
+        model = cuda.module(_MODELS[name])
+        mesh = cuda.mesh((2,), ("shard",))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        forward = torch.compile(model, backend=cuda.backend)
+        losses = _train(model, forward, lambda tokens: [cuda.tensor(tokens[cuda.rank])])
+        return losses, cuda.values({name: param.full_tensor() for name, param in model.named_parameters()})
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("name", _MODELS)
+def test_transformers(name: str, machines: RankPools) -> None:
+    torch.manual_seed(0)
+    # torch multiplies groups of matrices in float32 at most.
+    whole = _MODELS[name]().to(torch.float64 if name == "llama" else torch.float32)
+    losses = _train(whole, whole, list)
+    runs = machines[2].run(train_model, name=name)
+    torch.testing.assert_close(torch.tensor([run[0] for run in runs]).mean(0), torch.tensor(losses), rtol=1e-5, atol=0)
+    for name, param in whole.named_parameters():
+        torch.testing.assert_close(runs[0][1][name].double(), param.detach().double(), rtol=1e-4, atol=1e-6)
 
 
 # What the program needs.

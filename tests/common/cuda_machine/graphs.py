@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from fsdp_compile.compiler import cuda_graphs
-from passes.fx.torch_internals.core import construct_storage_from_data_pointer
+from passes.fx.torch_internals.core import construct_storage_from_data_pointer, unset_fake_temporarily
 
 from .memory import Memory, Tape
 
@@ -39,7 +39,7 @@ class Recorder:
         finally:
             self._memory.tape = None
         # On a device, what is recorded does not run.
-        with self._memory.off():
+        with unset_fake_temporarily():
             tape.restore()
 
         def replay() -> None:
@@ -59,7 +59,7 @@ class Recorder:
             return address(storage if shadow is None else shadow)
 
         def storage_at(start: int, device: torch.device, nbytes: int) -> Any:
-            with self._memory.off():
+            with unset_fake_temporarily():
                 value = torch.empty(0, dtype=torch.uint8)
                 value.set_(construct_storage_from_data_pointer(start, torch.device("cpu"), nbytes), 0, (nbytes,))
             return self._memory.tensors_of([value], (), device)[0].untyped_storage()

@@ -16,6 +16,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from torch._inductor.runtime import triton_helpers, triton_heuristics
@@ -66,7 +67,7 @@ def _within(tensors: Sequence[Tensor], kernel: str) -> Iterator[None]:
     starts = np.array([start for start, _ in ranges], dtype=np.uint64)
     ends = np.array([start + nbytes for start, nbytes in ranges], dtype=np.uint64)
     builder = interpreter.interpreter_builder
-    load, store = builder.create_masked_load, builder.create_masked_store
+    load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
 
     def check(pointers: Any, mask: Any, what: str) -> None:
         used = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].reshape(-1, 1)
@@ -88,7 +89,12 @@ def _within(tensors: Sequence[Tensor], kernel: str) -> Iterator[None]:
         check(pointers, mask, "writes")
         return store(pointers, value, mask, *args)
 
-    with mock.patch.multiple(builder, create_masked_load=checked_load, create_masked_store=checked_store):
+    def checked_atomic(operation: Any, pointers: Any, value: Any, mask: Any, *args: Any) -> Any:
+        check(pointers, mask, "writes")
+        return atomic(operation, pointers, value, mask, *args)
+
+    checked = {"create_masked_load": checked_load, "create_masked_store": checked_store, "create_atomic_rmw": checked_atomic}
+    with mock.patch.multiple(builder, **checked):
         yield
 
 
@@ -186,7 +192,13 @@ def _histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> T
 
 @contextlib.contextmanager
 def running(allocate: Callable[[int], torch.UntypedStorage]) -> Iterator[None]:
-    """Load and run generated segments on the CPU while the block runs."""
+    """Load and run generated segments on the CPU while the block runs.
+
+    Raises:
+        RuntimeError: Triton would compile kernels.
+    """
+    if not triton.knobs.runtime.interpret:
+        raise RuntimeError("Start the process with TRITON_INTERPRET=1, as RankPools('pretended cuda') does.")
     guards = torch._C._dynamo.guards
     with contextlib.ExitStack() as stack:
 

@@ -71,10 +71,6 @@ class Memory:
         self.tape: Tape | None = None
         self._is_inside = False
 
-    def off(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which tensors are the CPU's."""
-        return unset_fake_temporarily()
-
     def record(self, compute: Callable[[], Sequence[Tensor]], results: Sequence[Tensor]) -> None:
         """Record a computation, if there is a tape.
 
@@ -84,11 +80,11 @@ class Memory:
         """
         if self.tape is None:
             return
-        with self.off():
+        with unset_fake_temporarily():
             values = [self.value(result) for result in results]
 
         def launch() -> None:
-            with self.off(), torch.no_grad():
+            with unset_fake_temporarily(), torch.no_grad():
                 for value, result in zip(values, compute(), strict=True):
                     if value.data_ptr() != result.data_ptr():
                         value.copy_(result)
@@ -216,9 +212,8 @@ class Memory:
             # Its shape, or what it returns, is known from values alone.
             return pytree.tree_unflatten(self.tensors_of(leaves, (), _device_of(args)), structure)
         with unset_fake_temporarily(), torch.no_grad():
-            given = {value.untyped_storage()._cdata for value in pytree.tree_leaves(values) if isinstance(value, Tensor)}
-            found = tensors_in(leaves)
-            for output, result, is_new in zip(outputs, found, new, strict=True):
+            given = {value.untyped_storage()._cdata for value in tensors_in(values)}
+            for output, result, is_new in zip(outputs, tensors_in(leaves), new, strict=True):
                 if is_new:
                     self._keep(output, result, may_share=func in _WAITS or result.untyped_storage()._cdata not in given)
         self.record(lambda: tensors_in(self._run(func, *values)), outputs)
@@ -234,6 +229,8 @@ class Memory:
             self.value(output).copy_(result)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "c10d":
+            raise NotImplementedError(f"{func} would move no values among pretended groups: use functional collectives.")
         kwargs = {name: value for name, value in kwargs.items() if name not in _DEVICE_ARGUMENTS}
         args = [torch.device("cpu") if isinstance(value, torch.device) else value for value in args]
         return func(*args, **kwargs)
@@ -245,7 +242,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _device_of(args: Any) -> torch.device:
-    return next((value.device for value in pytree.tree_leaves(args) if isinstance(value, Tensor)), torch.device("cpu"))
+    return next((value.device for value in tensors_in(args)), torch.device("cpu"))
 
 
 @contextlib.contextmanager

@@ -204,12 +204,11 @@ def _device_registry() -> Iterator[None]:
     if before is None:
         guards[_CUDA] = guards[_META]
     dispatch = FakeTensorMode.dispatch
-
     moves = (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default)
 
     def dispatch_on_cuda(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in moves:
-            # Of ``tensor.to("cuda")``: the guard says that the current device is meta.
+            # ``tensor.to("cuda")`` asks the guard for the current device, which is meta.
             args, kwargs = pytree.tree_map(_not_meta, (args, kwargs or {}))
         return dispatch(mode, func, types, args, kwargs)
 

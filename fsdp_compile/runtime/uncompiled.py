@@ -91,7 +91,7 @@ class _Version(NamedTuple):
 class Gathered:
     """The full parameters of a unit, until one of them is written. They are in memory, or can be gathered again.
 
-    The autograd graphs of forwards hold references to this object. The unit does, from a forward to the end of a backward:
+    The autograd graphs of forwards hold references to this object. The unit holds one from a forward to the end of a backward:
     whether the next forward gathers must not depend on how long a rank keeps the output of this one.
     """
 
@@ -104,7 +104,7 @@ class Gathered:
         #: Outputs of forwards. Backward runs hooks on them before it reads a parameter.
         self.given_out: list[weakref.ref[Tensor]] = []
         self._emptied: dict[ShardedParam, tuple[Tensor, int]] = {}
-        #: Whether a forward that records gradients has read the parameters. The next forward then reads them, too.
+        #: True if a forward with gradients enabled has read the parameters. The next forward reads them then, too.
         self.is_recorded = False
 
     def is_current(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ from passes.collectives.functional import resolve_group
 from passes.fx.torch_internals.core import unset_fake_temporarily
 from passes.fx.torch_internals.objects import undo
 
-from .memory import Memory, uninitialised
+from .memory import Memory, new_tensor
 
 _TIMEOUT = timedelta(seconds=120)
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -44,7 +44,7 @@ class Network:
         self._store = store
         self._groups: dict[str, Any] = {}
         self.is_late = is_late
-        self.in_flight: dict[int, Callable[[], None]] = {}
+        self.in_flight: dict[int, Callable[[], object]] = {}
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ class Network:
 
     @contextlib.contextmanager
     def distributing(self, memory: Memory) -> Iterator[None]:
-        """Let torch distribute tensors of the machine while the block runs: it calls these functions, not operators."""
+        """Distribute tensors of the machine while the block runs, for which torch calls functions in the place of operators."""
 
         def broadcast(tensor: Tensor, *, group: Any, group_src: int, async_op: bool) -> None:
             value = memory.value(tensor)
@@ -81,7 +81,7 @@ class Network:
         with mock.patch.multiple(_collective_utils, broadcast=broadcast, scatter=scatter):
             yield
 
-    def _issue(self, output: Tensor, run: Callable[[], None]) -> Tensor:
+    def _issue(self, output: Tensor, run: Callable[[], object]) -> Tensor:
         if self.is_late:
             self.in_flight[output.untyped_storage()._cdata] = run
         else:
@@ -123,14 +123,14 @@ class Network:
 
     def _all_reduce(self, values: Tensor, op: str, name: str) -> Tensor:
         output = _new(values, values.shape)
-        return self._issue(output, lambda: _set(output, self._reduced(values, op, name)))
+        return self._issue(output, lambda: output.copy_(self._reduced(values, op, name)))
 
     def _all_reduce_in_place(self, values: Tensor, op: str, name: str) -> Tensor:
-        return self._issue(values, lambda: _set(values, self._reduced(values, op, name)))
+        return self._issue(values, lambda: values.copy_(self._reduced(values, op, name)))
 
     def _reduce_scatter(self, values: Tensor, op: str, size: int, name: str) -> Tensor:
         output, rank = _new(values, (values.size(0) // size, *values.shape[1:])), self._group(name).rank()
-        return self._issue(output, lambda: _set(output, self._reduced(values, op, name).chunk(size)[rank]))
+        return self._issue(output, lambda: output.copy_(self._reduced(values, op, name).chunk(size)[rank]))
 
     def _all_to_all(self, values: Tensor, received: list[int], sent: list[int], name: str) -> Tensor:
         output = _new(values, (sum(received), *values.shape[1:]))
@@ -142,17 +142,11 @@ class Network:
         options.rootRank = source
 
         def run() -> None:
-            _set(output, values)
+            output.copy_(values)
             self._group(name).broadcast([output], options).wait()
 
         return self._issue(output, run)
 
 
-def _new(values: Tensor, shape: Any) -> Tensor:
-    numel = torch.Size(shape).numel()
-    storage = uninitialised(numel * values.dtype.itemsize)
-    return torch.empty(0, dtype=values.dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
-
-
-def _set(output: Tensor, values: Tensor) -> None:
-    output.copy_(values)
+def _new(values: Tensor, shape: Sequence[int]) -> Tensor:
+    return new_tensor(shape, torch.empty(shape, device="meta").stride(), values.dtype)

@@ -15,7 +15,7 @@ from passes.collectives.host_copies import Copy, engine_of
 from passes.fx.torch_internals.core import FakeTensor, unset_fake_temporarily
 from passes.fx.torch_internals.objects import id_of_storage
 
-from .memory import Memory
+from .memory import Memory, new_tensor
 
 
 class _Begun:
@@ -74,8 +74,7 @@ class CopyEngine:
         """Make a tensor without values yet: of the machine, or in an operator's kernel, which works on values, the CPU's."""
         if isinstance(like, FakeTensor):
             return torch.empty(numel, dtype=like.dtype, device=device)
-        storage = self._memory.allocate(numel * like.dtype.itemsize)
-        return torch.empty(0, dtype=like.dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]
+        return new_tensor((numel,), (1,), like.dtype)
 
     def _begin(self, stream: deque[_Begun], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Copy:
         pairs = [

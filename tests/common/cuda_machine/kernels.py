@@ -26,6 +26,8 @@ from triton.runtime.errors import InterpreterError
 
 from passes.fx.torch_internals.objects import undo
 
+from .memory import new_tensor
+
 _numbers = itertools.count()
 
 
@@ -141,12 +143,6 @@ def _execute(source: str) -> types.ModuleType:
     return module
 
 
-def _empty_strided_cuda(allocate: Callable[[int], torch.UntypedStorage], size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if 0 not in size else 0
-    storage = allocate(span * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)  # type: ignore[call-overload, no-any-return]
-
-
 class _Libdevice:
     """The functions of libdevice that kernels call, in NumPy. The interpreter would call stubs, which return None."""
 
@@ -191,7 +187,7 @@ def _histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> T
 
 
 @contextlib.contextmanager
-def running(allocate: Callable[[int], torch.UntypedStorage]) -> Iterator[None]:
+def running() -> Iterator[None]:
     """Load and run generated segments on the CPU while the block runs.
 
     Raises:
@@ -199,14 +195,13 @@ def running(allocate: Callable[[int], torch.UntypedStorage]) -> Iterator[None]:
     """
     if not triton.knobs.runtime.interpret:
         raise RuntimeError("Start the process with TRITON_INTERPRET=1, as RankPools('pretended cuda') does.")
-    guards = torch._C._dynamo.guards
     with contextlib.ExitStack() as stack:
 
         def patch(owner: Any, name: str, new: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, new, create=True))
 
         patch(torch._C, "_cuda_getCurrentRawStream", lambda _device: 0)
-        patch(guards, "_empty_strided_cuda", lambda *args: _empty_strided_cuda(allocate, *args))
+        patch(torch._C._dynamo.guards, "_empty_strided_cuda", new_tensor)
         patch(triton_helpers, "libdevice", _Libdevice())
         library = torch.library.Library("aten", "IMPL")
         stack.callback(undo, library)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compile.compiler.backend import compile_with
 from fsdp_compile.compiler.inductor_lowering import InductorLowering
 from fsdp_compile.compiler.options import Options
+from fsdp_compile.cuda.code import _INDUCTOR_CONFIG
 from fsdp_compile.cuda.pretend import DEVICES, pretend_cuda, source_of
 from fsdp_compile.dry_run import _forget, _meshes_of_numbers
 from fsdp_compile.runtime.planned_graph import boxed
@@ -35,7 +36,6 @@ from .graphs import Recorder
 from .memory import Memory, tensors_in
 
 _CUDA = torch.device("cuda", 0)
-_CONFIG = {"fx_graph_cache": False, "compile_threads": 1}
 # Ranks enter machines in the same order.
 _numbers = itertools.count()
 
@@ -153,8 +153,8 @@ def machine(arch: str = "sm_90", *, late: Collection[str] = ()) -> Iterator[Mach
         stack.enter_context(pretend_cuda(DEVICES[arch]))
         made = Machine(late)
         stack.enter_context(mock.patch.object(torch.accelerator, "current_device_index", lambda: 0))
-        stack.enter_context(inductor_config.patch(_CONFIG))
-        stack.enter_context(kernels.running(made.memory.allocate))
+        stack.enter_context(inductor_config.patch(_INDUCTOR_CONFIG))
+        stack.enter_context(kernels.running())
         stack.callback(_forget)
         _forget()
         dist.init_process_group("fake", store=FakeStore(), rank=made.rank, world_size=made.world_size)

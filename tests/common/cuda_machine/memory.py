@@ -40,7 +40,7 @@ _SHADOW = "_cuda_machine_shadow"
 
 @dataclass
 class Tape:
-    """What is computed, to compute it again in the same memory, and the memory that it found."""
+    """A record of computations, which can run again in the same memory, and of the contents that they found there."""
 
     launches: list[Callable[[], None]] = field(default_factory=list)
     before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
@@ -56,7 +56,6 @@ class Memory:
 
     Attributes:
         mode: the fake mode. Inside of it, operators on its tensors compute values, too.
-        allocate: makes the shadow of a new storage, given its number of bytes.
         tape: receives what is computed; None: nothing is recorded.
     """
 
@@ -67,7 +66,6 @@ class Memory:
         # No subclass: higher-order operators look modes up by their class.
         self._dispatch = self.mode.dispatch
         self.mode.dispatch = self._compute  # type: ignore[method-assign]
-        self.allocate: Callable[[int], torch.UntypedStorage] = uninitialised
         self.tape: Tape | None = None
         self._is_inside = False
 
@@ -107,8 +105,7 @@ class Memory:
         if not isinstance(tensor, FakeTensor):
             return tensor
         with unset_fake_temporarily():
-            view = torch.empty(0, dtype=tensor.dtype)
-            return view.set_(self._shadow(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+            return view_of(self._shadow(tensor), like=tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether a tensor is one of this memory."""
@@ -180,7 +177,7 @@ class Memory:
         storage = tensor.untyped_storage()
         shadow: torch.UntypedStorage | None = getattr(storage, _SHADOW, None)
         if shadow is None:
-            shadow = self.allocate(storage.nbytes())
+            shadow = uninitialised(storage.nbytes())
             setattr(storage, _SHADOW, shadow)
         return shadow
 
@@ -254,6 +251,18 @@ def _replaced(function: Callable[..., Any], by: Callable[..., Any]) -> Iterator[
             if module.__name__.startswith("fsdp_compile") and vars(module).get(name) is function:
                 stack.enter_context(mock.patch.object(module, name, by))
         yield
+
+
+def view_of(storage: torch.UntypedStorage, *, like: Tensor) -> Tensor:
+    """View memory on the CPU with the dtype, the place, the size and the strides of a tensor in other memory."""
+    view = torch.empty(0, dtype=like.dtype)
+    return view.set_(storage, like.storage_offset(), like.size(), like.stride())  # type: ignore[call-overload, no-any-return]
+
+
+def new_tensor(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Allocate a tensor on the CPU without values: NaN in each floating-point format."""
+    span = 0 if 0 in size else 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    return torch.empty(0, dtype=dtype).set_(uninitialised(span * dtype.itemsize), 0, size, stride)  # type: ignore[call-overload, no-any-return]
 
 
 def uninitialised(nbytes: int) -> torch.UntypedStorage:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import kernels
 from .machine import Machine
+from .memory import view_of
 
 
 @dataclass
@@ -49,8 +50,7 @@ def _copied(args: list[Any]) -> tuple[list[Any], list[torch.UntypedStorage]]:
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
             copy = copies.setdefault(storage._cdata, storage.clone())
-            place = value.storage_offset(), value.size(), value.stride()
-            value = torch.empty(0, dtype=value.dtype).set_(copy, *place)  # type: ignore[call-overload]
+            value = view_of(copy, like=value)
         found.append(value)
     return found, list(copies.values())
 

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compile
 import tests.fuzz.execute
@@ -154,7 +155,7 @@ def test_transformers(name: str, machines: RankPools) -> None:
         torch.testing.assert_close(runs[0][1][name].double(), param.detach().double(), rtol=1e-4, atol=1e-6)
 
 
-# What the program needs.
+# Masks and waits.
 
 
 _BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -223,11 +224,9 @@ def test_waits_for_copies(machines: RankPools) -> None:
 
 def run_fuzz(case: Case) -> list[EventRecord]:
     with machine(late=_ALL) as cuda:
-        meshes: dict[object, object] = {}
 
-        def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None, _device: str) -> object:
-            names = names or ("replicate", "shard")[2 - len(shape) :]
-            return meshes.setdefault((shape, names), cuda.mesh(shape, names))
+        def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None, _device: str) -> DeviceMesh:
+            return cuda.mesh(shape, names or ("replicate", "shard")[2 - len(shape) :])
 
         with (
             mock.patch.object(tests.fuzz.execute, "device_mesh", mesh_of),

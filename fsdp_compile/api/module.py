@@ -222,12 +222,10 @@ class FSDPModule(GradientControls, ScheduleControls):
         return state_of(cast(nn.Module, self))
 
 
-@torch.compiler.assume_constant_result
-def _begin_traced_forward(is_of_root: bool) -> bool:
-    """Record, while Dynamo traces, that an outermost forward begins, and whether it is the forward of a root.
+def sync_before_trace() -> None:
+    """Pass on to shards that parameters were frozen or unfrozen since sharding, or got an extension.
 
-    Parameters that were frozen or unfrozen since sharding, or got an extension, pass that on before Dynamo reads and guards
-    their shards.
+    Dynamo reads and guards shards.
     """
     params = params_with_memory().values()
     for unit in dict.fromkeys(param.unit for param in params):
@@ -236,6 +234,12 @@ def _begin_traced_forward(is_of_root: bool) -> bool:
             unit.follow_extensions()
     for param in params:
         param.sync_requires_grad()
+
+
+@torch.compiler.assume_constant_result
+def _begin_traced_forward(is_of_root: bool) -> bool:
+    """Record, while Dynamo traces, that an outermost forward begins, and whether it is the forward of a root."""
+    sync_before_trace()
     note_outermost_forward(is_of_root=is_of_root)
     return True
 

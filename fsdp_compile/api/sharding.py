@@ -21,7 +21,7 @@ from passes.fx.torch_internals.distributed import concatenate_meshes
 from passes.fx.torch_internals.dynamo import OptimizedModule
 from passes.fx.torch_internals.objects import as_local, flattened, own_parameters, wrapped_module
 
-from ..compiler import registered_attributes
+from ..compiler import frame_cache, registered_attributes
 from ..runtime import func_transforms
 from ..runtime.eager_hooks import attach
 from ..torch_versions import param_dtype
@@ -32,7 +32,16 @@ from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from .composable import is_fsdp2s, register, state_of
 from .composable_checkpoints import trace_checkpoints
-from .module import FSDPModule, add_methods, make_unit, set_scope, shard_parameters, swap_class_of_wrapper, unit_of
+from .module import (
+    FSDPModule,
+    add_methods,
+    make_unit,
+    set_scope,
+    shard_parameters,
+    swap_class_of_wrapper,
+    sync_before_trace,
+    unit_of,
+)
 from .parameters import ShardedParameters, replace_functions, sharded_params_of
 from .partial_offload import PartialCPUOffloadPolicy, UnshardedParam
 
@@ -151,6 +160,7 @@ def fully_shard(
         for member in modules:
             _name_units(member)
     registered_attributes.install(ShardedParameters)
+    frame_cache.install(sync_before_trace)
     replace_functions()
     func_transforms.install()
     if isinstance(offload_policy, PartialCPUOffloadPolicy):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,10 +23,17 @@ from torch.fx import Graph, GraphModule, Node
 from passes.auto.memory_budget import BudgetTooLow
 from passes.collectives.functional import group_ranks, resolve_group
 from passes.fx.decompositions import decompositions
+from passes.fx.frames import input_sources
 from passes.fx.graph import placeholder_index
 from passes.fx.size_guards import InputSizes
-from passes.fx.torch_internals.aot import functorch_config
-from passes.fx.torch_internals.core import TracingContext, is_traceable_wrapper_subclass, unset_fake_temporarily
+from passes.fx.torch_internals.aot import deserialize_bundled_cache_entry, functorch_config
+from passes.fx.torch_internals.core import (
+    TracingContext,
+    is_traceable_wrapper_subclass,
+    pytree,
+    tracing,
+    unset_fake_temporarily,
+)
 from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, inductor_config
 from passes.ir.interface import Interface
 from passes.ir.ops import Unshard, unshards, update_args
@@ -52,14 +60,25 @@ from .capture import is_capturing, observer, snapshot
 from .collector import collector_paused
 from .cuda_graphs import Recorders
 from .frame_chunks import in_large_frame_chunk
-from .full_parameters import FullParameters
+from .full_parameters import FullParameters, lend_outputs
 from .inductor_options import CUDAGRAPHS, asks_for_cudagraphs
 from .lowering import Lowering
 from .machine import find_hardware
 from .memory_budget import BudgetPartitioner, StepBudget
 from .options import LOWERINGS, Options
 from .prepared_graph import LoweredGraph, PreparedGraph, group_names
-from .stored_graph import GraphSource, GraphSummary, StoredGraph, bind_new, binding, can_store, configuration
+from .stored_frame import StoredBackend, record
+from .stored_graph import (
+    GraphSource,
+    GraphSummary,
+    StoredGraph,
+    bind_new,
+    binding,
+    can_store,
+    configuration,
+    read_graph,
+    write_graph,
+)
 from .traced_forwards import holds_whole_forwards
 from .traced_sizes import first_size_proxies
 from .variants import Variants
@@ -129,9 +148,43 @@ def _compile(lowering: Lowering, gm: GraphModule, example_inputs: Sequence[Any],
     params = {names: sharded_param(example_inputs[index]) for index, names in shards.items()}
     registry = ParameterRegistry(params)
     is_whole = holds_whole_forwards(gm, dict.fromkeys(param.unit for param in params.values()))
-    compiled = _Compilation(example_inputs, options, lowering, params, registry, is_whole=is_whole).run(gm, uncompiled)
-    checked = _check_parameters(compiled, uncompiled, shards, registry)
-    return checked if is_whole else full_parameters.lend_outputs(checked)
+    sources = input_sources(gm)
+    compilation = _Compilation(example_inputs, options, lowering, params, registry, is_whole=is_whole)
+    compiled = compilation.run(gm, uncompiled)
+    lent = {} if is_whole else full_parameters.outputs
+    record(lambda: compilation.stored(compiled, uncompiled, sources, shards, lent))
+    return lend_outputs(_check_parameters(compiled, lambda: uncompiled, shards, registry), lent)
+
+
+@in_large_frame_chunk
+@collector_paused()
+def restore(
+    stored: StoredBackend, example_inputs: Sequence[Any], options: Options, context: TracingContext
+) -> tuple[Callable[..., Any], Callable[[], None]] | None:
+    """Make the function of a stored frame's graph again.
+
+    Args:
+        stored: what was stored.
+        example_inputs: the graph's inputs.
+        options: the backend's options.
+        context: the context of the frame.
+
+    Returns:
+        The function, and a function that lowers its forward graph, for which it waits for the other ranks. None: the graph
+        depends on what is different now, such as the ranks of a group.
+    """
+    lowering = LOWERINGS[options.lowering]()
+    with inductor_config.patch({**options.inductor, **lowering.config_patches}):
+        params = {names: sharded_param(example_inputs[index]) for index, names in stored.shards.items()}
+        lowering.prepare({example_inputs[index].device.type for index in stored.shards})
+        registry = ParameterRegistry(params)
+        compilation = _Compilation(example_inputs, options, lowering, params, registry)
+        compiled = compilation.restore(stored, context)
+    if compiled is None:
+        return None
+    uncompiled = functools.cache(functools.partial(read_graph, stored.uncompiled))
+    checked = _check_parameters(compiled, uncompiled, stored.shards, registry)
+    return lend_outputs(checked, stored.lent), compilation.lower_ahead
 
 
 def _compile_unsharded(
@@ -209,13 +262,16 @@ def _unique_name(name: str, taken: set[str]) -> str:
 
 
 def _check_parameters(
-    compiled: Callable[..., Any], uncompiled: GraphModule, shards: dict[int, tuple[str, str]], registry: ParameterRegistry
+    compiled: Callable[..., Any],
+    uncompiled: Callable[[], GraphModule],
+    shards: Mapping[int, tuple[str, str]],
+    registry: ParameterRegistry,
 ) -> Callable[..., Any]:
     """Wrap ``compiled`` so that each call notices parameters that were swapped, frozen or unfrozen since the trace.
 
     A swapped parameter raises. A frozen or unfrozen one passes its ``requires_grad`` on to its shard, on which Dynamo guards.
-    This call then runs ``uncompiled`` operator by operator, with the gradients that are now required. The next call compiles
-    anew.
+    This call then runs the graph of ``uncompiled`` operator by operator, with the gradients that are now required. The next
+    call compiles anew.
     """
 
     def call(*args: Any) -> Any:
@@ -227,7 +283,7 @@ def _check_parameters(
         if torch.is_grad_enabled():
             changed = [param.note_requires_grad() for param in params]
             if any(changed):
-                return uncompiled(*args)
+                return uncompiled()(*args)
         return compiled(*args)
 
     return call
@@ -405,6 +461,7 @@ class _Compilation:
         # An environment variable may turn AOTAutograd's cache on for good.
         before.is_keyed = self._stores
         self._made: list[StoredGraph] = []
+        self._is_stored = self._stores
         # Lowers the forward graph for its first plan.
         self._lower_ahead: Callable[[], object] = lambda: None
 
@@ -440,12 +497,56 @@ class _Compilation:
         """
         try:
             compiled = self._compile_folded(gm, uncompiled)
+        except BaseException:
+            self._forget()
+            raise
+        self.lower_ahead()
+        return compiled
+
+    def stored(
+        self,
+        compiled: Callable[..., Any],
+        uncompiled: GraphModule,
+        sources: Sequence[Any],
+        shards: Mapping[int, tuple[str, str]],
+        lent: Mapping[int, int],
+    ) -> StoredBackend | None:
+        """Return what was made, for the next process; None: it cannot be stored. Call it after :meth:`run`."""
+        serialize = getattr(compiled, "serialize", None)
+        if not self._is_stored or serialize is None:
+            return None
+        try:
+            content = pickle.dumps(serialize())
+        except Exception as error:
+            logger.info("A frame is not stored: %r", error)
+            return None
+        arguments = (argument for node in uncompiled.graph.nodes for argument in pytree.tree_leaves((node.args, node.kwargs)))
+        numbers = frozenset(argument for argument in arguments if type(argument) is int)
+        return StoredBackend(sources, shards, lent, self._key, content, write_graph(uncompiled), numbers)
+
+    def restore(self, stored: StoredBackend, context: TracingContext) -> Callable[..., Any] | None:
+        """Return the function that another process has made; None: it depends on what is different now."""
+        if not self._stores or stored.key != self._key:
+            return None
+        with (
+            inductor_config.patch(self._config_patches),
+            functorch_config.patch(_FOR_AOTAUTOGRAD | {"enable_autograd_cache": True}),
+            binding(self._bind),
+            tracing(context),
+        ):
+            return deserialize_bundled_cache_entry(pickle.loads(stored.content))
+
+    def lower_ahead(self) -> None:
+        """Lower the forward graph for its first plan. This object can compile nothing afterwards."""
+        try:
             self._lower_ahead()
-            return compiled
         finally:
-            self._lower_ahead = lambda: None
-            self._examples.clear()
-            self._params.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._lower_ahead = lambda: None
+        self._examples.clear()
+        self._params.clear()
 
     def _compile_folded(self, gm: GraphModule, uncompiled: GraphModule) -> Callable[..., Any]:
         try:
@@ -476,6 +577,7 @@ class _Compilation:
                 config_patches=patches,
                 decompositions=decompositions(),
             )
+        self._is_stored = self._stores and all(made.content for made in self._made)
         while self._made:
             # AOTAutograd has written it to its cache.
             self._made.pop().content = b""

@@ -6,7 +6,7 @@ Values that share memory with a full parameter are known by Dynamo's fake tensor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ class FullParameters:
     Args:
         gm: the graph, ahead of all passes.
         example_inputs: the graph's inputs.
+
+    Attributes:
+        outputs: the index of the shard among the inputs, for each output that shares memory with a full parameter.
     """
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]):
@@ -38,7 +41,7 @@ class FullParameters:
         self._reads.pop(None, None)
         outputs: Any = gm.graph.output_node().args[0]
         reads = [self._reads.get(_memory(node)) if isinstance(node, Node) else None for node in outputs]
-        self._outputs = {place: self._shard_of(read) for place, read in enumerate(reads) if read is not None}
+        self.outputs = {place: self._shard_of(read) for place, read in enumerate(reads) if read is not None}
 
     def _shard_of(self, read: Node) -> int:
         return self._index_of[Unshard.of(read).shard]
@@ -71,20 +74,25 @@ class FullParameters:
         # The code of the frame itself has an empty stack. A path of one name is that of the frame's module.
         return stack[-1][: len(unit)] != unit if stack else len(unit) > 1
 
-    def lend_outputs(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function of a part of a forward, so that what is written to full parameters that it returns is kept."""
-        given = self._outputs
-        if not given:
-            return compiled
 
-        def call(*args: Any) -> Any:
-            results = compiled(*args)
-            for place, index in given.items():
-                mark_as_parameter(results[place])  # An ``nn.Parameter`` for ``isinstance``, as in the graph.
-                lend(sharded_param(args[index]), results[place])
-            return results
+def lend_outputs(compiled: Callable[..., Any], given: Mapping[int, int]) -> Callable[..., Any]:
+    """Wrap the function of a part of a forward, so that what is written to full parameters that it returns is kept.
 
-        return call
+    Args:
+        compiled: the function.
+        given: :attr:`FullParameters.outputs`.
+    """
+    if not given:
+        return compiled
+
+    def call(*args: Any) -> Any:
+        results = compiled(*args)
+        for place, index in given.items():
+            mark_as_parameter(results[place])  # An ``nn.Parameter`` for ``isinstance``, as in the graph.
+            lend(sharded_param(args[index]), results[place])
+        return results
+
+    return call
 
 
 def _written(gm: GraphModule) -> Iterator[Node]:

@@ -29,7 +29,7 @@ from passes.fx.shape_env import rehint, values_of
 from passes.fx.size_guards import InputSizes
 from passes.fx.sizes import symbolic_sizes_in
 from passes.fx.torch_internals.aot import BypassAOTAutogradCache, FakeScriptObject, GraphPickler, OutputCode, PicklerOptions
-from passes.fx.torch_internals.core import TracingContext
+from passes.fx.torch_internals.core import FakeTensorMode, TracingContext
 from passes.fx.torch_internals.inductor import inductor_config
 
 from ..runtime.graph_inputs import GraphInputs
@@ -203,6 +203,18 @@ def _dump(gm: GraphModule) -> bytes:
         return GraphPickler.dumps(gm, options)
     except Exception:
         return b""
+
+
+def write_graph(gm: GraphModule) -> bytes:
+    """Return a graph in bytes, without metadata."""
+    return GraphPickler.dumps(gm, PicklerOptions(ops_filter=None, node_metadata_key_filter=lambda _: False))
+
+
+def read_graph(content: bytes) -> GraphModule:
+    """Return the graph that :func:`write_graph` wrote."""
+    gm: Any = GraphPickler.loads(content, FakeTensorMode())
+    gm.recompile()
+    return gm  # type: ignore[no-any-return]
 
 
 def _load(content: bytes, fake_mode: Any) -> GraphModule:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
 import torch._functorch.config as functorch_config
+from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
+
+from fsdp_compile.compiler import frame_cache
 
 
 def store_nothing() -> None:
@@ -16,10 +20,27 @@ def store_nothing() -> None:
 
 
 @contextlib.contextmanager
-def storing() -> Iterator[None]:
-    """Turn the cache on, with an empty folder, inside of the ``with`` block."""
-    with fresh_cache(), functorch_config.patch(enable_autograd_cache=True):
+def storing(*, frames: bool = False) -> Iterator[None]:
+    """Turn the cache on, with an empty folder, inside of the ``with`` block.
+
+    Args:
+        frames: also store frames. Else Dynamo traces, and graphs are looked up.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fresh_cache())
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=True))
+        if not frames:
+            stack.enter_context(mock.patch.object(frame_cache, "can_store", lambda: False))
         yield
+
+
+@contextlib.contextmanager
+def count_traces() -> Iterator[list[int]]:
+    """Count the frames that Dynamo traces, into a list of one."""
+    found = [0]
+    with mock.patch.object(convert_frame, "trace_frame", wraps=convert_frame.trace_frame) as trace:
+        yield found
+    found[0] = trace.call_count
 
 
 @contextlib.contextmanager

@@ -51,16 +51,16 @@ def test_models(system: str, seeds: range, mesh: tuple[int, ...], rank_pools: Ra
 
 
 def check_stored(seeds: range, mesh: tuple[int, ...], system: str) -> list[list[str]]:
-    """Return the differences of graphs that are found in caches, in the place of a second process; a job for ranks."""
+    """Return the differences of frames that are found in caches, in the place of a second process; a job for ranks."""
     cases = [draw(seed, mesh, compiled=True) for seed in seeds]
-    with storing():
+    with storing(frames=True):
         return [found for case in cases for _ in range(2) if (found := check(case, system))]
 
 
 @pytest.mark.night
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
 @pytest.mark.parametrize(("system", "count"), [("aot_eager", 2), ("inductor", 1)])
-def test_stored_graphs(system: str, count: int, mesh: tuple[int, ...], rank_pools: RankPools) -> None:
+def test_stored_frames(system: str, count: int, mesh: tuple[int, ...], rank_pools: RankPools) -> None:
     world = draw(300, mesh, compiled=True).world
     assert rank_pools[world].run(check_stored, seeds=range(300, 300 + count), mesh=mesh, system=system) == [[]] * world
 

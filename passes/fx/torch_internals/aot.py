@@ -10,6 +10,7 @@ import torch._functorch.partitioners as partitioners
 
 # The cache of what AOTAutograd makes of Dynamo's graphs: an exception that leaves a graph out, the base class of its entries,
 # and the format of graphs. ``FakeScriptObject`` stands for a value, such as a device mesh, that the format loses.
+from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 
 # Traces one of several equal layers, forward and backward, as compiled code is traced. The public function traces for export,

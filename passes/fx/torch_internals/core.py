@@ -9,15 +9,15 @@ from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 
 # Variants of a graph are lowered long after AOTAutograd has returned, in the contexts that it had. ``TracingContext`` also has
-# the fake mode of a compilation.
-from torch._guards import CompileContext, TracingContext, compile_context, tracing
+# the fake mode of a compilation. ``Guard`` is a guard of a frame.
+from torch._guards import CompileContext, Guard, TracingContext, compile_context, tracing
 
 # Passes are logged like torch's own, for ``TORCH_TRACE`` and tlparse. The logger tells whether anything listens.
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 
 # The classes of operators in a graph, which tell them from other functions and have their schema, and of those with bodies.
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 # The strides of a contiguous tensor of a certain shape.
 from torch._prims_common import make_contiguous_strides_for
@@ -74,6 +74,9 @@ current_graph_task_id = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
 will_engine_execute_node = torch._C._will_engine_execute_node
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+# The keys by which operators on a tensor are dispatched.
+dispatch_keys = torch._C._dispatch_keys
 
 # The number of tensors that share a memory, given the address of its storage.
 storage_use_count = torch._C._storage_Use_Count

@@ -117,6 +117,11 @@ guard_module_attribute = Method("torch._dynamo.guards:GuardBuilder", "getattr_on
 # method, code that asks for either gets another answer than without compilation.
 call_operator = Method("torch._dynamo.variables.torch:TorchInGraphFunctionVariable", "call_function", parameters=4)
 
+# From the first sharded module on, when Dynamo is about to trace a frame that this library's backend compiles: takes what an
+# earlier process has made of the frame (``fsdp_compile/compiler/stored_frame.py``). Tested with torch 2.13; without such a
+# function, every process traces.
+trace_frame = Method("torch._dynamo.convert_frame", "compile_frame", parameters=13)
+
 # From the first sharded module on: makes a slice of a list of sharded parameters a plain list. torch would register the slice
 # in a new ``nn.ParameterList``, as if each parameter was trained there (``fsdp_compile/api/parameters.py``). Tested with torch
 # 2.13.

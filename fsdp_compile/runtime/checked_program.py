@@ -194,13 +194,15 @@ def agree_on_graph(
         return all(log.agreement.has_agreed(over(log)) for log in logs)
 
     known = agreed_on.known(does)
-    if known and not have_agreed(sequence):
+    # One for graphs that do the same comes first, even if ranks have agreed on this graph's own for graphs that do something
+    # else: the own arrangement of another rank may be new, so that it takes the former.
+    if known and (does in agreed_on.by_kind or not have_agreed(sequence)):
         for other in known:
             with contextlib.suppress(CannotArrange):
-                candidate = rearranged(other)
+                candidate = graph if other == arrangement else rearranged(other)
                 if have_agreed(found := sequence_of(candidate)):
+                    agreed_on.differ |= other != arrangement
                     graph, sequence, arrangement = candidate, found, other
-                    agreed_on.differ = True
                     break
     for attempt in range(_MOST_REARRANGED + 1):
         over = _programs(stage, sequence, group_names)

@@ -22,7 +22,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,27 @@ class Run:
 # --------------------------------------------------------------------------------------------- in a rank
 
 
+def graph_bytes(graph_modules: Iterable[torch.fx.GraphModule], world: int) -> float:
+    """Return the bytes that a rank sends when it runs these graphs, with ring algorithms.
+
+    In a ring, a rank sends (world - 1) / world of the bytes that are gathered, or reduced and scattered.
+    An all-reduce is one of each.
+    """
+    ops = torch.ops._c10d_functional
+    total = 0
+    for graph_module in graph_modules:
+        for node in graph_module.graph.nodes:
+            if node.target == ops.all_gather_into_tensor.default:
+                total += node.meta["val"].nbytes
+            elif node.target in (ops.reduce_scatter_tensor.default, ops.all_to_all_single.default):
+                total += node.args[0].meta["val"].nbytes
+            elif node.target == ops.all_reduce.default:
+                total += 2 * node.args[0].meta["val"].nbytes
+    return total * (world - 1) / world
+
+
 def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Train with the one way and the one seed of the flags. Return the fields of a ``Run``."""
-    from helpers.meter import graph_bytes
-
     job = fresh_module(_EXAMPLE)
     settings = job.parse_args(["--seed", str(args.seeds[0]), "--steps", str(args.steps)])
     device = torch.device("cpu")

@@ -34,7 +34,7 @@ from helpers.checkpoints import load_checkpoint, run_config, save_checkpoint
 from helpers.gpt import GPT
 from helpers.launch import choose_device, join_ranks, mean_over_ranks
 from helpers.learning_rate import learning_rate
-from helpers.meter import Meter, count_bytes
+from helpers.meter import Meter, bytes_sent
 from helpers.results import generate, print_summary, write_results
 from helpers.text import check_same_text, crops, read_text
 from helpers.weights import init_weights
@@ -109,7 +109,7 @@ def train(
 ) -> Meter:
     """Train from step len(losses) on, and append the new losses."""
     world = dist.get_world_size()
-    meter = Meter(args.batch * world * args.seq_length)
+    meter = Meter(args.batch * world * args.seq_length, bytes_sent(model, args, world))
     start, stop = len(losses), min(args.steps, args.stop_at or args.steps)
 
     def run_step(step: int) -> float:
@@ -127,11 +127,8 @@ def train(
     bar = tqdm(total=args.steps, initial=start, disable=dist.get_rank() != 0, desc="compiling", unit="step")
     for step in range(start, stop):
         began = time.perf_counter()
-        if step == start:
-            loss, meter.bytes_per_step, meter.estimated = count_bytes(lambda: run_step(start), model, args)
-            bar.set_description("training")
-        else:
-            loss = run_step(step)
+        loss = run_step(step)
+        bar.set_description("training", refresh=False)
         meter.add(time.perf_counter() - began)
         losses.append(loss)
         bar.set_postfix_str(f"loss {loss:.3f}, {meter.speed}, {meter.sent} sent per rank", refresh=False)

@@ -16,11 +16,13 @@ from .api.patch_fsdp2 import patch_fsdp2
 from .api.schedule_controls import share_comm_ctx
 from .api.sharding import fully_shard, sync_module_states
 from .compiler.backend import fsdp_backend
+from .compiler.frame_cache import NotPrecompiled
 from .optim.clip import clip_grad_norm_
 from .optim.clip_and_step import clip_and_step
 from .optim.flat_optimizer import flat_optimizer
 from .optim.in_backward import optimizer_in_backward
 from .optim.offload import offload_optimizer
+from .precompiled import load_precompiled, save_precompiled
 from .runtime.agreement import RankFailed, RanksDisagree
 from .torch_versions import DataParallelMeshDims, GradientReductionHandle
 
@@ -32,6 +34,7 @@ __all__ = [
     "GradientReductionHandle",
     "HookNotTraceable",
     "MixedPrecisionPolicy",
+    "NotPrecompiled",
     "OffloadPolicy",
     "PartialCPUOffloadPolicy",
     "RankFailed",
@@ -44,10 +47,12 @@ __all__ = [
     "fsdp_backend",
     "fully_shard",
     "gradient_divide_factors",
+    "load_precompiled",
     "offload_optimizer",
     "optimizer_in_backward",
     "patch_fsdp2",
     "register_fsdp_forward_method",
+    "save_precompiled",
     "share_comm_ctx",
     "sync_module_states",
 ]

@@ -40,6 +40,7 @@ ORDER = {
         "calibrate_cpu",
         "calibrate",
         "api",
+        "precompiled",
         "dry_run",
         "cuda",
         "debug",

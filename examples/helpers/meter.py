@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from .gpt import GPT
 
 
-def graph_bytes(graph_modules: Iterable[torch.fx.GraphModule], world: int) -> float:
-    """Return the bytes that a rank sends when it runs these graphs, with ring algorithms.
+def bytes_sent(model: GPT, args: argparse.Namespace, world: int) -> float:
+    """Return the bytes of parameters and gradients that a rank sends per step, with ring algorithms, and without padding.
 
     In a ring, a rank sends (world - 1) / world of the bytes that are gathered, or reduced and scattered.
-    An all-reduce is one of each.
     """
-    ops = torch.ops._c10d_functional
-    total = 0
-    for graph_module in graph_modules:
-        for node in graph_module.graph.nodes:
-            if node.target == ops.all_gather_into_tensor.default:
-                total += node.meta["val"].nbytes
-            elif node.target in (ops.reduce_scatter_tensor.default, ops.all_to_all_single.default):
-                total += node.args[0].meta["val"].nbytes
-            elif node.target == ops.all_reduce.default:
-                total += 2 * node.args[0].meta["val"].nbytes
-    return total * (world - 1) / world
-
-
-def estimated_bytes(model: GPT, args: argparse.Namespace, world: int) -> float:
-    """Estimate the bytes that a rank sends per step with FSDP2, which has no graph to count in; without padding."""
     total = 0
     gathered_size = 2 if args.bf16 else 4
     for name, parameter in model.named_parameters():
@@ -47,8 +28,7 @@ class Meter:
     """The speed of this process's steps. The first one, which is mostly compilation, counts apart."""
 
     tokens_per_step: int
-    bytes_per_step: float = 0.0  # sent by each rank
-    estimated: bool = False
+    bytes_per_step: float  # sent by each rank
     steps: int = 0
     first_seconds: float = 0.0
     seconds: float = 0.0
@@ -68,21 +48,4 @@ class Meter:
 
     @property
     def sent(self) -> str:
-        size = tqdm.format_sizeof(self.steps * self.bytes_per_step, "B")
-        return f"{size} (estimated)" if self.estimated else size
-
-
-def count_bytes(first_step: Callable[[], float], model: GPT, args: argparse.Namespace) -> tuple[float, float, bool]:
-    """Run the first step. Return its loss, the bytes a rank sends per step, and whether the bytes are an estimate.
-
-    Only the model's own communication is counted, not the few scalars of the gradient norm and the loss.
-    """
-    world = dist.get_world_size()
-    if args.system == "fsdp2":
-        return first_step(), estimated_bytes(model, args, world), True
-    from fsdp_compile.debug import capture
-
-    with capture() as captured:
-        loss = first_step()
-    records = [*captured.forward, *captured.backward]
-    return loss, graph_bytes((record.graph_module for record in records), world), False
+        return tqdm.format_sizeof(self.steps * self.bytes_per_step, "B")

@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -27,7 +28,13 @@ from passes.fx.shape_env import facts as conditions_of
 from passes.fx.shape_env import suppose, values_of
 from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import tracing
-from passes.fx.torch_internals.dynamo import SerializedCode, dynamo_config, innermost_backend, maybe_disable_inference_mode
+from passes.fx.torch_internals.dynamo import (
+    PackageError,
+    SerializedCode,
+    dynamo_config,
+    innermost_backend,
+    maybe_disable_inference_mode,
+)
 from passes.fx.torch_internals.inductor import inductor_config
 from passes.fx.torch_internals.patches import trace_frame
 
@@ -63,6 +70,9 @@ _USERS_PASSES = (
     "post_grad_custom_post_pass",
     "custom_partitioner_fn",
 )
+
+#: Modules whose forwards raise if they have to be traced.
+must_be_stored: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def install(begin: Callable[[], None]) -> None:
@@ -105,9 +115,12 @@ def install(begin: Callable[[], None]) -> None:
             if not key:
                 return run()
             begin()
-            taken = frame.take(load_frames(key))
+            differences: list[str] = []
+            taken = frame.take(load_frames(key), differences)
             if taken is not None:
                 return taken
+            if frame_locals.get("self") in must_be_stored:
+                raise NotPrecompiled(_message_of(code, differences))
             with recording() as made:
                 traced = run()
             # Dynamo empties the locals of the frame.
@@ -116,6 +129,39 @@ def install(begin: Callable[[], None]) -> None:
         return trace
 
     trace_frame.install(make)
+
+
+def surroundings() -> dict[str, str]:
+    """Return what all stored frames depend on, by a name for messages."""
+    configs = {"Dynamo": dynamo_config, "AOTAutograd": functorch_config, "Inductor": inductor_config}
+    return {
+        "version of Python": sys.version,
+        "version of torch": f"{torch.__version__} ({torch.version.git_version})",
+        "source of fsdp_compile": configuration(),
+        "kind of processor": platform.machine(),
+        "number of threads": str(torch.get_num_threads()),
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "setting of torch.backends": str(_settings_of_backends()),
+        "number of ranks": str(dist.get_world_size() if dist.is_initialized() else 1),
+        **{f"configuration of {name}": _text_of_config(config) for name, config in configs.items()},
+    }
+
+
+def _settings_of_backends() -> list[Any]:
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    convolution = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, torch.backends.mkldnn.enabled
+    return [*attention, *convolution, torch.get_float32_matmul_precision()]
+
+
+def _message_of(code: CodeType, differences: Sequence[str]) -> str:
+    found = (
+        "".join(f"\n  - {difference}" for difference in differences) or " nothing is stored for this code and these options."
+    )
+    return (
+        f"{code.co_name} would be compiled, but its module was given to load_precompiled(..., strict=True). What is stored "
+        f"differs:{found}\nSave it again, or load it with strict=False, which compiles what is missing."
+    )
 
 
 def _options_of(compiler_fn: Any) -> Options | None:
@@ -128,6 +174,10 @@ def _options_of(compiler_fn: Any) -> Options | None:
     if not uses_caches or inductor_config.force_disable_caches or any(getattr(inductor_config, name) for name in _USERS_PASSES):
         return None
     return Options.parse(given.get("options"), given.get("mode"))
+
+
+class NotPrecompiled(PackageError):
+    """A forward of a model that :func:`~fsdp_compile.load_precompiled` has loaded would have to be compiled."""
 
 
 class _Differs(Exception):
@@ -155,16 +205,8 @@ class _Frame:
 
     def key(self) -> str:
         """Return what a stored frame depends on, besides its facts; empty: it cannot be told."""
-        parts = (
-            (self.code.co_name, code_digest(self.code)),
-            configuration(),
-            (sys.version, platform.machine(), torch.__version__, torch.version.git_version),
-            (torch.cuda.get_device_name() if torch.cuda.is_available() else "", torch.get_num_threads()),
-            (self.options, getattr(innermost_backend(self.compiler_fn), "dynamic", None), self.one_graph),
-            dist.get_world_size() if dist.is_initialized() else 1,
-            *(_text_of_config(config) for config in (dynamo_config, functorch_config, inductor_config)),
-        )
-        text = repr(parts)
+        options = self.options, getattr(innermost_backend(self.compiler_fn), "dynamic", None), self.one_graph
+        text = repr((self.code.co_name, code_digest(self.code), surroundings(), options))
         return "" if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()
 
     def value(self, source: Any) -> Any:
@@ -256,7 +298,7 @@ class _Frame:
             installed,
             frames.dump_sources(tables, installed),
             facts,
-            digests_of_files(output.traced_code, described.codes),
+            digests_of_files(output.traced_code, described.codes, facts),
             environment_of(output.traced_code, facts),
             dict(frames.observed_sizes(self.code, self.closure)),
             replace(backend, sources=()),
@@ -286,13 +328,19 @@ class _Frame:
 
     # ------------------------------------------------------------------------------------------------- taking
 
-    def take(self, stored_frames: Iterable[StoredFrame]) -> Any | None:
-        """Return the result of a trace, made of the first stored frame that fits; None: none does."""
+    def take(self, stored_frames: Iterable[StoredFrame], differences: list[str]) -> Any | None:
+        """Return the result of a trace, made of the first stored frame that fits; None: none does.
+
+        Args:
+            stored_frames: the stored frames.
+            differences: gets a text for each that does not fit.
+        """
         for stored in stored_frames:
             try:
                 result, lower_ahead = self._restored(stored)
             except Exception as error:
                 logger.info("A stored frame of %s does not fit: %s", self.code.co_name, error)
+                differences.append(str(error))
                 continue
             for name, entry in stored.observed.items():
                 frames.observed_sizes(self.code, self.closure)[name] |= entry

@@ -26,18 +26,21 @@ _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
 _OF_TORCH, _OWN = "torch.", ("fsdp_compile.", "passes.")
 
 
-def digests_of_files(codes: Iterable[CodeType], described: Iterable[CodeType]) -> dict[str, str]:
+def digests_of_files(codes: Iterable[CodeType], described: Iterable[CodeType], facts: Iterable[str]) -> dict[str, str]:
     """Return the digest of each file with traced source, by the name of its module.
 
     Args:
         codes: the traced code.
         described: the code of functions and classes that facts describe.
+        facts: the facts. They name functions that code calls by other names.
 
     Raises:
         NotPortable: traced code is in no file, or may be another on another rank.
     """
     modules = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
     described, found = set(described), {}
+    if any(f".{name} " in fact for fact in facts for name in _OF_RANK):
+        raise NotPortable("code that asks for a rank")
     for code in codes:
         name = modules.get(code.co_filename, "")
         if not name and code not in described:
@@ -57,8 +60,9 @@ def environment_of(codes: Iterable[CodeType], facts: Iterable[str]) -> dict[str,
     Raises:
         NotPortable: the name of one is unknown.
     """
+    codes, facts = list(codes), list(facts)
     readers = [code for code in codes if not _OF_ENVIRONMENT.isdisjoint(code.co_names)]
-    if not readers:
+    if not readers and not any(name in fact for fact in facts for name in ("os._Environ", "os.getenv")):
         return {}
     for code in readers:
         if any(each.opname in _MAKES_TEXT for each in dis.get_instructions(code)):

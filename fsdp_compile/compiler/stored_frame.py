@@ -175,6 +175,18 @@ def store_frame(key: str, frame: StoredFrame, *, is_symbolic: bool) -> None:
         logger.info("A frame is not stored: %r", error)
 
 
+def stored_frames() -> list[dict[str, Any]]:
+    """Return the name of the code, and the number of facts and files, of each stored frame."""
+    found = []
+    for path in sorted(_folder("").glob("*/*")):
+        frame: StoredFrame = pickle.loads(path.read_bytes())
+        name = frame.bytecode.co_name
+        found.append(
+            {"name": name, "symbolic": path.name.startswith(_SYMBOLIC), "facts": len(frame.facts), "files": len(frame.files)}
+        )
+    return found
+
+
 def _newest_first(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)

@@ -22,11 +22,13 @@ from torch.utils import _pytree as pytree
 
 import passes.pipeline
 from fsdp_compile import fsdp_backend, fully_shard
+from fsdp_compile.compiler.stored_graph import can_store
 from fsdp_compile.debug import Capture, capture
 from passes.fx.graph import is_view
 from passes.fx.sizes import size_hint
 from tests.common.distributed import RankPools, device_mesh
 from tests.common.hugging_face import ARCHITECTURES, layers_of
+from tests.common.stored_graphs import count_traces, storing
 
 pytestmark = pytest.mark.example
 
@@ -173,6 +175,19 @@ def check(name: str, layers: int, lengths: tuple[int, ...], **options: Any) -> N
 def test_training(name: str, one_rank: None) -> None:
     """Models of two layers train, with changing lengths for text."""
     check(name, 2, lengths_of(name), lowering="aot_eager")
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("name", [name for name, found in ARCHITECTURES.items() if not found.untrainable])
+def test_stored_frames(name: str, one_rank: None) -> None:
+    """A second process trains the same with what Dynamo made in the first one."""
+    if not can_store():
+        pytest.skip("this torch runs passes before it looks into its cache")
+    with storing(frames=True):
+        graphs = train(name, 2, lengths_of(name), lowering="aot_eager")
+        with count_traces() as traces:
+            train(name, 2, lengths_of(name)[::-1], lowering="aot_eager")
+    print("STORED", name, graphs, traces)
 
 
 @pytest.mark.night

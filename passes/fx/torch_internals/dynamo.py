@@ -21,8 +21,8 @@ from torch._dynamo.convert_frame import DynamoOutput, compile_lock
 # Finds the backend in what Dynamo has wrapped it in; and whether a graph break is an error.
 from torch._dynamo.eval_frame import OptimizedModule, _get_error_on_graph_break, innermost_backend, skip_code
 
-# The base of all errors that a model raises if it cannot be traced.
-from torch._dynamo.exc import TorchDynamoException
+# The base of all errors that a model raises if it cannot be traced. And that of missing code, which Dynamo does not wrap.
+from torch._dynamo.exc import PackageError, TorchDynamoException
 
 # Guards on what Dynamo reads without tracing it. And what makes guards of frames, with the names that their sources may use.
 from torch._dynamo.guards import (

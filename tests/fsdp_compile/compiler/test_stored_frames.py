@@ -246,6 +246,7 @@ def _of_torch(patch: pytest.MonkeyPatch) -> None:
         "environment": lambda patch: patch.setenv("FSDP_COMPILE_TEST_FACTOR", "3"),
         "version": lambda patch: patch.setattr(torch, "__version__", torch.__version__ + ".other"),
         "library": lambda patch: patch.setattr(frame_cache, "configuration", lambda: "other"),
+        "attention": lambda patch: patch.setattr(torch.backends.cuda, "math_sdp_enabled", lambda: False),
         "default dtype": lambda patch: torch.set_default_dtype(torch.float64),
         "threads": lambda patch: torch.set_num_threads(torch.get_num_threads() + 1),
     }.items(),
@@ -328,6 +329,14 @@ class OfRank(Model):
         return x * (1 + dist.get_rank())
 
 
+who_am_i = dist.get_rank
+
+
+class OfRankByAnotherName(Model):
+    def finish(self, x: Tensor) -> Tensor:
+        return x * (1 + who_am_i())
+
+
 @torch.compiler.assume_constant_result
 def _constant() -> float:
     return FACTOR
@@ -379,7 +388,7 @@ class Selective(Model):
         return checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts)
 
 
-@pytest.mark.parametrize("build", [Selective, OfEnvironment, OfRank, Constant, Breaks, Opaque, OfIdentity])
+@pytest.mark.parametrize("build", [Selective, OfEnvironment, OfRank, OfRankByAnotherName, Constant, Breaks, Opaque, OfIdentity])
 def test_traces_what_may_be_another_each_time(build: Build) -> None:
     with storing(frames=True):
         assert run(build=build) > 0

@@ -1,0 +1,136 @@
+"""Precompiled files: what a run has compiled, as one file for runs on other machines.
+
+The file is a zip archive with a part of Inductor's cache folder: stored frames and variants
+(:mod:`fsdp_compile.compiler.stored_frame`), and kernels. Its ``manifest.json`` says what these depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from passes.fx.torch_internals.inductor import cache_dir
+
+from .compiler.frame_cache import NotPrecompiled, must_be_stored, surroundings
+from .compiler.stored_frame import stored_frames
+
+_MANIFEST = "manifest.json"
+# Folders of Inductor's cache that a warm start does not read.
+_LEFT_OUT = ("locks", "fsdp_compile_locks", "precompiled_headers")
+
+
+def save_precompiled(path: str | os.PathLike[str]) -> str:
+    """Write what is in Inductor's cache folder (``TORCHINDUCTOR_CACHE_DIR``) to one file.
+
+    Call it on one rank, after the steps whose graphs are to be in the file. Use a folder of its own for that run, as all of the
+    folder is written. The file serves all ranks of runs with as many ranks, torch and Python in the same place, and the same
+    processor.
+
+    Args:
+        path: the path of the file.
+
+    Returns:
+        The SHA-256 digest of the file, for :func:`load_precompiled`.
+
+    Raises:
+        NotPrecompiled: no forward of a sharded model was stored. The logger ``fsdp_compile.compiler.frame_cache`` says at level
+            ``INFO`` why.
+    """
+    folder = Path(cache_dir())
+    frames = stored_frames()
+    if not frames:
+        raise NotPrecompiled(
+            f"{folder} has no stored forward of a sharded model. Train a step before. If there was one, set the level of the "
+            "logger fsdp_compile.compiler.frame_cache to INFO: it says what cannot be stored."
+        )
+    files = {str(each.relative_to(folder)): each for each in sorted(folder.rglob("*")) if each.is_file()}
+    files = {name: each for name, each in files.items() if Path(name).parts[0] not in _LEFT_OUT}
+    manifest = {
+        "surroundings": surroundings(),
+        "forwards": frames,
+        "files": {name: _digest(each.read_bytes()) for name, each in files.items()},
+    }
+    target = Path(path)
+    number, temporary = tempfile.mkstemp(dir=target.parent)
+    try:
+        with os.fdopen(number, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(_MANIFEST, json.dumps(manifest, indent=1))
+            for name, each in files.items():
+                archive.write(each, name)
+        digest = _digest(Path(temporary).read_bytes())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return digest
+
+
+def load_precompiled(path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True, sha256: str | None = None) -> None:
+    """Put what :func:`save_precompiled` has written into Inductor's cache folder, for the first call of a model.
+
+    The file holds code that the model's calls run: load a file that you trust, or give ``sha256``.
+
+    Args:
+        path: the path of the file.
+        model: the sharded model, before its first compiled call.
+        strict: raise where a forward of the model would have to be compiled, instead of compiling it.
+        sha256: what :func:`save_precompiled` returned.
+
+    Raises:
+        NotPrecompiled: the file is for other surroundings, such as another version of torch, and ``strict``. Without it, a
+            warning says so.
+        ValueError: the file is damaged, or not the one with this digest.
+    """
+    content = Path(path).read_bytes()
+    if sha256 is not None and _digest(content) != sha256:
+        raise ValueError(f"{path} has the SHA-256 digest {_digest(content)}, not {sha256}. Get the file again.")
+    manifest, files = _read(path)
+    here = surroundings()
+    saved: dict[str, str] = manifest["surroundings"]
+    different = [f"{name}: {there}; here: {here.get(name)}" for name, there in saved.items() if there != here.get(name)]
+    if different:
+        message = f"{path} was saved with another {'; another '.join(different)}. Save it again, as it is here."
+        if strict:
+            raise NotPrecompiled(message)
+        warnings.warn(f"{message} The model is compiled.", stacklevel=2)
+        return
+    for name, data in files.items():
+        _write(Path(cache_dir()) / name, data)
+    if strict:
+        must_be_stored.update(model.modules())
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            manifest = json.loads(archive.read(_MANIFEST))
+            files = {name: archive.read(name) for name in manifest["files"]}
+    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is damaged, or not a file of save_precompiled: {error}. Save it again.") from error
+    for name, data in files.items():
+        if _digest(data) != manifest["files"][name] or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{path} is damaged: {name} is not as it was saved. Save it again.")
+    return manifest, files
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file of the cache, whose name tells its content, unless it is there. Other ranks may do so at the same time."""
+    if path.exists():
+        return
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    number, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(number, "wb") as file:
+        file.write(data)
+    os.replace(temporary, path)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

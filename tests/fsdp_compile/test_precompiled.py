@@ -1,0 +1,148 @@
+"""Precompiled files: another machine trains with what one has compiled, or gets an error that says what differs."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compile import NotPrecompiled, fsdp_backend, fully_shard, load_precompiled, save_precompiled
+from fsdp_compile.compiler.stored_graph import can_store
+from tests.common.distributed import fake_group
+from tests.common.models import MLP
+from tests.common.stored_graphs import count_traces, storing
+
+pytestmark = pytest.mark.skipif(not can_store(), reason="this torch runs passes before it looks into its cache")
+
+
+def build() -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = MLP()
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(model: nn.Module, rows: int = 4, **options: Any) -> int:
+    """Train a step. Return the number of frames that Dynamo traced."""
+    options = {"lowering": "aot_eager", **options}
+    with count_traces() as traces:
+        torch.compile(model, backend=fsdp_backend, options=options)(torch.ones(rows, 8)).sum().backward()
+    return traces[0]
+
+
+def save(path: Path, **options: Any) -> str:
+    """Save what a process has compiled."""
+    with storing(frames=True), fake_group(2):
+        assert train(build(), **options) > 0
+        return save_precompiled(path)
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """Another machine, with an empty cache."""
+    with storing(frames=True), fake_group(2):
+        yield
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A file and its digest."""
+    path = tmp_path_factory.mktemp("precompiled") / "model.zip"
+    return path, save(path)
+
+
+def test_traces_nothing(saved: tuple[Path, str], elsewhere: None) -> None:
+    path, digest = saved
+    model = build()
+    load_precompiled(path, model, sha256=digest)
+    assert train(model) == 0
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.inductor
+def test_compiles_nothing(tmp_path: Path) -> None:
+    """All kernels are in the file: the model's call adds no file to the cache."""
+    save(tmp_path / "model.zip", lowering="inductor")
+    with storing(frames=True), fake_group(2):
+        model = build()
+        load_precompiled(tmp_path / "model.zip", model)
+
+        def libraries() -> set[Path]:
+            return {path for path in Path(cache_dir()).rglob("*") if path.suffix in (".so", ".cpp")}
+
+        before = libraries()
+        assert train(model, lowering="inductor") == 0
+        assert before and libraries() == before
+
+
+def test_says_what_is_in_the_file(saved: tuple[Path, str]) -> None:
+    with zipfile.ZipFile(saved[0]) as archive:
+        manifest = json.loads(archive.read("manifest.json"))
+    (forward,) = manifest["forwards"]
+    assert (forward["name"], forward["symbolic"]) == ("unit_MLP_forward", False)
+    assert manifest["surroundings"]["number of ranks"] == "2"
+    assert {name.partition("/")[0] for name in manifest["files"]} >= {"fsdp_compile", "aotautograd"}
+
+
+def test_says_what_differs_in_a_call(saved: tuple[Path, str], elsewhere: None) -> None:
+    model = build()
+    load_precompiled(saved[0], model)
+    with pytest.raises(NotPrecompiled, match=r"unit_MLP_forward would be compiled(.|\n)*size mismatch(.|\n)*strict=False"):
+        train(model, rows=6)
+    with pytest.raises(NotPrecompiled, match="nothing is stored for this code and these options"):
+        train(model, disable_passes=["fold_layers"])
+    # Another model, for which nothing was loaded.
+    assert train(build(), rows=6) > 0
+
+
+def test_compiles_what_is_missing(saved: tuple[Path, str], elsewhere: None) -> None:
+    model = build()
+    load_precompiled(saved[0], model, strict=False)
+    assert train(model) == 0
+    assert train(model, rows=6) > 0
+
+
+def test_says_what_is_around(saved: tuple[Path, str], elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    monkeypatch.setattr(torch, "__version__", "3.0")
+    with pytest.raises(NotPrecompiled, match=r"another version of torch: 2.*; here: 3.0 .*Save it again"):
+        load_precompiled(saved[0], model)
+    with pytest.warns(UserWarning, match="another version of torch"):
+        load_precompiled(saved[0], model, strict=False)
+    assert train(model) > 0
+
+
+def test_refuses_other_numbers_of_ranks(saved: tuple[Path, str]) -> None:
+    with storing(frames=True), fake_group(4), pytest.raises(NotPrecompiled, match="another number of ranks: 2; here: 4"):
+        load_precompiled(saved[0], nn.Linear(8, 8))
+
+
+def test_refuses_damaged_files(saved: tuple[Path, str], tmp_path: Path, elsewhere: None) -> None:
+    content, damaged = saved[0].read_bytes(), tmp_path / "damaged.zip"
+    damaged.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="is damaged, or not a file of save_precompiled"):
+        load_precompiled(damaged, build())
+    with pytest.raises(ValueError, match="SHA-256"):
+        load_precompiled(damaged, build(), sha256=saved[1])
+    with zipfile.ZipFile(saved[0]) as archive, zipfile.ZipFile(damaged, "w") as changed:
+        for name in archive.namelist():
+            changed.writestr(name, archive.read(name) + b" " * (name != "manifest.json"))
+    with pytest.raises(ValueError, match="is not as it was saved"):
+        load_precompiled(damaged, build())
+
+
+def test_needs_something_to_save(elsewhere: None, tmp_path: Path) -> None:
+    with pytest.raises(NotPrecompiled, match="has no stored forward of a sharded model"):
+        save_precompiled(tmp_path / "model.zip")
+    assert not list(tmp_path.iterdir())

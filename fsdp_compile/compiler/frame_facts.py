@@ -104,6 +104,8 @@ class Describer:
             return f"operator {value}"
         if isinstance(value, BuiltinFunctionType) or type(value).__name__ in ("method_descriptor", "wrapper_descriptor"):
             return f"builtin {value.__module__ if hasattr(value, '__module__') else ''}.{value.__qualname__}"
+        if type(value).__module__ in ("typing", "types") and " at 0x" not in repr(value):
+            return f"annotation {value!r}"
         if isinstance(value, (tuple, list)):
             return f"{self.describe(type(value))}({', '.join(map(self.describe, value))})"
         if type(value) is dict:

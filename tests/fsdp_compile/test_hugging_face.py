@@ -77,6 +77,13 @@ ON_TWO_RANKS = ["Mixtral", "DeepseekV3", "T5", "ViT", "Mamba"]
 # The tokens of different ranks may reach different experts.
 REACH_SOME_EXPERTS = ["SwitchTransformers", "Jamba"]
 
+# Models whose forwards Dynamo traces in each process, and why.
+TRACED_AGAIN = {
+    **dict.fromkeys(["GPT2", "SwitchTransformers", "Wav2Vec2Conformer", "Segformer"], "graph breaks"),
+    **dict.fromkeys(["GPTJ", "Bloom", "Mpt", "Phimoe", "ConvBert"], "an autograd.Function"),
+    **dict.fromkeys(["Mamba", "Mamba2"], "torch.compiler.assume_constant_result"),
+}
+
 
 class Traced(NamedTuple):
     """The number of a model's graphs, and of its graph breaks, in Dynamo."""
@@ -187,7 +194,7 @@ def test_stored_frames(name: str, one_rank: None) -> None:
         graphs = train(name, 2, lengths_of(name), lowering="aot_eager")
         with count_traces() as traces:
             train(name, 2, lengths_of(name)[::-1], lowering="aot_eager")
-    print("STORED", name, graphs, traces)
+    assert graphs.graphs and (traces == [0]) == (name not in TRACED_AGAIN)
 
 
 @pytest.mark.night

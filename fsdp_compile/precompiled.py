@@ -7,9 +7,9 @@ The file is a zip archive with a part of Inductor's cache folder: stored frames 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
-import tempfile
 import warnings
 import zipfile
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import nn
 
 from passes.fx.torch_internals.inductor import cache_dir
 
+from .compiler.cache_folder import PARTIAL, write_whole
 from .compiler.frame_cache import NotPrecompiled, must_be_stored, surroundings
 from .compiler.stored_frame import stored_frames
 
@@ -52,25 +53,19 @@ def save_precompiled(path: str | os.PathLike[str]) -> str:
             "logger fsdp_compile.compiler.frame_cache to INFO: it says what cannot be stored."
         )
     files = {str(each.relative_to(folder)): each for each in sorted(folder.rglob("*")) if each.is_file()}
-    files = {name: each for name, each in files.items() if Path(name).parts[0] not in _LEFT_OUT}
+    files = {name: each for name, each in files.items() if Path(name).parts[0] not in _LEFT_OUT and each.suffix != PARTIAL}
     manifest = {
         "surroundings": surroundings(),
         "forwards": frames,
         "files": {name: _digest(each.read_bytes()) for name, each in files.items()},
     }
-    target = Path(path)
-    number, temporary = tempfile.mkstemp(dir=target.parent)
-    try:
-        with os.fdopen(number, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(_MANIFEST, json.dumps(manifest, indent=1))
-            for name, each in files.items():
-                archive.write(each, name)
-        digest = _digest(Path(temporary).read_bytes())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return digest
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
+        opened.writestr(_MANIFEST, json.dumps(manifest, indent=1))
+        for name, each in files.items():
+            opened.write(each, name)
+    write_whole(Path(path), archive.getvalue())
+    return _digest(archive.getvalue())
 
 
 def load_precompiled(path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True, sha256: str | None = None) -> None:
@@ -103,7 +98,10 @@ def load_precompiled(path: str | os.PathLike[str], model: nn.Module, *, strict: 
         warnings.warn(f"{message} The model is compiled.", stacklevel=2)
         return
     for name, data in files.items():
-        _write(Path(cache_dir()) / name, data)
+        target = Path(cache_dir()) / name
+        # The name of a file tells its content.
+        if not target.exists():
+            write_whole(target, data)
     if strict:
         must_be_stored.update(model.modules())
 
@@ -119,17 +117,6 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, bytes
         if _digest(data) != manifest["files"][name] or Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path} is damaged: {name} is not as it was saved. Save it again.")
     return manifest, files
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file of the cache, whose name tells its content, unless it is there. Other ranks may do so at the same time."""
-    if path.exists():
-        return
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    number, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(number, "wb") as file:
-        file.write(data)
-    os.replace(temporary, path)
 
 
 def _digest(data: bytes) -> str:

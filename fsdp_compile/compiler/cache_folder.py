@@ -1,4 +1,4 @@
-"""The folder of Inductor's cache, where it is full, read-only, or has damaged files.
+"""The folder of Inductor's cache, also where it is full, read-only, or has damaged files.
 
 Inductor compiles in that folder, and raises if it has no room, or if a program in it is cut short. So a job would not start for
 want of a cache. Damaged entries of the cache's other kinds are misses for Inductor.
@@ -7,6 +7,7 @@ want of a cache. Damaged entries of the cache's other kinds are misses for Induc
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ from passes.fx.torch_internals.inductor import cache_dir
 
 #: Room, in bytes, that compiling may take. Inductor's precompiled header for the CPU alone has 150 MiB.
 ENOUGH = 256 << 20
+#: The end of the names of files that are being written.
+PARTIAL = ".partial"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # The message of Inductor's error for a file that is no Python.
 _FAILED_TO_IMPORT = re.compile(r"Failed to import (\S+\.py)$", re.MULTILINE)
@@ -66,6 +69,23 @@ def _other_places() -> Iterator[Path]:
     yield from (
         place for name in (tempfile.gettempdir(), "/dev/shm", Path.home(), Path.cwd()) if (place := Path(name)).is_dir()
     )
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, which others see whole or not at all. Ranks may write the same file at the same time.
+
+    Until it is whole, it lies in the same folder, with a name that ends in :data:`PARTIAL`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, temporary = tempfile.mkstemp(dir=path.parent, suffix=PARTIAL)
+    try:
+        with open(number, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def without_damaged_files(function: Callable[[], T]) -> T:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from passes.fx import frames
 from passes.fx.shape_env import facts as conditions_of
@@ -34,6 +34,7 @@ from passes.fx.torch_internals.dynamo import (
     dynamo_config,
     innermost_backend,
     maybe_disable_inference_mode,
+    torch_function_mode_stack_state_mgr,
 )
 from passes.fx.torch_internals.inductor import inductor_config
 from passes.fx.torch_internals.patches import trace_frame
@@ -107,6 +108,7 @@ def install(begin: Callable[[], None]) -> None:
                 **others,
             )
             is_special = any(others.get(name) for name in ("export", "distributed_state", "package"))
+            is_special = is_special or bool(torch_function_mode_stack_state_mgr.stack)
             options = None if is_special else _options_of(compiler_fn)
             if options is None:
                 return run()
@@ -119,7 +121,8 @@ def install(begin: Callable[[], None]) -> None:
             taken = frame.take(load_frames(key), differences)
             if taken is not None:
                 return taken
-            if frame_locals.get("self") in must_be_stored:
+            owner = frame_locals.get("self")
+            if isinstance(owner, nn.Module) and owner in must_be_stored:
                 raise NotPrecompiled(_message_of(code, differences))
             with recording() as made:
                 traced = run()

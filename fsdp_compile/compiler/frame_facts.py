@@ -11,7 +11,7 @@ import enum
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ _OF_TRACE = ("torch", "builtins", "functools", "typing", "types", "collections")
 WITHOUT_CODE = _OF_STATE.union(
     ["CLOSURE_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT", "TENSOR_MATCH", "SHAPE_ENV"]
 )
+# Where static methods, properties and the like keep their functions.
+_OF_DESCRIPTORS = ("__func__", "fget", "fset", "func")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device, torch.layout)
 
 
@@ -77,6 +79,7 @@ class Describer:
 
     def __init__(self) -> None:
         self._classes: dict[type, str] = {}
+        self._functions: dict[FunctionType, str] = {}
         self.codes: set[CodeType] = set()
         self.names: dict[int, str] = {}
 
@@ -93,7 +96,7 @@ class Describer:
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, FunctionType):
-            return f"function {value.__module__}.{value.__qualname__} {self._code(value.__code__)}"
+            return f"function {value.__module__}.{value.__qualname__} {self._function(value)}"
         if isinstance(value, MethodType):
             return f"method {self.describe(value.__func__)} of {self.describe(type(value.__self__))}"
         if isinstance(value, CodeType):
@@ -140,9 +143,20 @@ class Describer:
     def _methods(self, kind: type) -> str:
         found = [f"{kind.__module__}.{kind.__qualname__}"]
         for name, value in vars(kind).items():
-            functions = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
-            found += [f"{name} {self._code(each.__code__)}" for each in functions if isinstance(each, FunctionType)]
+            functions = [value, *(getattr(value, attribute, None) for attribute in _OF_DESCRIPTORS)]
+            found += [f"{name} {self._function(each)}" for each in functions if isinstance(each, FunctionType)]
         return "\n".join(found)
+
+    def _function(self, function: FunctionType) -> str:
+        """Return a key of a function's code, and of the code of functions that it wraps: decorators share their wrapper's."""
+        if function in self._functions:
+            return self._functions[function]
+        self._functions[function] = key = self._code(function.__code__)
+        contents = [content for cell in function.__closure__ or () if isinstance(content := _content(cell), FunctionType)]
+        if contents:
+            key = hashlib.sha256(" ".join([key, *map(self._function, contents)]).encode()).hexdigest()[:16]
+            self._functions[function] = key
+        return key
 
     def _code(self, code: CodeType) -> str:
         self.codes.add(code)
@@ -154,6 +168,14 @@ def code_digest(code: CodeType) -> str:
     digest = hashlib.sha256(code.co_code)
     digest.update(repr((list(map(_constant, code.co_consts)), code.co_names, code.co_varnames, code.co_freevars)).encode())
     return digest.hexdigest()[:16]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        # It is empty, as that of ``super()`` while a class is made.
+        return None
 
 
 def _constant(value: Any) -> str:

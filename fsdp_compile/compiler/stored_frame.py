@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import pickle
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,6 +23,8 @@ from typing import Any
 
 from passes.fx.frames import StoredGuard
 from passes.fx.torch_internals.inductor import cache_dir
+
+from .cache_folder import PARTIAL, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -157,20 +157,9 @@ def store_frame(key: str, frame: StoredFrame, *, is_symbolic: bool) -> None:
     digest = hashlib.sha256(repr((frame.facts, sorted(frame.files.items()))).encode()).hexdigest()
     name = (_SYMBOLIC if is_symbolic else "") + digest
     try:
-        content = pickle.dumps(frame)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Ranks write the same file at the same time.
-        number, temporary = tempfile.mkstemp(dir=folder.parent)
-        try:
-            with open(number, "wb") as file:
-                file.write(content)
-            os.replace(temporary, folder / name)
-            for path in _newest_first(folder)[_MOST_FRAMES:]:
-                path.unlink(missing_ok=True)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_whole(folder / name, pickle.dumps(frame))
+        for path in _newest_first(folder)[_MOST_FRAMES:]:
+            path.unlink(missing_ok=True)
     except Exception as error:
         logger.info("A frame is not stored: %r", error)
 
@@ -188,10 +177,16 @@ def stored_frames() -> list[dict[str, Any]]:
 
 
 def _newest_first(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("*") if path.suffix != PARTIAL]
+    return sorted(found, key=_written_at, reverse=True)
+
+
+def _written_at(path: Path) -> float:
     try:
-        return sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        return path.stat().st_mtime
     except OSError:
-        return []
+        # Another rank has removed it.
+        return 0.0
 
 
 def _folder(key: str) -> Path:

@@ -8,12 +8,9 @@ A file that is missing or damaged, and kernels that are not there any more, cost
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
 import pickle
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +24,8 @@ from passes.ir.interface import InputSlot, OutputSlot
 from passes.ir.plan import Plan
 from passes.lowering.collective_sequence import Collective
 from passes.transforms.bucket import Group
+
+from .cache_folder import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -93,18 +92,7 @@ def store_variant(key: str, variant: StoredVariant) -> None:
     # If another rank writes at the same time, the variant of one of them is lost.
     others = [other for other in load_variants(key) if other.conditions != variant.conditions]
     try:
-        content = pickle.dumps([*others[1 - _MOST_VARIANTS :], variant])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Ranks write the same file at the same time.
-        number, name = tempfile.mkstemp(dir=path.parent)
-        try:
-            with open(number, "wb") as file:
-                file.write(content)
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        write_whole(path, pickle.dumps([*others[1 - _MOST_VARIANTS :], variant]))
     except Exception as error:
         logger.info("A lowered graph is not stored: %r", error)
 

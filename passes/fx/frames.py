@@ -224,7 +224,9 @@ def traced(
 ) -> FrameOutput:
     """Return an output as the result of a trace."""
 
-    def build(_: CodeType, hooks: Any = None, **__: Any) -> CheckFunctionManager:
+    def build(code: CodeType, hooks: Any = None, **__: Any) -> CheckFunctionManager:
+        if hooks and hooks.guard_filter_fn:
+            return CheckFunctionManager(code, output, guard_fail_fn=hooks.guard_fail_fn, guard_filter_fn=hooks.guard_filter_fn)
         guards.guard_manager.guard_fail_fn = hooks.guard_fail_fn if hooks else None
         return guards
 

@@ -53,5 +53,8 @@ from torch._dynamo.variables import ConstantVariable
 # Dynamo's variables for an input of the frame, and for the result of a node.
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 
+# The modes of ``__torch_function__`` around a frame, which Dynamo takes off while it compiles.
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+
 # A tensor with symbolic sizes, as a trace keeps it to make guards.
 from torch.fx.experimental.symbolic_shapes import TrackedFake

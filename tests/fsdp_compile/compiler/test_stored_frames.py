@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import subprocess
@@ -25,28 +26,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsdp_compile import fsdp_backend, fully_shard
 from fsdp_compile.compiler import frame_cache, stored_graph
 from fsdp_compile.debug import capture
-from passes.transforms.repeated_layers import MIN_LAYERS
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh, fake_group
 from tests.common.parity import shard_units
-from tests.common.stored_graphs import count_traces, storing
+from tests.common.stored_graphs import MODELS, count_traces, storing
 
 pytestmark = pytest.mark.skipif(not stored_graph.can_store(), reason="this torch runs passes before it looks into its cache")
 
 Build = Callable[[], nn.Module]
-
-
-class WithNorm(nn.Module):
-    """A model whose forward writes to buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.BatchNorm1d(8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Structured(models.MLP):
@@ -64,15 +51,6 @@ class Structured(models.MLP):
     def _named(self, inputs: dict[str, Tensor], *, scale: float) -> dict[str, Tensor]:
         y = super().forward(inputs["x"] * scale)
         return {"y": y, "norm": y.detach().norm()}
-
-
-MODELS: dict[str, Build] = {
-    "mlp": models.MLP,
-    "folded": partial(models.MLP, layers=1 + MIN_LAYERS),
-    "checkpointed": partial(models.MLP, checkpointed=True),
-    "writes to buffers": WithNorm,
-    "structures": Structured,
-}
 
 
 def train(build: Build, lowering: str = "aot_eager", sizes: tuple[int, ...] = (4, 4, 4, 4)) -> list[Tensor]:
@@ -107,9 +85,9 @@ def train_twice(build: Build, lowering: str, sizes: tuple[int, ...] = (4, 4, 4, 
             torch.testing.assert_close(results, expected, rtol=0 if lowering == "aot_eager" else 1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_trains_the_same(name: str, rank_pools: RankPools) -> None:
-    rank_pools[2].run(train_twice, build=MODELS[name], lowering="aot_eager")
+@pytest.mark.parametrize("build", [*MODELS.values(), Structured], ids=[*MODELS, "structures"])
+def test_trains_the_same(build: Build, rank_pools: RankPools) -> None:
+    rank_pools[2].run(train_twice, build=build, lowering="aot_eager")
 
 
 @pytest.mark.parametrize("name", ["mlp", "folded"])
@@ -133,6 +111,14 @@ def helper(x: Tensor) -> Tensor:
 FACTOR = 2.0
 
 
+def decorated(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(method)
+    def wrapper(*args: Any) -> Tensor:
+        return method(*args)
+
+    return wrapper
+
+
 class Model(nn.Module):
     """A model that depends on many things."""
 
@@ -150,6 +136,7 @@ class Model(nn.Module):
             x = self.function(self.dropout(block(x))) * factor * self.scale
         return self.finish(x) + offset
 
+    @decorated
     def finish(self, x: Tensor) -> Tensor:
         return x * self.factor
 
@@ -240,6 +227,7 @@ def _of_torch(patch: pytest.MonkeyPatch) -> None:
         "global": lambda patch: patch.setattr(sys.modules[__name__], "FACTOR", 3.0),
         "helper": lambda patch: patch.setattr(sys.modules[__name__], "helper", lambda x: x * 3),
         "method": _of_class,
+        "decorated method": lambda patch: patch.setattr(Model, "finish", decorated(lambda self, x: x * 5)),
         "method of torch": _of_torch,
         "attribute of a class": lambda patch: patch.setattr(Model, "factor", 3.0),
         "default": lambda patch: patch.setattr(Model.forward, "__defaults__", (2.0,)),
@@ -279,6 +267,9 @@ def test_traces_in_another_context(stored: None) -> None:
             assert run() > 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert run() > 0
+    for _ in range(2):
+        with torch.device("cpu"):
+            assert run() > 0
     # torch.compile, too, calls hooks at run time.
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert run() == 0

@@ -25,30 +25,9 @@ from passes.transforms.repeated_layers import MIN_LAYERS
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh, fake_group
 from tests.common.parity import shard_units
-from tests.common.stored_graphs import count_loads, storing
+from tests.common.stored_graphs import MODELS, count_loads, storing
 
 pytestmark = pytest.mark.skipif(not stored_graph.can_store(), reason="this torch runs passes before it looks into its cache")
-
-
-class WithNorm(nn.Module):
-    """A model whose forward writes to buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.BatchNorm1d(8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": models.MLP,
-    "folded": partial(models.MLP, layers=1 + MIN_LAYERS),
-    "checkpointed": partial(models.MLP, checkpointed=True),
-    "writes to buffers": WithNorm,
-}
 
 
 def train(build: Callable[[], nn.Module], lowering: str) -> list[Tensor]:

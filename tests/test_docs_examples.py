@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_compile
 from fsdp_compile import comm_hooks, fsdp_backend, fully_shard
+from fsdp_compile.compiler.stored_graph import can_store
 from tests.common.models import MLP, Transformer
+from tests.common.stored_graphs import storing
 from tests.test_docs import DOCS, ROOT
 
 Names = dict[str, Any]
@@ -227,6 +230,8 @@ NAMES: dict[str, Callable[[Names, Path], Names]] = {
 }
 #: By example: the fixture of its process group, if it wants another than eight pretended ranks; None: no group.
 GROUPS = {"cuda-0": None, "explain-0": None, "gradient-sync-5": "one_rank"}
+#: Examples with Inductor's cache, and versions of torch with it.
+STORING = ("launching-0",) if can_store() else ()
 #: Examples that take long.
 NIGHT = ("explain-0",)
 
@@ -243,4 +248,5 @@ def test_runs(name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeyp
     names |= NAMES.get(name, lambda names, folder: {})(names, tmp_path)
     exec("\n".join(re.findall(r"^(?:from|import) [^#\n]*", before, flags=re.MULTILINE)), names)
     monkeypatch.chdir(tmp_path)
-    exec(compile(listing, name, "exec"), names)
+    with storing(frames=True) if name in STORING else nullcontext():
+        exec(compile(listing, name, "exec"), names)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_compile import fsdp_backend, fully_shard
-from fsdp_compile.compiler import frame_cache, stored_graph
+from fsdp_compile.compiler import cache_folder, frame_cache, stored_graph
 from fsdp_compile.debug import capture
 from tests.common import models
 from tests.common.distributed import RankPools, device_mesh, fake_group
@@ -522,3 +523,9 @@ def test_takes_a_frame_of_another_process(tmp_path: Path) -> None:
     ]
     first, second = (int(output.split()[-1]) for output in outputs)
     assert first > 0 and second == 0
+
+
+def test_trains_where_nothing_can_be_stored() -> None:
+    with storing(frames=True), mock.patch.object(cache_folder.tempfile, "mkstemp", side_effect=OSError("No space left")):
+        assert run() > 0
+        assert run() > 0

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import fsdp_backend, fully_shard
-from fsdp_compile.compiler import prepared_graph, stored_graph, stored_variant
+from fsdp_compile.compiler import cache_folder, prepared_graph, stored_graph
 from fsdp_compile.debug import capture
 from passes.transforms.repeated_layers import MIN_LAYERS
 from tests.common import models
@@ -324,5 +324,5 @@ def test_programs_that_were_cut_short_are_written_anew(filled: Path) -> None:
 
 @pytest.mark.inductor
 def test_trains_where_nothing_can_be_stored() -> None:
-    with storing(), mock.patch.object(stored_variant.tempfile, "mkstemp", side_effect=OSError("No space left on device")):
+    with storing(), mock.patch.object(cache_folder.tempfile, "mkstemp", side_effect=OSError("No space left on device")):
         assert [scheduled(), scheduled()] == [2, 2]

@@ -87,7 +87,7 @@ def load_precompiled(path: str | os.PathLike[str], model: nn.Module, *, strict: 
     content = Path(path).read_bytes()
     if sha256 is not None and _digest(content) != sha256:
         raise ValueError(f"{path} has the SHA-256 digest {_digest(content)}, not {sha256}. Get the file again.")
-    manifest, files = _read(path)
+    manifest, files = _read(path, content)
     here = surroundings()
     saved: dict[str, str] = manifest["surroundings"]
     different = [f"{name}: {there}; here: {here.get(name)}" for name, there in saved.items() if there != here.get(name)]
@@ -106,9 +106,9 @@ def load_precompiled(path: str | os.PathLike[str], model: nn.Module, *, strict: 
         must_be_stored.update(model.modules())
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _read(path: str | os.PathLike[str], content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
             manifest = json.loads(archive.read(_MANIFEST))
             files = {name: archive.read(name) for name in manifest["files"]}
     except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What traced code depends on without a guard: its source, the rank, and environment variables."""
+"""Dependencies of traced code that no guard checks: its source, the rank, and environment variables."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _SYMBOLIC = "symbolic_"
 
 @dataclass(frozen=True)
 class StoredBackend:
-    """What the backend made of the graph of a frame.
+    """The compiled graph of a frame.
 
     Attributes:
         sources: where the frame finds each input of the graph; empty in a file.
@@ -71,7 +71,7 @@ class Module:
 
 @dataclass(frozen=True)
 class StoredFrame:
-    """What Dynamo and the backend made of a frame.
+    """A frame, as Dynamo and the backend have compiled it.
 
     Attributes:
         bytecode: the code that runs in the place of the frame's.

@@ -1,4 +1,4 @@
-"""What Dynamo makes of a frame, taken apart and put together again, without a trace."""
+"""Frames that Dynamo has traced: their guards, sources and symbols, to make the same result again without a trace."""
 
 from __future__ import annotations
 

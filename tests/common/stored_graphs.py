@@ -1,43 +1,17 @@
-"""AOTAutograd's cache in tests: off, so that tests compile what they test, but where a test asks for it. And models to store."""
+"""AOTAutograd's cache in tests: off, so that tests compile what they test, but where a test asks for it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from unittest import mock
 
 import torch._functorch.config as functorch_config
-from torch import Tensor, nn
 from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from fsdp_compile.compiler import frame_cache
-from passes.transforms.repeated_layers import MIN_LAYERS
-
-from . import models
-
-
-class WithNorm(nn.Module):
-    """A model whose forward writes to buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.BatchNorm1d(8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": models.MLP,
-    "folded": partial(models.MLP, layers=1 + MIN_LAYERS),
-    "checkpointed": partial(models.MLP, checkpointed=True),
-    "writes to buffers": WithNorm,
-}
 
 
 def store_nothing() -> None:

@@ -9,7 +9,8 @@ import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as partitioners
 
 # The cache of what AOTAutograd makes of Dynamo's graphs: an exception that leaves a graph out, the base class of its entries,
-# and the format of graphs. ``FakeScriptObject`` stands for a value, such as a device mesh, that the format loses.
+# and the format of graphs. An entry that lies in a stored frame is read without the cache. ``FakeScriptObject`` stands for a
+# value, such as a device mesh, that the format loses.
 from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 

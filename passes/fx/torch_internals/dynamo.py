@@ -6,19 +6,21 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 # The state of the process that frames are guarded on, such as the grad mode.
 from torch._C._dynamo.guards import GlobalStateGuard
 
-# Dynamo's settings, and its module with the state of the process at the start of a trace.
+# Dynamo's settings.
 from torch._dynamo import config as dynamo_config
 
 # ``explain`` marks batch and sequence as dynamic, where the model allows it, to make formulae of the graph. ``cuda_code``
-# answers what Dynamo and Inductor ask ``device_interface`` about a GPU.
+# answers what Dynamo and Inductor ask ``device_interface`` about a GPU. ``convert_frame`` has the state of the process at the
+# start of a trace.
 from torch._dynamo import convert_frame, device_interface, maybe_mark_dynamic
 
 # The lock that Dynamo holds while it compiles. Variants of a graph are lowered while Dynamo does not run, and take it, too.
+# ``DynamoOutput`` is the result of a trace, before its guards are made.
 from torch._dynamo.convert_frame import DynamoOutput, compile_lock
 
 # The class of the module that ``torch.compile(module)`` returns. Users may shard it, or the module in it. And what makes Dynamo
-# skip the frames of a code object, where ``torch.compiler.disable`` would also unset the callback above.
-# Finds the backend in what Dynamo has wrapped it in; and whether a graph break is an error.
+# skip the frames of a code object, where ``torch.compiler.disable`` would also unset the callback above. Stored frames are
+# looked up for one backend, which Dynamo has wrapped, and say whether a graph break is an error, as a trace does.
 from torch._dynamo.eval_frame import OptimizedModule, _get_error_on_graph_break, innermost_backend, skip_code
 
 # The base of all errors that a model raises if it cannot be traced. And that of missing code, which Dynamo does not wrap.
@@ -33,7 +35,7 @@ from torch._dynamo.guards import (
     install_guard,
 )
 
-# What a trace collects, in the form in which Dynamo hands it on; stored frames are put into it. Code in a form that pickles.
+# The result of a trace, in the form in which Dynamo hands it on: stored frames are put into it. And code that pickles.
 from torch._dynamo.output_graph import DynamoTracerOutput, OutputGraph
 from torch._dynamo.package import SerializedCode
 

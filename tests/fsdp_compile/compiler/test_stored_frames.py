@@ -29,9 +29,9 @@ from fsdp_compile import fsdp_backend, fully_shard
 from fsdp_compile.compiler import cache_folder, frame_cache, stored_graph
 from fsdp_compile.debug import capture
 from tests.common import models
-from tests.common.distributed import RankPools, device_mesh, fake_group
-from tests.common.parity import shard_units
-from tests.common.stored_graphs import MODELS, count_traces, storing
+from tests.common.distributed import RankPools, fake_group
+from tests.common.stored_graphs import count_traces, storing
+from tests.common.stored_models import MODELS, compiled_model
 
 pytestmark = pytest.mark.skipif(not stored_graph.can_store(), reason="this torch runs passes before it looks into its cache")
 
@@ -57,11 +57,7 @@ class Structured(models.MLP):
 
 def train(build: Build, lowering: str = "aot_eager", sizes: tuple[int, ...] = (4, 4, 4, 4)) -> list[Tensor]:
     """Return losses, gradients and buffers of microbatches with and without sync, and of evaluation. Runs on every rank."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model: Any = build().double()
-    shard_units(model, device_mesh((dist.get_world_size(),)), fully_shard)
-    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
+    model, compiled = compiled_model(build, lowering)
     found = []
     for step, size in enumerate(sizes):
         model.set_requires_gradient_sync(step % 2 == 1)
@@ -103,7 +99,7 @@ def test_trains_the_same_through_inductor(sizes: tuple[int, ...], rank_pools: Ra
     rank_pools[2].run(train_twice, build=models.MLP, lowering="inductor", sizes=sizes)
 
 
-# What differs is traced.
+# Frames that differ are traced.
 
 
 def helper(x: Tensor) -> Tensor:
@@ -323,7 +319,7 @@ def test_traces_an_edited_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert run(build=_module(tmp_path, SOURCE + "\n    LIMIT = 3\n").Model) > 0
 
 
-# What cannot be stored is traced each time.
+# Frames that cannot be stored are traced each time.
 
 
 class OfRank(Model):
@@ -438,15 +434,11 @@ def test_traces_with_a_pass_of_the_user() -> None:
         assert run() > 0
 
 
-# What users do after a frame was taken.
+# Calls after a frame was taken.
 
 
 def freeze_and_unfreeze(taken: bool) -> list[Tensor]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model: Any = models.MLP().double()
-    shard_units(model, device_mesh((dist.get_world_size(),)), fully_shard)
-    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+    model, compiled = compiled_model(models.MLP, "aot_eager")
     found = []
     with count_traces() as traces:
         compiled(torch.ones(4, 8, dtype=torch.float64)).sum().backward()

@@ -23,20 +23,16 @@ from fsdp_compile.compiler import cache_folder, prepared_graph, stored_graph
 from fsdp_compile.debug import capture
 from passes.transforms.repeated_layers import MIN_LAYERS
 from tests.common import models
-from tests.common.distributed import RankPools, device_mesh, fake_group
-from tests.common.parity import shard_units
-from tests.common.stored_graphs import MODELS, count_loads, storing
+from tests.common.distributed import RankPools, fake_group
+from tests.common.stored_graphs import count_loads, storing
+from tests.common.stored_models import MODELS, compiled_model
 
 pytestmark = pytest.mark.skipif(not stored_graph.can_store(), reason="this torch runs passes before it looks into its cache")
 
 
 def train(build: Callable[[], nn.Module], lowering: str) -> list[Tensor]:
     """Return losses, gradients and buffers of microbatches with and without sync, and of evaluation. Runs on every rank."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model: Any = build().double()
-    shard_units(model, device_mesh((dist.get_world_size(),)), fully_shard)
-    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
+    model, compiled = compiled_model(build, lowering)
     found = []
     for step in range(4):
         model.set_requires_gradient_sync(step % 2 == 1)
@@ -108,11 +104,7 @@ class Convolution(nn.Module):
 
 def train_sizes(build: Callable[[], nn.Module], lowering: str, sizes: Sequence[int]) -> list[Tensor]:
     """Return losses and gradients of microbatches of several sizes, with and without sync."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model: Any = build().double()
-    shard_units(model, device_mesh((dist.get_world_size(),)), fully_shard)
-    compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": lowering})
+    model, compiled = compiled_model(build, lowering)
     found = []
     for number, size in enumerate(sizes):
         model.set_requires_gradient_sync(number % 2 == 1)

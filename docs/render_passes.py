@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import FSDPModule, MixedPrecisionPolicy, fsdp_backend, fully_shard
 from fsdp_compile.debug import Capture, CapturedGraph, CapturedPass, capture
+from passes.collectives.group_names import name_on_mesh
 
 PAGE = Path(__file__).parent / "passes.md"
 LINE_LENGTH = 128
@@ -291,7 +292,7 @@ def tensor_parallel() -> list[str]:
         compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager", "min_bucket_bytes": 0})
         with capture() as captured:
             compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
-        names = {mesh.get_group("dp").group_name: "shard", mesh.get_group("tp").group_name: "tp"}
+        names = {name_on_mesh(mesh["dp"], 0): "shard", mesh.get_group("tp").group_name: "tp"}
     parts = [TENSOR_PARALLEL]
     for stage in ("forward", "backward"):
         steps = [step for step in captured.passes if step.stage == stage]

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.collectives import gloo
 from passes.collectives.functional import resolve_group
 from passes.collectives.gloo import backend_of
+from passes.collectives.group_names import name_on_mesh, share_name
 from passes.collectives.layout import REPLICATED
 from passes.collectives.local_groups import new_local_group
 from passes.fx.torch_internals.core import unset_fake_temporarily
@@ -62,10 +63,10 @@ class ShardingMesh:
         shard_dim = mesh.ndim - 1
         found = ShardingMesh(
             mesh=mesh,
-            shard_group=mesh.get_group(shard_dim).group_name,
+            shard_group=name_on_mesh(mesh, shard_dim),
             shard_size=mesh.size(shard_dim),
             shard_rank=mesh.get_local_rank(shard_dim),
-            replicate_group=mesh.get_group(0).group_name if mesh.ndim == 2 else "",
+            replicate_group=name_on_mesh(mesh, 0) if mesh.ndim == 2 else "",
             device=_device_of(mesh),
         )
         for group in found.groups:
@@ -110,7 +111,8 @@ class ShardingMesh:
             return ""
         start = self.shard_rank // size * size
         ranks = dist.get_process_group_ranks(resolve_group(self.shard_group))[start : start + size]
-        return _group_of(tuple(ranks), "fsdp_post_forward", self.device, connects=connects)
+        name = f"{self.shard_group}_of_{size}"
+        return _group_of(tuple(ranks), "fsdp_post_forward", name, self.device, connects=connects)
 
     def reduce_scatter_group(self) -> str:
         """Return the name of a group of the shard group's ranks that only reduce-scatters use.
@@ -118,18 +120,26 @@ class ShardingMesh:
         The first call for a set of ranks makes the group, and is a collective call of these ranks.
         """
         ranks = dist.get_process_group_ranks(resolve_group(self.shard_group))
-        return _group_of(tuple(ranks), "fsdp_reduce_scatter", self.device)
+        return _group_of(tuple(ranks), "fsdp_reduce_scatter", f"{self.shard_group}_reduce_scatter", self.device)
 
 
-def _group_of(ranks: tuple[int, ...], purpose: str, device: torch.device, *, connects: bool = True) -> str:
-    """Return the name of the group for a purpose. The first call makes it, a collective call of ``ranks`` and no others."""
+def _group_of(ranks: tuple[int, ...], purpose: str, name: str, device: torch.device, *, connects: bool = True) -> str:
+    """Return the name of the group for a purpose. The first call makes it, a collective call of ``ranks`` and no others.
+
+    Args:
+        ranks: the ranks of the group.
+        purpose: the purpose.
+        name: a name that is equal for all such groups.
+        device: where the group communicates.
+        connects: set up communication.
+    """
     # Groups are kept, as every unit asks for the same ones.
     made = _groups.setdefault(dist.group.WORLD, {})
     key = ranks, purpose
     # Groups are real, also where parameters are fake.
     with unset_fake_temporarily():
         if key not in made:
-            made[key] = _Made(new_local_group(ranks, purpose).group_name)
+            made[key] = _Made(share_name(new_local_group(ranks, purpose), name))
         found = made[key]
         if connects and not found.is_connected:
             connect(found.name, device)

@@ -84,9 +84,9 @@ def mesh_of_new_groups(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 @contextlib.contextmanager
-def fake_group(world_size: int = 8) -> Iterator[None]:
-    """Pretend that this process is the first of some ranks inside of the ``with`` block; collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+def fake_group(world_size: int = 8, rank: int = 0) -> Iterator[None]:
+    """Pretend that this process is one of some ranks inside of the ``with`` block; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     torch._dynamo.reset()
     try:
         yield

@@ -43,6 +43,8 @@ NAMESPACES_OF_FULLY_SHARD = {
 
 # Find a process group by its name, which operators in graphs hold, and the store that a group was made with.
 resolve_process_group = torch.distributed.distributed_c10d._resolve_process_group
+# Gives a process group a further name. Raises RuntimeError if the name is taken. Names go with the default group.
+register_process_group = torch._C._distributed_c10d._register_process_group
 get_process_group_store = torch.distributed.distributed_c10d._get_process_group_store
 
 # Attaches messages of this library to a result tensor, whose wait then waits for them.

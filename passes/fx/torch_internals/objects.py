@@ -16,6 +16,9 @@ import torch
 local_tensor: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
+# The ranks of the mesh that a mesh is a slice of; a mesh that is no slice: its own. In the order of the mesh.
+all_ranks_of: Callable[[Any], Sequence[int]] = attrgetter("_flatten_rank_map")
+
 # The number of writes by operators to a tensor, to its views, or to the tensor that it is a view of.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 

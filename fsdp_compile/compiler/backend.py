@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes.auto.memory_budget import BudgetTooLow
-from passes.collectives.functional import group_ranks, resolve_group
+from passes.collectives.functional import group_ranks
+from passes.collectives.gloo import backend_of
 from passes.fx.decompositions import decompositions
 from passes.fx.frames import input_sources
 from passes.fx.graph import placeholder_index
@@ -38,6 +38,7 @@ from passes.fx.torch_internals.inductor import CustomGraphPass, compile_fx, indu
 from passes.ir.interface import Interface
 from passes.ir.ops import Unshard, unshards, update_args
 from passes.ir.plan import Plan
+from passes.models.group_layout import GroupLayout
 from passes.pass_runner import ignore_pass
 from passes.pipeline import (
     fold,
@@ -467,10 +468,11 @@ class _Compilation:
 
     def _configuration(self, users_passes: Sequence[Any]) -> str:
         """Return a key of what the passes over Dynamo's graph and the joint graph depend on, besides these graphs."""
-        names = {name for param in self._params.values() for name in param.mesh.groups}
+        params = self._params.values()
+        devices = {name: param.mesh.device for param in params for name in (*param.mesh.groups, *param.other_groups)}
         groups = [
-            (name, tuple(group_ranks(name)), dist.get_backend(resolve_group(name)), self._other_groups.get(name))
-            for name in sorted(names.union(self._other_groups))
+            (name, GroupLayout.of(group_ranks(name)), backend_of(name, device), self._other_groups.get(name))
+            for name, device in sorted(devices.items())
         ]
         options = self._options.disable_passes, self._options.cudagraphs, self._budget is None
         return repr((configuration(), type(self._lowering).__qualname__, options, groups, any(users_passes)))

@@ -13,7 +13,7 @@ import re
 import sys
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
@@ -42,7 +42,7 @@ from passes.fx.torch_internals.patches import trace_frame
 from .backend import fsdp_backend, restore
 from .capture import is_capturing
 from .frame_facts import WITHOUT_CODE, Describer, NotPortable, code_digest, guard_fact, input_fact, tensor_fact
-from .frame_sources import changed_files, changed_variables, digests_of_files, environment_of
+from .frame_sources import changed_files, changed_variables, digests_of_files, environment_of, names_in
 from .options import Options
 from .stored_frame import (
     BUILTINS,
@@ -209,25 +209,30 @@ class _Frame:
     def key(self) -> str:
         """Return what a stored frame depends on, besides its facts; empty: it cannot be told."""
         options = self.options, getattr(innermost_backend(self.compiler_fn), "dynamic", None), self.one_graph
-        text = repr((self.code.co_name, code_digest(self.code), surroundings(), options))
+        # Each rank has a device of its own.
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
+        text = repr((self.code.co_name, code_digest(self.code), surroundings(), options, device))
         return "" if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()
 
     def value(self, source: Any) -> Any:
         """Return the value at a source."""
         return frames.value_of(source, self.locals, self.globals)
 
-    def facts(self, installed: Iterable[str], guards: Sequence[Any], tables: FrameTables) -> tuple[list[str], Describer]:
+    def facts(
+        self, installed: Iterable[str], guards: Sequence[Any], tables: FrameTables, names: Collection[str]
+    ) -> tuple[list[str], Describer]:
         """Return a fact for each guard, once the guards are made, and for each input of the graph.
 
         Args:
             installed: the names of the globals that Dynamo has made.
             guards: the guards.
             tables: the tables, with the same guards.
+            names: the names of attributes that the traced code may read.
 
         Raises:
             NotPortable: there is no such fact.
         """
-        to, values = Describer(), dict[str, Any]()
+        to, values = Describer(names), dict[str, Any]()
 
         def value(source: Any) -> Any:
             if source.name not in values:
@@ -291,7 +296,8 @@ class _Frame:
             conditions_of(output.shape_env),
         )
         installed = self._installed(traced.bytecode, output)
-        facts, described = self.facts(installed, guards, tables)
+        names = names_in(output.traced_code)
+        facts, described = self.facts(installed, guards, tables, names)
         numbers = backend.numbers | _numbers_in(traced.bytecode)
         if not numbers.isdisjoint(described.names):
             raise NotPortable("code with the id of an object")
@@ -301,6 +307,7 @@ class _Frame:
             installed,
             frames.dump_sources(tables, installed),
             facts,
+            names,
             digests_of_files(output.traced_code, described.codes, facts),
             environment_of(output.traced_code, facts),
             dict(frames.observed_sizes(self.code, self.closure)),
@@ -342,8 +349,10 @@ class _Frame:
             try:
                 result, lower_ahead = self._restored(stored)
             except Exception as error:
-                logger.info("A stored frame of %s does not fit: %s", self.code.co_name, error)
-                differences.append(str(error))
+                # Dynamo says that a guard which fails at once is a bug.
+                difference = str(error).rpartition("Guard fail reason: ")[2]
+                logger.info("A stored frame of %s does not fit: %s", self.code.co_name, difference)
+                differences.append(difference)
                 continue
             for name, entry in stored.observed.items():
                 frames.observed_sizes(self.code, self.closure)[name] |= entry
@@ -380,7 +389,7 @@ class _Frame:
         with tracing(output.tracing_context):
             self._make_symbols(output, tables)
             manager = frames.guards_manager(self.code, output)
-        facts, _ = self.facts(renamed.values(), guards, tables)
+        facts, _ = self.facts(renamed.values(), guards, tables, stored.names)
         for here, there in zip(facts, stored.facts, strict=True):
             if here != there:
                 raise _Differs(f"{here}; stored: {there}")

@@ -10,12 +10,12 @@ from __future__ import annotations
 import enum
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from passes.fx.torch_internals.core import OpOverload, OpOverloadPacket, dispatch_keys
 
@@ -72,12 +72,16 @@ class NotPortable(Exception):
 class Describer:
     """Describes objects in text. Serves one moment: classes and functions may be changed later.
 
+    Args:
+        names: the names of attributes that the traced code may read.
+
     Attributes:
         codes: the code of the functions that were described.
         names: the first source of each object that :meth:`identify` told by it, by the object's ``id``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        self._read = names
         self._classes: dict[type, str] = {}
         self._functions: dict[FunctionType, str] = {}
         self.codes: set[CodeType] = set()
@@ -142,7 +146,10 @@ class Describer:
 
     def _methods(self, kind: type) -> str:
         found = [f"{kind.__module__}.{kind.__qualname__}"]
+        later = _added_later(kind).difference(self._read)
         for name, value in vars(kind).items():
+            if name in later:
+                continue
             functions = [value, *(getattr(value, attribute, None) for attribute in _OF_DESCRIPTORS)]
             found += [f"{name} {self._function(each)}" for each in functions if isinstance(each, FunctionType)]
         return "\n".join(found)
@@ -161,6 +168,13 @@ class Describer:
     def _code(self, code: CodeType) -> str:
         self.codes.add(code)
         return code_digest(code)
+
+
+def _added_later(kind: type) -> set[str]:
+    """Return the names that were given to ``nn.Module`` after its class was made. Libraries add methods for their own use."""
+    names = list(vars(kind)) if kind is nn.Module else []
+    # Python adds it last.
+    return set(names[names.index("__weakref__") :]) if "__weakref__" in names else set()
 
 
 def code_digest(code: CodeType) -> str:

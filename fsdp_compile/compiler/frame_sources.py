@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import hashlib
+import itertools
 import os
 import re
 import sys
@@ -52,6 +53,12 @@ def digests_of_files(codes: Iterable[CodeType], described: Iterable[CodeType], f
         if name and not name.startswith(_OF_TORCH):
             found[name] = _digest_of_file(code.co_filename)
     return found
+
+
+def names_in(codes: Iterable[CodeType]) -> frozenset[str]:
+    """Return all names of attributes that traced code may read."""
+    texts = itertools.chain.from_iterable((*code.co_names, *code.co_consts) for code in codes)
+    return frozenset(text for text in texts if isinstance(text, str))
 
 
 def environment_of(codes: Iterable[CodeType], facts: Iterable[str]) -> dict[str, str | None]:

@@ -80,6 +80,7 @@ class StoredFrame:
             modules, functions and classes, or :data:`COMPILED` or :data:`BUILTINS`.
         tables: a :class:`FrameTables`, as :func:`passes.fx.frames.dump_sources` writes it.
         facts: a fact for each guard, then for each input of the graph.
+        names: the names of attributes that the traced code may read.
         files: the digest of each file with traced source, by the name of its module.
         environment: the environment variables that traced code may have read; None: one was not set.
         observed: the sizes that Dynamo has seen, by source.
@@ -91,6 +92,7 @@ class StoredFrame:
     installed: Mapping[str, Any]
     tables: bytes
     facts: Sequence[str]
+    names: frozenset[str]
     files: Mapping[str, str]
     environment: Mapping[str, str | None]
     observed: Mapping[str, Any]

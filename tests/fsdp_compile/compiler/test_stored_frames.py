@@ -259,6 +259,28 @@ def test_traces_when_what_is_around_differs(
         torch.set_num_threads(threads)
 
 
+class Asks(Model):
+    """Calls a method that modules may have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + getattr(self, "offset_of_a_library", float)()
+
+
+def test_methods_that_libraries_add_to_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as ``smart_apply`` of transformers, which a model gets that is not built on the meta device."""
+    with storing(frames=True):
+        assert run() > 0
+        assert run(build=Asks) > 0
+        monkeypatch.setattr(nn.Module, "offset_of_a_library", lambda self: 2.0, raising=False)
+        assert run() == 0
+        assert run(build=Asks) > 0
+        monkeypatch.setattr(nn.Module, "offset_of_a_library", lambda self: 3.0)
+        assert run(build=Asks) > 0
+        # A method that a module has of itself.
+        monkeypatch.setattr(nn.Module, "extra_repr", lambda self: "other")
+        assert run() > 0
+
+
 def test_traces_with_a_hook(stored: None) -> None:
     assert run(lambda model: model.dropout.register_forward_hook(lambda *_: None)) > 0
     assert run() == 0
@@ -481,6 +503,25 @@ def take_on_one_rank() -> None:
 
 def test_takes_a_frame_on_one_rank_alone(rank_pools: RankPools) -> None:
     rank_pools[2].run(take_on_one_rank)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, 2])
+def test_takes_a_frame_of_another_rank(reshard_after_forward: bool | int) -> None:
+    """Ranks in other groups of a mesh have equal graphs."""
+
+    def traces_of(rank: int) -> int:
+        with fake_group(8, rank), count_traces() as traces:
+            torch.manual_seed(0)
+            model: Any = models.MLP()
+            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+            torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})(torch.ones(4, 8)).sum().backward()
+        return traces[0]
+
+    with storing(frames=True):
+        assert traces_of(0) > 0
+        assert [traces_of(rank) for rank in (1, 6, 7)] == [0, 0, 0]
 
 
 PROCESS = """

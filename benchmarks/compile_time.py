@@ -3,13 +3,15 @@
     python benchmarks/compile_time.py
     python benchmarks/compile_time.py --depths 8,16,32 --systems ours --phases
     python benchmarks/compile_time.py --after 3
+    python benchmarks/compile_time.py --file
 
 Every figure comes from fresh processes: two ranks, which share Inductor's cache. The first run starts with an empty cache
 (cold), the second with the cache that the first run left (warm). The first table has the seconds from the call of the model to
 the end of the first step (forward, backward, optimizer), on the slowest rank. It has a column for each depth of the model, and
 the seconds that a layer adds. A second table has the host's memory: the most that a rank had in memory up to the end of the
 step, and how much of it the step added. With --phases, further tables split the seconds into phases. With --after, a step
-with another batch size comes first, which is not timed: the step that is compiles for sizes that change.
+with another batch size comes first, which is not timed: the step that is compiles for sizes that change. With --file, our
+systems also start with an empty cache and a file of ``save_precompiled``, and loading it counts (file).
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ from harness.gpt import Size, make_batches
 from harness.systems import BASE, YARDSTICK, Setting, build, parse_systems
 from torch.distributed.device_mesh import DeviceMesh
 
+import fsdp_compile
+
 _CACHES = ("cold", "warm")
+_FROM_FILE = "file"
 _MEMORY = ("peak_mb", "added_mb")
 _KIB = 1024  # the unit of ``ru_maxrss`` on Linux
 
@@ -47,6 +52,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "--repeat", type=int, default=1, metavar="N", help="runs of each figure, of which the median; default 1"
     )
     parser.add_argument("--after", type=int, metavar="N", help="take a step with batches of N sequences before")
+    parser.add_argument("--file", action="store_true", help="also start from a precompiled file")
+    parser.add_argument("--save", help=argparse.SUPPRESS)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
     parser.add_argument("--phases", action="store_true", help="also where the time goes")
     Size.add_flags(parser, without=["layers"], width=128)
     ranks.add_flags(parser)
@@ -77,8 +85,12 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with phases.timed() if args.phases else contextlib.nullcontext() as of_phases:
         began = time.perf_counter()
+        if args.load:
+            fsdp_compile.load_precompiled(args.load, system.model)
         system.step(batch).item()
         seconds = time.perf_counter() - began
+    if args.save and dist.get_rank() == 0:
+        fsdp_compile.save_precompiled(args.save)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"seconds": seconds, "phases": of_phases, "peak_mb": peak * _KIB / 1e6, "added_mb": (peak - before) * _KIB / 1e6}
 
@@ -87,15 +99,19 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str], system: str, depth: int) -> dict[str, Any]:
-    """Run once with a cold cache and once with a warm one. Return the slowest rank's seconds, and the most memory of a rank."""
+    """Run once for each state of the cache. Return the slowest rank's seconds, and the most memory of a rank, by the state."""
     results = {}
-    with tempfile.TemporaryDirectory() as cache:
-        for temperature in _CACHES:
+    with tempfile.TemporaryDirectory() as folder:
+        file = ["--save", f"{folder}/file.zip"] if args.file and system.startswith("ours") else []
+        runs = [("cold", "first", file), ("warm", "first", [])]
+        if file:
+            runs.append((_FROM_FILE, "second", ["--load", file[1]]))
+        for state, cache, flags in runs:
             # argparse takes the last of two equal flags.
-            command = [__file__, *argv, "--systems", system, "--depths", str(depth)]
-            of_ranks = ranks.run_ranks(command, args, {"TORCHINDUCTOR_CACHE_DIR": cache})
+            command = [__file__, *argv, "--systems", system, "--depths", str(depth), *flags]
+            of_ranks = ranks.run_ranks(command, args, {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{cache}"})
             slowest = max(of_ranks, key=lambda result: result["seconds"])
-            results[temperature] = {**slowest, **{key: max(result[key] for result in of_ranks) for key in _MEMORY}}
+            results[state] = {**slowest, **{key: max(result[key] for result in of_ranks) for key in _MEMORY}}
     return results
 
 
@@ -114,30 +130,40 @@ def median_phases(runs: Sequence[dict[str, Any]], temperature: str) -> dict[str,
 
 def growth_per_layer(by_depth: dict[int, float]) -> float:
     """Return the seconds that a layer adds, between the smallest and the largest depth; 0 with one depth."""
-    least, most = min(by_depth), max(by_depth)
+    least, most = min(by_depth, default=0), max(by_depth, default=0)
     return (by_depth[most] - by_depth[least]) / (most - least) if most > least else 0.0
 
 
 def print_tables(runs: Runs, args: argparse.Namespace) -> None:
     depths = args.depths
-    columns = [(temperature, depth) for temperature in _CACHES for depth in depths]
+    states = (*_CACHES, _FROM_FILE) if args.file else _CACHES
+    columns = [(state, depth) for state in states for depth in depths]
     step = "step with other sizes" if args.after else "first step"
-    header = [f"{step}, s", *(f"{temperature}, {depth} layers" for temperature, depth in columns)]
-    header += [f"{temperature}, per layer" for temperature in _CACHES]
+    header = [f"{step}, s", *(f"{state}, {depth} layers" for state, depth in columns)]
+    header += [f"{state}, per layer" for state in states]
     rows = []
     for system, by_depth in runs.items():
-        seconds = {(t, depth): median_of(by_depth[depth], t, "seconds") for t, depth in columns}
-        growth = [growth_per_layer({depth: seconds[t, depth] for depth in depths}) for t in _CACHES]
-        rows.append([system, *(f"{seconds[column]:.1f}" for column in columns), *(f"{layer:.2f}" for layer in growth)])
+        seconds = {column: median_of(by_depth[column[1]], column[0], "seconds") for column in columns_of(by_depth, columns)}
+        growth = [growth_per_layer({depth: seconds[s, depth] for depth in depths if (s, depth) in seconds}) for s in states]
+        rows.append([system, *(f"{seconds[column]:.1f}" if column in seconds else "" for column in columns)])
+        rows[-1] += [
+            f"{layer:.2f}" if (state, depths[0]) in seconds else "" for state, layer in zip(states, growth, strict=True)
+        ]
     print(report.table(header, rows))
-    header = ["host's peak (added), MB", *(f"{temperature}, {depth} layers" for temperature, depth in columns)]
+    header = ["host's peak (added), MB", *(f"{state}, {depth} layers" for state, depth in columns)]
     rows = []
     for system, by_depth in runs.items():
-        found = {column: [median_of(by_depth[column[1]], column[0], key) for key in _MEMORY] for column in columns}
-        rows.append([system, *(f"{peak:.0f} ({added:.0f})" for peak, added in found.values())])
+        found = {(s, d): [median_of(by_depth[d], s, key) for key in _MEMORY] for s, d in columns_of(by_depth, columns)}
+        rows.append([system, *("{:.0f} ({:.0f})".format(*found[column]) if column in found else "" for column in columns)])
     print("\n" + report.table(header, rows))
     for system in runs if args.phases else ():
-        print("\n" + phase_table(system, {column: median_phases(runs[system][column[1]], column[0]) for column in columns}))
+        of_system = {(s, d): median_phases(runs[system][d], s) for s, d in columns_of(runs[system], columns)}
+        print("\n" + phase_table(system, of_system))
+
+
+def columns_of(by_depth: dict[int, list[dict[str, Any]]], columns: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the columns that a system has figures for."""
+    return [(state, depth) for state, depth in columns if state in by_depth[depth][0]]
 
 
 def phase_table(system: str, seconds: dict[tuple[str, int], dict[str, float]]) -> str:
@@ -154,7 +180,7 @@ def main(argv: Sequence[str]) -> None:
     for _, depth, system in itertools.product(range(args.repeat), args.depths, args.systems):
         results = run(args, argv, system, depth)
         runs[system][depth].append(results)
-        print(f"{system}, {depth} layers:", ", ".join(f"{t} {results[t]['seconds']:.1f} s" for t in _CACHES), flush=True)
+        print(f"{system}, {depth} layers:", ", ".join(f"{t} {results[t]['seconds']:.1f} s" for t in results), flush=True)
     print(f"\n{report.headline()}\n{Size.parse(args, layers=args.depths[-1]).describe()}\n{ranks.describe(args)}\n")
     print_tables(runs, args)
     report.write_json(args.json, runs=runs)

@@ -22,7 +22,7 @@ from .optim.clip_and_step import clip_and_step
 from .optim.flat_optimizer import flat_optimizer
 from .optim.in_backward import optimizer_in_backward
 from .optim.offload import offload_optimizer
-from .precompiled import load_precompiled, save_precompiled
+from .precompiled import load_precompiled, precompile, save_precompiled
 from .runtime.agreement import RankFailed, RanksDisagree
 from .torch_versions import DataParallelMeshDims, GradientReductionHandle
 
@@ -51,6 +51,7 @@ __all__ = [
     "offload_optimizer",
     "optimizer_in_backward",
     "patch_fsdp2",
+    "precompile",
     "register_fsdp_forward_method",
     "save_precompiled",
     "share_comm_ctx",

@@ -128,21 +128,23 @@ def dry_step(
         RuntimeError: there is a default process group already.
     """
     device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
-    with contextlib.ExitStack() as stack:
-        stack.callback(_forget)
-        _forget()
-        device_mesh = stack.enter_context(_world(mesh_shape, device_type))
+    with pretended_ranks(mesh_shape, device_type) as device_mesh:
         with _fake_mode() as fake_mode:
             copied = _fake_copy(model, fake_mode, device)
             shard(copied, device_mesh)
             args = pytree.tree_map_only(Tensor, lambda value: _fake_like(value, device), inputs)
             compiled: Any = torch.compile(copied, backend=backend, options=options)
             with capture(passes=passes) as captured:
-                if isinstance(args, dict):
-                    step(compiled, **args)
-                else:
-                    step(compiled, *(args if isinstance(args, (tuple, list)) else (args,)))
+                run_step(step, compiled, args)
         yield captured
+
+
+def run_step(step: Callable[..., Any], compiled: Any, inputs: Any) -> None:
+    """Call ``step`` with a compiled model and the arguments of its forward, in any of the forms that users give."""
+    if isinstance(inputs, dict):
+        step(compiled, **inputs)
+    else:
+        step(compiled, *(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
 
 
 def _fake_mode() -> FakeTensorMode:
@@ -185,8 +187,23 @@ def _fake_copy(model: nn.Module, fake_mode: FakeTensorMode, device: torch.device
 
 
 @contextlib.contextmanager
+def pretended_ranks(mesh_shape: MeshShape, device_type: str) -> Iterator[DeviceMesh]:
+    """Pretend that the ranks of a mesh exist, with this process as the first, while the block runs.
+
+    The compiler is reset before and after.
+
+    Raises:
+        RuntimeError: there is a default process group already.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(_forget)
+        _forget()
+        yield stack.enter_context(_world(mesh_shape, device_type))
+
+
+@contextlib.contextmanager
 def _world(mesh_shape: MeshShape, device_type: str) -> Iterator[DeviceMesh]:
-    """Pretend that the ranks of a mesh exist, with this process as the first, while the block runs."""
+    """Make a process group of pretended ranks, with this process as the first, while the block runs."""
     if dist.is_initialized():
         raise RuntimeError(
             "This makes a default process group of pretended ranks, but there is one already, and a process has only one. "

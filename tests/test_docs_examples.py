@@ -225,13 +225,14 @@ NAMES: dict[str, Callable[[Names, Path], Names]] = {
     "parallelism-4": attention,
     "parallelism-5": stage,
     "cuda-0": transformer,
+    "launching-1": lambda names, folder: {"torch": torch, "fsdp_compile": fsdp_compile, "MLP": MLP},
     "explain-1": tokens,
     "explain-3": train_step,
 }
 #: By example: the fixture of its process group, if it wants another than eight pretended ranks; None: no group.
-GROUPS = {"cuda-0": None, "explain-0": None, "gradient-sync-5": "one_rank"}
+GROUPS = {"cuda-0": None, "launching-1": None, "explain-0": None, "gradient-sync-5": "one_rank"}
 #: Examples with Inductor's cache, and versions of torch with it.
-STORING = ("launching-0",) if can_store() else ()
+STORING = ("launching-0", "launching-1") if can_store() else ()
 #: Examples that take long.
 NIGHT = ("explain-0",)
 

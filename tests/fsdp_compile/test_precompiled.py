@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch._functorch.config as functorch_config
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compile import NotPrecompiled, fsdp_backend, fully_shard, load_precompiled, save_precompiled
+from fsdp_compile import NotPrecompiled, fsdp_backend, fully_shard, load_precompiled, precompile, save_precompiled
 from fsdp_compile.compiler.stored_graph import can_store
-from tests.common.distributed import fake_group
+from fsdp_compile.dry_run import shard_layers
+from passes.collectives.gloo import pretending_gloo
+from tests.common.distributed import RankPool, fake_group
 from tests.common.models import MLP
 from tests.common.stored_graphs import count_traces, storing
 
@@ -41,6 +48,11 @@ def train(model: nn.Module, rows: int = 4, **options: Any) -> int:
     return traces[0]
 
 
+def libraries() -> set[Path]:
+    """Return the files of C++ kernels in the cache."""
+    return {path for path in Path(cache_dir()).rglob("*") if path.suffix in (".so", ".cpp")}
+
+
 def save(path: Path, **options: Any) -> str:
     """Save what a process has compiled."""
     with storing(frames=True), fake_group(2):
@@ -53,6 +65,15 @@ def elsewhere() -> Iterator[None]:
     """Another machine, with an empty cache."""
     with storing(frames=True), fake_group(2):
         yield
+
+
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    """As many threads as ranks have."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +99,100 @@ def test_compiles_nothing(tmp_path: Path) -> None:
         model = build()
         load_precompiled(tmp_path / "model.zip", model)
 
-        def libraries() -> set[Path]:
-            return {path for path in Path(cache_dir()).rglob("*") if path.suffix in (".so", ".cpp")}
-
         before = libraries()
         assert train(model, lowering="inductor") == 0
         assert before and libraries() == before
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training of ranks.
+
+    Attributes:
+        mesh_shape: the numbers of ranks.
+        lowering: the option of the backend.
+    """
+
+    mesh_shape: tuple[int, ...]
+    lowering: str = "aot_eager"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"lowering": self.lowering}
+
+    def step(self, compiled: Any, x: Tensor) -> None:
+        """Train two microbatches, then one with another size. Then the optimizer steps, and the model is evaluated."""
+        optimizer = torch.optim.AdamW(compiled.parameters())
+        for index, batch in enumerate((x, x, x[1:])):
+            compiled.set_requires_gradient_sync(index > 0)
+            compiled(batch).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            compiled(x)
+
+    def train(self, mesh: DeviceMesh, path: Path | None) -> nn.Module:
+        """Train a model with what is in a file, if there is one. Runs on every rank."""
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any = MLP()
+        shard_layers(model, mesh)
+        if path is not None:
+            load_precompiled(path, model)
+        before = libraries()
+        with count_traces() as traces:
+            compiled = torch.compile(model, backend=fsdp_backend, options=self.options)
+            self.step(compiled, torch.ones(4, 8) + dist.get_rank())
+        if path is not None:
+            assert traces == [0]
+            assert libraries() == before
+        return model
+
+
+def compare(job: Job, path: Path) -> None:
+    """Train with and without a file. Runs on every rank."""
+    mesh = init_device_mesh("cpu", job.mesh_shape)
+    expected = job.train(mesh, None)
+    with storing(frames=True):
+        found = job.train(mesh, path)
+    for param, other in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(param, other, rtol=0, atol=0)
+
+
+def precompile_for(job: Job, path: Path) -> None:
+    with torch.device("meta"):
+        model = MLP()
+    with functorch_config.patch(enable_autograd_cache=True):
+        precompile(model, torch.zeros(4, 8), job.mesh_shape, path, step=job.step, options=job.options)
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_compiles_for_ranks_that_do_not_exist(tmp_path: Path, single_thread: None) -> None:
+    job = Job((2, 2))
+    precompile_for(job, tmp_path / "it.zip")
+    for rank in (0, 3):
+        with storing(frames=True), fake_group(4, rank), pretending_gloo():
+            job.train(init_device_mesh("cpu", (2, 2)), tmp_path / "it.zip")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "job", [Job((2, 2)), pytest.param(Job((2,), "inductor"), marks=pytest.mark.inductor)], ids=["2x2", "inductor"]
+)
+def test_trains_as_without_the_file(job: Job, tmp_path: Path, single_thread: None) -> None:
+    precompile_for(job, tmp_path / "it.zip")
+    # Ranks without other meshes, which groups would be numbered after.
+    with contextlib.closing(RankPool(math.prod(job.mesh_shape))) as ranks:
+        ranks.run(compare, job=job, path=tmp_path / "it.zip")
+
+
+def test_precompile_needs_a_model_and_a_mesh(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"precompile cannot tell which dimensions of mesh_shape=\{'dp': 2\} shard: give shard="
+    ):
+        precompile(MLP(), torch.ones(4, 8), {"dp": 2}, tmp_path / "it.zip")
+    with fake_group(2), pytest.raises(RuntimeError, match="there is one already"):
+        precompile(MLP(), torch.ones(4, 8), (2,), tmp_path / "it.zip")
+    assert not list(tmp_path.iterdir())
 
 
 def test_says_what_is_in_the_file(saved: tuple[Path, str]) -> None:

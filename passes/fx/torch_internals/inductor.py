@@ -52,6 +52,9 @@ from torch._inductor.pattern_matcher import PatternMatcherPass
 
 # Locks lie in the folder of the cache that they protect.
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+# Uses an empty folder for the cache while a block runs.
+from torch._inductor.utils import fresh_cache
 from torch.utils._sympy.functions import FloorDiv
 
 # Loads a library by its path and key, given the class of its bindings, a subclass of ``CppPythonBindingsCodeCache``.

@@ -15,7 +15,7 @@ with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -152,6 +152,11 @@ def in_order(groups: Sequence[Group], items: Sequence[Item]) -> tuple[Group, ...
     return tuple(sorted(groups, key=lambda group: (place[group[0]], group)))
 
 
+def by_place(items: Iterable[Item]) -> list[Item]:
+    """Sort items into the order in which the graph needs them."""
+    return sorted(items, key=lambda item: (item.place, item.members))
+
+
 def merge_neighbours(items: Sequence[Item], target_of: Callable[[Item], float]) -> list[Group]:
     """Merge each item with the items of the same key that follow it, until together they have the target size.
 
@@ -160,7 +165,7 @@ def merge_neighbours(items: Sequence[Item], target_of: Callable[[Item], float]) 
     groups: list[Group] = []
     key: Hashable = None
     merged = 0
-    for item in sorted(items, key=lambda item: (item.place, item.members)):
+    for item in by_place(items):
         if groups and item.key == key and merged < target_of(item):
             groups[-1] += item.members
             merged += sum(item.sizes)

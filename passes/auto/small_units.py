@@ -5,6 +5,9 @@ parameters (gradients) have fewer bytes than :data:`MIN_BUCKET_BYTES` merges wit
 they have that many together. At the bandwidth of a node's links, so many bytes take about as long as a collective takes to
 start. Fewer than twice as many bytes are gathered too early and held at once.
 
+Equal units, such as the layers of a deep model, merge in equal numbers if they need several collectives, each of which then has
+at least half of that many bytes. So buckets have equal layouts, and their layers share kernels.
+
 The rule depends only on the sizes of whole parameters, which are the same on all ranks and for any number of ranks.
 
 Units merge only with units that are treated alike: gathered over the same group in the same dtype, kept for later graphs or
@@ -17,13 +20,15 @@ not, reduced by the same plan. These do not merge:
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Sequence
 
 from torch.fx import Graph
 
 from ..ir.plan import Plan
 from ..transforms.bucket import Buckets, Group, sink_derived
-from .grouping import Grouping, Item, gather_items, in_order, merge_neighbours, reduction_items
+from .grouping import Grouping, Item, by_place, gather_items, in_order, merge_neighbours, reduction_items
 
 #: The bytes of unsharded parameters, or of their gradients, below which a unit is small.
 MIN_BUCKET_BYTES = 4 << 20
@@ -53,5 +58,34 @@ def _merge(items: Sequence[Item], below: int, alone: Collection[str] = ()) -> tu
     def is_small(item: Item) -> bool:
         return item.key is not None and item.spec.unit not in alone and sum(item.sizes) < below
 
-    others = [item.members for item in items if not is_small(item)]
-    return in_order([*others, *merge_neighbours(list(filter(is_small, items)), lambda _: below)], items)
+    groups = [item.members for item in items if not is_small(item)]
+    rest: list[Item] = []
+    for (_, sizes), equal in itertools.groupby(by_place(filter(is_small, items)), key=lambda item: (item.key, item.sizes)):
+        run = list(equal)
+        counts = _even_counts(len(run), math.ceil(below / max(1, sum(sizes))))
+        if not counts:
+            rest += run
+        following = iter(run)
+        groups += [sum((item.members for item in itertools.islice(following, count)), ()) for count in counts]
+    return in_order([*groups, *merge_neighbours(rest, lambda _: below)], items)
+
+
+def _even_counts(count: int, most: int) -> list[int]:
+    """Divide equal units among at least two collectives.
+
+    Args:
+        count: the number of units.
+        most: the number of units that a collective takes at most; at least half as many.
+
+    Returns:
+        The number of units for each collective: all equal if there is such a number, else of two kinds. Empty: one collective
+        takes all units.
+    """
+    if count <= most:
+        return []
+    number = next((number for number in range(most, most // 2, -1) if count % number == 0), 0)
+    if number:
+        return [number] * (count // number)
+    collectives = math.ceil(count / most)
+    number, larger = divmod(count, collectives)
+    return [number + 1] * larger + [number] * (collectives - larger)

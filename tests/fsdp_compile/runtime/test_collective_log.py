@@ -663,8 +663,9 @@ def _save_after_a_failed_hook() -> tuple[str, float]:
 def test_no_rank_saves_after_an_exception_on_one_rank(own_rank_pools: RankPools) -> None:
     (first, first_s), (second, second_s) = own_rank_pools[2].run(_save_after_a_failed_hook)
     _check(second, {"rank 1": "OutOfMemoryError: in backward (test_collective_log.py:"}, RankFailed)
-    # Torch's barrier fails, as connections are closed.
-    assert "gloo" in first and not first.startswith("RankFailed")
+    # Torch's barrier fails, as connections are closed; the message is that of the side that notices first.
+    assert "gloo" in first or "pair closure" in first
+    assert not first.startswith("RankFailed")
     assert max(first_s, second_s) < _SOON_S
 
 

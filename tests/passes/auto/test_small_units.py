@@ -114,6 +114,15 @@ def forward(self, x: "f32[3, 8]", weight_0: "f32[1, 8]", weight_1: "f32[1, 8]", 
         assert self.merged(self.forward_graph(8, 8, 8), 0) == "0 1 2"
         assert self.merged(self.backward_graph(8, 8, 8), 2 * _WEIGHT) == "0+1 2"
 
+    def test_equal_units_merge_in_equal_numbers(self) -> None:
+        """Three of them would be large enough."""
+        assert self.merged(self.forward_graph(*[8] * 8), 3 * _WEIGHT) == "0+1 2+3 4+5 6+7"
+        assert self.merged(self.backward_graph(*[8] * 8), 3 * _WEIGHT) == "0+1 2+3 4+5 6+7"
+        assert self.merged(self.forward_graph(*[8] * 7), 3 * _WEIGHT) == "0+1+2 3+4 5+6"
+        # The others merge among themselves.
+        assert self.merged(self.forward_graph(16, 8, 8, 8, 8, 16), 3 * _WEIGHT) == "0+5 1+2 3+4"
+        assert self.merged(self.forward_graph(16, 8, 8, 8, 16), 3 * _WEIGHT) == "0+1 2+3+4"
+
     def test_a_large_unit_between_small_ones_stays_alone(self) -> None:
         assert self.merged(self.forward_graph(8, 64, 8, 8), 3 * _WEIGHT) == "0+2+3 1"
         assert self.merged(self.backward_graph(8, 64, 8, 8), 3 * _WEIGHT) == "0+2+3 1"

@@ -44,6 +44,7 @@ from .transforms.refresh_layouts import TracedValues, refresh_layouts
 from .transforms.repeated_layers import fold_layers, unfold_layers
 from .transforms.reshard_after_forward import reshard_after_forward, resolve_ties
 from .transforms.save_before_writes import save_before_writes
+from .transforms.save_early import save_early
 from .transforms.schedule import Prefetch, find_prefetches, schedule_gathers, schedule_reductions
 
 # Dynamo's graph.
@@ -209,6 +210,7 @@ class PartitionedGraph:
 
 PREPARING_PASSES = [
     Pass[PartitionedGraph]("save_before_writes", lambda on: save_before_writes(on.graph), is_rare=True),
+    Pass[PartitionedGraph]("save_early", lambda on: save_early(on.graph), when=lambda on: not on.is_backward, is_rare=True),
     Pass[PartitionedGraph]("resolve_ties", lambda on: resolve_ties(on.graph)),
     Pass[PartitionedGraph]("name_shards", lambda on: name_shards(on.graph)),
     Pass[PartitionedGraph]("mixed_precision", lambda on: mixed_precision(on.graph)),

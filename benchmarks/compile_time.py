@@ -4,6 +4,7 @@
     python benchmarks/compile_time.py --depths 8,16,32 --systems ours --phases
     python benchmarks/compile_time.py --after 3
     python benchmarks/compile_time.py --file
+    python benchmarks/compile_time.py --layers-are checkpoints
 
 Every figure comes from fresh processes: two ranks, which share Inductor's cache. The first run starts with an empty cache
 (cold), the second with the cache that the first run left (warm). The first table has the seconds from the call of the model to
@@ -11,7 +12,8 @@ the end of the first step (forward, backward, optimizer), on the slowest rank. I
 the seconds that a layer adds. A second table has the host's memory: the most that a rank had in memory up to the end of the
 step, and how much of it the step added. With --phases, further tables split the seconds into phases. With --after, a step
 with another batch size comes first, which is not timed: the step that is compiles for sizes that change. With --file, our
-systems also start with an empty cache and a file of ``save_precompiled``, and loading it counts (file).
+systems also start with an empty cache and a file of ``save_precompiled``, and loading it counts (file). With --layers-are,
+layers differ in something (harness/layer_kinds.py).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import torch
 import torch.distributed as dist
 from harness import phases, ranks, report
 from harness.gpt import Size, make_batches
+from harness.layer_kinds import KINDS, Model
 from harness.systems import BASE, YARDSTICK, Setting, build, parse_systems
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,6 +55,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "--repeat", type=int, default=1, metavar="N", help="runs of each figure, of which the median; default 1"
     )
     parser.add_argument("--after", type=int, metavar="N", help="take a step with batches of N sequences before")
+    parser.add_argument("--layers-are", choices=KINDS, default="equal", help="default equal")
     parser.add_argument("--file", action="store_true", help="also start from a precompiled file")
     parser.add_argument("--save", help=argparse.SUPPRESS)
     parser.add_argument("--load", help=argparse.SUPPRESS)
@@ -74,13 +78,13 @@ def parse_depths(text: str) -> list[int]:
 def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Measure the first step of the one system and depth in the flags of a rank."""
     (name,), (depth,), device = args.systems, args.depths, torch.device(args.device)
-    setting = Setting(Size.parse(args, layers=depth), mesh, device)
-    batch = make_batches(setting.size, dist.get_rank(), 1, device)
-    system = build(name, setting)
+    size = Size.parse(args, layers=depth)
+    batch = make_batches(size, dist.get_rank(), 1, device)
+    system = build(name, Setting(Model(size, args.layers_are), mesh, device))
     # fsdp_compile has imported Inductor by now. Other systems would import it while they are timed.
     importlib.import_module("torch._inductor.compile_fx")
     if args.after:
-        system.step(make_batches(dataclasses.replace(setting.size, batch=args.after), dist.get_rank(), 1, device)).item()
+        system.step(make_batches(dataclasses.replace(size, batch=args.after), dist.get_rank(), 1, device)).item()
     dist.barrier()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with phases.timed() if args.phases else contextlib.nullcontext() as of_phases:
@@ -181,7 +185,8 @@ def main(argv: Sequence[str]) -> None:
         results = run(args, argv, system, depth)
         runs[system][depth].append(results)
         print(f"{system}, {depth} layers:", ", ".join(f"{t} {results[t]['seconds']:.1f} s" for t in results), flush=True)
-    print(f"\n{report.headline()}\n{Size.parse(args, layers=args.depths[-1]).describe()}\n{ranks.describe(args)}\n")
+    model = f"{Size.parse(args, layers=args.depths[-1]).describe()}; layers: {args.layers_are}"
+    print(f"\n{report.headline()}\n{model}\n{ranks.describe(args)}\n")
     print_tables(runs, args)
     report.write_json(args.json, runs=runs)
 

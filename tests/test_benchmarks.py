@@ -22,8 +22,9 @@ import published
 import pytest
 import step_time
 import torch
-from harness import allocations, device_profile, host, link, parity, phases, ranks, report, rounds
-from harness.gpt import Size
+from harness import allocations, device_profile, host, layer_kinds, link, parity, phases, ranks, report, rounds
+from harness.gpt import Size, make_batches
+from harness.layer_kinds import KINDS
 from harness.systems import Setting, build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -493,3 +494,13 @@ def test_optimizer_step_times_all_systems(fake_ranks: None) -> None:
     assert {name: len(rounds) for name, rounds in seconds.items()} == {
         f"{system} {kernels}": 1 for kernels in ("foreach", "fused") for system in systems
     }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_each_kind_train(kind: str) -> None:
+    size = Size(layers=2, width=16, heads=2, batch=1, sequence=4)
+    model = layer_kinds.Model(size, kind).build(torch.device("cpu"))
+    (tokens, targets), *_ = make_batches(size, 0, 1, torch.device("cpu"))
+    model(tokens, targets).backward()
+    assert all((param.grad is not None) == param.requires_grad for param in model.parameters())
+    assert all(param.requires_grad for param in model.parameters()) == (kind not in ("frozen", "adapters"))

@@ -57,6 +57,11 @@ def share_name(group: ProcessGroup, name: str) -> str:
     return _names[group]
 
 
+def name_of(group: ProcessGroup) -> str:
+    """Return the shared name of a group; the name that torch gave it, if it has none."""
+    return _names.get(group) or str(group.group_name)
+
+
 def _distances(ranks: Sequence[int], everyone: Sequence[int]) -> str:
     """Return a text that is equal for all groups into which a mesh dimension divides the ranks of a mesh."""
     places = [everyone.index(rank) for rank in ranks]

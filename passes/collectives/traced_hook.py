@@ -38,6 +38,7 @@ from ..fx.torch_internals.core import (
 )
 from ..fx.torch_internals.distributed import REDUCE_OP_TO_STR, create_work_from_future
 from ..fx.torch_internals.operators import select_decomp_table
+from .group_names import name_of
 from .random_numbers import KNOWN, AnsweringRandomOperators, Draws
 from .stateful_hook import HookParameter, StatefulHook, tensors_of_hook
 
@@ -409,7 +410,7 @@ def _group(group: Any) -> dist.ProcessGroup:
 
 
 def _name(group: Any) -> str:
-    return _group(group).group_name
+    return name_of(_group(group))
 
 
 def _size(group: Any) -> int:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.collectives.functional import group_ranks
-from passes.collectives.group_names import name_on_mesh, share_name
+from passes.collectives.group_names import name_of, name_on_mesh, share_name
 
 
 def names_of(rank: int) -> tuple[list[str], list[list[int]]]:
@@ -55,7 +55,8 @@ def test_a_name_serves_once() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         group = dist.new_group([0, 1])
-        assert share_name(group, "pair") == share_name(group, "pair") == "pair"
+        assert name_of(group) == group.group_name
+        assert share_name(group, "pair") == share_name(group, "pair") == name_of(group) == "pair"
         dist.destroy_process_group(group)
         del group
         again = dist.new_group([0, 2])

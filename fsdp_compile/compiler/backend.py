@@ -68,6 +68,7 @@ from .machine import find_hardware
 from .memory_budget import BudgetPartitioner, StepBudget
 from .options import LOWERINGS, Options
 from .prepared_graph import LoweredGraph, PreparedGraph, group_names
+from .recomputed_attention import without_random_states
 from .stored_frame import StoredBackend, record
 from .stored_graph import (
     GraphSource,
@@ -570,6 +571,7 @@ class _Compilation:
         with (
             functorch_config.patch(_FOR_AOTAUTOGRAD | {"enable_autograd_cache": self._stores}),
             first_size_proxies(),
+            without_random_states(),
             binding(self._bind),
         ):
             compiled = compile_fx(

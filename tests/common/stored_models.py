@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fsdp_backend, fully_shard
 from passes.transforms.repeated_layers import MIN_LAYERS
@@ -31,10 +33,30 @@ class WithNorm(nn.Module):
         return x
 
 
+class Attention(nn.Module):
+    """Attention, recomputed in backward, without dropout or with it."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+        self.dropout = dropout
+
+    def attend(self, block: nn.Module, x: Tensor) -> Tensor:
+        query, key, value = block(x).view(1, -1, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, is_causal=True)
+        return found.transpose(1, 2).reshape(x.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(self.attend, block, x, use_reentrant=False)
+        return x
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": models.MLP,
     "folded": partial(models.MLP, layers=1 + MIN_LAYERS),
     "checkpointed": partial(models.MLP, checkpointed=True),
+    "checkpointed attention": Attention,
     "writes to buffers": WithNorm,
 }
 

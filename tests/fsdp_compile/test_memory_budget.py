@@ -213,11 +213,11 @@ def train(model: nn.Module, budget: Any, x: Tensor | None = None) -> tuple[Calla
 
 
 class Attention(Block):
-    """Attention, which a partitioner takes for random: it saves the generator's state for a recomputation."""
+    """Attention with dropout: the partitioner saves the generator's state for a recomputation."""
 
     def forward(self, x: Tensor) -> Tensor:
         heads = x.view(1, -1, 4, 16).transpose(1, 2)
-        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
         return super().forward(x + attended.transpose(1, 2).reshape(x.shape))
 
 

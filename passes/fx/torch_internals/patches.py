@@ -95,6 +95,10 @@ try_loop_split = Method("torch._inductor.codegen.cpp:CppScheduling", "try_loop_s
 # 2.13; without such a function, tensor parallel layers with dynamic lengths may not be traced.
 set_proxy_slot = Method("torch.fx.experimental.proxy_tensor", "set_proxy_slot", parameters=3)
 
+# While a graph is partitioned: saves no states of random number generators for attention without dropout
+# (``fsdp_compile/compiler/recomputed_attention.py``). Tested with torch 2.13; without such a function, they are saved.
+functionalize_rng_ops = Method("torch._functorch.partitioners", "functionalize_rng_ops", parameters=4)
+
 # While a group is made that only its own ranks know of (``passes/collectives/local_groups.py``): names it. torch's name counts
 # the groups of the rank, so ranks with unequal numbers wait for each other forever. The same in torch 2.11 to 2.15.
 hash_ranks_to_str = Method("torch.distributed.distributed_c10d", "_hash_ranks_to_str", parameters=1)

@@ -39,8 +39,6 @@ from harness.layer_kinds import KINDS, Model
 from harness.systems import BASE, YARDSTICK, Setting, build, parse_systems
 from torch.distributed.device_mesh import DeviceMesh
 
-import fsdp_compile
-
 _CACHES = ("cold", "warm")
 _FROM_FILE = "file"
 _MEMORY = ("peak_mb", "added_mb")
@@ -90,13 +88,18 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     with phases.timed() if args.phases else contextlib.nullcontext() as of_phases:
         began = time.perf_counter()
         if args.load:
-            fsdp_compile.load_precompiled(args.load, system.model)
+            _ours().load_precompiled(args.load, system.model)
         system.step(batch).item()
         seconds = time.perf_counter() - began
-    if args.save and dist.get_rank() == 0:
-        fsdp_compile.save_precompiled(args.save)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if args.save and dist.get_rank() == 0:
+        _ours().save_precompiled(args.save)
     return {"seconds": seconds, "phases": of_phases, "peak_mb": peak * _KIB / 1e6, "added_mb": (peak - before) * _KIB / 1e6}
+
+
+def _ours() -> Any:
+    """Return this library, which ranks of other systems do not import."""
+    return importlib.import_module("fsdp_compile")
 
 
 # ---------------------------------------------------------------------------------------------- launching
@@ -134,7 +137,7 @@ def median_phases(runs: Sequence[dict[str, Any]], temperature: str) -> dict[str,
 
 def growth_per_layer(by_depth: dict[int, float]) -> float:
     """Return the seconds that a layer adds, between the smallest and the largest depth; 0 with one depth."""
-    least, most = min(by_depth, default=0), max(by_depth, default=0)
+    least, most = min(by_depth), max(by_depth)
     return (by_depth[most] - by_depth[least]) / (most - least) if most > least else 0.0
 
 
@@ -148,11 +151,10 @@ def print_tables(runs: Runs, args: argparse.Namespace) -> None:
     rows = []
     for system, by_depth in runs.items():
         seconds = {column: median_of(by_depth[column[1]], column[0], "seconds") for column in columns_of(by_depth, columns)}
-        growth = [growth_per_layer({depth: seconds[s, depth] for depth in depths if (s, depth) in seconds}) for s in states]
-        rows.append([system, *(f"{seconds[column]:.1f}" if column in seconds else "" for column in columns)])
-        rows[-1] += [
-            f"{layer:.2f}" if (state, depths[0]) in seconds else "" for state, layer in zip(states, growth, strict=True)
-        ]
+        of_states = {state: {depth: s for (of, depth), s in seconds.items() if of == state} for state, _ in seconds}
+        growth = {state: growth_per_layer(of_state) for state, of_state in of_states.items()}
+        cells = [f"{seconds[column]:.1f}" if column in seconds else "" for column in columns]
+        rows.append([system, *cells, *(f"{growth[state]:.2f}" if state in growth else "" for state in states)])
     print(report.table(header, rows))
     header = ["host's peak (added), MB", *(f"{state}, {depth} layers" for state, depth in columns)]
     rows = []

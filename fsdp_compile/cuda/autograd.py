@@ -162,7 +162,8 @@ class _Backward:
         # Derivative formulas leave it to the engine to undo broadcasting and type promotion.
         # A list of sizes in some versions of torch.
         shape = torch.Size(expected.shape)
-        if gradient.shape != shape:
+        # Numbers of dimensions first: else a symbolic size is compared with a size of another dimension, which adds a guard.
+        if gradient.dim() != len(shape) or gradient.shape != shape:
             gradient = gradient.sum_to_size(shape)
         if gradient.dtype != expected.dtype:
             gradient = gradient.to(expected.dtype)

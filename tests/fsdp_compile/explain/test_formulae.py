@@ -153,6 +153,12 @@ def test_says_the_same_of_its_own_sizes(explained: Report) -> None:
     assert memory == {name: held for name, held in explained.memory.categories.items() if held}
 
 
+def test_equal_sizes_are_no_exception(explained: Report) -> None:
+    """A batch may equal the sequence, and their product a width: no gradient that is broadcast back compares them."""
+    for sizes in ({"B": 5, "T": 5}, {"B": 3, "T": _WIDTH // 3}, {"B": 4, "T": 3 * _WIDTH // 4}):
+        assert explained.at(**sizes).time_ns > 0
+
+
 def test_says_what_dominates_at_other_sizes(explained: Report) -> None:
     there = explained.at(S=512)
     formulae = there.formulae

@@ -34,27 +34,25 @@ import itertools
 import logging
 import operator
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import sympy
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import SymInt, Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from ..fx.decompositions import decompositions
 from ..fx.fake_values import FakeCopies
-from ..fx.sizes import expression, layout, symbolic_sizes_of
+from ..fx.sizes import layout
 from ..fx.torch_internals.aot import V, aot_function, dedupe_symints, joint_graph_passes
-from ..fx.torch_internals.core import FakeTensor, OpOverload, TracingContext, log_api_usage_once, pytree, tracing
+from ..fx.torch_internals.core import OpOverload, TracingContext, log_api_usage_once, pytree, tracing
 from ..fx.torch_internals.objects import storage_id
 from ..fx.torch_internals.operators import seeds
-from ..ir.ops import ReduceGrad, Unshard, is_unshard, reduce_grad, unshards, update_args
+from ..ir.equal_layers import Layer, Param, equal_layers, mesh_of
+from ..ir.ops import ReduceGrad, Unshard, is_unshard, reduce_grad, update_args
 from .refresh_layouts import TracedValues, refresh_layouts
 
 logger = logging.getLogger(__name__)
@@ -76,14 +74,6 @@ _layer = torch.ops.fsdp_compile.layer.default
 _layer_backward = torch.ops.fsdp_compile.layer_backward.default
 
 
-class _Param(NamedTuple):
-    """The arguments of ``unshard`` that differ between equal layers."""
-
-    unit: str
-    name: str
-    offset: int
-
-
 @dataclass(eq=False)
 class _Trace:
     """The trace of a layer.
@@ -98,7 +88,7 @@ class _Trace:
         constants: tensors that ``get_attr`` nodes read, such as a number that the model turns into a tensor.
     """
 
-    params: list[_Param]
+    params: list[Param]
     inputs: list[Node]
     tangents: list[Node]
     outputs: list[Node]
@@ -114,7 +104,7 @@ class _Call:
     """A folded layer: the trace, and the layer's own parameters in the order of ``trace.params``."""
 
     trace: _Trace
-    params: list[_Param]
+    params: list[Param]
 
 
 _calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
@@ -138,107 +128,13 @@ def _empty_like(value: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- fold
 
 
-class _Layer:
-    """A call of a module in the Dynamo graph.
-
-    Args:
-        nodes: its operations.
-        symbols: inputs of the graph that are a symbol, by this symbol.
-    """
-
-    def __init__(self, nodes: list[Node], symbols: Mapping[sympy.Symbol, Node]):
-        self.nodes, self._symbols = nodes, symbols
-        self._inside = set(nodes)
-
-    @property
-    def inputs(self) -> list[Node]:
-        """Tensors and sizes from outside that its operations read, and the symbols in these.
-
-        AOTAutograd expresses sizes by symbols that are inputs, and takes other sizes from tensors that have them.
-        """
-        found = dict.fromkeys(source for source in self._outside if _mesh(source) is None)
-        sizes = symbolic_sizes_of(source.meta.get("example_value") for source in found)
-        symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols & self._symbols.keys()}
-        return list(found | dict.fromkeys(self._symbols[symbol] for symbol in sorted(symbols, key=str)))
-
-    @property
-    def meshes(self) -> list[Node]:
-        """Device meshes that its operations read, as in tensor parallelism."""
-        return [source for source in self._outside if _mesh(source) is not None]
-
-    @property
-    def _outside(self) -> dict[Node, None]:
-        sources = (source for node in self.nodes for source in node.all_input_nodes)
-        return dict.fromkeys(source for source in sources if source not in self._inside)
-
-    @property
-    def outputs(self) -> list[Node]:
-        """Values of the layer that operations outside read."""
-        return [node for node in self.nodes if any(self.is_outside(user) for user in node.users)]
-
-    @property
-    def params(self) -> list[_Param]:
-        """The parameters that it unshards."""
-        return [_Param(spec.unit, spec.name, spec.offset) for spec in map(Unshard.of, unshards(self.nodes))]
-
-    def is_outside(self, node: Node) -> bool:
-        return node not in self._inside
-
-    def is_foldable(self) -> bool:
-        """Return whether one node, in the place of the layer's last node, can stand for the layer."""
-        last = self.nodes[-1]
-        users = [user for node in self.outputs for user in node.users if self.is_outside(user)]
-        return (
-            bool(self.outputs)
-            and all(node.op in ("call_function", "call_method") and _only_computes(node) for node in self.nodes)
-            and all(_is_plain(node.meta.get("example_value")) for node in self.outputs)
-            and all(_is_plain(value) or _is_known(value) for value in (node.meta.get("example_value") for node in self.inputs))
-            and all(last < user for user in users)
-            and self._is_in_one_piece()
-        )
-
-    def _is_in_one_piece(self) -> bool:
-        """Return whether no other operation lies between the layer's, such as one that leaves a context of the layer's."""
-        operations = [node for node in self.nodes if not is_unshard(node)]
-        between = itertools.takewhile(lambda node: node is not operations[-1], _from(operations[0]))
-        return all(
-            node in self._inside or node.op in ("placeholder", "get_attr") or is_unshard(node) or _is_size(node)
-            for node in between
-        )
-
-    def key(self) -> Hashable:
-        """Return a key that is equal for layers that do the same with equal tensors."""
-        names = {node: f"input {index}" for index, node in enumerate(self.inputs)}
-        names |= {node: f"node {index}" for index, node in enumerate(self.nodes)}
-        names |= {node: _mesh_name(node) for node in self.meshes}
-        units = {unit: f"unit {index}" for index, unit in enumerate(dict.fromkeys(param.unit for param in self.params))}
-
-        def arguments(node: Node) -> Any:
-            if is_unshard(node):
-                spec = Unshard.of(node)
-                return (
-                    names[spec.shard],
-                    units[spec.unit],
-                    spec.offset >= 0,
-                    *node.args[2:],
-                    map_arg(_without(node.kwargs, "unit", "offset"), names.__getitem__),
-                )
-            return map_arg((node.args, node.kwargs), lambda source: names[source])
-
-        operations = tuple((node.op, node.target, repr(arguments(node))) for node in self.nodes)
-        values = tuple(_description(node.meta["example_value"]) for node in self.inputs)
-        return operations, values, tuple(names[node] for node in self.outputs)
-
-
-def _without(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in mapping.items() if key not in keys}
-
-
-def _from(node: Node) -> Iterator[Node]:
-    """Yield ``node`` and all nodes after it in the graph."""
-    while node.op != "root":
-        yield node
-        node = node.next
+def _is_foldable(layer: Layer) -> bool:
+    """Return whether one node can stand for the layer, and copies of its trace for the layer's."""
+    return (
+        len(layer.operations) >= _MIN_OPERATIONS
+        and all(node.op in ("call_function", "call_method") and _only_computes(node) for node in layer.nodes)
+        and layer.is_replaceable()
+    )
 
 
 def _only_computes(node: Node) -> bool:
@@ -250,45 +146,6 @@ def _only_computes(node: Node) -> bool:
     return all(isinstance(leaf, (Tensor, int, float, torch.Size)) for leaf in leaves) and results is not None
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether ``value`` is an ordinary dense tensor whose sizes do not depend on data."""
-    return (
-        isinstance(value, Tensor)
-        and type(value) in (FakeTensor, torch.nn.Parameter)
-        and value.layout == torch.strided
-        and all(map(_is_known, symbolic_sizes_of([value])))
-    )
-
-
-def _is_size(node: Node) -> bool:
-    """Return whether an operation of Dynamo's graph computes a size. Dynamo shares these among layers."""
-    return isinstance(node.meta.get("example_value"), SymInt)
-
-
-def _is_known(value: Any) -> bool:
-    """Return whether ``value`` is a symbolic size that does not depend on data."""
-    return isinstance(value, SymInt) and value.node.hint is not None
-
-
-def _mesh(node: Node) -> DeviceMesh | None:
-    """Return the device mesh that is the value of ``node``; None if the value is something else."""
-    value = node.meta.get("example_value")
-    # Dynamo traces with a stand-in for the mesh.
-    real = getattr(value, "real_obj", value)
-    return real if isinstance(real, DeviceMesh) else None
-
-
-def _mesh_name(node: Node) -> str:
-    """Return a name that is equal for slices of a mesh with the same dimensions."""
-    mesh = _mesh(node)
-    assert mesh is not None
-    return f"mesh {mesh.mesh_dim_names} {[group.group_name for group in mesh.get_all_groups()]}"
-
-
-def _description(value: Tensor | SymInt) -> Hashable:
-    return expression(value) if isinstance(value, SymInt) else (*layout(value), value.dtype, value.device, value.requires_grad)
-
-
 def fold_layers(gm: GraphModule, min_layers: int = MIN_LAYERS) -> bool:
     """Fold every set of at least ``min_layers`` equal calls of modules in a Dynamo graph: each call becomes a node. In place.
 
@@ -296,7 +153,7 @@ def fold_layers(gm: GraphModule, min_layers: int = MIN_LAYERS) -> bool:
         Whether any layer was folded.
     """
     folded = False
-    for layers in _repeated(gm.graph, min_layers):
+    for layers in equal_layers(gm.graph, min_layers, _is_foldable):
         trace = _trace(layers[0])
         if trace is None:
             continue
@@ -308,45 +165,7 @@ def fold_layers(gm: GraphModule, min_layers: int = MIN_LAYERS) -> bool:
     return folded
 
 
-def _repeated(graph: Graph, min_layers: int) -> list[list[_Layer]]:
-    """Return the layers to fold, in lists of equal ones. Of nested modules, take the outermost with enough equal calls."""
-    taken: set[Node] = set()
-    found = []
-    symbols = {
-        size.node.expr: node
-        for node in graph.find_nodes(op="placeholder")
-        if isinstance(size := node.meta.get("example_value"), SymInt) and size.node.expr.is_Symbol
-    }
-    stacks = {node: list(node.meta.get("nn_module_stack", {}).values()) for node in graph.nodes if node.op != "placeholder"}
-    for depth in range(max(map(len, stacks.values()), default=0)):
-        by_module: dict[Hashable, list[Node]] = defaultdict(list)
-        for node, stack in stacks.items():
-            if len(stack) > depth and node not in taken and not is_unshard(node) and not _is_size(node):
-                by_module[stack[depth][0]].append(node)
-        if len(by_module) < min_layers:
-            continue
-        by_key: dict[Hashable, list[_Layer]] = defaultdict(list)
-        for nodes in by_module.values():
-            if len(nodes) < _MIN_OPERATIONS:
-                continue
-            layer = _Layer([*_own_unshards(nodes), *nodes], symbols)
-            if layer.is_foldable():
-                by_key[layer.key()].append(layer)
-        for layers in by_key.values():
-            if len(layers) >= min_layers:
-                found.append(layers)
-                taken.update(node for layer in layers for node in layer.nodes)
-    return found
-
-
-def _own_unshards(nodes: list[Node]) -> list[Node]:
-    """Return the unshards that only ``nodes`` read. These unshards stand at the top of the graph."""
-    inside = set(nodes)
-    sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
-    return [source for source in unshards(sources) if inside.issuperset(source.users)]
-
-
-def _trace(layer: _Layer) -> _Trace | None:
+def _trace(layer: Layer) -> _Trace | None:
     """Trace a layer's forward and backward as AOTAutograd would. Return None if that fails, or if copies could be wrong."""
     graph = Graph()
     copies = {node: graph.placeholder(node.name) for node in (*layer.inputs, *layer.meshes)}
@@ -355,7 +174,7 @@ def _trace(layer: _Layer) -> _Trace | None:
     graph.output([copies[node] for node in layer.outputs])
     interpreter = Interpreter(GraphModule({}, graph))
 
-    meshes = [_mesh(node) for node in layer.meshes]
+    meshes = [mesh_of(node) for node in layer.meshes]
 
     def run(*inputs: Tensor | SymInt) -> Any:
         with fx_traceback.preserve_node_meta():
@@ -414,7 +233,7 @@ def _is_copyable(node: Node) -> bool:
     return is_operator and "val" in node.meta and is_pure
 
 
-def _split(gm: GraphModule, params: list[_Param], num_inputs: int, has_tangent: list[bool]) -> _Trace | None:
+def _split(gm: GraphModule, params: list[Param], num_inputs: int, has_tangent: list[bool]) -> _Trace | None:
     graph = gm.graph
     constants: dict[Node, Any] = {node: getattr(gm, str(node.target), None) for node in graph.find_nodes(op="get_attr")}
     operations = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -454,7 +273,7 @@ def _share_memory(nodes: list[Node]) -> bool:
     return len(set(memory)) < len(memory)
 
 
-def _fold(graph: Graph, layer: _Layer, trace: _Trace) -> None:
+def _fold(graph: Graph, layer: Layer, trace: _Trace) -> None:
     number = next(_call_numbers)
     call = _calls[number] = _Call(trace, layer.params)
     with graph.inserting_after(layer.nodes[-1]):

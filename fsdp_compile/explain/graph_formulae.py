@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,9 +100,13 @@ _USUAL: Mapping[Any, Any] = {
 
 
 def usual(expression: Any) -> Any:
-    """Replace torch's own functions in an expression by functions of sympy."""
-    if isinstance(expression, sympy.Expr):
-        for own, other in _USUAL.items():
-            if expression.has(own):
-                expression = expression.replace(own, other)
+    """Replace torch's own functions in an expression by functions of sympy. Numbers stay as they are."""
+    return _usual(expression) if isinstance(expression, sympy.Expr) else expression
+
+
+@functools.lru_cache(maxsize=4096)
+def _usual(expression: Any) -> Any:
+    for own, other in _USUAL.items():
+        if expression.has(own):
+            expression = expression.replace(own, other)
     return expression

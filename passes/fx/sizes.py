@@ -24,6 +24,8 @@ from torch.fx import GraphModule
 UNKNOWN_SIZE = 8192
 
 _unknown_size: ContextVar[int] = ContextVar("_unknown_size", default=UNKNOWN_SIZE)
+# sympy compares the arguments symbolically, which takes a millisecond. Equal layers ask for the same.
+_min, _max = functools.lru_cache(maxsize=4096)(sympy.Min), functools.lru_cache(maxsize=4096)(sympy.Max)
 _evaluate: ContextVar[Callable[[SymInt], Any] | None] = ContextVar("_evaluate", default=None)
 
 
@@ -170,12 +172,12 @@ def num_bytes(value: Any) -> Any:
 def smaller(first: Any, second: Any) -> Any:
     """Return the smaller of two numbers or expressions."""
     if isinstance(first, sympy.Expr) or isinstance(second, sympy.Expr):
-        return sympy.Min(first, second)
+        return _min(first, second)
     return min(first, second)
 
 
 def larger(first: Any, second: Any) -> Any:
     """Return the larger of two numbers or expressions."""
     if isinstance(first, sympy.Expr) or isinstance(second, sympy.Expr):
-        return sympy.Max(first, second)
+        return _max(first, second)
     return max(first, second)

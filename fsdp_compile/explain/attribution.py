@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from passes.collectives.host_copies import fetch, offload
 from passes.fx.graph import is_view, memory_of
-from passes.ir.work import MAKES_PARAMETERS, BucketName, Role, bucket, role
+from passes.ir.work import MAKES_PARAMETERS, BucketName, Role, bucket, gradient_of, role
 
 from ..compiler.calls import UnitFacts
 
@@ -74,6 +74,9 @@ def _anchor(node: Node, units: Collection[str], parameters: Mapping[str, str]) -
     """Return the unit that a node of the model belongs to by its parameters or gradients; None: its neighbours decide."""
     if bucket(node) is not None or node.op != "call_function":
         return None
+    stored = gradient_of(node)
+    if stored is not None:
+        return unit_of_bucket(stored.unit_buckets[0], units)
     for reader in _readers(node):
         done = bucket(reader)
         if done is not None and role(reader) in _LOCAL:

@@ -46,6 +46,9 @@ class Role(Enum):
         return self.value
 
 
+# A key in ``node.meta``; see :func:`mark_gradient`.
+_GRADIENT_OF = "fsdp_gradient_of"
+
 #: The roles that cut parameters out of a gathered buffer.
 MAKES_PARAMETERS = (Role.FINISH_GATHER, Role.UNPACK)
 
@@ -106,6 +109,16 @@ def bucket(node: Node) -> BucketName | None:
     """Return the bucket that a node works for; None for nodes of the model."""
     found = work(node)
     return None if found is None else found.bucket
+
+
+def mark_gradient(node: Node, name: BucketName) -> None:
+    """Record in ``meta`` that a node of the model makes a gradient of a bucket, which is stored as it is."""
+    node.meta[_GRADIENT_OF] = name
+
+
+def gradient_of(node: Node) -> BucketName | None:
+    """Return the bucket whose gradient a node of the model makes; None: no other node tells, or it makes none."""
+    return node.meta.get(_GRADIENT_OF)
 
 
 def nodes_of(graph: Graph, wanted: Role) -> dict[BucketName, list[Node]]:

@@ -56,7 +56,7 @@ from ..ir.plan import PlannedReduction
 from ..ir.reduction import CarriedTensors, Operand, Reduction, Stage, Sync, stages
 from ..ir.storage import Location, mark_location
 from ..ir.update import UpdateTarget, updated
-from ..ir.work import WORK, Role, Work, mark, nodes_of
+from ..ir.work import WORK, Role, Work, mark, mark_gradient, nodes_of
 from ..models.memory_model import mark_taken_gradient
 from .bucket import Bucket, Group, find_buckets, members_of, regroup, sorted_by_unit, whole_buckets
 
@@ -165,6 +165,7 @@ class _ReductionWriter:
                 self._write_over(kept, emit(self.graph, torch.add, kept, grad, work=work), work)
             return
         for position, grad in enumerate(self.grads):
+            mark_gradient(grad, self.bucket.name)
             if _may_share_memory(grad, [*self.graph.output_node().all_input_nodes, *self.interface.output_nodes]):
                 grad = emit(self.graph, torch.clone, grad, work=work)
             self.interface.add_output(grad, UnshardedGradient(self.index, position))

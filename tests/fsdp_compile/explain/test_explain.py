@@ -63,6 +63,7 @@ def report_of(case: str) -> Report:
         "kept until the last": {"step": two_microbatches_of_which_the_last_frees},
         "reshard": {"shard": functools.partial(shard_all, reshard=True)},
         "stays": {"shard": functools.partial(shard_all, reshard=False)},
+        "stays, microbatches": {"shard": functools.partial(shard_all, reshard=False), "step": two_microbatches},
         "auto": {"options": {"schedule": "auto"}},
     }
     given = {"mesh_shape": (RANKS,), "hardware": "h100", "suggest": False, **options[case]}
@@ -206,6 +207,14 @@ def test_compute_is_of_the_unit_whose_parameters_it_reads() -> None:
     # Two products in forward, four in backward (three if the input needs no gradient), copies in and out, and tanh.
     assert middle.kernels == last.kernels > first.kernels > root.kernels > 2
     assert sum(unit.kernels for unit in report.units) == report.total.kernels
+
+
+def test_compute_is_of_the_unit_whose_gradients_it_makes() -> None:
+    """The backward of a first microbatch that keeps its gradients, with parameters from forward, works for no bucket."""
+    report = report_of("stays, microbatches")
+    kernels = {unit.name: unit.kernels for unit in report.units}
+    assert kernels.keys() == {*NAMES}
+    assert kernels["blocks.1"] == kernels["blocks.2"] > kernels["blocks.0"]
 
 
 def test_products_that_inductor_would_pad() -> None:

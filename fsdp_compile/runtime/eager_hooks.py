@@ -15,7 +15,7 @@ from torch import Tensor
 from passes.fx.torch_internals.objects import post_accumulate_grad_hooks
 from passes.ir.ops import EagerRuntime, set_eager_runtime
 
-from ..units.sharded_param import ShardedParam, param_in_memory
+from ..units.sharded_param import ShardedParam, find_sharded_param, param_in_memory
 from .checked_program import eager_run
 from .gradients import drop_eager_gradient, note_forward, receive_gradient
 from .lent_parameters import write_back
@@ -52,12 +52,12 @@ def before_unshard(param: ShardedParam) -> None:
 
 class _Runtime(EagerRuntime):
     def before_unshard(self, shard: Tensor) -> None:
-        param = _param_of(shard)
+        param = find_sharded_param(shard)
         if param is not None:
             before_unshard(param)
 
     def receiver(self, shard: Tensor, *, is_saved: bool = False) -> Callable[[Tensor], None] | None:
-        param = _param_of(shard)
+        param = find_sharded_param(shard)
         if param is None and is_saved:
             param = param_in_memory(shard)
         return None if param is None else functools.partial(receive_gradient, param)
@@ -67,15 +67,11 @@ class _Runtime(EagerRuntime):
         self, operator: str, shard: Tensor, name: str, shape: Sequence[int], groups: tuple[str, ...]
     ) -> Iterator[None]:
         # ``name`` is the parameter's name within its unit.
-        param = _param_of(shard)
+        param = find_sharded_param(shard)
         run = eager_run(f"{operator} of {name if param is None else param.name}", tuple(shape), groups)
         run.begin()
         with run:
             yield
-
-
-def _param_of(shard: Tensor) -> ShardedParam | None:
-    return getattr(shard, "_fsdp_sharded_param", None)
 
 
 set_eager_runtime(_Runtime())

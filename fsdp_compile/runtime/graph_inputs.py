@@ -18,14 +18,16 @@ from passes.ir.ops import ReduceGrad, Unshard, reduce_grads, reshard_rounded, un
 from passes.ir.work import BucketName
 from passes.transforms.bucket import Bucket, Group, find_buckets, whole_buckets
 
-from ..units.sharded_param import ShardedParam, param_in_memory
+from ..units.sharded_param import ShardedParam, find_sharded_param, param_in_memory
 from ..units.unit import Unit
 from .tensor_kind import TensorKind
 
 
 def sharded_param(shard: Any) -> ShardedParam:
     """Return the parameter whose shard is a graph input."""
-    return shard._fsdp_sharded_param
+    found = find_sharded_param(shard)
+    assert found is not None
+    return found
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class ParameterRegistry:
         Raises:
             RuntimeError: the input is a copy, the names stand for parameters of several units, and all of these are frozen.
         """
-        found = getattr(shard, "_fsdp_sharded_param", None)
+        found = find_sharded_param(shard)
         return self._find(shard, names) if found is None else found
 
     def _find(self, replaced: Tensor, names: tuple[str, str]) -> ShardedParam:
@@ -192,5 +194,5 @@ def _units_with_gradients() -> set[Unit]:
     """Return the units to whose shards the running node of autograd passes gradients."""
     node = current_autograd_node()
     following: list[Any] = [] if node is None else [function for function, _ in node.next_functions]
-    shards = [function.variable for function in following if hasattr(function, "variable")]
-    return {sharded_param(shard).unit for shard in shards if hasattr(shard, "_fsdp_sharded_param")}
+    found = [find_sharded_param(function.variable) for function in following if hasattr(function, "variable")]
+    return {param.unit for param in found if param is not None}

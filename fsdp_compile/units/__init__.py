@@ -37,7 +37,7 @@ On shards, which graphs and autograd pass without their parameter:
 ``_fsdp_sharded_param``
     The :class:`~.sharded_param.ShardedParam`.
     Set: ``fsdp_compile/units/sharded_param.py``. Read: ``fsdp_compile/runtime/gradients.py``,
-    ``fsdp_compile/runtime/graph_inputs.py``, ``fsdp_compile/runtime/eager_hooks.py``, ``fsdp_compile/api/parameters.py``.
+    ``fsdp_compile/api/parameters.py``, ``fsdp_compile/units/sharded_param.py``.
 
 On storages, since a tensor's own attributes are saved with it, and views do not share them:
 

@@ -536,6 +536,11 @@ def _table_of(module: nn.Module) -> Any:
 _params_by_memory: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
+def find_sharded_param(value: Any) -> ShardedParam | None:
+    """Return the parameter whose shard is a value; None: it is no shard."""
+    return getattr(value, "_fsdp_sharded_param", None)
+
+
 def param_in_memory(tensor: Tensor) -> ShardedParam | None:
     """Return the parameter whose shard has the memory of a tensor, such as one that a checkpoint gives backward, or None."""
     param = _params_by_memory.get(tensor.data_ptr()) if has_memory(tensor) else None

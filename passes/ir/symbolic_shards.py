@@ -6,6 +6,7 @@ to the graph then have symbolic sizes, too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ def make_shards_symbolic(graph: Graph, layouts: Mapping[str, Sequence[StoredPara
     Raises:
         ValueError: a parameter is gathered by an extension.
     """
+    offset_of = {unit: functools.cache(functools.partial(_offsets, layout)) for unit, layout in layouts.items()}
     for node in unshards(graph.nodes):
         gathered = Unshard.of(node)
         if overridden_size(gathered.group) is None:
@@ -63,7 +65,7 @@ def make_shards_symbolic(graph: Graph, layouts: Mapping[str, Sequence[StoredPara
             )
         dtype = _set_shapes(gathered)
         if gathered.offset >= 0:
-            update_args(node, offset=_offset(gathered, dtype, layouts[gathered.unit]))
+            update_args(node, offset=offset_of[gathered.unit](dtype, gathered.group)[gathered.offset])
     for node in reduce_grads(graph.nodes):
         reduced = ReduceGrad.of(node)
         if overridden_size(reduced.group) is not None:
@@ -81,6 +83,8 @@ def _set_shapes(spec: Unshard | ReduceGrad) -> torch.dtype:
         node = node.all_input_nodes[0]
 
 
-def _offset(spec: Unshard, dtype: torch.dtype, layout: Sequence[StoredParam]) -> int:
-    pieces = [piece for piece in layout if piece.dtype == dtype and piece.offset < spec.offset]
-    return sum(piece.stored_numel(group_size(spec.group)) for piece in pieces)
+def _offsets(layout: Sequence[StoredParam], dtype: torch.dtype, group: str) -> dict[int, int]:
+    """Return the offset that is an expression for each offset of a parameter in its unit's storage of a dtype."""
+    pieces = sorted((piece for piece in layout if piece.dtype == dtype), key=lambda piece: piece.offset)
+    sizes = [piece.stored_numel(group_size(group)) for piece in pieces]
+    return {piece.offset: sum(sizes[:index]) for index, piece in enumerate(pieces)}

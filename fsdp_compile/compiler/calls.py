@@ -112,9 +112,11 @@ class Census:
     Attributes:
         units: the facts of the models' units, in the order of the modules.
         other_bytes: bytes of the models' buffers, and of parameters that are not sharded.
+        copies: for units, by name, the number of equal units that graphs leave out. Bytes between calls count these, too.
     """
 
     def __init__(self) -> None:
+        self.copies: Mapping[str, int] = {}
         # Weak references: a capture keeps no model alive.
         self._scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self._names: weakref.WeakKeyDictionary[Unit, str] = weakref.WeakKeyDictionary()
@@ -139,23 +141,29 @@ class Census:
 
     def gradient_bytes(self) -> int:
         """Return the bytes of all models' present gradients, without those on the host."""
-        return sum(_gradient_bytes(unit) for unit in self._units())
+        return sum(self.times(unit) * _gradient_bytes(unit) for unit in self._units())
 
     def gradients(self) -> GradientCounts:
         """Count all models' present gradients, without reduced ones on the host, for any number of ranks."""
         whole, shards = 0, Counter[tuple[tuple[int, ...], int, int]]()
         for unit in self._units():
+            times = self.times(unit)
             for param in unit.params:
                 local, unsharded, partial = _gradients(param)
-                whole += 0 if unsharded is None else unsharded.nbytes
+                whole += 0 if unsharded is None else times * unsharded.nbytes
                 for itemsize in (value.dtype.itemsize for value in (local, partial) if value is not None):
-                    shards[tuple(param.shape), param.dim, itemsize] += 1
+                    shards[tuple(param.shape), param.dim, itemsize] += times
         return GradientCounts(whole, shards)
 
-    def parameter_bytes(self) -> int:
-        """Return the bytes of parameters that are gathered at present."""
-        fulls = [param.state.full(param.param) for unit in self._units() for param in unit.params]
-        return sum(full.nbytes for full in fulls if full is not None)
+    def parameter_bytes(self, params: Iterable[ShardedParam] | None = None) -> int:
+        """Return the bytes of parameters, of all models' by default, that are gathered at present."""
+        given = (param for unit in self._units() for param in unit.params) if params is None else params
+        fulls = [(self.times(param.unit), param.state.full(param.param)) for param in given]
+        return sum(times * full.nbytes for times, full in fulls if full is not None)
+
+    def times(self, unit: Unit) -> int:
+        """Return the number of units that a unit stands for."""
+        return 1 + self.copies.get(unit.name or "root", 0)
 
     def _units(self) -> Iterable[Unit]:
         return (unit for scope in self._scopes for unit in scope.units)

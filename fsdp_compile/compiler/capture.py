@@ -73,7 +73,7 @@ class Capture:
         inputs = graph.graph_module.graph.find_nodes(op="placeholder")
         extra = inputs[len(inputs) - len(variant.inputs) :]
         freed = call.released(variant.inputs, is_backward=planned.is_backward)
-        released = {extra[index].name: nbytes for index, nbytes in freed.items()}
+        released = {extra[index].name: self.census.parameter_bytes([param]) for index, param in freed.items()}
         self.calls.append(GraphCall(graph, planned.is_backward, planned.registry, units, *held, released))
 
     def _observe_eager(self, label: str) -> None:

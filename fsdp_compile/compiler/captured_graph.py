@@ -11,7 +11,7 @@ from passes.models.memory_model import LiveBytes, live_bytes
 from passes.pass_runner import graph_text
 
 
-@dataclass
+@dataclass(eq=False)
 class CapturedGraph:
     """A lowered graph.
 

@@ -7,8 +7,9 @@ import functools
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from passes.collectives.gloo import pretending_gloo
-from passes.fx.sizes import UNKNOWN_SIZE, assume_unknown_size
+from passes.fx.sizes import UNKNOWN_SIZE, assume_unknown_size, layout
 from passes.fx.torch_internals.aot import partitioners
 from passes.fx.torch_internals.core import pytree, unset_fake_temporarily
 from passes.fx.torch_internals.dynamo import TorchDynamoException
@@ -26,19 +27,22 @@ from passes.models.hardware import Hardware
 
 from ..compiler.aot_eager_lowering import AotEagerLowering
 from ..compiler.backend import compile_with
-from ..compiler.capture import Capture
-from ..compiler.lowering import Lowering
+from ..compiler.capture import Capture, capture
+from ..compiler.captured_graph import CapturedGraph
+from ..compiler.lowering import Lowered, Lowering
 from ..compiler.options import LOWERINGS, Options
 from ..cuda.attention import fused_attention
 from ..cuda.pretend import device_of, pretend_cuda
 from ..dry_run import MeshShape, check_arguments, dry_step, shard_layers, train
+from ..runtime.planned_graph import boxed
+from .depth import Cuts
 from .exposure import milliseconds
 from .formulae import StepDerivation
 from .make_report import hardware_of, make_report
 from .render import size
 from .report import Report
 from .suggestions import suggestion, with_suggestions
-from .symbolic import SymbolicStep, check_is_same, marking, symbolic_inputs
+from .symbolic import SymbolicGraph, SymbolicStep, check_is_same, marking, symbolic_inputs
 
 # Graphs hardly depend on the architecture. GPUs that are not listed get that of an H100.
 _ARCHS = {"A100": "sm_80", "B200": "sm_100"}
@@ -135,7 +139,7 @@ def explain(
                 f"There are formulae for FSDP and HSDP alone, not for a mesh with dimensions of its own, {dict(mesh_shape)!r}: "
                 "explain the step anew at other sizes."
             )
-        traced = symbolic_step(model, inputs, mesh_shape, machine, shard=shard, step=step, options=given, optimizer=optimizer)
+        (traced,) = symbolic_steps(model, inputs, mesh_shape, machine, [step], shard=shard, options=given, optimizer=optimizer)
         check_is_same(report, traced)
         told = traced.at(report.tokens, traced.values)
         if (told.time_ns, told.memory.peak_bytes) != (report.time_ns, report.memory.peak_bytes):
@@ -192,35 +196,60 @@ def explain_captured(
     return with_suggestions(make_report(captured, hardware, tokens=tokens, optimizer=optimizer))
 
 
-def symbolic_step(
+def symbolic_steps(
     model: nn.Module,
     inputs: Any,
     mesh_shape: MeshShape,
     hardware: Hardware,
+    steps: Sequence[Callable[..., Any]],
     *,
     shard: Callable[[Any, DeviceMesh], Any] = shard_layers,
-    step: Callable[..., Any] = train,
     options: dict[str, Any] | None = None,
     optimizer: str | float | None = "adamw",
-) -> SymbolicStep:
-    """Trace a training step with sizes that are expressions. Takes the arguments of :func:`explain`, and raises its errors too.
+    cuts: Cuts | None = None,
+) -> list[SymbolicStep]:
+    """Trace a model once, with sizes that are expressions, and run training steps of it one after the other.
+
+    Graphs that several steps have in common are made once.
+
+    Args:
+        model, inputs, mesh_shape, hardware, shard, options, optimizer: as for :func:`explain`, whose errors are raised too.
+        steps: functions as ``step`` of :func:`explain`. Each leaves the flags of the model as it finds them.
+        cuts: equal layers are left out of graphs, and listed here. Default: all layers are traced.
 
     Raises:
-        ValueError: the step has no formulae; see :class:`~fsdp_compile.explain.symbolic.SymbolicStep`.
+        ValueError: a step has no formulae; see :class:`~fsdp_compile.explain.symbolic.SymbolicStep`.
     """
     check_arguments("explain", model, mesh_shape, shard)
     symbolic = symbolic_inputs(inputs)
     chosen = dict(options or {})
     if chosen.get("schedule") == "auto":
         chosen.setdefault("hardware", hardware)
-    marked = marking(step, symbolic.traced)
-    with _simulated_step(hardware, model, symbolic.inputs, mesh_shape, shard=shard, step=marked, options=chosen) as captured:
-        return SymbolicStep(captured, symbolic, hardware, optimizer)
+    captures: list[Capture] = []
+
+    def run(compiled: Any, *args: Any, **kwargs: Any) -> None:
+        for step in steps:
+            with capture(passes=False) as captured:
+                captured.census.copies = {} if cuts is None else cuts.copies
+                step(compiled, *args, **kwargs)
+            captures.append(captured)
+            compiled.zero_grad()
+
+    marked = marking(run, symbolic.traced)
+    given: Any = {"shard": shard, "step": marked, "options": chosen, "backend": functools.partial(_backend, cuts=cuts)}
+    with _simulated_step(hardware, model, symbolic.inputs, mesh_shape, **given):
+        made: dict[CapturedGraph, SymbolicGraph] = {}
+        return [SymbolicStep(captured, symbolic, hardware, optimizer, made) for captured in captures]
 
 
 @contextlib.contextmanager
 def _simulated_step(
-    hardware: Hardware, model: nn.Module, inputs: Any, mesh_shape: MeshShape, **given: Any
+    hardware: Hardware,
+    model: nn.Module,
+    inputs: Any,
+    mesh_shape: MeshShape,
+    backend: Callable[..., Any] | None = None,
+    **given: Any,
 ) -> Iterator[Capture]:
     """Run a step on the pretended machine, and yield the capture while the step's process groups exist."""
     is_cpu = hardware.name == "cpu"
@@ -231,7 +260,7 @@ def _simulated_step(
             stack.enter_context(pretend_cuda(device_of(_ARCHS.get(hardware.name, _PREFERRED)), triton=False))
             stack.enter_context(fused_attention())
             stack.enter_context(_without_generators())
-        played = dry_step(model, inputs, mesh_shape, "cpu" if is_cpu else "cuda", backend=_backend, **given)
+        played = dry_step(model, inputs, mesh_shape, "cpu" if is_cpu else "cuda", backend=backend or _backend, **given)
         try:
             captured = stack.enter_context(played)
         except TorchDynamoException as error:
@@ -266,10 +295,14 @@ def _without_generators() -> Iterator[None]:
         yield
 
 
-def _backend(gm: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Callable[..., Any]:
+def _backend(
+    gm: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, cuts: Cuts | None = None
+) -> Callable[..., Any]:
     """Compile as ``fsdp_backend`` does, up to the lowering. As in a real run, no fake mode of the step is active meanwhile."""
     parsed = replace(Options.parse(options), cudagraphs=False)
     with unset_fake_temporarily():
+        if cuts is not None:
+            cuts.cut(gm, inputs)
         return compile_with(_without_lowering(parsed.lowering), gm, inputs, parsed)
 
 
@@ -277,7 +310,43 @@ def _without_lowering(name: str) -> Lowering:
     """Make a lowering that leaves graphs as they are, with the passes and settings of the lowering ``name``."""
     other = LOWERINGS[name]()
     names = ("preparing_passes", "final_passes", "config_patches", "fuses")
-    return type("WithoutLowering", (AotEagerLowering,), {name: getattr(other, name) for name in names})()
+    return type("WithoutLowering", (_FakeLowering,), {name: getattr(other, name) for name in names})()
+
+
+class _FakeLowering(AotEagerLowering):
+    """A lowering for fake tensors: a graph that ran with such inputs before gives results like those, and runs nothing."""
+
+    def lower(self, gm: GraphModule, **given: Any) -> Lowered:
+        lowered = super().lower(gm, **given)
+        known: dict[Hashable, list[Any]] = {}
+
+        def run(args: list[Any]) -> Any:
+            inputs, key = [*args], tuple(map(_description, args))
+            if key not in known:
+                results = lowered.function(args)
+                places = {id(value): index for index, value in enumerate(inputs)}
+                known[key] = [_description(value, places) for value in results]
+                return results
+            args.clear()
+            return [inputs[made] if isinstance(made, int) else _made(*made) for made in known[key]]
+
+        return Lowered(boxed(run))
+
+
+def _description(value: Any, places: Mapping[int, int] = MappingProxyType({})) -> Any:
+    """Describe a fake tensor, or another value by itself. A tensor that is an input is described by its place among them."""
+    if not isinstance(value, Tensor):
+        return None, value
+    if id(value) in places:
+        return places[id(value)]
+    return (*layout(value), value.dtype, value.device), None
+
+
+def _made(tensor: tuple[Any, ...] | None, value: Any) -> Any:
+    if tensor is None:
+        return value
+    size, stride, dtype, device = tensor
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def _tokens(inputs: Any, captured: Capture) -> int | None:

@@ -38,15 +38,17 @@ from .report import Report
 _ROLES = {"shard": "S", "reduce": "S", "replicate": "R"}
 
 
-@dataclass
+@dataclass(eq=False)
 class SymbolicGraph(CapturedGraph):
     """A graph whose sizes are expressions.
 
     Attributes:
         names: the symbols of the graph, each with its name in :data:`SYMBOLS`.
+        guards: the conditions on these symbols under which the trace is valid.
     """
 
     names: Mapping[sympy.Symbol, str]
+    guards: Sequence[sympy.Basic]
 
     def at(self, values: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
         """Evaluate the graph's sizes to numbers, with symbols at ``values``, for the duration of the ``with`` block."""
@@ -122,6 +124,7 @@ class SymbolicStep:
         captured: a step that was traced with :func:`marking`.
         sizes: the sizes that are symbols.
         hardware, optimizer: as for :func:`fsdp_compile.explain.explain`.
+        made: the symbolic graphs of other steps of the trace, by the captured graph, to which those of this step are added.
 
     Attributes:
         calls: the calls of graphs, in order.
@@ -134,7 +137,14 @@ class SymbolicStep:
         ValueError: units are sharded over groups of different sizes, or a size depends on something other than the symbols.
     """
 
-    def __init__(self, captured: Capture, sizes: SymbolicInputs, hardware: Hardware, optimizer: str | float | None):
+    def __init__(
+        self,
+        captured: Capture,
+        sizes: SymbolicInputs,
+        hardware: Hardware,
+        optimizer: str | float | None,
+        made: dict[CapturedGraph, SymbolicGraph],
+    ):
         self._captured, self._hardware, self._optimizer = captured, hardware, optimizer
         self.facts, self.batch = captured.census.units, sizes.own.get("B", 0)
         by_name = {unit.name: unit for unit in captured.census.units}
@@ -142,13 +152,12 @@ class SymbolicStep:
         self._groups = _groups(self._roles)
         ranks = {_ROLES[role]: size for role, (size, _) in self._groups.items() if role in _ROLES}
         self.values: dict[str, int] = {**ranks, **sizes.traced}
-        self._guards: list[tuple[SymbolicGraph, sympy.Basic]] = []
-        graphs: dict[int, SymbolicGraph] = {}
         for call in captured.calls:
-            if id(call.graph) not in graphs:
-                graphs[id(call.graph)] = self._symbolic(call, by_name)
-        self.calls = [replace(call, graph=graphs[id(call.graph)]) for call in captured.calls]
-        found = {name for graph in graphs.values() for name in graph.names.values()}
+            if call.graph not in made:
+                made[call.graph] = self._symbolic(call, by_name)
+        self._graphs = list(dict.fromkeys(made[call.graph] for call in captured.calls))
+        self.calls = [replace(call, graph=made[call.graph]) for call in captured.calls]
+        found = {name for graph in self._graphs for name in graph.names.values()}
         self.values = {name: value for name, value in {**ranks, **sizes.own}.items() if name in found or name in ranks}
         self._middle = _repeated(self.calls)
         if self._middle is not None:
@@ -167,9 +176,8 @@ class SymbolicStep:
         for symbol, value in _symbols(gm.graph).items():
             if symbol not in names:
                 names[symbol] = self._name_of(symbol, value)
-        made = SymbolicGraph(gm, None, graph.group_names, graph.schedule_again, names)
-        self._guards += [(made, guard) for guard in guards if guard.free_symbols and guard.free_symbols <= set(names)]
-        return made
+        known = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= set(names)]
+        return SymbolicGraph(gm, None, graph.group_names, graph.schedule_again, names, known)
 
     def _name_of(self, symbol: sympy.Symbol, value: int | None) -> str:
         for name in ("B", "T"):
@@ -285,14 +293,15 @@ class SymbolicStep:
                         f"{unit.name} has a parameter of shape {piece.shape} that is cut along dimension {piece.dim}, which "
                         f"{values['S']} ranks do not divide."
                     )
-        for graph, guard in self._guards:
+        for graph in self._graphs:
             numbers = {symbol: sympy.Integer(values[name]) for symbol, name in graph.names.items()}
-            if guard.xreplace(numbers) == sympy.false:
-                given = ", ".join(f"{name}={values[name]}" for name in ("B", "T") if name in values)
-                raise ValueError(
-                    f"At {given} the model does something else than it did when it was traced ({guard}): explain it with "
-                    "such inputs."
-                )
+            for guard in graph.guards:
+                if guard.xreplace(numbers) == sympy.false:
+                    given = ", ".join(f"{name}={values[name]}" for name in ("B", "T") if name in values)
+                    raise ValueError(
+                        f"At {given} the model does something else than it did when it was traced ({guard}): explain it with "
+                        "such inputs."
+                    )
 
 
 def unit_at(unit: UnitFacts, ranks: int) -> UnitFacts:

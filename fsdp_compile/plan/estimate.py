@@ -7,6 +7,7 @@ calls one compiled function for all expressions, multiplies the values by these 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +21,10 @@ from passes.models.group_layout import GroupLayout
 from passes.models.hardware import Hardware
 from passes.models.in_flight import InFlight
 from passes.models.memory_model import Breakdown, Category
-from passes.models.timeline import awaited
 
 from ..compiler.calls import Census, GraphCall
 from ..compiler.optimizer_state import Optimizer
+from ..explain.depth import Cuts, GraphWork
 from ..explain.expressions import SYMBOLS
 from ..explain.graph_formulae import GraphFormulae
 from ..explain.memory import StepMemory
@@ -88,39 +89,37 @@ class _Collective:
 class _GraphTable:
     """A graph as a sequence of compute, starts and waits, and as counts of the storages that live at each moment."""
 
-    def __init__(self, formulae: GraphFormulae, expressions: _Expressions):
+    def __init__(self, work: GraphWork, expressions: _Expressions):
         self.demands: dict[Demand, int] = {}
         self.program: list[tuple[str, Any]] = []
         stretch: dict[int, int] = {}
-        collectives: dict[Any, _Collective] = {}
-        for node in formulae.order:
-            demand = formulae.demands[node]
-            for collective in awaited(node):
-                if collective in collectives:
-                    self.program += [("compute", stretch), ("wait", collectives[collective])]
-                    stretch = {}
-            if node in formulae.traffic:
-                traffic = expressions.add(formulae.traffic[node])
-                collectives[node] = _Collective(formulae.kinds[node], formulae.groups[node], traffic, len(collectives))
-                self.program += [("compute", stretch), ("start", collectives[node])]
+        collectives: dict[int, _Collective] = {}
+        for position, one in enumerate(work.order):
+            for source in one.awaits:
+                self.program += [("compute", stretch), ("wait", collectives[source])]
                 stretch = {}
-            if demand != Demand():
-                number = self.demands.setdefault(demand, len(self.demands))
+            if one.sent is not None:
+                traffic = expressions.add(one.sent.traffic)
+                collectives[position] = _Collective(one.sent.kind, one.sent.group, traffic, len(collectives))
+                self.program += [("compute", stretch), ("start", collectives[position])]
+                stretch = {}
+            if one.demand != Demand():
+                number = self.demands.setdefault(one.demand, len(self.demands))
                 stretch[number] = stretch.get(number, 0) + 1
         self.program.append(("compute", stretch))
         self.asked: list[tuple[Demand, dict[str, int]]] = [
             (demand, {name: expressions.add(getattr(demand, name)) for name in DEMANDED}) for demand in self.demands
         ]
-        self._add_memory(formulae, expressions)
+        self._add_memory(work, expressions)
 
-    def _add_memory(self, formulae: GraphFormulae, expressions: _Expressions) -> None:
-        numbers = [expressions.add(storage.num_bytes) for storage in formulae.storages]
+    def _add_memory(self, work: GraphWork, expressions: _Expressions) -> None:
+        numbers = [expressions.add(storage.num_bytes) for storage in work.storages]
         self.columns = sorted(set(numbers))
         place = {number: index for index, number in enumerate(self.columns)}
-        changes = torch.zeros(len(formulae.order) + 1, len(self.columns), dtype=torch.float64)
+        changes = torch.zeros(len(work.order) + 1, len(self.columns), dtype=torch.float64)
         self.given_out: dict[Category, dict[int, int]] = {category: {} for category in Category}
         self.taken: dict[Category, dict[int, int]] = {category: {} for category in Category}
-        for storage, number in zip(formulae.storages, numbers, strict=True):
+        for storage, number in zip(work.storages, numbers, strict=True):
             changes[storage.first, place[number]] += 1
             changes[storage.last + 1, place[number]] -= 1
             for counts, is_in in ((self.given_out, storage.is_given_out), (self.taken, storage.is_taken)):
@@ -133,29 +132,55 @@ class _GraphTable:
         return float((self.live @ values[self.columns]).max())
 
 
+class GraphTables:
+    """The tables of graphs, which steps of one trace share.
+
+    Args:
+        cuts: the layers that graphs leave out. The tables have them.
+    """
+
+    def __init__(self, cuts: Cuts | None = None) -> None:
+        self._cuts = cuts or Cuts()
+        self._expressions = _Expressions()
+        self._tables: dict[Hashable, _GraphTable] = {}
+
+    def add(self, step: SymbolicStep) -> dict[Hashable, _GraphTable]:
+        """Add the graphs of a step, and return the tables of its calls, by the calls' keys.
+
+        Raises:
+            NotPeriodicError: the layers that a graph has do not tell the work of those left out.
+        """
+        with step.groups_at(step.values):
+            for call in step.calls:
+                if call.key not in self._tables:
+                    formulae = GraphFormulae.of(call, step.facts, step.group_symbols())
+                    work = self._cuts.whole(GraphWork.of(formulae), call.units)
+                    self._tables[call.key] = _GraphTable(work, self._expressions)
+        return {call.key: self._tables[call.key] for call in step.calls}
+
+    @functools.cached_property
+    def evaluate(self) -> Callable[[Mapping[str, int]], Sequence[float]]:
+        """A function of sizes that returns the values of all expressions. All graphs have to be added before."""
+        return self._expressions.compiled()
+
+
 class StepTable:
     """A step as tables, which estimate it at other sizes.
 
     Args:
         step: the step, traced with symbols.
         hardware, optimizer: as for :func:`fsdp_compile.explain.explain`.
+        graphs: the tables of other steps of the same trace, to which those of this step are added.
 
     Attributes:
         own: the sizes that the step depends on, by name, as they are in the step that was given.
         batch: the batch of the inputs that were given.
     """
 
-    def __init__(self, step: SymbolicStep, hardware: Hardware, optimizer: str | float | None):
+    def __init__(self, step: SymbolicStep, hardware: Hardware, optimizer: str | float | None, graphs: GraphTables):
         self._step, self._hardware, self._optimizer = step, hardware, Optimizer.of(optimizer)
         self.own, self.batch = step.values, step.batch
-        expressions = _Expressions()
-        self._tables: dict[Hashable, _GraphTable] = {}
-        with step.groups_at(step.values):
-            for call in step.calls:
-                if call.key not in self._tables:
-                    formulae = GraphFormulae.of(call, step.facts, step.group_symbols())
-                    self._tables[call.key] = _GraphTable(formulae, expressions)
-        self._evaluate = expressions.compiled()
+        self._graphs, self._tables = graphs, graphs.add(step)
 
     def at(self, sizes: Mapping[str, int]) -> Estimate:
         """Estimate the step at other sizes.
@@ -168,7 +193,7 @@ class StepTable:
         """
         sizes = {**self._step.values, **sizes}
         self._step.check(sizes)
-        values = torch.tensor(self._evaluate(sizes), dtype=torch.float64)
+        values = torch.tensor(self._graphs.evaluate(sizes), dtype=torch.float64)
         layouts = self._step.layouts_at(sizes)
         done = {key: self._run(table, values, layouts) for key, table in self._tables.items()}
         calls = self._step.calls_at(sizes)

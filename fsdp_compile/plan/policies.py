@@ -17,7 +17,7 @@ from ..api.sharding import fully_shard
 from ..dry_run import outermost_layers, train
 
 #: Ways to accumulate gradients of microbatches; see :class:`Policy`.
-ACCUMULATIONS = ("each", "last", "kept")
+ACCUMULATIONS = ("none", "each", "last", "kept")
 # The microbatches of a traced step: the first, two that do the same, the last.
 _TRACED_MICROBATCHES = 4
 

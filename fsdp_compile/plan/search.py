@@ -1,14 +1,14 @@
 """Search: find the fastest points for a number of GPUs, by the formulae of each policy.
 
 The search tries all splits into shards and replicas and all microbatches, with a few policies first. Then it changes one
-setting of the best policy at a time, until no change is better. Each policy has graphs of its own, which are traced when the
-policy is first needed. Splits, batches and microbatches are symbols in the formulae.
+setting of the best policy at a time, until no change is better. A policy is traced when it is first needed, together with those
+that differ only in the way to accumulate. Splits, batches and microbatches are symbols in the formulae.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import nn
 
 from passes.models.hardware import Hardware
 
-from ..explain.predict import symbolic_step
+from ..explain.depth import Cuts, NotPeriodicError
+from ..explain.predict import symbolic_steps
 from ..explain.symbolic import symbolic_inputs
-from .estimate import Estimate, StepTable
+from .estimate import Estimate, GraphTables, StepTable
 from .policies import ACCUMULATIONS, Policy
 
 
@@ -83,6 +84,7 @@ class Search:
     tracing_s: float = 0.0
     refused: dict[str, None] = field(default_factory=dict)
     _tables: dict[Policy, StepTable | None] = field(default_factory=dict)
+    _cuts_layers: bool = True
 
     @property
     def tokens(self) -> int:
@@ -103,7 +105,9 @@ class Search:
         """
         found: dict[tuple[Any, ...], Point] = {}
         tried: set[Policy] = set()
-        wanted = [policy for policy in self._first() if self._is_possible(policy, gpus)]
+        first = [policy for policy in self._first() if self._is_possible(policy, gpus)]
+        # Checkpoints take time, so they are tried first only if nothing fits without them. They are neighbours in any case.
+        wanted = [policy for policy in first if not policy.checkpoints]
         while wanted:
             for policy in wanted:
                 tried.add(policy)
@@ -111,6 +115,8 @@ class Search:
             ranked = _ranked(self._fitting(found))
             near = [neighbour for point in ranked[:1] for neighbour in self._neighbours(point.policy)]
             wanted = [policy for policy in near if policy not in tried and self._is_possible(policy, gpus)]
+            if not ranked:
+                wanted = [policy for policy in first if policy not in tried]
         return _ranked(self._fitting(found))[:count]
 
     def least_memory(self, gpus: int) -> Point | None:
@@ -131,7 +137,7 @@ class Search:
         for reshard in (True, False, self.hardware.ranks_per_node):
             yield replace(policy, reshard_after_forward=reshard)
         if policy.accumulation != "none":
-            for accumulation in ACCUMULATIONS:
+            for accumulation in ACCUMULATIONS[1:]:
                 yield replace(policy, accumulation=accumulation)
         yield replace(policy, checkpoints=not policy.checkpoints)
 
@@ -176,29 +182,43 @@ class Search:
 
     def _table(self, policy: Policy) -> StepTable | None:
         if policy not in self._tables:
-            self.tell(f"tracing: {'replicas, ' if policy.has_replicas else ''}{policy}")
-            # More ranks than a node has, so that parameters can be resharded to one node.
-            shards = 2 * self.hardware.ranks_per_node
-            mesh_shape = (2, shards) if policy.has_replicas else (shards,)
-            options = {"schedule": policy.schedule}
             begin = time.perf_counter()
+            # One trace serves all ways to accumulate: their graphs differ little, and the search asks for most of them.
+            members = [replace(policy, accumulation=accumulation) for accumulation in ACCUMULATIONS]
             try:
-                step = symbolic_step(
-                    self.model,
-                    self.inputs,
-                    mesh_shape,
-                    self.hardware,
-                    shard=policy.shard,
-                    step=policy.step,
-                    options=options,
-                    optimizer=self.optimizer,
-                )
-                self._tables[policy] = StepTable(step, self.hardware, self.optimizer)
+                try:
+                    tables = self._traced(members)
+                except NotPeriodicError:
+                    self.tell("equal layers share buckets or differ in their place: all of them are traced")
+                    self._cuts_layers = False
+                    tables = self._traced(members)
+                self._tables.update(zip(members, tables, strict=True))
             except ValueError as error:
                 self.refused[f"{policy}: {error}"] = None
-                self._tables[policy] = None
+                self._tables.update(dict.fromkeys(members))
             self.tracing_s += time.perf_counter() - begin
         return self._tables[policy]
+
+    def _traced(self, policies: Sequence[Policy]) -> list[StepTable]:
+        """Trace policies that differ in the way to accumulate."""
+        first = policies[0]
+        self.tell(f"tracing: {'replicas, ' if first.has_replicas else ''}{first}")
+        # More ranks than a node has, so that parameters can be resharded to one node.
+        shards = 2 * self.hardware.ranks_per_node
+        cuts = Cuts()
+        steps = symbolic_steps(
+            self.model,
+            self.inputs,
+            (2, shards) if first.has_replicas else (shards,),
+            self.hardware,
+            [policy.step for policy in policies],
+            shard=first.shard,
+            options={"schedule": first.schedule},
+            optimizer=self.optimizer,
+            cuts=cuts if self._cuts_layers else None,
+        )
+        graphs = GraphTables(cuts)
+        return [StepTable(step, self.hardware, self.optimizer, graphs) for step in steps]
 
 
 def _ranked(points: Iterator[Point]) -> list[Point]:

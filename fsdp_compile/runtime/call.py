@@ -167,15 +167,14 @@ class Call:
                     if param.unit.flags.reshard_after_backward:
                         param.state.drop_full()
 
-    def released(self, slots: Sequence[InputSlot], *, is_backward: bool) -> dict[int, int]:
-        """Return the bytes of each gathered parameter that :meth:`release` leaves to the graph, by its index in ``slots``."""
+    def released(self, slots: Sequence[InputSlot], *, is_backward: bool) -> dict[int, ShardedParam]:
+        """Return each gathered parameter that :meth:`release` leaves to the graph, by its index in ``slots``."""
         found = {}
         for index, slot in enumerate(slots):
             if is_backward and isinstance(slot, FullParameter):
                 param = _of_gather(self, slot)
-                full = param.state.full(param.param)
-                if full is not None and param.unit.flags.reshard_after_backward:
-                    found[index] = full.nbytes
+                if param.state.full(param.param) is not None and param.unit.flags.reshard_after_backward:
+                    found[index] = param
         return found
 
     def bind(self, slots: Iterable[InputSlot]) -> None:

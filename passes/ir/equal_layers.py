@@ -1,6 +1,6 @@
 """Equal layers: find calls of modules in a Dynamo graph that do the same with equal tensors.
 
-:mod:`passes.transforms.repeated_layers` traces one of them for all.
+:mod:`passes.transforms.repeated_layers` traces one of them for all, :mod:`passes.transforms.cut_layers` leaves out some.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ errors."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.explain import explain
+from fsdp_compile.explain.depth import Cuts, GraphWork, NotPeriodicError, Work, _Chain
 from fsdp_compile.explain.make_report import hardware_of
+from fsdp_compile.explain.predict import symbolic_steps
 from fsdp_compile.plan.__main__ import build, main
-from fsdp_compile.plan.estimate import StepTable
-from fsdp_compile.plan.policies import Policy, path_of_layers
+from fsdp_compile.plan.estimate import GraphTables, StepTable
+from fsdp_compile.plan.policies import ACCUMULATIONS, Policy, path_of_layers
 from fsdp_compile.plan.search import Search
+from passes.models.cost_model import Demand
 from tests.common.models import Block
 
 _SCRIPT = """
@@ -50,6 +54,27 @@ class Model(nn.Module):
         return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), tokens.flatten())
 
 
+class Residual(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Deep(nn.Module):
+    """A model of equal layers; ``reads_again`` adds to one in the middle the input of the first."""
+
+    def __init__(self, depth: int, *, reads_again: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(Residual(32, 64) for _ in range(depth))
+        self.reads_again = reads_again
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            x = block(x + first if self.reads_again and index == 5 else x)
+        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), tokens.flatten())
+
+
 def given() -> tuple[nn.Module, Tensor]:
     with torch.device("meta"):
         return Model(), torch.empty(2, 8, dtype=torch.long)
@@ -79,13 +104,88 @@ def test_estimates_what_a_report_says(policy: Policy) -> None:
     hardware = hardware_of("h100")
     mesh_shape = (2, 16) if policy.has_replicas else (16,)
     explained = explain(model, tokens, mesh_shape, hardware, shard=policy.shard, step=policy.step, suggest=False)
-    table = StepTable(explained._derivation()._step, hardware, "adamw")
+    table = StepTable(explained._derivation()._step, hardware, "adamw", GraphTables())
     for sizes in ({}, {"S": 32, "B": 6}, {"S": 48, "T": 5}, {"M": 9} if policy.accumulation != "none" else {}):
         report, estimate = explained.at(**sizes), table.at(sizes)
         # A kernel that only pads is rounded together with another one.
         assert estimate.time_s * 1e9 == pytest.approx(report.time_ns, rel=1e-3)
         assert sum(estimate.exposed_s.values()) * 1e9 == pytest.approx(report.exposed_ns, rel=1e-3, abs=10)
         assert estimate.peak_bytes == pytest.approx(report.memory.peak_bytes, rel=1e-3)
+
+
+def tables(policies: Sequence[Policy], model: nn.Module, cuts: Cuts | None) -> list[StepTable]:
+    """Trace policies that differ in the way to accumulate."""
+    hardware, first = hardware_of("h100"), policies[0]
+    tokens = torch.empty(2, 8, dtype=torch.long, device="meta")
+    mesh_shape = (2, 16) if first.has_replicas else (16,)
+    each = [policy.step for policy in policies]
+    steps = symbolic_steps(model, tokens, mesh_shape, hardware, each, shard=first.shard, cuts=cuts)
+    graphs = GraphTables(cuts)
+    return [StepTable(step, hardware, "adamw", graphs) for step in steps]
+
+
+@pytest.mark.units_apart
+@pytest.mark.parametrize(
+    ("policy", "accumulations"),
+    [
+        (Policy(True, True, False), ["last"]),
+        pytest.param(Policy(True, True, True), ACCUMULATIONS, marks=pytest.mark.night),
+        pytest.param(Policy(False, True, False), ACCUMULATIONS, marks=pytest.mark.night),
+        pytest.param(Policy(False, False, True), ACCUMULATIONS, marks=pytest.mark.night),
+        pytest.param(Policy(True, 8, False), ACCUMULATIONS, marks=pytest.mark.night),
+    ],
+    ids=str,
+)
+def test_layers_left_out_count(policy: Policy, accumulations: Sequence[str]) -> None:
+    """A trace of eight layers gives the estimates of ten to the last digit: times, waits and memory."""
+    with torch.device("meta"):
+        model = Deep(10)
+    policies = [replace(policy, accumulation=accumulation) for accumulation in accumulations]
+    cuts = Cuts()
+    for whole, cut in zip(tables(policies, model, None), tables(policies, model, cuts), strict=True):
+        for sizes in ({}, {"S": 48, "B": 6}, {"S": 2, "T": 5}, {"M": 9} if "M" in whole.own else {}):
+            assert cut.at(sizes) == whole.at(sizes)
+    assert cuts.copies == {"blocks.4": 2}
+
+
+@pytest.mark.units_apart
+def test_traces_all_layers_where_some_differ() -> None:
+    cuts = Cuts()
+    with torch.device("meta"):
+        models = [Deep(8), Deep(10, reads_again=True)]
+    for model in models:
+        tables([Policy(False, True, False)], model, cuts)
+    assert cuts.copies == {}
+
+
+def test_layers_that_share_a_bucket_tell_nothing_of_others() -> None:
+    with torch.device("meta"):
+        model = Deep(9)
+    with pytest.raises(NotPeriodicError):
+        tables([Policy(False, True, False)], model, Cuts())
+
+
+@pytest.mark.night
+def test_traces_all_layers_that_share_a_bucket() -> None:
+    with torch.device("meta"):
+        model = Deep(9)
+    policies = [Policy(False, True, False)]
+    told: list[str] = []
+    tokens = torch.empty(2, 8, dtype=torch.long, device="meta")
+    search = Search(model, tokens, hardware_of("h100"), 64, 1e9, policies[0], tell=told.append)
+    table = search._table(policies[0])
+    assert table is not None
+    assert table.at({}) == tables(policies, model, None)[0].at({})
+    assert told[-2] == "equal layers share buckets or differ in their place: all of them are traced"
+
+
+def test_refuses_layers_that_do_different_work() -> None:
+    """The work of layers that are left out is not known if no two of the others do the same."""
+    work = [Work(Demand(launches=1, moved_bytes=size), f"blocks.{index}", None, ()) for index, size in enumerate(range(8))]
+    cuts = Cuts()
+    cuts._chains.append(_Chain([frozenset({f"blocks.{index}"}) for index in range(8)], 3))
+    with pytest.raises(NotPeriodicError):
+        cuts.whole(GraphWork(work, []), {f"blocks.{index}": f"blocks.{index}" for index in range(8)})
 
 
 @pytest.mark.night

@@ -41,6 +41,7 @@ from .formulae import StepDerivation
 from .make_report import hardware_of, make_report
 from .render import size
 from .report import Report
+from .rounds import Rounds
 from .suggestions import suggestion, with_suggestions
 from .symbolic import SymbolicGraph, SymbolicStep, check_is_same, marking, symbolic_inputs
 
@@ -194,6 +195,38 @@ def explain_captured(
         print(explain_captured(captured, "cpu"))
     """
     return with_suggestions(make_report(captured, hardware, tokens=tokens, optimizer=optimizer))
+
+
+def explain_microbatches(
+    model: nn.Module,
+    inputs: Any,
+    mesh_shape: MeshShape,
+    hardware: Hardware,
+    step: Callable[[int], Callable[..., Any]],
+    numbers: Sequence[int],
+    *,
+    shard: Callable[[Any, DeviceMesh], Any],
+    options: dict[str, Any],
+    optimizer: str | float | None,
+) -> Report:
+    """Explain a step of many microbatches by one of a few.
+
+    Args:
+        model, inputs, mesh_shape, hardware, shard, options, optimizer: as for :func:`explain`, whose errors are raised too.
+        step: makes the function of a step with a number of microbatches.
+        numbers: the numbers of microbatches to run, one after the other, until some of them do the same. The last is the number
+            that the report is for.
+    """
+    chosen = {**options, "hardware": hardware} if options.get("schedule") == "auto" else options
+    for number in numbers:
+        given: Any = {"shard": shard, "step": step(number), "options": chosen}
+        with _simulated_step(hardware, model, inputs, mesh_shape, **given) as captured:
+            rounds = Rounds.find(captured.calls)
+            if rounds is not None:
+                captured.calls = rounds.with_more(captured.calls, numbers[-1] - number)
+            if rounds is not None or number == numbers[-1]:
+                return make_report(captured, hardware, tokens=_tokens(inputs, captured), optimizer=optimizer)
+    raise ValueError("numbers is empty.")
 
 
 def symbolic_steps(

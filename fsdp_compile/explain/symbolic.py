@@ -34,6 +34,7 @@ from .expressions import SYMBOLS
 from .figures import GraphFigures
 from .make_report import make_report
 from .report import Report
+from .rounds import Rounds
 
 _ROLES = {"shard": "S", "reduce": "S", "replicate": "R"}
 
@@ -159,7 +160,7 @@ class SymbolicStep:
         self.calls = [replace(call, graph=made[call.graph]) for call in captured.calls]
         found = {name for graph in self._graphs for name in graph.names.values()}
         self.values = {name: value for name, value in {**ranks, **sizes.own}.items() if name in found or name in ranks}
-        self._middle = _repeated(self.calls)
+        self._middle = Rounds.find(self.calls)
         if self._middle is not None:
             self.values["M"] = _microbatches(self.calls)
 
@@ -228,10 +229,10 @@ class SymbolicStep:
         number = len(self.calls_at(values))
         if self._middle is None:
             return [1] * number
-        first, length, traced = self._middle
-        rounds = traced + values["M"] - self.values["M"]
+        first, length = self._middle.first, self._middle.length
+        rounds = self._middle.number + values["M"] - self.values["M"]
         # All rounds are equal, so the calls of the first round stand for those of all rounds.
-        wanted = SYMBOLS["M"] - (self.values["M"] - traced)
+        wanted = SYMBOLS["M"] - (self.values["M"] - self._middle.number)
         return [
             wanted
             if first <= index < first + min(length, length * rounds)
@@ -249,14 +250,13 @@ class SymbolicStep:
         """
         if self._middle is None:
             return self.calls
-        first, length, times = self._middle
-        wanted = times + values["M"] - self.values["M"]
-        if wanted < 0:
+        more = values["M"] - self.values["M"]
+        if self._middle.number + more < 0:
             raise ValueError(
                 f"M={values['M']} is too few: the step was traced with {self.values['M']} microbatches, of which "
-                f"{times} do the same. Give at least {self.values['M'] - times}."
+                f"{self._middle.number} do the same. Give at least {self.values['M'] - self._middle.number}."
             )
-        return [*self.calls[:first], *self.calls[first : first + length] * wanted, *self.calls[first + length * times :]]
+        return self._middle.with_more(self.calls, more)
 
     @contextlib.contextmanager
     def groups_at(self, values: Mapping[str, int]) -> Iterator[None]:
@@ -363,25 +363,6 @@ def _symbols(graph: Graph) -> dict[sympy.Symbol, int | None]:
                     if size.node.expr.is_Symbol:
                         found[size.node.expr] = size.node.hint
     return found
-
-
-def _repeated(calls: Sequence[GraphCall]) -> tuple[int, int, int] | None:
-    """Find a round of calls that repeats.
-
-    Returns:
-        The index of its first call, the number of calls in a round, and the number of rounds. None if no round equals the next.
-    """
-    kinds = [(call.key, tuple(call.units.items()), call.gradients, call.parameter_bytes) for call in calls]
-    for length in range(2, len(calls) // 2 + 1):
-        for first in range(len(calls) - 2 * length + 1):
-            rounds = 1
-            block = kinds[first : first + length]
-            while kinds[first + rounds * length : first + (rounds + 1) * length] == block:
-                rounds += 1
-            stages = [call.is_backward for call in calls[first : first + length]]
-            if rounds > 1 and any(stages) and not all(stages):
-                return first, length, rounds
-    return None
 
 
 def _microbatches(calls: Sequence[GraphCall]) -> int:

@@ -18,8 +18,8 @@ from ..dry_run import outermost_layers, train
 
 #: Ways to accumulate gradients of microbatches; see :class:`Policy`.
 ACCUMULATIONS = ("none", "each", "last", "kept")
-# The microbatches of a traced step: the first, two that do the same, the last.
-_TRACED_MICROBATCHES = 4
+#: The microbatches of a traced step: the first, two that do the same, the last.
+TRACED_MICROBATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Policy:
     @property
     def step(self) -> Callable[..., Any]:
         """A function that runs one step, with enough microbatches to derive a step with more of them."""
-        return train if self.accumulation == "none" else functools.partial(self.accumulate, _TRACED_MICROBATCHES)
+        return train if self.accumulation == "none" else functools.partial(self.accumulate, TRACED_MICROBATCHES)
 
     def accumulate(self, microbatches: int, compiled: Any, *args: Any, **kwargs: Any) -> None:
         """Run one step of ``microbatches`` microbatches."""

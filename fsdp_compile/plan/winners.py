@@ -14,7 +14,9 @@ from torch import Tensor
 from passes.fx.torch_internals.core import pytree
 
 from ..dry_run import train
-from ..explain import Report, explain
+from ..explain import Report
+from ..explain.predict import explain_microbatches
+from .policies import TRACED_MICROBATCHES
 
 if TYPE_CHECKING:
     from .search import Point, Search
@@ -54,17 +56,16 @@ def check_winner(search: Search, point: Point) -> Winner:
 
 def _report(search: Search, point: Point, schedule: str) -> Report:
     policy = point.policy
-    step = train if point.microbatches == 1 else functools.partial(policy.accumulate, point.microbatches)
-    return explain(
+    return explain_microbatches(
         search.model,
         _with_batch(search.inputs, point.batch),
         (point.replicas, point.shards) if policy.has_replicas else (point.shards,),
         search.hardware,
+        lambda number: train if number == 1 else functools.partial(policy.accumulate, number),
+        [*([TRACED_MICROBATCHES] if point.microbatches > TRACED_MICROBATCHES else []), point.microbatches],
         shard=policy.shard,
-        step=step,
         options={"schedule": schedule},
         optimizer=search.optimizer,
-        suggest=False,
     )
 
 

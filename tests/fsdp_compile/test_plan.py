@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from fsdp_compile.explain.depth import Cuts, GraphWork, NotPeriodicError, Work, 
 from fsdp_compile.explain.make_report import hardware_of
 from fsdp_compile.explain.predict import symbolic_steps
 from fsdp_compile.plan.__main__ import build, main
-from fsdp_compile.plan.estimate import GraphTables, StepTable
+from fsdp_compile.plan.estimate import Estimate, GraphTables, StepTable
 from fsdp_compile.plan.policies import ACCUMULATIONS, Policy, path_of_layers
-from fsdp_compile.plan.search import Search
+from fsdp_compile.plan.search import Point, Search
+from fsdp_compile.plan.winners import check_winner
 from passes.models.cost_model import Demand
 from tests.common.models import Block
 
@@ -202,6 +204,21 @@ def test_finds_the_fastest_that_fits() -> None:
     least = search.least_memory(8)
     assert least is not None
     assert least.estimate.peak_bytes == best.estimate.peak_bytes
+
+
+@pytest.mark.parametrize("accumulation", ["last", pytest.param("kept", marks=pytest.mark.night)])
+def test_winners_repeat_microbatches_that_do_the_same(accumulation: str) -> None:
+    model, tokens = given()
+    policy = Policy(False, True, False, accumulation)
+    search = Search(model, tokens, hardware_of("h100"), 8 * 2 * 7, 1e9, policy)
+    point = Point(policy, 8, 1, 2, 7, Estimate(1.0, {}, 0.0, 0))
+    winner = check_winner(search, point)
+    step = partial(policy.accumulate, 7)
+    reports = [
+        explain(model, tokens, (8,), "h100", shard=policy.shard, step=step, options={"schedule": schedule}, suggest=False)
+        for schedule in ("default", "auto")
+    ]
+    assert {str(report) for report in (winner.report, winner.other)} == {str(report) for report in reports}
 
 
 def test_lines() -> None:

@@ -114,7 +114,13 @@ class Search:
                 found.update({(policy, point.shards, point.batch): point for point in self._points(policy, gpus)})
             ranked = _ranked(self._fitting(found))
             near = [neighbour for point in ranked[:1] for neighbour in self._neighbours(point.policy)]
-            wanted = [policy for policy in near if policy not in tried and self._is_possible(policy, gpus)]
+            # Checkpoints make a step slower, and are of use only if something does not fit without them.
+            has_room = len(ranked) == len(found)
+            wanted = [
+                policy
+                for policy in near
+                if policy not in tried and self._is_possible(policy, gpus) and not (policy.checkpoints and has_room)
+            ]
             if not ranked:
                 wanted = [policy for policy in first if policy not in tried]
         return _ranked(self._fitting(found))[:count]

@@ -75,6 +75,13 @@ def test_faults_end_in_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.night
+def test_explain_time_measures_each_column(tmp_path: Path) -> None:
+    seconds = run("explain_time.py", tmp_path / "out.json", "--models", "tiny", "--skip", "plan")["seconds"]["tiny"]
+    assert seconds.keys() == {"explain", "suggest", "formulae", "budget"}
+    assert all(taken > 0 for taken in seconds.values())
+
+
+@pytest.mark.night
 def test_training_losses_compares_ways_seed_by_seed(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     flags = ["--ways", "full,int8-reductions", "--seeds", "0", "--steps", "3", "--lowering", "aot_eager"]

@@ -107,7 +107,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Work:
+class NodeWork:
     """The work of one node.
 
     Attributes:
@@ -134,7 +134,7 @@ class Work:
 class GraphWork:
     """The work of a graph's nodes in order, and its storages."""
 
-    order: Sequence[Work]
+    order: Sequence[NodeWork]
     storages: Sequence[Lifetime]
 
     @staticmethod
@@ -143,7 +143,7 @@ class GraphWork:
         place = {node: index for index, node in enumerate(formulae.order)}
         return GraphWork(
             [
-                Work(
+                NodeWork(
                     formulae.demands[node],
                     formulae.unit_of[node],
                     Sent(formulae.kinds[node], formulae.groups[node], formulae.traffic[node])
@@ -182,7 +182,7 @@ class _Item(NamedTuple):
     Attributes:
         label: a number, equal for equal items of two layers.
         positions: the positions in the graph: of the node and of the collectives, or the first and the last of the storage.
-        made: the :class:`Work` or the :class:`Lifetime`.
+        made: the :class:`NodeWork` or the :class:`Lifetime`.
     """
 
     label: int
@@ -301,11 +301,11 @@ class _Insertion:
 
     def result(self) -> GraphWork:
         """Return the work with all layers."""
-        order: dict[int, Work] = {}
+        order: dict[int, NodeWork] = {}
         storages: list[Lifetime] = []
         for number, item in enumerate(self._items):
             for positions in self._placed(number, item):
-                if isinstance(item.made, Work):
+                if isinstance(item.made, NodeWork):
                     if positions[0] in order:
                         raise NotPeriodicError
                     order[positions[0]] = replace(item.made, awaits=positions[1:])

@@ -203,7 +203,8 @@ def explain_microbatches(
     mesh_shape: MeshShape,
     hardware: Hardware,
     step: Callable[[int], Callable[..., Any]],
-    numbers: Sequence[int],
+    microbatches: int,
+    few: int,
     *,
     shard: Callable[[Any, DeviceMesh], Any],
     options: dict[str, Any],
@@ -214,19 +215,20 @@ def explain_microbatches(
     Args:
         model, inputs, mesh_shape, hardware, shard, options, optimizer: as for :func:`explain`, whose errors are raised too.
         step: makes the function of a step with a number of microbatches.
-        numbers: the numbers of microbatches to run, one after the other, until some of them do the same. The last is the number
-            that the report is for.
+        microbatches: the number of microbatches to report on.
+        few: the number to run, if some of these do the same; else all are run.
     """
     chosen = {**options, "hardware": hardware} if options.get("schedule") == "auto" else options
-    for number in numbers:
-        given: Any = {"shard": shard, "step": step(number), "options": chosen}
-        with _simulated_step(hardware, model, inputs, mesh_shape, **given) as captured:
-            rounds = Rounds.find(captured.calls)
-            if rounds is not None:
-                captured.calls = rounds.with_more(captured.calls, numbers[-1] - number)
-            if rounds is not None or number == numbers[-1]:
-                return make_report(captured, hardware, tokens=_tokens(inputs, captured), optimizer=optimizer)
-    raise ValueError("numbers is empty.")
+    number = min(few, microbatches)
+    given: Any = {"shard": shard, "step": step(number), "options": chosen}
+    with _simulated_step(hardware, model, inputs, mesh_shape, **given) as captured:
+        rounds = Rounds.find(captured.calls)
+        if rounds is not None:
+            captured.calls = rounds.with_more(captured.calls, microbatches - number)
+        if rounds is not None or number == microbatches:
+            return make_report(captured, hardware, tokens=_tokens(inputs, captured), optimizer=optimizer)
+    given = {"shard": shard, "options": options, "optimizer": optimizer}
+    return explain_microbatches(model, inputs, mesh_shape, hardware, step, microbatches, microbatches, **given)
 
 
 def symbolic_steps(

@@ -106,7 +106,7 @@ class Search:
         found: dict[tuple[Any, ...], Point] = {}
         tried: set[Policy] = set()
         first = [policy for policy in self._first() if self._is_possible(policy, gpus)]
-        # Checkpoints take time, so they are tried first only if nothing fits without them. They are neighbours in any case.
+        # Checkpoints make a step slower, and are of use only if something does not fit without them.
         wanted = [policy for policy in first if not policy.checkpoints]
         while wanted:
             for policy in wanted:
@@ -114,7 +114,6 @@ class Search:
                 found.update({(policy, point.shards, point.batch): point for point in self._points(policy, gpus)})
             ranked = _ranked(self._fitting(found))
             near = [neighbour for point in ranked[:1] for neighbour in self._neighbours(point.policy)]
-            # Checkpoints make a step slower, and are of use only if something does not fit without them.
             has_room = len(ranked) == len(found)
             wanted = [
                 policy

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.explain import explain
-from fsdp_compile.explain.depth import Cuts, GraphWork, NotPeriodicError, Work, _Chain
+from fsdp_compile.explain.depth import Cuts, GraphWork, NodeWork, NotPeriodicError, _Chain
 from fsdp_compile.explain.make_report import hardware_of
 from fsdp_compile.explain.predict import symbolic_steps
 from fsdp_compile.plan.__main__ import build, main
@@ -183,7 +183,7 @@ def test_traces_all_layers_that_share_a_bucket() -> None:
 
 def test_refuses_layers_that_do_different_work() -> None:
     """The work of layers that are left out is not known if no two of the others do the same."""
-    work = [Work(Demand(launches=1, moved_bytes=size), f"blocks.{index}", None, ()) for index, size in enumerate(range(8))]
+    work = [NodeWork(Demand(launches=1, moved_bytes=size), f"blocks.{index}", None, ()) for index, size in enumerate(range(8))]
     cuts = Cuts()
     cuts._chains.append(_Chain([frozenset({f"blocks.{index}"}) for index in range(8)], 3))
     with pytest.raises(NotPeriodicError):

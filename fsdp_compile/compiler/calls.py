@@ -141,13 +141,13 @@ class Census:
 
     def gradient_bytes(self) -> int:
         """Return the bytes of all models' present gradients, without those on the host."""
-        return sum(self.times(unit) * _gradient_bytes(unit) for unit in self._units())
+        return sum(self._times(unit) * _gradient_bytes(unit) for unit in self._units())
 
     def gradients(self) -> GradientCounts:
         """Count all models' present gradients, without reduced ones on the host, for any number of ranks."""
         whole, shards = 0, Counter[tuple[tuple[int, ...], int, int]]()
         for unit in self._units():
-            times = self.times(unit)
+            times = self._times(unit)
             for param in unit.params:
                 local, unsharded, partial = _gradients(param)
                 whole += 0 if unsharded is None else times * unsharded.nbytes
@@ -158,10 +158,10 @@ class Census:
     def parameter_bytes(self, params: Iterable[ShardedParam] | None = None) -> int:
         """Return the bytes of parameters, of all models' by default, that are gathered at present."""
         given = (param for unit in self._units() for param in unit.params) if params is None else params
-        fulls = [(self.times(param.unit), param.state.full(param.param)) for param in given]
+        fulls = [(self._times(param.unit), param.state.full(param.param)) for param in given]
         return sum(times * full.nbytes for times, full in fulls if full is not None)
 
-    def times(self, unit: Unit) -> int:
+    def _times(self, unit: Unit) -> int:
         """Return the number of units that a unit stands for."""
         return 1 + self.copies.get(unit.name or "root", 0)
 

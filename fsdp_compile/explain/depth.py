@@ -39,11 +39,13 @@ class _Chain:
     """Equal layers, some of which are left out.
 
     Attributes:
-        layers: the names of the units of each layer that is left, in the order of the chain.
+        units: the names of the units of the layers that are left.
+        layers: the number of layers that are left.
         missing: the number of layers that are left out.
     """
 
-    layers: Sequence[frozenset[str]]
+    units: frozenset[str]
+    layers: int
     missing: int
 
 
@@ -77,7 +79,7 @@ class Cuts:
 
         for cut in cut_layers(gm, _LAYERS, lambda layers: None not in map(units, layers)):
             layers = [found for found in map(units, cut.kept) if found is not None]
-            self._chains.append(_Chain(layers, len(cut.removed)))
+            self._chains.append(_Chain(frozenset().union(*layers), len(layers), len(cut.removed)))
             self.copies.update(dict.fromkeys(layers[_LAYERS // 2], len(cut.removed)))
 
     def whole(self, work: GraphWork, units: Mapping[str, str]) -> GraphWork:
@@ -91,9 +93,9 @@ class Cuts:
             NotPeriodicError: layers in the middle do not do the same.
         """
         for chain in self._chains:
-            layers = {name for name, unit in units.items() if any(unit in layer for layer in chain.layers)}
-            if layers:
-                work = _deepened(work, layers, len(chain.layers), chain.missing)
+            names = {name for name, unit in units.items() if unit in chain.units}
+            if names:
+                work = _deepened(work, names, chain.layers, chain.missing)
         return work
 
 
@@ -126,7 +128,7 @@ class NodeWork:
 
     @property
     def works(self) -> bool:
-        """Whether the node takes time or sends something."""
+        """Return whether the node takes time or sends something."""
         return self.demand != Demand() or self.sent is not None
 
 

@@ -118,9 +118,7 @@ def explain(
     has_budget = given.get("memory_budget") is not None
 
     def run(*, schedule: str, shard: Callable[[Any, DeviceMesh], Any] = shard) -> Report:
-        chosen = {**given, "schedule": schedule}
-        if schedule == "auto" or has_budget:
-            chosen.setdefault("hardware", machine)
+        chosen = _for_hardware({**given, "schedule": schedule}, machine)
         if has_budget:
             chosen.setdefault("optimizer", optimizer)
         played = _simulated_step(machine, model, inputs, mesh_shape, shard=shard, step=step, options=chosen)
@@ -218,9 +216,8 @@ def explain_microbatches(
         microbatches: the number of microbatches to report on.
         few: the number to run, if some of these do the same; else all are run.
     """
-    chosen = {**options, "hardware": hardware} if options.get("schedule") == "auto" else options
     number = min(few, microbatches)
-    given: Any = {"shard": shard, "step": step(number), "options": chosen}
+    given: Any = {"shard": shard, "step": step(number), "options": _for_hardware(options, hardware)}
     with _simulated_step(hardware, model, inputs, mesh_shape, **given) as captured:
         rounds = Rounds.find(captured.calls)
         if rounds is not None:
@@ -257,9 +254,6 @@ def symbolic_steps(
     """
     check_arguments("explain", model, mesh_shape, shard)
     symbolic = symbolic_inputs(inputs)
-    chosen = dict(options or {})
-    if chosen.get("schedule") == "auto":
-        chosen.setdefault("hardware", hardware)
     captures: list[Capture] = []
 
     def run(compiled: Any, *args: Any, **kwargs: Any) -> None:
@@ -271,10 +265,19 @@ def symbolic_steps(
             compiled.zero_grad()
 
     marked = marking(run, symbolic.traced)
-    given: Any = {"shard": shard, "step": marked, "options": chosen, "backend": functools.partial(_backend, cuts=cuts)}
+    backend = functools.partial(_backend, cuts=cuts)
+    given: Any = {"shard": shard, "step": marked, "options": _for_hardware(options or {}, hardware), "backend": backend}
     with _simulated_step(hardware, model, symbolic.inputs, mesh_shape, **given):
         made: dict[CapturedGraph, SymbolicGraph] = {}
         return [SymbolicStep(captured, symbolic, hardware, optimizer, made) for captured in captures]
+
+
+def _for_hardware(options: Mapping[str, Any], hardware: Hardware) -> dict[str, Any]:
+    """Return options of the backend, with the machine for which it is to schedule or to choose, if it does."""
+    chosen = dict(options)
+    if chosen.get("schedule") == "auto" or chosen.get("memory_budget") is not None:
+        chosen.setdefault("hardware", hardware)
+    return chosen
 
 
 @contextlib.contextmanager

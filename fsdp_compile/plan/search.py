@@ -113,15 +113,13 @@ class Search:
                 tried.add(policy)
                 found.update({(policy, point.shards, point.batch): point for point in self._points(policy, gpus)})
             ranked = _ranked(self._fitting(found))
-            near = [neighbour for point in ranked[:1] for neighbour in self._neighbours(point.policy)]
-            has_room = len(ranked) == len(found)
+            near = list(self._neighbours(ranked[0].policy)) if ranked else first
+            has_room = bool(ranked) and len(ranked) == len(found)
             wanted = [
                 policy
                 for policy in near
                 if policy not in tried and self._is_possible(policy, gpus) and not (policy.checkpoints and has_room)
             ]
-            if not ranked:
-                wanted = [policy for policy in first if policy not in tried]
         return _ranked(self._fitting(found))[:count]
 
     def least_memory(self, gpus: int) -> Point | None:
@@ -191,13 +189,7 @@ class Search:
             # One trace serves all ways to accumulate: their graphs differ little, and the search asks for most of them.
             members = [replace(policy, accumulation=accumulation) for accumulation in ACCUMULATIONS]
             try:
-                try:
-                    tables = self._traced(members)
-                except NotPeriodicError:
-                    self.tell("equal layers share buckets or differ in their place: all of them are traced")
-                    self._cuts_layers = False
-                    tables = self._traced(members)
-                self._tables.update(zip(members, tables, strict=True))
+                self._tables.update(zip(members, self._traced(members), strict=True))
             except ValueError as error:
                 self.refused[f"{policy}: {error}"] = None
                 self._tables.update(dict.fromkeys(members))
@@ -210,7 +202,7 @@ class Search:
         self.tell(f"tracing: {'replicas, ' if first.has_replicas else ''}{first}")
         # More ranks than a node has, so that parameters can be resharded to one node.
         shards = 2 * self.hardware.ranks_per_node
-        cuts = Cuts()
+        cuts = Cuts() if self._cuts_layers else None
         steps = symbolic_steps(
             self.model,
             self.inputs,
@@ -220,10 +212,15 @@ class Search:
             shard=first.shard,
             options={"schedule": first.schedule},
             optimizer=self.optimizer,
-            cuts=cuts if self._cuts_layers else None,
+            cuts=cuts,
         )
         graphs = GraphTables(cuts)
-        return [StepTable(step, self.hardware, self.optimizer, graphs) for step in steps]
+        try:
+            return [StepTable(step, self.hardware, self.optimizer, graphs) for step in steps]
+        except NotPeriodicError:
+            self.tell("equal layers share buckets or differ in their place: all of them are traced")
+            self._cuts_layers = False
+            return self._traced(policies)
 
 
 def _ranked(points: Iterator[Point]) -> list[Point]:

@@ -185,7 +185,7 @@ def test_refuses_layers_that_do_different_work() -> None:
     """The work of layers that are left out is not known if no two of the others do the same."""
     work = [NodeWork(Demand(launches=1, moved_bytes=size), f"blocks.{index}", None, ()) for index, size in enumerate(range(8))]
     cuts = Cuts()
-    cuts._chains.append(_Chain([frozenset({f"blocks.{index}"}) for index in range(8)], 3))
+    cuts._chains.append(_Chain(frozenset(f"blocks.{index}" for index in range(8)), 8, 3))
     with pytest.raises(NotPeriodicError):
         cuts.whole(GraphWork(work, []), {f"blocks.{index}": f"blocks.{index}" for index in range(8)})
 

@@ -16,7 +16,7 @@ from .api.patch_fsdp2 import patch_fsdp2
 from .api.schedule_controls import share_comm_ctx
 from .api.sharding import fully_shard, sync_module_states
 from .compiler.backend import fsdp_backend
-from .compiler.frame_cache import NotPrecompiled
+from .compiler.precompiled_file import NotPrecompiled
 from .optim.clip import clip_grad_norm_
 from .optim.clip_and_step import clip_and_step
 from .optim.flat_optimizer import flat_optimizer

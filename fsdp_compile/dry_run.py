@@ -57,7 +57,7 @@ def check_arguments(caller: str, model: nn.Module, mesh_shape: MeshShape, shard:
         )
     is_named = isinstance(mesh_shape, Mapping) and len(mesh_shape) > 0
     is_shape = is_named or (isinstance(mesh_shape, Sequence) and len(mesh_shape) in (1, 2))
-    sizes = list(mesh_shape.values() if isinstance(mesh_shape, Mapping) else mesh_shape) if is_shape else []
+    sizes = _sizes(mesh_shape) if is_shape else ()
     if not is_shape or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ValueError(
             f"mesh_shape={mesh_shape!r} must be (shards,) for FSDP or (replicas, shards) for HSDP, or sizes by name, such as "
@@ -70,6 +70,15 @@ def check_arguments(caller: str, model: nn.Module, mesh_shape: MeshShape, shard:
         )
     if any(hasattr(module, "_fsdp_unit") for module in model.modules()):
         raise ValueError(f"{caller} takes a model that is not sharded yet, and shards a copy of it: see its argument shard.")
+
+
+def num_ranks(mesh_shape: MeshShape) -> int:
+    """Return the number of ranks of a mesh."""
+    return math.prod(_sizes(mesh_shape))
+
+
+def _sizes(mesh_shape: MeshShape) -> tuple[int, ...]:
+    return tuple(mesh_shape.values() if isinstance(mesh_shape, Mapping) else mesh_shape)
 
 
 def outermost_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -209,16 +218,13 @@ def _world(mesh_shape: MeshShape, device_type: str) -> Iterator[DeviceMesh]:
             "This makes a default process group of pretended ranks, but there is one already, and a process has only one. "
             "Call it ahead of init_process_group(), after destroy_process_group(), or in a process of its own."
         )
-    if isinstance(mesh_shape, Mapping):
-        names, sizes = tuple(mesh_shape), tuple(mesh_shape.values())
-    else:
-        names, sizes = ("replicate", "shard")[2 - len(mesh_shape) :], tuple(mesh_shape)
+    names = tuple(mesh_shape) if isinstance(mesh_shape, Mapping) else ("replicate", "shard")[2 - len(mesh_shape) :]
     # init_process_group wraps the hook in one that writes the rank before each line.
     excepthook = sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks(mesh_shape))
     try:
         with _meshes_of_numbers():
-            yield init_device_mesh(device_type, sizes, mesh_dim_names=names)
+            yield init_device_mesh(device_type, _sizes(mesh_shape), mesh_dim_names=names)
     finally:
         dist.destroy_process_group()
         sys.excepthook = excepthook

@@ -67,6 +67,7 @@ from .lowering import Lowering
 from .machine import find_hardware
 from .memory_budget import BudgetPartitioner, StepBudget
 from .options import LOWERINGS, Options
+from .precompiled_file import nothing_can_be_taken
 from .prepared_graph import LoweredGraph, PreparedGraph, group_names
 from .recomputed_attention import without_random_states
 from .stored_frame import StoredBackend, record
@@ -116,8 +117,11 @@ def fsdp_backend(
 
     Raises:
         ValueError: an option or the mode does not exist, or contradicts what the backend does.
+        NotPrecompiled: there is the option ``precompiled``, and the graph was traced where nothing stored can be taken.
     """
     parsed = Options.parse(options, mode)
+    if parsed.precompiled is not None and not is_capturing():
+        raise nothing_can_be_taken()
     return compile_with(LOWERINGS[parsed.lowering](), gm, example_inputs, parsed)
 
 

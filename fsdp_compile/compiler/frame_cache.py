@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import platform
 import re
-import sys
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,7 +18,6 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.fx import frames
@@ -29,9 +26,7 @@ from passes.fx.shape_env import suppose, values_of
 from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import tracing
 from passes.fx.torch_internals.dynamo import (
-    PackageError,
     SerializedCode,
-    dynamo_config,
     innermost_backend,
     maybe_disable_inference_mode,
     torch_function_mode_stack_state_mgr,
@@ -44,6 +39,7 @@ from .capture import is_capturing
 from .frame_facts import WITHOUT_CODE, Describer, NotPortable, code_digest, guard_fact, input_fact, tensor_fact
 from .frame_sources import changed_files, changed_variables, digests_of_files, environment_of, names_in
 from .options import Options
+from .precompiled_file import NotPrecompiled, nothing_can_be_taken, take_once
 from .stored_frame import (
     BUILTINS,
     COMPILED,
@@ -55,7 +51,8 @@ from .stored_frame import (
     recording,
     store_frame,
 )
-from .stored_graph import can_store, configuration
+from .stored_graph import can_store
+from .surroundings import surroundings
 
 logger = logging.getLogger(__name__)
 
@@ -107,22 +104,27 @@ def install(begin: Callable[[], None]) -> None:
                 restart_reasons,
                 **others,
             )
-            is_special = any(others.get(name) for name in ("export", "distributed_state", "package"))
-            is_special = is_special or bool(torch_function_mode_stack_state_mgr.stack)
-            options = None if is_special else _options_of(compiler_fn)
-            if options is None:
+            options = _options_of(compiler_fn)
+            if options is None or is_capturing():
                 return run()
             frame = _Frame(code, frame_globals, frame_locals, closure, compiler_fn, one_graph, options)
-            key = frame.key()
+            is_special = any(others.get(name) for name in ("export", "distributed_state", "package"))
+            is_special = is_special or bool(torch_function_mode_stack_state_mgr.stack)
+            key = frame.key() if _uses_caches() and not is_special else ""
+            owner = frame_locals.get("self")
+            is_strict = options.precompiled is not None or (isinstance(owner, nn.Module) and owner in must_be_stored)
             if not key:
+                if is_strict:
+                    raise nothing_can_be_taken()
                 return run()
+            if options.precompiled is not None:
+                take_once(options.precompiled)
             begin()
             differences: list[str] = []
             taken = frame.take(load_frames(key), differences)
             if taken is not None:
                 return taken
-            owner = frame_locals.get("self")
-            if isinstance(owner, nn.Module) and owner in must_be_stored:
+            if is_strict:
                 raise NotPrecompiled(_message_of(code, differences))
             with recording() as made:
                 traced = run()
@@ -134,53 +136,35 @@ def install(begin: Callable[[], None]) -> None:
     trace_frame.install(make)
 
 
-def surroundings() -> dict[str, str]:
-    """Return what all stored frames depend on, by a name for messages."""
-    configs = {"Dynamo": dynamo_config, "AOTAutograd": functorch_config, "Inductor": inductor_config}
-    return {
-        "version of Python": sys.version,
-        "version of torch": f"{torch.__version__} ({torch.version.git_version})",
-        "source of fsdp_compile": configuration(),
-        "kind of processor": platform.machine(),
-        "number of threads": str(torch.get_num_threads()),
-        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "setting of torch.backends": str(_settings_of_backends()),
-        "number of ranks": str(dist.get_world_size() if dist.is_initialized() else 1),
-        **{f"configuration of {name}": _text_of_config(config) for name, config in configs.items()},
-    }
-
-
-def _settings_of_backends() -> list[Any]:
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
-    convolution = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, torch.backends.mkldnn.enabled
-    return [*attention, *convolution, torch.get_float32_matmul_precision()]
-
-
 def _message_of(code: CodeType, differences: Sequence[str]) -> str:
     found = (
         "".join(f"\n  - {difference}" for difference in differences) or " nothing is stored for this code and these options."
     )
     return (
-        f"{code.co_name} would be compiled, but its module was given to load_precompiled(..., strict=True). What is stored "
-        f"differs:{found}\nSave it again, or load it with strict=False, which compiles what is missing."
+        f"{code.co_name} would be compiled, but its module was given to load_precompiled(..., strict=True), or the model is "
+        f"compiled with options['precompiled']. What is stored differs:{found}\nSave it again, or load it with "
+        "load_precompiled(..., strict=False), which compiles what is missing."
     )
 
 
 def _options_of(compiler_fn: Any) -> Options | None:
-    """Return the options of the backend that compiles a frame; None: frames that it compiles are not stored."""
+    """Return the options of the backend that compiles a frame; None: it is another backend, or will refuse them."""
     backend = innermost_backend(compiler_fn)
+    if getattr(backend, "compiler_fn", backend) is not fsdp_backend:
+        return None
     given: Mapping[str, Any] = getattr(backend, "kwargs", {})
-    if getattr(backend, "compiler_fn", backend) is not fsdp_backend or not can_store() or is_capturing():
+    try:
+        return Options.parse(given.get("options"), given.get("mode"))
+    except ValueError:
+        # The backend raises it again, where Dynamo does not call it an error of its own.
         return None
-    uses_caches = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
-    if not uses_caches or inductor_config.force_disable_caches or any(getattr(inductor_config, name) for name in _USERS_PASSES):
-        return None
-    return Options.parse(given.get("options"), given.get("mode"))
 
 
-class NotPrecompiled(PackageError):
-    """A forward of a model that :func:`~fsdp_compile.load_precompiled` has loaded would have to be compiled."""
+def _uses_caches() -> bool:
+    """Return whether torch's caches are on, and Inductor runs no pass of the user."""
+    are_on = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
+    is_off = inductor_config.force_disable_caches or any(getattr(inductor_config, name) for name in _USERS_PASSES)
+    return can_store() and are_on and not is_off
 
 
 class _Differs(Exception):
@@ -452,16 +436,3 @@ class _Frame:
 def _numbers_in(code: CodeType) -> set[int]:
     nested = [_numbers_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return {constant for constant in code.co_consts if type(constant) is int}.union(*nested)
-
-
-def _text_of_config(config: Any) -> str:
-    """Return the settings of one of torch's configurations, in text that is equal in all processes."""
-    return str([(name, _portable(value)) for name, value in sorted(config.save_config_portable().items())])
-
-
-def _portable(value: Any) -> str:
-    if isinstance(value, (set, frozenset)):
-        return str(sorted(map(_portable, value)))
-    if isinstance(value, dict):
-        return str([(_portable(key), _portable(item)) for key, item in value.items()])
-    return getattr(value, "__qualname__", "") or repr(value)

@@ -54,6 +54,8 @@ class Options:
             :data:`passes.auto.small_units.MIN_BUCKET_BYTES`.
         disable_passes: names of passes to leave out, to find the one that makes a number wrong: of :data:`OPTIONAL_PASSES`.
         cudagraphs: record forward and backward as CUDA graphs (see :mod:`fsdp_compile.compiler.cuda_graphs`).
+        precompiled: the path of a file of :func:`fsdp_compile.save_precompiled` or :func:`fsdp_compile.precompile`, which is
+            loaded in the first call. A forward that is not in the file raises :class:`fsdp_compile.NotPrecompiled`.
         inductor: settings of Inductor by their names in its configuration, given among the other options or as a mode. With
             "aot_eager", which generates no code, most have no effect.
     """
@@ -68,6 +70,8 @@ class Options:
     min_bucket_bytes: int | None = None
     disable_passes: Sequence[str] = ()
     cudagraphs: bool = False
+    # Not in the text that keys are made of, as compiled code does not depend on it.
+    precompiled: str | os.PathLike[str] | None = field(default=None, repr=False)
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -109,6 +113,11 @@ class Options:
             )
         if not isinstance(parsed.cudagraphs, bool):
             raise ValueError(f"options['cudagraphs'] must be True or False, not {parsed.cudagraphs!r}.")
+        if parsed.precompiled is not None and not isinstance(parsed.precompiled, (str, os.PathLike)):
+            raise ValueError(
+                "options['precompiled'] must be the path of a file of save_precompiled or precompile, not "
+                f"{parsed.precompiled!r}."
+            )
         return parsed
 
     def records_on(self, device: torch.device | None) -> bool:

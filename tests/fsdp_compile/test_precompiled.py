@@ -16,6 +16,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -109,11 +110,11 @@ class Job:
     """A training of ranks.
 
     Attributes:
-        mesh_shape: the numbers of ranks.
+        mesh_shape: the numbers of ranks, or for a file a list of these.
         lowering: the option of the backend.
     """
 
-    mesh_shape: tuple[int, ...]
+    mesh_shape: Any
     lowering: str = "aot_eager"
 
     @property
@@ -174,6 +175,17 @@ def test_compiles_for_ranks_that_do_not_exist(tmp_path: Path, single_thread: Non
             job.train(init_device_mesh("cpu", (2, 2)), tmp_path / "it.zip")
 
 
+def test_one_file_serves_several_numbers_of_ranks(tmp_path: Path, single_thread: None) -> None:
+    path = tmp_path / "it.zip"
+    shapes = [(2,), (4,), (2, 2)]
+    precompile_for(Job(shapes), path)
+    for shape in shapes:
+        with storing(frames=True), fake_group(math.prod(shape), 1), pretending_gloo():
+            Job(shape).train(init_device_mesh("cpu", shape), path)
+    with storing(frames=True), fake_group(8), pytest.raises(NotPrecompiled, match=r"number of ranks: 2 or 4; here: 8"):
+        load_precompiled(path, nn.Linear(8, 8))
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "job", [Job((2, 2)), pytest.param(Job((2,), "inductor"), marks=pytest.mark.inductor)], ids=["2x2", "inductor"]
@@ -220,6 +232,27 @@ def test_compiles_what_is_missing(saved: tuple[Path, str], elsewhere: None) -> N
     load_precompiled(saved[0], model, strict=False)
     assert train(model) == 0
     assert train(model, rows=6) > 0
+
+
+def test_an_option_names_the_file(saved: tuple[Path, str], elsewhere: None) -> None:
+    model = build()
+    assert train(model, precompiled=saved[0]) == 0
+    with pytest.raises(NotPrecompiled, match=r"unit_MLP_forward would be compiled(.|\n)*size mismatch"):
+        train(model, rows=6, precompiled=str(saved[0]))
+    # Without the option, other calls compile.
+    assert train(model, rows=6) > 0
+
+
+def test_an_option_never_leads_to_a_compilation(saved: tuple[Path, str], elsewhere: None) -> None:
+    model = build()
+    with functorch_config.patch(enable_autograd_cache=False), pytest.raises(NotPrecompiled, match="with the caches off"):
+        train(model, precompiled=saved[0])
+    with torch.device("cpu"), pytest.raises(NotPrecompiled, match="a torch function mode"):
+        train(model, precompiled=saved[0])
+    with pytest.raises(NotPrecompiled, match=r"cannot be read: .*No such file"):
+        train(model, precompiled=saved[0].parent / "no.zip")
+    with pytest.raises(BackendCompilerFailed, match=r"options\['precompiled'\] must be the path of a file"):
+        train(model, precompiled=True)
 
 
 def test_says_what_is_around(saved: tuple[Path, str], elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_compile import fsdp_backend, fully_shard
-from fsdp_compile.compiler import cache_folder, frame_cache, stored_graph
+from fsdp_compile.compiler import cache_folder, stored_graph, surroundings
 from fsdp_compile.debug import capture
 from tests.common import models
 from tests.common.distributed import RankPools, fake_group
@@ -240,7 +240,7 @@ def _of_torch(patch: pytest.MonkeyPatch) -> None:
         "default": lambda patch: patch.setattr(Model.forward, "__defaults__", (2.0,)),
         "environment": lambda patch: patch.setenv("FSDP_COMPILE_TEST_FACTOR", "3"),
         "version": lambda patch: patch.setattr(torch, "__version__", torch.__version__ + ".other"),
-        "library": lambda patch: patch.setattr(frame_cache, "configuration", lambda: "other"),
+        "library": lambda patch: patch.setattr(surroundings, "configuration", lambda: "other"),
         "attention": lambda patch: patch.setattr(torch.backends.cuda, "math_sdp_enabled", lambda: False),
         "default dtype": lambda patch: torch.set_default_dtype(torch.float64),
         "threads": lambda patch: torch.set_num_threads(torch.get_num_threads() + 1),

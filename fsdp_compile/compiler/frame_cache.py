@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from passes.fx import frames
 from passes.fx.shape_env import facts as conditions_of
 from passes.fx.shape_env import suppose, values_of
-from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import tracing
 from passes.fx.torch_internals.dynamo import (
     SerializedCode,
@@ -52,7 +51,7 @@ from .stored_frame import (
     store_frame,
 )
 from .stored_graph import can_store
-from .surroundings import surroundings
+from .surroundings import caches_are_on, surroundings
 
 logger = logging.getLogger(__name__)
 
@@ -162,9 +161,7 @@ def _options_of(compiler_fn: Any) -> Options | None:
 
 def _uses_caches() -> bool:
     """Return whether torch's caches are on, and Inductor runs no pass of the user."""
-    are_on = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
-    is_off = inductor_config.force_disable_caches or any(getattr(inductor_config, name) for name in _USERS_PASSES)
-    return can_store() and are_on and not is_off
+    return can_store() and caches_are_on() and not any(getattr(inductor_config, name) for name in _USERS_PASSES)
 
 
 class _Differs(Exception):

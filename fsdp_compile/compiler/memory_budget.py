@@ -48,6 +48,8 @@ from .calls import UnitFacts, other_bytes
 from .capture import observer, record_choice, snapshot
 from .dynamic_sizes import DynamicSizes
 from .optimizer_state import Optimizer
+from .stored_trials import load_trials, store_trials, trials_key
+from .surroundings import caches_are_on, surroundings
 
 if TYPE_CHECKING:
     from .options import Options
@@ -128,6 +130,8 @@ class StepBudget:
         self._node_groups = {mesh.shard_group: mesh.post_forward_group(size, connects=False) for mesh, size in self._nodes}
         self._hardware = hardware
         self._fuses = fuses
+        # While the graph is compiled, AOTAutograd's cache is off, and Inductor's configuration holds this object.
+        self._surroundings = surroundings() if caches_are_on() else None
         self._sizes: DynamicSizes | None = None
         self._forward: _Figures | None = None
 
@@ -159,17 +163,18 @@ class StepBudget:
         def partitioned(policy: StepPolicy) -> tuple[GraphModule, GraphModule]:
             return self._partition(snapshot(joint), inputs, policy, **kwargs)
 
-        def attempt(policy: StepPolicy) -> Trial:
+        def schedule_step(policy: StepPolicy) -> tuple[Trial, list[tuple[Graph, Interface]]]:
             forward, backward = map(snapshot, partitioned(policy.without_host()))
             saved = offload_saved(forward.graph, backward.graph, outputs, policy.waits)
             scheduled = [schedule(forward, False), schedule(backward, True)]
             with sizes.counted():
                 time = sum(graph_time(graph, self._hardware) for graph, _ in scheduled)
                 can_wait = [Activation(region, at, node.name, int(num_bytes(node.meta["val"]))) for node, region, at in saved]
-                return Trial(policy, self._peak(scheduled), time, self._host_bytes(scheduled), tuple(can_wait))
+                trial = Trial(policy, self._peak(scheduled), time, self._host_bytes(scheduled), tuple(can_wait))
+            return trial, scheduled
 
         with replaying_traces():
-            trials = search(choices, attempt)
+            trials = self._trials(joint.graph, choices, schedule_step)
         choice = self._choice = Choice.of(trials, self.limit)
         record_choice(choice)
         self._chosen_for = self._state
@@ -187,6 +192,31 @@ class StepBudget:
                 lambda: self._peak(scheduled) <= self.limit and not (waits and self._host_bytes(scheduled) > self._host_limit)
             )
         return forward, backward
+
+    def _trials(
+        self,
+        joint: Graph,
+        choices: OpenChoices,
+        schedule_step: Callable[[StepPolicy], tuple[Trial, Sequence[tuple[Graph, Interface]]]],
+    ) -> Sequence[Trial]:
+        """Return the trials of the search, which another process may have stored.
+
+        Args:
+            joint: the joint graph.
+            choices: the open choices.
+            schedule_step: returns the trial of a policy, and the scheduled graphs.
+        """
+        assert self._sizes is not None
+        first, scheduled = schedule_step(choices.grid()[0])
+        parts = choices, first, self._hardware, self._fuses, sorted(self._node_groups.items()), self._surroundings
+        can_store = self._surroundings is not None and not self._sizes.values
+        key = trials_key([joint, *(graph for graph, _ in scheduled)], parts) if can_store else ""
+        trials = load_trials(key) if key else []
+        if not trials:
+            trials = search(choices, lambda policy: first if policy == first.policy else schedule_step(policy)[0])
+            if key:
+                store_trials(key, trials)
+        return trials
 
     def _partition(
         self, joint: GraphModule, inputs: Sequence[Any], policy: StepPolicy, *, is_final: bool = False, **kwargs: Any

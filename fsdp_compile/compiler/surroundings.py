@@ -35,6 +35,12 @@ def surroundings() -> dict[str, str]:
     }
 
 
+def caches_are_on() -> bool:
+    """Return whether the user lets torch store what is compiled."""
+    are_on = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
+    return are_on and not inductor_config.force_disable_caches
+
+
 def _settings_of_backends() -> list[Any]:
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()

@@ -5,25 +5,29 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compile import FSDPModule, fsdp_backend, fully_shard
+from fsdp_compile.compiler import memory_budget
 from fsdp_compile.compiler.options import Options
 from fsdp_compile.debug import Capture, capture
 from fsdp_compile.explain import Report, explain
-from passes.auto.memory_budget import Choice
+from passes.auto.memory_budget import Choice, graph_peak
 from passes.auto.step_policy import RECOMPUTE_CHEAP, SAVE, StepPolicy, Trial
 from passes.ir.work import Role, bucket, role
 from tests.common import models
 from tests.common.distributed import RankPools
 from tests.common.parity import Case, Run, compare, regression_batch, train_reference, train_sharded
+from tests.common.stored_graphs import storing
 
 _LARGE = 1 << 40
 _EAGER: dict[str, Any] = {"lowering": "aot_eager"}
@@ -230,6 +234,29 @@ class TestOneProcess:
         _, captured = train(model, "1TB")
         assert any("rng_state" in node.name for node in captured.backward[0].graph_module.graph.nodes)
         assert len(captured.choices[0].trials) > 1
+
+    def test_the_next_process_does_not_search(self) -> None:
+        def compiled(budget: int = _LARGE, flags: Any = None) -> tuple[int, Choice, list[str]]:
+            """Return the number of policies that were tried, the choice, and the code of the graphs."""
+            torch._dynamo.reset()
+            with mock.patch.object(memory_budget, "graph_peak", wraps=graph_peak) as counted:
+                _, captured = train(sharded(1, flags), budget)
+            code = [graph.graph_module.code for graph in (*captured.forward, *captured.backward)]
+            return counted.call_count // 2, captured.choices[0], code
+
+        with storing():
+            tried, choice, code = compiled()
+            again = compiled()
+            assert again == (again[0], choice, code) and again[0] < tried / 2
+            # Trials do not depend on the budget.
+            lower = min(trial.peak_bytes for trial in choice.trials)
+            count, other, _ = compiled(lower)
+            assert count < tried / 2 and other.chosen.peak_bytes == lower and other.trials == choice.trials
+            assert compiled(flags={"blocks.0": True})[0] > 2 * again[0]
+            for path in Path(cache_dir()).glob("fsdp_compile/trials/*"):
+                path.write_bytes(b"damaged")
+            assert compiled() == (tried, choice, code)
+        assert compiled() == (tried, choice, code)
 
     @pytest.mark.night
     def test_a_large_budget_keeps_all_and_recomputes_nothing(self) -> None:

@@ -113,7 +113,7 @@ def collectives(profile: torch.autograd.profiler.profile) -> list[int]:
     Over Gloo, a reduce-scatter is an exchange of pieces, which each rank sums.
     """
     count = {event.key: event.count for event in profile.key_averages()}
-    return [count.get(name, 0) for name in ("fsdp_compile::all_gather", "fsdp_compile::all_to_all", "c10d::allreduce_")]
+    return [count.get(name, 0) for name in ("fsdp_compile::all_gather", "fsdp_compile::all_to_all", "fsdp_compile::all_reduce")]
 
 
 def live_bytes(model: Any) -> int:

@@ -21,6 +21,7 @@ from .optim.clip import clip_grad_norm_
 from .optim.clip_and_step import clip_and_step
 from .optim.flat_optimizer import flat_optimizer
 from .optim.in_backward import optimizer_in_backward
+from .optim.matrix_optimizer import MatrixOptimizer, MatrixShard
 from .optim.offload import offload_optimizer
 from .precompiled import load_precompiled, precompile, save_precompiled
 from .runtime.agreement import RankFailed, RanksDisagree
@@ -33,6 +34,8 @@ __all__ = [
     "GatherPolicy",
     "GradientReductionHandle",
     "HookNotTraceable",
+    "MatrixOptimizer",
+    "MatrixShard",
     "MixedPrecisionPolicy",
     "NotPrecompiled",
     "OffloadPolicy",

@@ -6,7 +6,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,6 +18,7 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -30,8 +31,10 @@ from passes.fx.torch_internals.objects import is_wrapped_by_scheduler
 from ..units.gradient_buffer import GradientBuffer, join_storages
 from ..units.sharded_param import ShardedParam, params_with_memory
 from .clip import GradientGroups
+from .owned_muon import OwnedMuon
 from .run_list import RunList
 from .runs import Run, States, find_runs, has_plain_shard, in_order
+from .torch_step import step_as, without_hooks
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     Adadelta,
@@ -245,7 +248,7 @@ class FlatOptimizer(Optimizer):
         present = vars(self).get("step")
         if present is not None and not (is_wrapped_by_scheduler(present) and present.__wrapped__ is own):
             return True
-        return _without_hooks(own) is not FlatOptimizer.step
+        return without_hooks(own) is not FlatOptimizer.step
 
     def _gather_in_buffers(self) -> None:
         """Move shards into one buffer for each dtype and device, and gradients into another."""
@@ -284,29 +287,11 @@ def class_of_torch(optimizer: FlatOptimizer) -> type[Optimizer]:
 
 def step_of_torch(optimizer: FlatOptimizer) -> Callable[[Optimizer], Any]:
     """Return ``step`` of the torch class without hooks. Hooks have run already, with the parameters instead of runs."""
-    return _without_hooks(class_of_torch(optimizer).step)
-
-
-def _without_hooks(step: Any) -> Callable[[Optimizer], Any]:
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step  # type: ignore[no-any-return]
-
-
-def step_as(
-    optimizer: FlatOptimizer, step: Callable[[Optimizer], Any], groups: list[dict[str, Any]], kept: defaultdict[Any, Any]
-) -> None:
-    """Run ``step`` on ``groups`` with the state ``kept``, instead of the optimizer's own groups and state."""
-    attributes = vars(optimizer)
-    own = {name: attributes[name] for name in ("param_groups", "state")} | {"_state_is_lent": optimizer._state_is_lent}
-    attributes |= {"param_groups": groups, "state": kept}
-    try:
-        step(optimizer)
-    finally:
-        attributes |= own
+    return without_hooks(class_of_torch(optimizer).step)
 
 
 # The classes are attributes of this module, so that optimizers can be pickled.
+FlatMuon = type("FlatMuon", (OwnedMuon, Muon), {"__module__": __name__, "__doc__": Muon.__doc__})
 _FLAT: dict[type[Optimizer], type[Optimizer]] = {}
 for _class in ELEMENTWISE:
     _name = f"Flat{_class.__name__}"
@@ -328,7 +313,7 @@ def check_elementwise(optimizer_class: type[Optimizer], function: str) -> None:
 
 
 def flat_optimizer(optimizer_class: type[Optimizer], params: Any, *, one_buffer: bool = False, **options: Any) -> Optimizer:
-    """Make one of torch's elementwise optimizers with a step over runs of flat storage, instead of parameters one by one.
+    """Make one of torch's optimizers with a step over runs of flat storage, or over whole matrices on their owners.
 
     The result is an instance of a subclass of ``optimizer_class``. Its groups hold the parameters, and its state has DTensors
     for each. Schedulers, hooks, ``GradScaler`` and state dicts work as with torch's optimizer, and values are the same, element
@@ -338,9 +323,11 @@ def flat_optimizer(optimizer_class: type[Optimizer], params: Any, *, one_buffer:
     During a step, gradients that do not lie in storage order have a copy that does. Such gradients were replaced, or several
     collectives have reduced the gradients of their unit.
 
+    ``torch.optim.Muon`` has no runs: :mod:`fsdp_compile.optim.owned_muon` says what its step does.
+
     Args:
         optimizer_class: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``NAdam``, ``RAdam``, ``Adamax``, ``Adadelta``, ``Adagrad``,
-            ``RMSprop`` or ``ASGD``.
+            ``RMSprop``, ``ASGD`` or ``Muon``.
         params: parameters, named parameters or groups, as the class takes them.
         one_buffer: keep the shards of all units in one buffer for each dtype and device, and their gradients in another, which
             stays between steps. A model in one group and without padding is then one run. Shards move when the optimizer is
@@ -349,8 +336,13 @@ def flat_optimizer(optimizer_class: type[Optimizer], params: Any, *, one_buffer:
 
     Raises:
         TypeError: ``optimizer_class`` is another class, whose step is not known to be elementwise.
-        ValueError: ``differentiable=True``; an argument that the class refuses.
+        ValueError: ``differentiable=True``; an argument that the class refuses; ``one_buffer`` for Muon, or a parameter for it
+            that is no matrix.
     """
+    if optimizer_class is Muon:
+        if one_buffer:
+            raise ValueError("flat_optimizer(Muon) steps matrices, not runs: leave out one_buffer=True.")
+        return cast("Optimizer", FlatMuon(params, **options))
     check_elementwise(optimizer_class, "flat_optimizer")
     make: Any = _FLAT[optimizer_class]
     optimizer: FlatOptimizer = make(params, **options)

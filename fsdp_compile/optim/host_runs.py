@@ -17,8 +17,9 @@ from passes.fx.torch_internals.objects import local_tensor, spec_of
 
 from ..units.param_state import FlatSlice, is_laid_out_alike, noted_slice
 from ..units.sharded_param import ShardedParam
-from .flat_optimizer import FlatOptimizer, step_as
+from .flat_optimizer import FlatOptimizer
 from .runs import Run, States
+from .torch_step import step_as
 
 HOST = torch.device("cpu")
 

@@ -21,9 +21,10 @@ from passes.collectives.host_copies import copies_to
 from passes.fx.torch_internals.objects import as_local
 
 from ..units.sharded_param import ShardedParam, params_with_memory
-from .flat_optimizer import ELEMENTWISE, FlatOptimizer, StepPlan, check_elementwise, class_of_torch, step_as, step_of_torch
+from .flat_optimizer import ELEMENTWISE, FlatOptimizer, StepPlan, check_elementwise, class_of_torch, step_of_torch
 from .host_runs import HOST, HostBucket, HostRun, Part
 from .runs import has_plain_shard
+from .torch_step import step_as
 
 #: For each class, the number of state tensors of a parameter's size that it keeps, by the settings of the group.
 _KEPT: Mapping[type[Optimizer], Callable[[Mapping[str, Any]], int]] = {

@@ -798,7 +798,6 @@ class _Own(torch.optim.AdamW):
     ("kind", "reason"),
     [
         (torch.optim.Adafactor, "rows and columns"),
-        (torch.optim.Muon, "each matrix as a whole"),
         (torch.optim.LBFGS, "inner products"),
         (torch.optim.SparseAdam, "sparse gradients"),
         (torch.optim.Rprop, "no DTensors"),

@@ -1,0 +1,132 @@
+"""Owners of matrices: ranks that get whole matrices, of which each rank has a shard.
+
+An optimizer that needs a matrix as a whole would gather it on all ranks, each of which would do the same work. Instead each
+matrix has an owner among the ranks that shard it. One collective takes the shards of many matrices to their owners, and another
+takes the results back (*owners* as in MatrixFSDP and torchtitan's DistMuon).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Matrix(NamedTuple):
+    """A matrix that ranks share.
+
+    Attributes:
+        shape: the shape of the whole matrix.
+        dim: the dimension along which it is cut, as ``torch.chunk`` cuts it.
+        owner: the index of its owner in the group.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    owner: int
+
+    def rows(self, num_ranks: int) -> list[int]:
+        """Return the size of each rank's shard along :attr:`dim`."""
+        size = self.shape[self.dim]
+        each = -(-size // num_ranks)
+        return [max(0, min(each, size - each * rank)) for rank in range(num_ranks)]
+
+    def shard_shape(self, rows: int) -> list[int]:
+        """Return the shape of a shard with ``rows`` indices along :attr:`dim`."""
+        return [rows if dim == self.dim else size for dim, size in enumerate(self.shape)]
+
+
+def choose_owners(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """Choose a rank for each matrix: the most costly first, each for the rank with the least to do. Equal on all ranks."""
+    ranks = [(0.0, rank) for rank in range(num_ranks)]
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        load, owners[index] = heapq.heappop(ranks)
+        heapq.heappush(ranks, (load + costs[index], owners[index]))
+    return owners
+
+
+class Exchange:
+    """The exchange of some matrices between shards and owners, with one collective in each direction.
+
+    Args:
+        matrices: the matrices.
+        group: the ranks that have shards of all of these matrices.
+        dtype, device: of what is sent.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], group: Any, dtype: torch.dtype, device: torch.device):
+        self._matrices, self._group = matrices, group
+        rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        rows = [matrix.rows(self._num_ranks) for matrix in matrices]
+        self.owned = [index for index, matrix in enumerate(matrices) if matrix.owner == rank]
+        by_owner = sorted(range(len(matrices)), key=lambda index: matrices[index].owner)
+        # Shards lie by owner, pieces of owned matrices by rank: each peer's are together.
+        own = [(index, matrices[index].owner, rows[index][rank]) for index in by_owner]
+        others = [(index, peer, rows[index][peer]) for peer in range(self._num_ranks) for index in self.owned]
+        self._shards, shards, self._shard_splits = self._cut(own, rank, dtype, device)
+        self._pieces, pieces, self._piece_splits = self._cut(others, rank, dtype, device)
+        self._shard_of = {index: view for (index, _, _), view in zip(own, shards, strict=True)}
+        self._pieces_of: dict[int, list[Tensor]] = {index: [] for index in self.owned}
+        for (index, _, _), view in zip(others, pieces, strict=True):
+            self._pieces_of[index].append(view)
+        self._work: Any = None
+
+    def _cut(
+        self, parts: Sequence[tuple[int, int, int]], rank: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, list[Tensor], list[int]]:
+        """Make a buffer for parts of matrices.
+
+        Args:
+            parts: for each part, the index of its matrix, the peer that it is exchanged with, and its indices along the cut.
+            rank: this rank, which sends itself an element of padding: Gloo refuses buffers without elements.
+            dtype, device: of the buffer.
+
+        Returns:
+            The buffer, a view for each part, and the number of elements for each peer.
+        """
+        shapes = [self._matrices[index].shard_shape(rows) for index, _, rows in parts]
+        splits = [int(peer == rank) for peer in range(self._num_ranks)]
+        offsets = []
+        for (_, peer, _), shape in zip(parts, shapes, strict=True):
+            offsets.append(sum(splits[: peer + 1]) - int(peer == rank))
+            splits[peer] += math.prod(shape)
+        buffer = torch.zeros(sum(splits), dtype=dtype, device=device)
+        views = [buffer.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in zip(offsets, shapes, strict=True)]
+        return buffer, views, splits
+
+    def send_shards(self, shards: Sequence[Tensor]) -> None:
+        """Send the shards of this rank, one of each matrix, to the owners. They are copied."""
+        for index, shard in enumerate(shards):
+            self._shard_of[index].copy_(shard)
+        self._start(self._pieces, self._shards, self._piece_splits, self._shard_splits)
+
+    def whole_matrices(self) -> Iterator[tuple[int, Tensor]]:
+        """Wait for the shards, and yield the index and a new tensor for each matrix that this rank owns."""
+        self._finish()
+        for index in self.owned:
+            yield index, torch.cat(self._pieces_of[index], self._matrices[index].dim)
+
+    def send_results(self, results: Mapping[int, Tensor]) -> None:
+        """Send a result of its shape for each owned matrix to the ranks, by the matrix' index. They are copied."""
+        for index, pieces in self._pieces_of.items():
+            dim = self._matrices[index].dim
+            for piece, result in zip(pieces, results[index].split([piece.size(dim) for piece in pieces], dim), strict=True):
+                piece.copy_(result)
+        self._start(self._shards, self._pieces, self._shard_splits, self._piece_splits)
+
+    def result_shards(self) -> list[Tensor]:
+        """Wait for the results, and return this rank's shard of each."""
+        self._finish()
+        return [self._shard_of[index] for index in range(len(self._matrices))]
+
+    def _start(self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]) -> None:
+        self._work = dist.all_to_all_single(received, sent, received_splits, sent_splits, group=self._group, async_op=True)
+
+    def _finish(self) -> None:
+        self._work.wait()

@@ -81,7 +81,7 @@ REACH_SOME_EXPERTS = ["SwitchTransformers", "Jamba"]
 TRACED_AGAIN = {
     **dict.fromkeys(["GPT2", "SwitchTransformers", "Wav2Vec2Conformer", "Segformer"], "graph breaks"),
     **dict.fromkeys(["GPTJ", "Bloom", "Mpt", "Phimoe", "ConvBert"], "an autograd.Function"),
-    **dict.fromkeys(["Mamba", "Mamba2"], "torch.compiler.assume_constant_result"),
+    **dict.fromkeys(["Mamba", "Mamba2", "FalconMamba", "Jamba"], "torch.compiler.assume_constant_result"),
 }
 
 

@@ -34,7 +34,7 @@ from .clip import GradientGroups
 from .owned_muon import OwnedMuon
 from .run_list import RunList
 from .runs import Run, States, find_runs, has_plain_shard, in_order
-from .torch_step import step_as, without_hooks
+from .torch_step import step_after, step_as, without_hooks
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     Adadelta,
@@ -181,15 +181,7 @@ class FlatOptimizer(Optimizer):
         Args:
             closure: computes gradients and returns a loss, which is returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if torch.compiler.is_dynamo_compiling():
-            torch.compiler.disable(self._step_runs)()
-        else:
-            self._step_runs()
-        return loss
+        return step_after(closure, self._step_runs)
 
     @torch.no_grad()
     def _step_runs(self) -> None:

@@ -20,6 +20,7 @@ from passes.fx.torch_internals.objects import as_local, local_tensor
 
 from ..units.sharded_param import params_with_memory
 from .owners import Exchange, Matrix, choose_owners
+from .torch_step import step_after
 
 # Matrices are exchanged together up to so many bytes on each rank, so that owners begin before all has arrived.
 _BUCKET_BYTES = 32 << 20
@@ -123,15 +124,7 @@ class MatrixOptimizer(Optimizer):
         Raises:
             ValueError: a parameter or its gradient is sharded in another way than along one dimension.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if torch.compiler.is_dynamo_compiling():
-            torch.compiler.disable(self._step_matrices)()
-        else:
-            self._step_matrices()
-        return loss
+        return step_after(closure, self._step_matrices)
 
     @torch.no_grad()
     def _step_matrices(self) -> None:

@@ -91,13 +91,15 @@ class Exchange:
             The buffer, a view for each part, and the number of elements for each peer.
         """
         shapes = [self._matrices[index].shard_shape(rows) for index, _, rows in parts]
+        numels = list(map(math.prod, shapes))
         splits = [int(peer == rank) for peer in range(self._num_ranks)]
-        offsets = []
-        for (_, peer, _), shape in zip(parts, shapes, strict=True):
-            offsets.append(sum(splits[: peer + 1]) - int(peer == rank))
-            splits[peer] += math.prod(shape)
-        buffer = torch.zeros(sum(splits), dtype=dtype, device=device)
-        views = [buffer.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in zip(offsets, shapes, strict=True)]
+        buffer = torch.zeros(sum(numels) + 1, dtype=dtype, device=device)
+        views, offset = [], 0
+        for (_, peer, _), shape, numel in zip(parts, shapes, numels, strict=True):
+            # The padding ends this rank's own section.
+            views.append(buffer.narrow(0, offset + int(peer > rank), numel).view(shape))
+            splits[peer] += numel
+            offset += numel
         return buffer, views, splits
 
     def send_shards(self, shards: Sequence[Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 # A flat optimizer has the last one, too: it tells whether others may hold the state.
@@ -16,6 +17,19 @@ def without_hooks(step: Any) -> Callable[[Optimizer], Any]:
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
+
+
+def step_after(closure: Callable[[], Any] | None, step: Callable[[], None]) -> Any:
+    """Step, uncompiled, after the closure of ``Optimizer.step``, and return the closure's loss."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    if torch.compiler.is_dynamo_compiling():
+        torch.compiler.disable(step)()
+    else:
+        step()
+    return loss
 
 
 def step_as(

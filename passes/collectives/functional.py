@@ -149,8 +149,8 @@ def start_reduce_scatter(
     if hook is not None:
         return apply_in_place_hook(hook, flat) if in_place else apply_reduce_hook(hook, flat, world_size)
     if not op:
-        # Without the copy, the result could share memory with the gradient, which may have other readers.
-        return flat.clone()
+        # A single gradient may have other readers, and the result would share its memory.
+        return flat.clone() if len(grads) == 1 else flat
     if exchanges(group, flat.device):
         assert op == "sum"
         pieces = [flat.numel() // world_size] * world_size
@@ -260,7 +260,7 @@ def start_all_reduce(
     flat = finish_reduce_scatter(scattered, factors, partial, group=group, in_flight=in_flight)
     if hook is not None:
         return apply_in_place_hook(hook, flat)
-    return _c10d.all_reduce(flat, op, replicate_group)
+    return _c10d.all_reduce_(flat, op, replicate_group)
 
 
 def all_reduce_by_stateful_hook(

@@ -6,7 +6,7 @@ After:  for each bucket (unit, dtypes and groups), as its :class:`~passes.ir.red
 - ``Sync.NONE``: the full gradients are outputs, or are added in place to those of earlier microbatches. No communication.
 - ``Sync.SCATTER``: one ``reduce_scatter_tensor`` just after the bucket's last gradient, of the sum with earlier full
   gradients. Its flat shard is an output, or is added in place to the earlier partial result.
-- ``Sync.ALL``: the same; then with replicas (HSDP) one ``all_reduce`` of the sum with the earlier partial result. The flat
+- ``Sync.ALL``: the same; then with replicas (HSDP) one ``all_reduce_`` of the sum with the earlier partial result. The flat
   shard of averaged gradients, in ``grad_dtype``, is an output, or is added in place to ``param.grad``.
   If the plan updates parameters (:mod:`passes.ir.update`), an existing ``param.grad`` is added to the flat shard instead. Then
   one kernel for each run of neighbours in flat storage updates parameters and optimizer state in place. No gradient is stored.
@@ -32,7 +32,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..collectives.divide_factors import factor_dtype
-from ..collectives.functional import hook_parameters, replica_parameters
+from ..collectives.functional import group_size, hook_parameters, replica_parameters
 from ..collectives.stateful_hook import OVER_REPLICAS, HookParameter, StatefulHook, tensors_of_hook
 from ..fx.emit import emit
 from ..fx.graph import is_collective, last_element, memory_of, viewed
@@ -172,10 +172,11 @@ class _ReductionWriter:
 
     def _reduce(self) -> None:
         spec, reduction = self.specs[0], self.reduction
+        group = reduction.group or spec.group
         found = stages(
             reduction,
             dims=[spec.dim for spec in self.specs],
-            group=reduction.group or spec.group,
+            group="" if group_size(group) == 1 else group,
             replicate_group=spec.replicate_group,
             grad_dtype=spec.grad_dtype or self.like.dtype,
             numels=self._numels(),

@@ -14,7 +14,7 @@ from .api.module import FSDPModule, register_fsdp_forward_method
 from .api.partial_offload import PartialCPUOffloadPolicy
 from .api.patch_fsdp2 import patch_fsdp2
 from .api.schedule_controls import share_comm_ctx
-from .api.sharding import fully_shard, sync_module_states
+from .api.sharding import fully_shard, replicate, sync_module_states
 from .compiler.backend import fsdp_backend
 from .compiler.precompiled_file import NotPrecompiled
 from .optim.clip import clip_grad_norm_
@@ -56,6 +56,7 @@ __all__ = [
     "patch_fsdp2",
     "precompile",
     "register_fsdp_forward_method",
+    "replicate",
     "save_precompiled",
     "share_comm_ctx",
     "sync_module_states",

@@ -40,12 +40,13 @@ class Link:
 
 
 @contextlib.contextmanager
-def make_link(rate: str, ranks: int = 2) -> Iterator[Link]:
+def make_link(rate: str, ranks: int = 2, within: str = LOOPBACK) -> Iterator[Link]:
     """Link two halves of the ranks while the block runs.
 
     Args:
         rate: of the link in each direction, in tc's notation (``2gbit``, ``500mbit``); or ``loopback``, without namespaces.
         ranks: the number of ranks.
+        within: the rate between ranks of one half, for all of them and both directions together.
 
     Raises:
         LinkError: the rate is malformed, or this machine cannot make network namespaces. They need root, ``ip`` and ``tc``.
@@ -53,7 +54,8 @@ def make_link(rate: str, ranks: int = 2) -> Iterator[Link]:
     if rate == LOOPBACK:
         yield Link("lo")
         return
-    _check(rate)
+    for each in {rate, within} - {LOOPBACK}:
+        _check(each)
     name = f"fsdp-{secrets.token_hex(4)}"
     link = Link("veth0", (f"{name}-0", f"{name}-1"), ranks)
     made = []
@@ -67,8 +69,10 @@ def make_link(rate: str, ranks: int = 2) -> Iterator[Link]:
             _run(*inside, "addr", "add", f"10.0.0.{index + 1}/24", "dev", "veth0")
             _run(*inside, "link", "set", "veth0", "up")
             _run(*inside, "link", "set", "lo", "up")
-            shape = f"qdisc add dev veth0 root tbf rate {rate} burst 256kb latency 100ms"
-            _run("tc", "-n", namespace, *shape.split())
+            for device, limit in (("veth0", rate), ("lo", within)):
+                if limit != LOOPBACK:
+                    shape = f"qdisc add dev {device} root tbf rate {limit} burst 256kb latency 100ms"
+                    _run("tc", "-n", namespace, *shape.split())
         yield link
     finally:
         for namespace in made:

@@ -112,7 +112,9 @@ def run_ranks(
     count = count or world_size(args.group)
     # Without this, a termination signal would leave ranks and network namespaces behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    with tempfile.TemporaryDirectory() as scratch, make_link(args.link, count) as link:
+    # Of scripts with nodes of several ranks.
+    within = getattr(args, "link_within", LOOPBACK)
+    with tempfile.TemporaryDirectory() as scratch, make_link(args.link, count, within) as link:
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(count):

@@ -121,6 +121,7 @@ class Setting:
         reshard_after_forward: for our systems; None: True for all units but the root.
         memory_limit: for ``ours-auto``, in bytes; None: no limit.
         options: further options of ``fsdp_backend``, for our systems.
+        placement: for our systems; None: that of ``fully_shard``.
     """
 
     size: Recipe
@@ -133,6 +134,7 @@ class Setting:
     reshard_after_forward: bool | None = None
     memory_limit: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    placement: str | None = None
 
 
 def _unsharded(setting: Setting) -> System:
@@ -180,7 +182,7 @@ def _ours(
     model: Any = setting.size.build(setting.device)
     model.blocks = nn.ModuleList(map(wrap, model.blocks))
     sharding = {"mesh": setting.mesh, "mp_policy": setting.policy, "reshard_after_forward": setting.reshard_after_forward}
-    shard_blocks(model, fully_shard, **sharding)
+    shard_blocks(model, fully_shard, **sharding, placement=setting.placement)
     options = {"lowering": setting.lowering, **setting.options, **options}
     forward = torch.compile(model, backend=fsdp_backend, options=options) if compiled else model
     return System(model, forward, _sync_flags(model, setting.accumulation))

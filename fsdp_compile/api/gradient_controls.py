@@ -17,6 +17,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from passes.collectives.functional import group_size
 from passes.collectives.stateful_hook import HookParameter, StatefulHook
 from passes.collectives.traced_hook import apply_in_place_hook, draws_random_numbers
 from passes.fx.torch_internals.core import FakeTensorMode
@@ -65,8 +66,10 @@ class GradientControls(Controls):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is that of the last microbatch, for the whole model.
 
-        An optimizer in backward (:func:`~fsdp_compile.optimizer_in_backward`) may update only in the last one. Reductions do
-        not depend on it: in FSDP2 the last backward waits for reductions of earlier ones, here every backward finishes its own.
+        An optimizer in backward (:func:`~fsdp_compile.optimizer_in_backward`) may update only in the last one. With the
+        placement "zero1", gradients are reduced in the last one only; with "hybrid", they are reduced over nodes there. Other
+        reductions do not depend on it: in FSDP2 the last backward waits for those of earlier ones, here every backward finishes
+        its own.
         """
         self._fsdp_unit.scope.is_last_backward = is_last_backward
 
@@ -198,6 +201,8 @@ class GradientControls(Controls):
             ValueError: the hook reduces in place, and a unit is sharded over several ranks; the hook is over replicas, and a
                 unit has none; a unit has a hook of the kind already; or ``over`` is another text.
             HookNotTraceable: the hook cannot be traced; the message says why.
+            NotImplementedError: a unit has the placement "hybrid", and the hook has tensors or random numbers, or is over
+                replicas.
 
         Nothing is registered unless all units can take the hook. Source: ``FullyShardedDataParallel.register_comm_hook``.
         """
@@ -210,7 +215,11 @@ class GradientControls(Controls):
             return
         for unit in units:
             _check_comm_hook(unit, bound)
+        if bound.init is not None or bound.reduce is None:
+            _refuse_hybrid(units, f"{bound.name} has tensors of its own, or reduces over all replicas")
         reduce = _traceable(bound, units)
+        if isinstance(reduce, StatefulHook):
+            _refuse_hybrid(units, f"{bound.name} has random numbers of its own")
         for unit in units:
             unit.flags.comm_hook = reduce
             unit.flags.comm_hook_in_place = bound.reduce is None
@@ -322,12 +331,21 @@ def _check_comm_hook(unit: Unit, hook: BoundHook) -> None:
     where = unit.name or "the root"
     if unit.flags.comm_hook is not None:
         raise ValueError(f"{where} has a communication hook already. Register one hook, once.")
-    world_size = max(mesh.shard_size for mesh in unit.meshes)
+    world_size = max(group_size(mesh.scatter_group) for mesh in unit.meshes)
     if hook.reduce is None and world_size > 1:
         raise ValueError(
             f"{hook.name}(state, grad) reduces in place, but {where} is sharded over {world_size} ranks. Register a hook that "
             "takes (state, grad, output) and writes this rank's shard to output."
         )
+
+
+def _refuse_hybrid(units: list[Unit], reason: str) -> None:
+    for unit in units:
+        if any(mesh.node_group for mesh in unit.meshes):
+            raise NotImplementedError(
+                f"{unit.name or 'The root'} is sharded over replicas, too (placement='hybrid'), and {reason}. Use "
+                "placement='hsdp', or a hook (state, grad, output) that sends plain numbers within the node."
+            )
 
 
 def _register_over_replicas(hook: BoundHook, units: list[Unit]) -> None:
@@ -337,6 +355,7 @@ def _register_over_replicas(hook: BoundHook, units: list[Unit]) -> None:
         where = unit.name or "the root"
         if unit.flags.replica_hook is not None:
             raise ValueError(f"{where} has a communication hook over replicas already. Register one hook, once.")
+        _refuse_hybrid([unit], f"{hook.name} gives each replica all of a shard")
         if not all(mesh.replicate_group for mesh in unit.meshes):
             raise ValueError(
                 f"{where} has no replicas for {hook.name} to reduce over: shard it on a 2-D mesh (replicate, shard)."
@@ -361,7 +380,7 @@ def _traceable(hook: BoundHook, units: list[Unit]) -> Callable[..., None] | Stat
         return _trace_stateful(hook.reduce, hook.init, units)
     draws = False
     for unit in units:
-        world_size = max(mesh.shard_size for mesh in unit.meshes)
+        world_size = max(group_size(mesh.scatter_group) for mesh in unit.meshes)
         for like in _examples(unit):
             if hook.reduce is None:
                 assert hook.in_place is not None

@@ -128,7 +128,7 @@ class ScheduleControls(Controls):
         """
         for unit in self._units(recurse):
             meshes = unit.meshes if enable else ()
-            unit.flags.reduce_scatter_groups = {mesh.shard_group: mesh.reduce_scatter_group() for mesh in meshes}
+            unit.flags.reduce_scatter_groups = {mesh.scatter_group: mesh.reduce_scatter_group() for mesh in meshes}
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reduce-scatters may be in flight, each holding its unit's whole gradient.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -44,6 +44,7 @@ from .module import (
 )
 from .parameters import ShardedParameters, replace_functions, sharded_params_of
 from .partial_offload import PartialCPUOffloadPolicy, UnshardedParam
+from .placement import Placement
 
 M = TypeVar("M", bound=nn.Module)
 # Its result may be torch's ShardPlacementResult, which torch 2.11 lacks.
@@ -62,6 +63,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object | None = None,
     gather_policy: GatherPolicy | None = None,
+    placement: str | Mapping[str, str] | None = None,
 ) -> M: ...
 
 
@@ -77,6 +79,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object | None = None,
     gather_policy: GatherPolicy | None = None,
+    placement: str | Mapping[str, str] | None = None,
 ) -> list[nn.Module]: ...
 
 
@@ -91,6 +94,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object | None = None,
     gather_policy: GatherPolicy | None = None,
+    placement: str | Mapping[str, str] | None = None,
 ) -> Any:
     """Shard a module's parameters over a mesh, in place.
 
@@ -119,6 +123,9 @@ def fully_shard(
             dimensions to shard over, and to have replicas on. Parameters must be replicated there. In a forward they are
             DTensors on ``mesh`` again. Their gradients, which are sums over it, are divided by the number of these ranks.
         gather_policy: send parameters in a byte for each element (docs/low-precision.md); FSDP2 has no such argument.
+        placement: what the ranks of each mesh dimension cut among them: "zero1", "zero2", "zero3", "hsdp", "hybrid", "ddp", or
+            a level for each dimension by name (docs/placement.md). None: parameters, gradients and optimizer states, over the
+            last dimension. FSDP2 has no such argument.
 
     Returns:
         ``module``. Its class is now ``FSDP<Class>``, a subclass of its own class and of :class:`FSDPModule`.
@@ -134,8 +141,16 @@ def fully_shard(
         raise TypeError(f"fully_shard(gather_policy=...) takes a GatherPolicy, not {gather_policy!r}.")
     ignored = _check_ignored(ignored_params)
     found = _collect_parameters(modules, ignored)
-    sharding_mesh = ShardingMesh.of(mesh if dp_mesh_dims is None else _mesh_of_dims(mesh, dp_mesh_dims))
+    over = mesh if dp_mesh_dims is None else _mesh_of_dims(mesh, dp_mesh_dims)
+    if placement is not None and dp_mesh_dims is not None:
+        raise NotImplementedError(f"fully_shard(placement={placement!r}) beside dp_mesh_dims, which places parameters, too.")
+    placed = None if placement is None else Placement.of(placement, over, reshard_after_forward)
+    sharding_mesh = ShardingMesh.of(over) if placed is None else placed.sharding_mesh(over)
     cuts = _cuts(found, sharding_mesh, shard_placement_fn, dp_mesh_dims, mp_policy)
+    if placed is not None:
+        cuts = _cuts_of_placement(found, cuts, placed, offload_policy, gather_policy)
+        if reshard_after_forward is None:
+            reshard_after_forward = placed.reshard_after_forward
     if dp_mesh_dims is not None:
         _check_dims(found, cuts, mesh)
     _check_meshes(found, cuts)
@@ -146,6 +161,8 @@ def fully_shard(
     unit = Unit(modules, sharding_mesh, meshes, mp_policy, reshard_after_forward, attach, gather_policy, offload)
     if unit.copies:
         _check_copied(found, cuts, gather_policy)
+    if placed is not None:
+        placed.apply(unit)
     wrappers = [wrapper for wrapper in _as_list(module) if isinstance(wrapper, OptimizedModule)]
     inner = _inside(modules)
     with _all_or_nothing([*modules, *wrappers, *inner], found):
@@ -168,6 +185,35 @@ def fully_shard(
     for param in ignored:
         param._fsdp_ignored = True  # type: ignore[attr-defined]
     return module
+
+
+def replicate(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (as above)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Any:
+    """Keep a module's parameters whole on all ranks, and average their gradients: ``fully_shard`` with the placement "ddp".
+
+    Each call makes a unit, whose gradients are all-reduced together. Parameters are DTensors with the placement Replicate().
+
+    Args:
+        module, mp_policy, offload_policy, ignored_params: as for :func:`fully_shard`.
+        mesh: a 1-D mesh; None: all ranks.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, NotImplementedError: as :func:`fully_shard`.
+
+    Source: torch/distributed/_composable/replicate_with_fsdp.py.
+    """
+    return fully_shard(
+        module, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, ignored_params=ignored_params, placement="ddp"
+    )
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
@@ -267,6 +313,36 @@ def _check_copied(
                 f"Parameter {owners[0][2]} is to be kept on the host (offload_policy=CPUOffloadPolicy()), but {reason}. That "
                 "is not supported together: shard its module without the one or the other."
             )
+
+
+def _cuts_of_placement(
+    found: dict[nn.Parameter, _Owners],
+    cuts: dict[nn.Parameter, ParamSharding],
+    placement: Placement,
+    offload_policy: OffloadPolicy,
+    gather_policy: GatherPolicy | None,
+) -> dict[nn.Parameter, ParamSharding]:
+    """Return how a placement cuts parameters.
+
+    Raises:
+        NotImplementedError: a placement cannot have parameters of this kind.
+    """
+    if placement.is_replicated:
+        return {param: cut._replace(dim=REPLICATED) for param, cut in cuts.items()}
+    for param, owners in found.items() if placement.is_hybrid else ():
+        reasons = {
+            "is on another mesh, by shard_placement_fn": cuts[param].mesh.mesh is not next(iter(cuts.values())).mesh.mesh,
+            "is rounded by a gather_policy": gather_policy is not None,
+            f"is a {type(param).__name__}, which fsdp_pre_all_gather gathers": is_extension(_piece(param)),
+            "is kept on the host (offload_policy)": type(offload_policy) is not OffloadPolicy,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None:
+            raise NotImplementedError(
+                f"Parameter {owners[0][2]} is gathered in two steps (placement={placement.name!r}), but {reason}. That is not "
+                "supported together: use placement='hsdp', or leave the other out."
+            )
+    return cuts
 
 
 def _as_list(module: Any) -> list[Any]:

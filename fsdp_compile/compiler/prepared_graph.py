@@ -308,7 +308,9 @@ def group_names(graph: Graph, others: Mapping[str, str]) -> dict[str, str]:
     specs += [ReduceGrad.of(node) for node in reduce_grads(graph.nodes)]
     for spec in specs:
         names[spec.group] = "shard"
-        names[spec.replicate_group] = "replicate"
+        # Ranks of all nodes shard together, and compare all collectives over the shard group.
+        names[spec.replicate_group] = "nodes" if spec.node_group else "replicate"
+        names[spec.node_group] = "node"
         names[getattr(spec, "post_forward_group", "")] = "post_forward"
     names.pop("", None)
     # Groups of meshes without parameters, such as the mesh of context parallel.

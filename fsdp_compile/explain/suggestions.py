@@ -14,7 +14,7 @@ from passes.models.timeline import simulate
 from .parts import Suggestion
 from .report import Report
 
-_GATHERS = (Role.COPY_TO_DEVICE, Role.START_GATHER, *MAKES_PARAMETERS)
+_GATHERS = (Role.COPY_TO_DEVICE, Role.GATHER_NODE, Role.START_GATHER, *MAKES_PARAMETERS)
 
 
 def suggestion(change: str, report: Report, run: Callable[[], Report]) -> Suggestion:

@@ -342,6 +342,9 @@ def _refusal(param: ShardedParam, updater: OptimizerInBackward) -> str:
         )
     if param.extension is not None:
         return "it is a tensor subclass with an all-gather of its own, which lies in no flat storage. Use torch.optim for it."
+    if param.dim == REPLICATED and param.shape:
+        # Backward reads it where it is stored, perhaps after the update.
+        return "every rank has it whole (placement='ddp'). Use the placement 'zero1', or torch.optim for it."
     if param.dim == REPLICATED:
         return "it is a scalar, which every rank has whole. Make it a tensor with one element, or use torch.optim for it."
     if param.param.is_complex():
@@ -385,7 +388,7 @@ def optimizer_in_backward(optimizer_class: type[Optimizer], params: Any, **optio
     Raises:
         TypeError: ``optimizer_class`` is another class.
         ValueError: one of the excepted options is set; a parameter is on the host or on the meta device, has an all-gather
-            extension, is a scalar or complex, or is updated by another such optimizer; the class refuses an argument.
+            extension, is whole on every rank or complex, or another such optimizer updates it; the class refuses an argument.
     """
     made: Any = _IN_BACKWARD.get(optimizer_class)
     if made is None:

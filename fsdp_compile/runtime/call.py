@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from passes.ir.interface import (
     FullParameter,
     HookTensor,
     InputSlot,
+    NodeShards,
     OptimizerState,
     OutputSlot,
     PartialGradient,
@@ -26,6 +28,7 @@ from passes.ir.interface import (
 from passes.ir.reduction import Reduction, Sync
 from passes.transforms.bucket import Group
 
+from ..units.param_state import FlatSlice, joined
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from ..units.updater import Planned, Updater
@@ -190,7 +193,7 @@ class Call:
             gradients: whether gradients are stored; if not, they are dropped.
         """
         for slot, value in zip(slots, values, strict=True):
-            if gradients or isinstance(slot, FullParameter):
+            if gradients or isinstance(slot, (FullParameter, NodeShards)):
                 _STORE[type(slot)](self, slot, value)
         for bucket in self.gradients:
             if bucket.reduction.updates:
@@ -223,6 +226,37 @@ def _bind_full(call: Call, slot: FullParameter) -> Tensor:
 def _store_full(call: Call, slot: FullParameter, value: Tensor) -> None:
     param = _of_gather(call, slot)
     param.state.keep_full(param.param, value.contiguous())
+
+
+def _of_node_shards(call: Call, slot: NodeShards) -> list[ShardedParam]:
+    buckets = call.gathers
+    return [(buckets[bucket] or [])[position] for bucket, position in slot.members]
+
+
+def _bind_node_shards(call: Call, slot: NodeShards) -> Tensor:
+    params = _of_node_shards(call, slot)
+    slices = [param.state.node_shard(param.param) for param in params]
+    flat = joined(slices)
+    if flat is None:
+        # Another graph gathered them in other buckets.
+        pieces = [piece.tensor() for piece in slices if piece is not None]
+        flat = torch.cat(pieces)
+        _keep_node_shards(params, [piece.numel() for piece in pieces], flat)
+    return flat
+
+
+def _store_node_shards(call: Call, slot: NodeShards, value: Tensor) -> None:
+    params = _of_node_shards(call, slot)
+    numels = [param.padded_numel for param in params]
+    if value.dtype == torch.uint8:
+        numels = [numel * param.compute_dtype.itemsize for numel, param in zip(numels, params, strict=True)]
+    _keep_node_shards(params, [numel * params[0].mesh.nodes for numel in numels], value)
+
+
+def _keep_node_shards(params: Sequence[ShardedParam], numels: Sequence[int], flat: Tensor) -> None:
+    starts = itertools.accumulate(numels, initial=0)
+    for param, start, numel in zip(params, starts, numels, strict=False):
+        param.state.keep_node_shard(param.param, FlatSlice(flat, start, numel))
 
 
 def _bind_unsharded(call: Call, slot: UnshardedGradient) -> Tensor:
@@ -284,6 +318,7 @@ def _bind_numbers(call: Call, slot: UpdateNumbers) -> Tensor:
 _BIND: dict[type, Callable[[Call, Any], Tensor]] = {
     StorageRun: _bind_storage,
     FullParameter: _bind_full,
+    NodeShards: _bind_node_shards,
     UnshardedGradient: _bind_unsharded,
     PartialGradient: _bind_partial,
     ReducedGradient: _bind_reduced,
@@ -295,6 +330,7 @@ _BIND: dict[type, Callable[[Call, Any], Tensor]] = {
 }
 _STORE: dict[type, Callable[[Call, Any, Tensor], None]] = {
     FullParameter: _store_full,
+    NodeShards: _store_node_shards,
     UnshardedGradient: _store_unsharded,
     PartialGradient: _store_partial,
     ReducedGradient: _store_reduced,

@@ -61,7 +61,7 @@ def _averaging(unit: Unit, mesh: ShardingMesh, like: Like) -> tuple[Averaging, t
 def _resolve_averaging(flags: SyncFlags, mesh: ShardingMesh, like: Like) -> tuple[Averaging, tuple[float, ...]]:
     if flags.comm_hook is None:
         return resolve_averaging(
-            mesh.shard_group,
+            mesh.scatter_group,
             mesh.replicate_group if flags.replica_hook is None else "",
             like.dtype,
             like.device,
@@ -89,9 +89,11 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Like) -> tupl
     has_unsharded = any(param.state.unsharded_grad is not None for param in params)
     updates = may_update(params)
     # An in-place hook does the all-reduce, too, so it cannot stop after the reduce-scatter.
-    if not flags.reduce_grads or (in_place and mesh.replicate_group and not flags.all_reduce_grads):
+    most = Sync.ALL if unit.scope.is_last_backward else flags.before_last
+    over_replicas = flags.all_reduce_grads and most is Sync.ALL
+    if not flags.reduce_grads or most is Sync.NONE or (in_place and mesh.replicate_group and not over_replicas):
         return Reduction(Sync.NONE, has_unsharded=has_unsharded), ()
-    sync = Sync.ALL if flags.all_reduce_grads or not mesh.replicate_group else Sync.SCATTER
+    sync = Sync.ALL if over_replicas or not mesh.replicate_group else Sync.SCATTER
     averaging, factors = _averaging(unit, mesh, like)
     return Reduction(
         sync,
@@ -100,7 +102,7 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Like) -> tupl
         any(param.state.partial_grad is not None for param in params),
         # Gradients that are copied to the host are added up there, after the copy.
         sync is Sync.ALL and not host and any(param.param.grad is not None for param in params),
-        flags.reduce_scatter_groups.get(mesh.shard_group, "") if hook is None else "",
+        flags.reduce_scatter_groups.get(mesh.scatter_group, "") if hook is None else "",
         hook,
         flags.all_reduce_hook,
         in_place,
@@ -153,7 +155,7 @@ def flat_partial(params: Sequence[ShardedParam]) -> Tensor:
     flat = joined(slices)
     if flat is None:
         like = next(piece.flat for piece in slices if piece is not None)
-        numels = [param.padded_numel for param in params]
+        numels = [param.partial_numel for param in params]
         pieces = [like.new_zeros(n) if piece is None else piece.tensor() for piece, n in zip(slices, numels, strict=True)]
         flat = torch.cat(pieces)
         keep_partial(params, flat)
@@ -172,8 +174,10 @@ def unsharded_grad(param: ShardedParam, like: Like) -> Tensor:
 
 def keep_partial(params: Sequence[ShardedParam], flat: Tensor) -> None:
     """Keep the shards of a flat partial result for a later all-reduce."""
-    for param, piece in zip(params, _slices(params, flat), strict=True):
-        param.state.partial_grad = piece
+    offset = 0
+    for param in params:
+        param.state.partial_grad = FlatSlice(flat, offset, param.partial_numel)
+        offset += param.partial_numel
 
 
 def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
@@ -623,9 +627,13 @@ def _reduce(
     mesh = params[0].mesh
     replicate_group = mesh.replicate_group if reduction.sync is Sync.ALL and not reduction.comm_hook_in_place else ""
     replicate_group = replicate_group if group_size(replicate_group) > 1 else ""
+    if mesh.node_group:
+        # Also where gradients are reduced within the node only: it decides their order.
+        replicate_group = mesh.replicate_group
     shapes = tuple(size for param in params for size in param.shape)
     names = () if label.endswith(f" {params[0].name}") else tuple(param.name for param in params)
-    run = eager_run(label, shapes, (mesh.shard_group, replicate_group, reduction.group), names)
+    groups = mesh.shard_group, "" if mesh.node_group else replicate_group, reduction.group or mesh.node_group
+    run = eager_run(label, shapes, groups, names)
     run.begin()
     with run:
         _communicate(params, grads, reduction, values, replicate_group)
@@ -659,7 +667,8 @@ def _communicate(
         for tensor, new in zip(kept[operand], left, strict=True):
             tensor.copy_(new)
 
-    group = reduction.group or params[0].mesh.shard_group
+    mesh = params[0].mesh
+    group = reduction.group or mesh.scatter_group
     found = stages(
         reduction,
         dims=[param.dim for param in params],
@@ -668,6 +677,7 @@ def _communicate(
         grad_dtype=params[0].shard.dtype,
         numels=[param.padded_numel for param in params],
         is_scattered=not grads,
+        is_hybrid=bool(mesh.node_group),
     )
     flat = reduce_at_once(found, grads if grads else partial[0], take, update)
     if reduction.sync is Sync.SCATTER:

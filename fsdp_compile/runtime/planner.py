@@ -51,7 +51,7 @@ class Planner:
         gathers = tuple(self._gather(None if found is None else of(found)) for found in members)
         if self.is_backward:
             # By then, the first forward has gathered the parameters that it keeps for later graphs.
-            gathers = tuple(Gather.REUSE if gather is Gather.KEEP else gather for gather in gathers)
+            gathers = tuple(map(_after_forward, gathers, (None if found is None else of(found) for found in members)))
         units = {unit: params[self.inputs.names[index]].unit for unit, index in self.inputs.units.items()}
         prefetch = self._prefetch(units, gathers)
         if not self.is_backward:
@@ -107,7 +107,11 @@ class Planner:
             return Gather.GATHER
         if all(param.state.will_have_full(param.param) for param in params):
             return Gather.REUSE
-        return Gather.KEEP if self.can_keep and not params[0].unit.flags.reshard_after_backward else Gather.GATHER
+        if self.can_keep and not params[0].unit.flags.reshard_after_backward:
+            return Gather.KEEP
+        # All of them, so that those that are left are freed before new ones are made.
+        node_shards = [param.state.node_shard(param.param) for param in params] if params[0].mesh.node_group else [None]
+        return Gather.GATHER if None in node_shards else Gather.WITHIN_NODE
 
     def _prefetch(self, units: dict[str, Unit], gathers: Sequence[Gather]) -> tuple[tuple[str, tuple[str, ...]], ...]:
         actions = zip(self.inputs.gathers, gathers, strict=True)
@@ -121,6 +125,14 @@ class Planner:
                 # Parameters in a smaller group are known only by their names.
                 names = [param.name for param in params or ()] or bucket.parameters
                 raise RuntimeError(must_not_gather(unit, names))
+
+
+def _after_forward(gather: Gather, params: Sequence[ShardedParam] | None) -> Gather:
+    """Return the plan of a backward for a bucket, from that of the forward."""
+    if gather is Gather.KEEP:
+        return Gather.REUSE
+    has_nodes = gather is Gather.GATHER and params is not None and params[0].mesh.node_group
+    return Gather.WITHIN_NODE if has_nodes else gather
 
 
 def _updates(gradients: Sequence[Gradients]) -> Iterable[tuple[UpdateTarget, ...]]:

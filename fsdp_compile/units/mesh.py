@@ -13,13 +13,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes.collectives import gloo
-from passes.collectives.functional import resolve_group
+from passes.collectives.functional import group_size, resolve_group
 from passes.collectives.gloo import backend_of
 from passes.collectives.group_names import name_on_mesh, share_name
 from passes.collectives.layout import REPLICATED
 from passes.collectives.local_groups import new_local_group
 from passes.fx.torch_internals.core import unset_fake_temporarily
-from passes.fx.torch_internals.objects import backend_on
+from passes.fx.torch_internals.objects import backend_on, flattened
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class ShardingMesh:
         shard_size: number of ranks in the shard group.
         shard_rank: this rank's index in the shard group.
         replicate_group: name of the group of replicas; empty for FSDP.
+        node_group: for hybrid sharding, name of the group of a node's ranks. Then parameters are sharded over the ranks of all
+            nodes, and ``replicate_group`` has one rank of each. Else empty.
         device: where parameters and communication live.
     """
 
@@ -41,13 +43,15 @@ class ShardingMesh:
     shard_rank: int
     replicate_group: str
     device: torch.device
+    node_group: str = ""
 
     @staticmethod
-    def of(mesh: DeviceMesh | None) -> ShardingMesh:
+    def of(mesh: DeviceMesh | None, *, is_hybrid: bool = False) -> ShardingMesh:
         """Check a mesh, and set up communication over its groups. This is a collective call of their ranks.
 
         Args:
             mesh: the mesh; None: all ranks in one dimension.
+            is_hybrid: shard over both dimensions of a 2-D mesh, in two steps. DTensors are on its flattened mesh.
 
         Raises:
             RuntimeError: ``mesh`` is None, and torch.distributed is not initialised.
@@ -60,23 +64,45 @@ class ShardingMesh:
                 f"fully_shard takes a 1-D mesh (FSDP) or a 2-D mesh (HSDP: replicate, shard), but mesh= has {mesh.ndim} "
                 f"dimensions: {mesh}. Pass a slice of it, such as mesh['dp'] or mesh['replicate', 'shard']."
             )
-        shard_dim = mesh.ndim - 1
+        all_ranks = flattened(mesh, "_".join(mesh.mesh_dim_names or ())) if is_hybrid else mesh
+        shard_dim = all_ranks.ndim - 1
+        has_nodes = is_hybrid and mesh.size(0) > 1
         found = ShardingMesh(
-            mesh=mesh,
-            shard_group=name_on_mesh(mesh, shard_dim),
-            shard_size=mesh.size(shard_dim),
-            shard_rank=mesh.get_local_rank(shard_dim),
-            replicate_group=name_on_mesh(mesh, 0) if mesh.ndim == 2 else "",
+            mesh=all_ranks,
+            shard_group=name_on_mesh(all_ranks, shard_dim),
+            shard_size=all_ranks.size(shard_dim),
+            shard_rank=all_ranks.get_local_rank(shard_dim),
+            replicate_group=name_on_mesh(mesh, 0) if all_ranks.ndim == 2 or has_nodes else "",
             device=_device_of(mesh),
+            node_group=name_on_mesh(mesh, 1) if has_nodes else "",
         )
         for group in found.groups:
             connect(group, found.device)
         return found
 
+    @staticmethod
+    def of_replicas(mesh: DeviceMesh | None) -> ShardingMesh:
+        """As :meth:`of`, for a 1-D mesh whose ranks hold parameters whole."""
+        mesh = _default_mesh() if mesh is None else mesh
+        replicas, device = name_on_mesh(mesh, 0), _device_of(mesh)
+        alone = _group_of((dist.get_rank(),), "fsdp_whole", f"{replicas}_of_1", device)
+        connect(replicas, device)
+        return ShardingMesh(mesh, alone, 1, 0, replicas, device)
+
     @property
     def groups(self) -> tuple[str, ...]:
         """The names of its process groups."""
-        return (self.shard_group, self.replicate_group) if self.replicate_group else (self.shard_group,)
+        return tuple(group for group in (self.shard_group, self.replicate_group, self.node_group) if group)
+
+    @property
+    def scatter_group(self) -> str:
+        """The name of the group that reduce-scatters gradients first."""
+        return self.node_group or self.shard_group
+
+    @property
+    def nodes(self) -> int:
+        """For hybrid sharding, the number of nodes; else 1."""
+        return group_size(self.replicate_group) if self.node_group else 1
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -115,12 +141,12 @@ class ShardingMesh:
         return _group_of(tuple(ranks), "fsdp_post_forward", name, self.device, connects=connects)
 
     def reduce_scatter_group(self) -> str:
-        """Return the name of a group of the shard group's ranks that only reduce-scatters use.
+        """Return the name of a group with the ranks of ``scatter_group`` that only reduce-scatters use.
 
         The first call for a set of ranks makes the group, and is a collective call of these ranks.
         """
-        ranks = dist.get_process_group_ranks(resolve_group(self.shard_group))
-        return _group_of(tuple(ranks), "fsdp_reduce_scatter", f"{self.shard_group}_reduce_scatter", self.device)
+        ranks = dist.get_process_group_ranks(resolve_group(self.scatter_group))
+        return _group_of(tuple(ranks), "fsdp_reduce_scatter", f"{self.scatter_group}_reduce_scatter", self.device)
 
 
 def _group_of(ranks: tuple[int, ...], purpose: str, name: str, device: torch.device, *, connects: bool = True) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from passes.fx.torch_internals.objects import local_of, local_tensor, set_local_tensor, spec_of, version_of
 
@@ -19,15 +19,24 @@ from .own_storage import with_own_storage
 Stamp: TypeAlias = tuple[int, int, int]
 
 _optimizer_steps = 0
+#: Optimizers without DTensors, each with its number of parameters.
+_of_others: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
-def _count_step(*_: object) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
+def _count_step(optimizer: Optimizer, *_: object) -> None:
+    """Count a step, unless the optimizer has no DTensors. Such a one may step on some ranks only."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _of_others.get(optimizer) == count:
+        return
+    if any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
+        global _optimizer_steps
+        _optimizer_steps += 1
+    else:
+        _of_others[optimizer] = count
 
 
 def optimizer_steps() -> int:
-    """Return the number of steps of all optimizers so far."""
+    """Return the number of steps so far of all optimizers with DTensors."""
     return _optimizer_steps
 
 
@@ -116,6 +125,8 @@ class ParamState:
         self._shown: Tensor | None = None
         self._full_of: Stamp = (0, 0, 0)
         self._gathering_of: Stamp | None = None
+        self._node_shard: FlatSlice | None = None
+        self._node_shard_of: Stamp = (0, 0, 0)
 
     @property
     def is_accumulating(self) -> bool:
@@ -160,6 +171,20 @@ class ParamState:
         if self._gathering_of is not None:
             return self._gathering_of == stamp(param)
         return self.full(param) is not None
+
+    def keep_node_shard(self, param: nn.Parameter, piece: FlatSlice) -> None:
+        """Keep the node shard of the parameter for later graphs (hybrid sharding)."""
+        self._node_shard, self._node_shard_of = piece, stamp(param)
+
+    def node_shard(self, param: nn.Parameter) -> FlatSlice | None:
+        """Return the node shard. None if there is none, or the parameter has changed since: then it is freed."""
+        if self._node_shard is not None and self._node_shard_of != stamp(param):
+            self._node_shard = None
+        return self._node_shard
+
+    def drop_node_shard(self) -> None:
+        """Free the node shard."""
+        self._node_shard = None
 
     def drop_full(self) -> None:
         """Free the gathered parameter, and forget a gather in flight."""

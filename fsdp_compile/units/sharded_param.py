@@ -257,6 +257,7 @@ class ShardedParam:
             _params_by_memory[self.shard.data_ptr()] = self
         self.unit.abandon_gathers()
         self.state.drop_full()
+        self.state.drop_node_shard()
         self.unit.attach(self)
         self.update_operator_args()
 
@@ -264,6 +265,11 @@ class ShardedParam:
     def is_whole(self) -> bool:
         """True if this rank's shard is the whole parameter."""
         return self.dim == REPLICATED or self.mesh.shard_size == 1
+
+    @property
+    def partial_numel(self) -> int:
+        """The number of elements of a gradient that is reduced within a node only, or not over replicas."""
+        return self.padded_numel * self.mesh.nodes
 
     @property
     def post_forward_group(self) -> str:
@@ -429,6 +435,7 @@ class ShardedParam:
             "param_dtype": self._cast_dtype,
             "reduce_dtype": reduce_dtype(policy, self.param.dtype),
             "replicate_group": mesh.replicate_group,
+            "node_group": mesh.node_group,
             "reshard_after_forward": self.unit.reshards_after_forward,
             "post_forward_group": self.post_forward_group,
             "sent_as": "" if self.sent_as is None else str(self.sent_as),

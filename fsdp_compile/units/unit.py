@@ -19,6 +19,7 @@ from passes.collectives.layout import padding_to
 from passes.collectives.rounded_gather import GatherPolicy
 from passes.collectives.stateful_hook import StatefulHook
 from passes.ir.plan import Plan
+from passes.ir.reduction import Sync
 
 from .extension import is_extension
 from .mesh import ShardingMesh
@@ -107,6 +108,7 @@ class SyncFlags:
     Attributes:
         reduce_grads: reduce gradients at all.
         all_reduce_grads: with replicas (HSDP), all-reduce after the reduce-scatter.
+        before_last: the most that a backward reduces before the last one of a step.
         reshard_after_backward: free gathered parameters after backward.
         reduce_scatter_unused_params: reduce zeros for a parameter without a gradient.
         gradient_divide_factor: the divisor of gradients; None: the number of ranks.
@@ -123,6 +125,7 @@ class SyncFlags:
 
     reduce_grads: bool = True
     all_reduce_grads: bool = True
+    before_last: Sync = Sync.ALL
     reshard_after_backward: bool = True
     reduce_scatter_unused_params: bool = False
     gradient_divide_factor: float | None = None

@@ -115,7 +115,7 @@ def _reduction_key(spec: ReduceGrad, planned: PlannedReduction) -> Hashable:
     if not planned.reduction.may_regroup or planned.factor_class is None:
         return None
     dtypes = spec.grad.meta["val"].dtype, spec.grad_dtype
-    return planned.reduction, planned.factor_class, dtypes, spec.group, spec.replicate_group
+    return planned.reduction, planned.factor_class, dtypes, spec.group, spec.replicate_group, spec.node_group
 
 
 def _knee(spec: Unshard | ReduceGrad, hardware: Hardware) -> float:

@@ -127,6 +127,7 @@ def start_reduce_scatter(
     op: str,
     hook: Callable[..., None] | None = None,
     in_place: bool = False,
+    scattered_over: str = "",
 ) -> Tensor:
     """Begin to reduce full gradients of one dtype.
 
@@ -139,23 +140,37 @@ def start_reduce_scatter(
         op: "sum" or "avg"; empty: no communication, as the group has one rank.
         hook: a communication hook that replaces the reduce-scatter.
         in_place: the hook takes only the gradient and writes the result there. The group has one rank.
+        scattered_over: name of the group that a second reduce-scatter will run over (:func:`start_all_reduce`); empty: none.
 
     Returns:
-        The flat shard in flight, ``[sum of padded shard numels]``. If the reduction is an exchange (:func:`exchanges`), the
+        The flat shard in flight, ``[sum of padded shard numels]``; with ``scattered_over``, the shards of all its ranks, one
+        parameter after the other. If the reduction is an exchange (:func:`exchanges`), the
         addends of all ranks in flight, ``[world_size * sum]``. With a hook, or an empty ``op``, the result is not in flight.
     """
     world_size = group_size(group)
-    flat = _flat_gradient(grads, accumulated, factors, dims, world_size)
+    flat = _flat_gradient(grads, accumulated, factors, dims, world_size, group_size(scattered_over))
     if hook is not None:
         return apply_in_place_hook(hook, flat) if in_place else apply_reduce_hook(hook, flat, world_size)
     if not op:
         # A single gradient may have other readers, and the result would share its memory.
         return flat.clone() if len(grads) == 1 else flat
+    return _reduce_scatter(flat, op, group)
+
+
+def _reduce_scatter(flat: Tensor, op: str, group: str) -> Tensor:
+    """Begin to reduce-scatter a flat tensor, by an exchange if it is one (:func:`exchanges`)."""
+    world_size = group_size(group)
     if exchanges(group, flat.device):
         assert op == "sum"
         pieces = [flat.numel() // world_size] * world_size
         return _c10d.all_to_all_single(flat, pieces, pieces, group)
     return _c10d.reduce_scatter_tensor(flat, op, world_size, group)
+
+
+def _wait_scattered(scattered: Tensor, group: str) -> Tensor:
+    """Wait for the result of :func:`_reduce_scatter`, and add up the addends of an exchange."""
+    flat = _c10d.wait_tensor(scattered)
+    return flat.view(group_size(group), -1).sum(0) if exchanges(group, flat.device) else flat
 
 
 def reduce_by_stateful_hook(
@@ -196,10 +211,13 @@ def _flat_gradient(
     factors: Sequence[Tensor],
     dims: Sequence[int],
     world_size: int,
+    replicas: int = 1,
 ) -> Tensor:
     if accumulated:
         grads = [kept + grad for kept, grad in zip(accumulated, grads, strict=True)]
-    rows = [disassemble(grad, dim, world_size) for grad, dim in zip(grads, dims, strict=True)]
+    rows = [disassemble(grad, dim, replicas * world_size) for grad, dim in zip(grads, dims, strict=True)]
+    if replicas > 1:
+        rows = [row.view(replicas, world_size, -1).movedim(1, 0).reshape(world_size, -1) for row in rows]
     # A single gradient may be expanded, and a collective reads memory, not strides.
     return _divide((rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), factors)
 
@@ -224,12 +242,7 @@ def finish_reduce_scatter(
     Returns:
         The flat shard, reduced over the shard group, ``[sum of padded shard numels]``.
     """
-    flat = scattered
-    if in_flight:
-        flat = _c10d.wait_tensor(scattered)
-        if exchanges(group, flat.device):
-            flat = flat.view(group_size(group), -1).sum(0)
-    flat = _divide(flat, factors)
+    flat = _divide(_wait_scattered(scattered, group) if in_flight else scattered, factors)
     for earlier in partial:
         flat = earlier + flat
     return flat
@@ -245,14 +258,16 @@ def start_all_reduce(
     replicate_group: str,
     op: str,
     hook: Callable[[Tensor], None] | None = None,
+    numels: Sequence[int] = (),
 ) -> Tensor:
-    """Finish the reduce-scatter, and begin to all-reduce its flat shard over the replicas.
+    """Finish the reduce-scatter, and begin to all-reduce its flat shard over the replicas, or to scatter it over them, too.
 
     Args:
         scattered, factors, partial, group, in_flight: as for :func:`finish_reduce_scatter`.
         replicate_group: name of the group of replicas.
         op: "sum" or "avg".
         hook: averages the shard over the replicas in place, instead of the all-reduce.
+        numels: for a second reduce-scatter: the number of elements of each parameter's shard. Empty: all-reduce.
 
     Returns:
         The flat shard in flight, ``[sum of padded shard numels]``. With a hook the result is not in flight.
@@ -260,6 +275,10 @@ def start_all_reduce(
     flat = finish_reduce_scatter(scattered, factors, partial, group=group, in_flight=in_flight)
     if hook is not None:
         return apply_in_place_hook(hook, flat)
+    if numels:
+        replicas = group_size(replicate_group)
+        rows = [piece.view(replicas, -1) for piece in flat.split([numel * replicas for numel in numels])]
+        return _reduce_scatter((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), op, replicate_group)
     return _c10d.all_reduce_(flat, op, replicate_group)
 
 
@@ -296,8 +315,16 @@ def replica_parameters(numels: Sequence[int], like: Tensor) -> list[HookParamete
     return [HookParameter((numel,), 0, 1, like.dtype, like.device) for numel in numels]
 
 
-def finish_all_reduce(reduced: Tensor, *, in_flight: bool = True) -> Tensor:
-    """Wait for the flat shard of :func:`start_all_reduce`, if it is in flight."""
+def finish_all_reduce(reduced: Tensor, *, in_flight: bool = True, scatter_group: str = "") -> Tensor:
+    """Wait for the flat shard of :func:`start_all_reduce`, if it is in flight.
+
+    Args:
+        reduced: the result of :func:`start_all_reduce`.
+        in_flight: whether there is something to wait for.
+        scatter_group: name of the group that it was scattered over; empty: it was all-reduced.
+    """
+    if scatter_group:
+        return _wait_scattered(reduced, scatter_group)
     return _c10d.wait_tensor(reduced) if in_flight else reduced
 
 

@@ -43,6 +43,10 @@ class GatherFormat(ABC):
     def encode(self, shards: Sequence[Tensor], gaps: Sequence[int]) -> Tensor:
         """Return the flat tensor that a rank sends. Arguments as for :func:`start_gather`."""
 
+    def sizes(self, shards: Shards) -> list[int]:
+        """Return the number of elements that a rank sends for each shard, in a format that is not rounded."""
+        raise TypeError(f"Parameters that travel {self} are encoded together.")
+
     @abstractmethod
     def decode(self, rows: Tensor, shards: Shards) -> list[Tensor]:
         """Return the shards of all ranks, for each parameter ``[ranks, numel of its shard]``.
@@ -65,6 +69,7 @@ class Shards:
         shapes: the shapes of the full parameters.
         dims: the dimension that each parameter is cut along.
         ranks: the number of ranks.
+        replicas: the number of ranks whose shards came together, one parameter after the other (:func:`finish_node_gather`).
         gaps: the number of unused elements after each shard; empty: the least that the format needs.
         runs: numbers of neighbouring parameters, to cut out together first; empty: cut out each by itself.
     """
@@ -74,6 +79,7 @@ class Shards:
     ranks: int
     gaps: Sequence[int] = ()
     runs: Sequence[int] = ()
+    replicas: int = 1
 
     def shard_shapes(self, ranks: int = 0) -> list[list[int]]:
         """Return the shapes of the padded shards; with ``ranks``, of shards over so many ranks."""
@@ -84,6 +90,19 @@ class Shards:
     def numels(self) -> list[int]:
         """The number of elements of each padded shard."""
         return list(map(math.prod, self.shard_shapes()))
+
+    def cut(self, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Cut what arrived into the shards of each parameter, ``[ranks, size]``.
+
+        Args:
+            rows: what arrived, ``[ranks / replicas, elements]``.
+            sizes: the elements that a rank sent for each parameter.
+        """
+        if self.replicas == 1:
+            return _cut(rows, sizes, self.gaps, self.runs)
+        pieces = _cut(rows, [size * self.replicas for size in sizes], (), self.runs)
+        by_replica = [piece.view(rows.size(0), self.replicas, -1).movedim(1, 0) for piece in pieces]
+        return [piece.reshape(self.ranks, -1) for piece in by_replica]
 
 
 @dataclass(frozen=True)
@@ -104,8 +123,11 @@ class AsNumbers(GatherFormat):
         dtype = self.dtype or shards[0].dtype
         return _flatten([shard.to(dtype) for shard in shards], gaps)
 
+    def sizes(self, shards: Shards) -> list[int]:
+        return shards.numels
+
     def decode(self, rows: Tensor, shards: Shards) -> list[Tensor]:
-        return _cut(rows, shards.numels, shards.gaps, shards.runs)
+        return shards.cut(rows, self.sizes(shards))
 
 
 @dataclass(frozen=True)
@@ -121,9 +143,11 @@ class AsBytes(GatherFormat):
     def encode(self, shards: Sequence[Tensor], gaps: Sequence[int]) -> Tensor:
         return as_bytes(shards)
 
+    def sizes(self, shards: Shards) -> list[int]:
+        return [numel * dtype.itemsize for numel, dtype in zip(shards.numels, self.dtypes, strict=True)]
+
     def decode(self, rows: Tensor, shards: Shards) -> list[Tensor]:
-        sizes = [numel * dtype.itemsize for numel, dtype in zip(shards.numels, self.dtypes, strict=True)]
-        return list(map(reinterpret, _cut(rows, sizes, (), shards.runs), self.dtypes))
+        return list(map(reinterpret, shards.cut(rows, self.sizes(shards)), self.dtypes))
 
 
 @dataclass(frozen=True)
@@ -202,6 +226,7 @@ def choose_format(
     sent_as: GatherPolicy | None = None,
     packed: bool = False,
     encoded_over: str = "",
+    in_bytes: bool = False,
 ) -> GatherFormat:
     """Return the format of shards that share a gather.
 
@@ -212,9 +237,10 @@ def choose_format(
         sent_as: the policy that rounds the shards, or has rounded them; None: they are not rounded.
         packed: the shards may have several dtypes, and are sent as they are.
         encoded_over: for the results of :func:`reshard_rounded`: name of the group that was gathered over before; else empty.
+        in_bytes: packed shards are sent as bytes, also if they have one dtype.
     """
     if packed:
-        travel_as_bytes = len(set(dtypes)) > 1 or any(each.itemsize == 1 for each in dtypes)
+        travel_as_bytes = in_bytes or len(set(dtypes)) > 1 or any(each.itemsize == 1 for each in dtypes)
         return AsBytes(tuple(dtypes)) if travel_as_bytes else AsNumbers()
     dtype, policy = dtype or dtypes[0], rounding(sent_as, shapes)
     if policy is None:
@@ -249,6 +275,7 @@ def finish_gather(
     format: GatherFormat = AsNumbers(),
     runs: Sequence[int] = (),
     resharded: Sequence[int] = (),
+    replicate_group: str = "",
 ) -> list[Tensor]:
     """Wait for a gather that :func:`start_gather` began, and cut the full parameters out of its buffer.
 
@@ -256,20 +283,59 @@ def finish_gather(
         gathered: the buffer in flight.
         shapes: shapes of the full parameters.
         dims: the dimension that each parameter is cut along.
-        group: name of the group that the gather ran over.
+        group: name of the group that the parameters are sharded over.
         gaps, format: as for :func:`start_gather`.
         runs: numbers of neighbouring parameters. Each run is cut out of the buffer as one piece, and its parameters out of the
             piece. Empty: cut out each parameter by itself.
         resharded: indices of the rounded parameters whose bytes are returned, too, for :func:`reshard_rounded`.
+        replicate_group: for node shards: name of the group that :func:`start_node_gather` ran over; else empty.
 
     Returns:
         The parameters; after them, for each index in ``resharded``, two tensors ``[ranks, bytes]``: elements and scales.
     """
-    shards = Shards(shapes, dims, group_size(group), gaps, runs)
-    rows = _c10d.wait_tensor(gathered).view(shards.ranks, -1)
+    shards = Shards(shapes, dims, group_size(group), gaps, runs, group_size(replicate_group))
+    rows = _c10d.wait_tensor(gathered).view(shards.ranks // shards.replicas, -1)
     pieces = format.decode(rows, shards)
     fulls = [assemble(piece, shape, dim) for piece, shape, dim in zip(pieces, shapes, dims, strict=True)]
     return fulls + [part for index in resharded for part in format.bytes_of(rows, shards, index)]
+
+
+def start_node_gather(shards: Sequence[Tensor], replicate_group: str, *, format: GatherFormat) -> Tensor:
+    """Begin to gather node shards: the shards that one rank of each node has, which a gather within the node completes.
+
+    Args:
+        shards: the shards, over the ranks of all nodes.
+        replicate_group: name of the group with one rank of each node, whose node shards are equal.
+        format: the format of the shards.
+
+    Returns:
+        The flat buffer in flight, ``[nodes * elements that each rank sent]``.
+    """
+    return _c10d.all_gather_into_tensor(format.encode(shards, ()), group_size(replicate_group), replicate_group)
+
+
+def finish_node_gather(
+    gathered: Tensor,
+    shapes: Sequence[Sequence[int]],
+    dims: Sequence[int],
+    group: str,
+    replicate_group: str,
+    *,
+    format: GatherFormat,
+) -> Tensor:
+    """Wait for a gather that :func:`start_node_gather` began. Arguments as there, and as for :func:`finish_gather`.
+
+    Returns:
+        The flat node shards, ``[nodes * elements that each rank sent]``: for each parameter the shards of all nodes' ranks.
+    """
+    rows = _c10d.wait_tensor(gathered).view(group_size(replicate_group), -1)
+    pieces = _cut(rows, format.sizes(Shards(shapes, dims, group_size(group))), ())
+    return rows.reshape(-1) if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
+
+
+def start_gather_of_nodes(node_shards: Tensor, node_group: str) -> Tensor:
+    """Begin to gather flat node shards over the ranks of a node."""
+    return _c10d.all_gather_into_tensor(node_shards, group_size(node_group), node_group)
 
 
 def reshard_rounded(parts: Sequence[Tensor], group: str) -> Tensor:

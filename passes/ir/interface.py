@@ -44,6 +44,17 @@ class FullParameter:
 
 
 @dataclass(frozen=True)
+class NodeShards:
+    """An input or output: the flat node shards of parameters that are gathered together, which live between graphs.
+
+    Attributes:
+        members: the parameters, each by the index of its bucket among the graph's gather buckets, and its position there.
+    """
+
+    members: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class UnshardedGradient:
     """An input or output: a full gradient that accumulates over microbatches.
 
@@ -152,6 +163,7 @@ class UpdateNumbers:
 InputSlot = (
     StorageRun
     | FullParameter
+    | NodeShards
     | UnshardedGradient
     | PartialGradient
     | ReducedGradient
@@ -162,7 +174,7 @@ InputSlot = (
     | UpdateNumbers
 )
 #: An extra output.
-OutputSlot = FullParameter | UnshardedGradient | PartialGradient | ReducedGradient
+OutputSlot = FullParameter | NodeShards | UnshardedGradient | PartialGradient | ReducedGradient
 
 
 @dataclass

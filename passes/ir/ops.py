@@ -61,6 +61,9 @@ class Unshard:
         param_dtype: dtype to cast the shard to before the gather; None: no cast.
         reduce_dtype: dtype that the gradient is reduced in; None: the gradient's own.
         replicate_group: name of the group of replicas (HSDP); empty: none.
+        node_group: name of the group of a node's ranks, if ``group`` has the ranks of several nodes, and replicas are equal
+            ranks of these (hybrid sharding). Then graphs gather over the replicas first, within the node afterwards, and reduce
+            the other way round. Empty: one collective over ``group``.
         reshard_after_forward: gather the parameter again for backward, rather than keep it.
         post_forward_group: name of the smaller group that the parameter is resharded to after forward; empty: none.
         sent_as: the :class:`~passes.collectives.rounded_gather.GatherPolicy` of the gather, as text; empty: no rounding.
@@ -83,6 +86,7 @@ class Unshard:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     replicate_group: str = ""
+    node_group: str = ""
     reshard_after_forward: bool = True
     post_forward_group: str = ""
     sent_as: str = ""
@@ -110,7 +114,7 @@ class ReduceGrad:
     Attributes:
         grad: the full gradient.
         grad_dtype: dtype of the result; None: dtype of the reduction.
-        shard, name, shape, group, unit, dim, reduce_dtype, replicate_group: as for :class:`Unshard`.
+        shard, name, shape, group, unit, dim, reduce_dtype, replicate_group, node_group: as for :class:`Unshard`.
     """
 
     grad: Node
@@ -124,6 +128,12 @@ class ReduceGrad:
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     replicate_group: str = ""
+    node_group: str = ""
+
+    @property
+    def scatter_group(self) -> str:
+        """The name of the group that reduce-scatters first."""
+        return self.node_group or self.group
 
     @staticmethod
     def of(node: Node) -> "ReduceGrad":
@@ -308,6 +318,7 @@ def _reduce_grad_kernel(
     reduce_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     replicate_group: str = "",
+    node_group: str = "",
     **_: Any,
 ) -> Tensor:
     receive_gradient = _runtime.receiver(shard, is_saved=True)
@@ -315,6 +326,9 @@ def _reduce_grad_kernel(
         receive_gradient(grad)
         return shard.new_zeros(shard.shape, dtype=grad_dtype or reduce_dtype or grad.dtype)
     grad = grad.to(reduce_dtype or grad.dtype)
+    if node_group:
+        # The group has the ranks of all nodes.
+        replicate_group = ""
     with _runtime.communicating("reduce_grad", shard, name, shape, (group, replicate_group)):
         shard_grad = average(grad, shape, dim, group, replicate_group)
     return shard_grad.to(shard.device, grad_dtype or grad.dtype)

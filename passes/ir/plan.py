@@ -19,12 +19,14 @@ class Gather(Enum):
     """The plan of a graph for the parameters of a bucket.
 
     Attributes:
-        GATHER: gather the parameters.
+        GATHER: gather the parameters. Their node shards, if they have any (``node_group``), are returned for later graphs.
+        WITHIN_NODE: gather the parameters from node shards that an earlier graph returned.
         KEEP: gather the parameters, and return them for later graphs.
         REUSE: take parameters that are gathered already; no collective.
     """
 
     GATHER = "gather"
+    WITHIN_NODE = "within_node"
     KEEP = "keep"
     REUSE = "reuse"
 

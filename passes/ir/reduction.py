@@ -38,8 +38,8 @@ class Sync(Enum):
     """The collectives that reduce the gradients of a bucket in one backward.
 
     Attributes:
-        ALL: reduce-scatter, and with replicas (HSDP) all-reduce, into ``param.grad``.
-        SCATTER: reduce-scatter only; the partial result waits for a later all-reduce.
+        ALL: reduce-scatter, and with replicas all-reduce (HSDP) or reduce-scatter (hybrid), into ``param.grad``.
+        SCATTER: the first reduce-scatter only; the partial result waits for a later reduction over replicas.
         NONE: no communication; the full gradient waits for a later reduction.
     """
 
@@ -161,6 +161,7 @@ def stages(
     grad_dtype: torch.dtype,
     numels: Sequence[int] = (),
     is_scattered: bool = False,
+    is_hybrid: bool = False,
 ) -> list[Stage]:
     """List the stages of a reduction that communicates, from full gradients of one dtype to a flat shard.
 
@@ -169,8 +170,9 @@ def stages(
         dims: the dimension that each gradient is cut along.
         group: name of the shard group; empty: one rank, which sends nothing.
         replicate_group: name of the group of replicas; empty: none.
+        is_hybrid: shards are cut over the replicas, too. So the second collective is a reduce-scatter.
         grad_dtype: dtype of the averaged gradient. A partial result keeps the dtype of the reduction.
-        numels: the number of elements of each shard, for a hook over replicas that has tensors.
+        numels: the number of elements of each shard, for hybrid shards, and for a hook over replicas that has tensors.
         is_scattered: begin with a flat shard that was reduced over the shard group before.
     """
     averaging, hook = reduction.averaging, reduction.comm_hook
@@ -187,6 +189,8 @@ def stages(
     else:
         start = {"op": averaging.reduce_scatter_op if group else "", "hook": hook, "in_place": reduction.comm_hook_in_place}
         operands = (CarriedTensors.UNSHARDED if reduction.has_unsharded else None, gradient)
+        if is_hybrid:
+            start["scattered_over"] = replicate_group
         found.append(Stage(Role.START_REDUCE, start_reduce_scatter, operands, {"dims": dims, "group": group, **start}))
     if reduction.sync is Sync.ALL and replicate_group and not reduction.comm_hook_in_place:
         over = reduction.replica_hook
@@ -196,13 +200,15 @@ def stages(
             found.append(Stage(Role.ALL_REDUCE, all_reduce_by_stateful_hook, taken_over, constants))
         else:
             replicas = {"replicate_group": replicate_group, "op": averaging.all_reduce_op, "hook": over}
-            found.append(Stage(Role.ALL_REDUCE, start_all_reduce, finish_scatter, {**in_flight, **replicas}))
-        found.append(Stage(Role.FINISH_REDUCE, finish_all_reduce, constants={"in_flight": over is None}))
+            cut = {"numels": numels} if is_hybrid else {}
+            found.append(Stage(Role.ALL_REDUCE, start_all_reduce, finish_scatter, {**in_flight, **replicas, **cut}))
+        end: dict[str, Any] = {"scatter_group": replicate_group} if is_hybrid else {"in_flight": over is None}
+        found.append(Stage(Role.FINISH_REDUCE, finish_all_reduce, constants=end))
     elif not is_scattered:
         found.append(Stage(Role.FINISH_REDUCE, finish_reduce_scatter, finish_scatter, in_flight))
     if reduction.sync is Sync.ALL:
-        end = {"grad_dtype": grad_dtype, "hook": reduction.all_reduce_hook}
-        found.append(Stage(Role.FINISH_REDUCE, finish_reduction, (result,), end))
+        last = {"grad_dtype": grad_dtype, "hook": reduction.all_reduce_hook}
+        found.append(Stage(Role.FINISH_REDUCE, finish_reduction, (result,), last))
     if reduction.sync is Sync.ALL and reduction.host:
         found.append(Stage(Role.COPY_TO_HOST, start_copy_to_host, constants={"pinned": reduction.host == "pinned"}))
     return found

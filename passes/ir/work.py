@@ -20,18 +20,20 @@ class Role(Enum):
 
     Attributes:
         COPY_TO_DEVICE: starts the copy of shards that are kept on the host.
+        GATHER_NODE: starts the all-gather of node shards, from one rank of each node.
         START_GATHER: copies shards in, and starts the all-gather.
         FINISH_GATHER: waits for the all-gather, and cuts the parameters out.
         UNPACK: cuts the parameters of one unit out of the buffer of a gather that several units share.
         ACCUMULATE: adds gradients to those of earlier microbatches, without communication.
         START_REDUCE: copies gradients in, and starts the reduce-scatter.
-        ALL_REDUCE: finishes the reduce-scatter, and starts the all-reduce over replicas.
+        ALL_REDUCE: finishes the reduce-scatter, and starts the all-reduce, or second reduce-scatter, over replicas.
         FINISH_REDUCE: waits for the last collective, and makes the gradient that is stored.
         UPDATE: updates parameters and optimizer state in place.
         COPY_TO_HOST: starts the copy of the gradient to the host, if it is stored there.
     """
 
     COPY_TO_DEVICE = "copy_to_device"
+    GATHER_NODE = "gather_node"
     START_GATHER = "start_gather"
     FINISH_GATHER = "finish_gather"
     UNPACK = "unpack"

@@ -86,7 +86,7 @@ def collectives_of(
             if group not in roles:
                 roles[group] = f"group {len(roles) - len(group_names) + 1} of {group_size(group)} ranks"
             text, without_sizes = (f"{_operation(node, sizes)} over {roles[group]}" for sizes in (True, False))
-            gathers, name = role(node) is Role.START_GATHER, bucket(node)
+            gathers, name = role(node) in (Role.GATHER_NODE, Role.START_GATHER), bucket(node)
             named = () if name is None else members.get((gathers, name), ())
             yield node, Collective(text, name, group, without_sizes, operator_name(node.target), gathers, named)
 

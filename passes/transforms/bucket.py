@@ -12,6 +12,10 @@ the bytes in the gather's buffer. Backward gathers these bytes and decodes them 
 
 Shards on the host are copied to the device before the gather, with one copy for each bucket.
 
+Parameters with a ``node_group`` have two gathers: from one rank of each node, over replicas, which makes *node shards*, and
+then within the node. Node shards are outputs of the graph. If the plan has those of an earlier graph, they are inputs, and it
+has no first gather.
+
 With ``unit_by_unit``, units that share a gather are cut out of its buffer one by one, so that equal units have equal kernels.
 
 New nodes are marked with their work (:mod:`passes.ir.work`), by which the schedule finds and moves them.
@@ -22,23 +26,34 @@ Leaves alone collectives of the model's own.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..collectives.gather import choose_format, finish_gather, start_copy_to_device, start_gather, start_gather_of_copy
+from ..collectives.functional import group_size
+from ..collectives.gather import (
+    choose_format,
+    finish_gather,
+    finish_node_gather,
+    start_copy_to_device,
+    start_gather,
+    start_gather_of_copy,
+    start_gather_of_nodes,
+    start_node_gather,
+)
 from ..collectives.host_copies import wait_copy
 from ..collectives.layout import REPLICATED
 from ..collectives.rounded_gather import GatherPolicy
 from ..fx.emit import emit
 from ..fx.graph import derived, is_collective, shard_input, with_sources
-from ..ir.interface import FullParameter, Interface
+from ..ir.interface import FullParameter, Interface, NodeShards
 from ..ir.ops import ReduceGrad, Unshard, is_unshard, reduce_grads, reshard, reshard_rounded, unshards, with_unit
 from ..ir.plan import Gather
 from ..ir.storage import gaps_to_gather
@@ -186,11 +201,11 @@ def sorted_by_unit(group: Group, key: Callable[[tuple[int, int]], int] = operato
 def gather_key(spec: Unshard) -> Hashable:
     """Return a key that is equal for parameters that one collective can gather."""
     if spec.packed:
-        return spec.group
+        return spec.group, spec.node_group
     if spec.encoded_over:
         return spec.group, spec.encoded_over, spec.sent_as, spec.param_dtype
     param_dtype = spec.param_dtype if spec.sent_as or spec.device else None
-    return spec.shard.meta["val"].dtype, spec.group, spec.sent_as, param_dtype, spec.device
+    return spec.shard.meta["val"].dtype, spec.group, spec.node_group, spec.sent_as, param_dtype, spec.device
 
 
 @dataclass(frozen=True)
@@ -237,7 +252,7 @@ def _reduction_buckets(graph: Graph) -> list[Bucket]:
     buckets: dict[tuple[Hashable, ...], list[Node]] = {}
     for node in reduce_grads(graph.nodes):
         spec = ReduceGrad.of(node)
-        key = (spec.unit, spec.grad.meta["val"].dtype, spec.grad_dtype, spec.group, spec.replicate_group)
+        key = (spec.unit, spec.grad.meta["val"].dtype, spec.grad_dtype, spec.group, spec.replicate_group, spec.node_group)
         buckets.setdefault(key, []).append(node)
     return _named(buckets)
 
@@ -296,12 +311,32 @@ def _finish_whole(copied: Tensor, *, shape: Sequence[int], dtype: torch.dtype) -
     return on_device.view(shape).to(dtype)
 
 
-def _gather(graph: Graph, bucket: Bucket, runs: Sequence[int] = ()) -> tuple[list[Node], dict[int, list[Node]]]:
-    """Gather a bucket before its first reader. With ``runs``, cut its buffer into runs of so many parameters first.
+class _Gathered(NamedTuple):
+    """A bucket that is gathered.
 
-    Returns:
-        The full parameters. And for each that ``reshard_rounded`` reads, by its position in the bucket, its bytes: rounded
-        elements and scales, ``[ranks, bytes]`` each.
+    Attributes:
+        fulls: the full parameters.
+        encoded: for each that ``reshard_rounded`` reads, by its position in the bucket, its bytes: rounded elements and scales,
+            ``[ranks, bytes]`` each.
+        node_shards: the flat node shards; None: the parameters have none.
+    """
+
+    fulls: list[Node]
+    encoded: dict[int, list[Node]]
+    node_shards: Node | None
+
+
+def _gather(
+    graph: Graph, bucket: Bucket, runs: Sequence[int] = (), take_node_shards: Callable[[Tensor], Node] | None = None
+) -> _Gathered:
+    """Gather a bucket before its first reader.
+
+    Args:
+        graph: the graph.
+        bucket: the bucket.
+        runs: numbers of parameters, to cut runs of so many out of the buffer first.
+        take_node_shards: makes the input of the graph for node shards that an earlier graph returned, from their fake value.
+            None: if the parameters have node shards, gather these first.
     """
     specs = [Unshard.of(node) for node in bucket.nodes]
     first, shapes, shards = specs[0], [spec.shape for spec in specs], bucket.shards
@@ -312,24 +347,39 @@ def _gather(graph: Graph, bucket: Bucket, runs: Sequence[int] = ()) -> tuple[lis
         sent_as=GatherPolicy.parse(first.sent_as),
         packed=first.packed,
         encoded_over=first.encoded_over,
+        in_bytes=bool(first.node_group),
     )
-    gaps = [] if format.alignment is None else gaps_to_gather(specs, format.alignment)
+    # Node shards are kept by parameter, so other elements are not among them.
+    gaps = [] if format.alignment is None or first.node_group else gaps_to_gather(specs, format.alignment)
     resharded = [place for place, node in enumerate(bucket.nodes) if _rounded_reshards(node)]
     first_reader = min(reader for node in bucket.nodes for reader in node.users)
     _move_shard_sources_before(first_reader, bucket)
     with graph.inserting_before(first_reader):
         start, finish = Work(Role.START_GATHER, bucket.name), Work(Role.FINISH_GATHER, bucket.name)
         how: dict[str, Any] = {"group": first.group, "format": format}
-        if first.device:
+        layout: dict[str, Any] = {"shapes": shapes, "dims": [spec.dim for spec in specs]}
+        node_shards: Node | None = None
+        if first.node_group:
+            over = {"replicate_group": first.replicate_group}
+            if take_node_shards is None:
+                gather = Work(Role.GATHER_NODE, bucket.name)
+                started = emit(graph, start_node_gather, shards, format=format, work=gather, **over)
+                node_shards = emit(graph, finish_node_gather, started, work=start, **layout, **how, **over)
+            else:
+                row = format.encode([shard.meta["val"] for shard in shards], ())
+                node_shards = take_node_shards(row.new_empty(group_size(first.replicate_group) * row.numel()))
+            started = emit(graph, start_gather_of_nodes, node_shards, node_group=first.node_group, work=start)
+            how |= over
+        elif first.device:
             copy = Work(Role.COPY_TO_DEVICE, bucket.name)
             copied = emit(graph, start_copy_to_device, shards, gaps=gaps, device=first.device, work=copy)
             started = emit(graph, start_gather_of_copy, copied, work=start, **how)
         else:
             started = emit(graph, start_gather, shards, gaps=gaps, work=start, **how)
-        how |= {"shapes": shapes, "dims": [spec.dim for spec in specs], "gaps": gaps, "runs": runs, "resharded": resharded}
+        how |= {**layout, "gaps": gaps, "runs": runs, "resharded": resharded}
         found = emit(graph, finish_gather, started, work=finish, **how)
     fulls, parts = found[: len(shards)], iter(found[len(shards) :])
-    return fulls, {place: [next(parts), next(parts)] for place in resharded}
+    return _Gathered(fulls, {place: [next(parts), next(parts)] for place in resharded}, node_shards)
 
 
 def _rounded_reshards(full: Node) -> list[Node]:
@@ -389,7 +439,14 @@ def bucket_gathers(
             interface.members[True, bucket.name] = members
         shares = unit_by_unit and len(bucket.name.parts) > 1
         runs = [len(list(run)) for _, run in itertools.groupby(group, _bucket_of)] if shares else ()
-        fulls, encoded = _gather(graph, bucket, runs)
+        action = Gather.GATHER if plan is None else plan[group[0][0]]
+        take = None
+        if action is Gather.WITHIN_NODE:
+            assert interface is not None
+            take = functools.partial(interface.add_input, f"node_{bucket.name}", slot=NodeShards(group))
+        fulls, encoded, node_shards = _gather(graph, bucket, runs, take)
+        if interface is not None and node_shards is not None and action is Gather.GATHER:
+            interface.add_output(node_shards, NodeShards(group))
         for (index, position), full in zip(group, fulls, strict=True):
             if plan is not None and plan[index] is Gather.KEEP:
                 assert interface is not None

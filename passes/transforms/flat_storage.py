@@ -104,7 +104,7 @@ def flat_storage(graph: Graph, locations: dict[Node, Location], interface: Inter
     cats = graph.find_nodes(op="call_function", target=_aten.cat.default)
     for cat in (*cats, *graph.find_nodes(op="call_function", target=copy_to_device)):
         start = work(cat)
-        if start is None or start.role not in (Role.START_GATHER, Role.COPY_TO_DEVICE):
+        if start is None or start.role not in (Role.START_GATHER, Role.COPY_TO_DEVICE, Role.GATHER_NODE):
             continue
         flat: list[Any] = []
         for run in _split_into_runs(list(cat.args[0]), locations):

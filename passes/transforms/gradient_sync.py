@@ -6,8 +6,9 @@ After:  for each bucket (unit, dtypes and groups), as its :class:`~passes.ir.red
 - ``Sync.NONE``: the full gradients are outputs, or are added in place to those of earlier microbatches. No communication.
 - ``Sync.SCATTER``: one ``reduce_scatter_tensor`` just after the bucket's last gradient, of the sum with earlier full
   gradients. Its flat shard is an output, or is added in place to the earlier partial result.
-- ``Sync.ALL``: the same; then with replicas (HSDP) one ``all_reduce_`` of the sum with the earlier partial result. The flat
-  shard of averaged gradients, in ``grad_dtype``, is an output, or is added in place to ``param.grad``.
+- ``Sync.ALL``: the same; then with replicas one ``all_reduce_`` (HSDP) or ``reduce_scatter_tensor`` (shards that are cut over
+  replicas, too) of the sum with the earlier partial result. The flat shard of averaged gradients, in ``grad_dtype``, is an
+  output, or is added in place to ``param.grad``.
   If the plan updates parameters (:mod:`passes.ir.update`), an existing ``param.grad`` is added to the flat shard instead. Then
   one kernel for each run of neighbours in flat storage updates parameters and optimizer state in place. No gradient is stored.
 
@@ -172,7 +173,7 @@ class _ReductionWriter:
 
     def _reduce(self) -> None:
         spec, reduction = self.specs[0], self.reduction
-        group = reduction.group or spec.group
+        group = reduction.group or spec.scatter_group
         found = stages(
             reduction,
             dims=[spec.dim for spec in self.specs],
@@ -180,6 +181,7 @@ class _ReductionWriter:
             replicate_group=spec.replicate_group,
             grad_dtype=spec.grad_dtype or self.like.dtype,
             numels=self._numels(),
+            is_hybrid=bool(spec.node_group),
         )
         value: Any = self.grads
         taken: dict[Operand | None, list[Node]] = {None: []}
@@ -259,7 +261,10 @@ class _ReductionWriter:
                 mark_taken_gradient(node)
             return unsharded
         if operand is CarriedTensors.PARTIAL:
-            partial = self._input("partial", self.like.new_empty(sum(self._numels())), PartialGradient(self.index))
+            spec = self.specs[0]
+            replicas = group_size(spec.replicate_group) if spec.node_group else 1
+            value = self.like.new_empty(replicas * sum(self._numels()))
+            partial = self._input("partial", value, PartialGradient(self.index))
             if self.reduction.sync is Sync.ALL:
                 mark_taken_gradient(partial)
             return [partial]

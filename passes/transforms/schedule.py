@@ -6,7 +6,7 @@ After:  *gathers* start one unit early: the next unit's just before the graph wa
         If such a unit gathers nothing itself, they start where the graph first computes with its parameters or their gradients.
         A gather that nothing else starts begins where the graph waits for it; the graph's first gather, at the top.
         The copy of shards on the host starts where the graph waits for the previous copy, so that the shards are there when
-        their gather starts. The first two copies start at the top.
+        their gather starts. The first two copies start at the top. So do gathers of node shards.
         *Reductions* start as soon as the kernel that makes their last gradient has run. Waits sink to the end, where the
         results are needed. But a reduction holds its input, the unit's whole gradient, until the wait. So before a unit's
         gradients are copied in, the reduce-scatter of ``max_pending_reductions`` units before is finished: never more than so
@@ -127,19 +127,20 @@ def schedule_gathers(graph: Graph, prefetches: Sequence[Prefetch] = ()) -> None:
 
 
 def _schedule_copies(graph: Graph) -> None:
-    """Start copies of shards from the host in the order of the gathers, each where the gather of the previous copy starts.
+    """Start copies of shards from the host, or from other nodes, each where the gather of the previous copy starts.
 
-    By then, the previous copy has arrived, so the bus is free.
+    By then, the previous copy has arrived, so the bus is free. Those of a unit's pieces start together, as their gathers do.
     """
-    copies = nodes_of(graph, Role.COPY_TO_DEVICE)
+    copies = nodes_of(graph, Role.COPY_TO_DEVICE) | nodes_of(graph, Role.GATHER_NODE)
     starts = nodes_of(graph, Role.START_GATHER)
     anchor = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-    for name, start in starts.items():
-        if name in copies:
+    for _, run in itertools.groupby((name for name in starts if name in copies), _unit_buckets):
+        names = list(run)
+        for name in names:
             copy = with_sources(copies[name])
             if anchor not in copy:
                 _move_before(anchor, copy)
-            anchor = start[0]
+        anchor = starts[names[0]][0]
 
 
 def default_max_pending_reductions(*, replicated: bool) -> int:

@@ -154,7 +154,7 @@ class Case(_Data):
         features: "offload", "rounded", "tensor parallel" (the mesh dimensions are shards and tensor-parallel ranks), "by block"
             (each block is compiled by itself), "uneven" (gates are open on every other rank, and the flag for unused parameters
             is set), "other order" (ranks take turns in reading some weights in another order), "padded" (matrix products are padded),
-            "low thresholds" (a few bytes make a parameter large, and a unit not small), or keys of :data:`.execute.FEATURES`.
+            "low thresholds" (a few bytes make a parameter large, and a unit not small), a placement (:data:`.execute.PLACEMENTS`), or keys of :data:`.execute.FEATURES`.
         options: options of ``torch.compile``, besides the lowering.
         factor: the divide factor of gradients; None: the number of ranks with data of their own.
     """

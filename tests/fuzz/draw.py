@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -47,7 +48,22 @@ class _CaseBuilder:
         keep_order = self.optimizer == "in backward" and "other order" in self.features
         if self.compiled and not keep_order and self.maybe(0.3):
             self.features = (*self.features, "low thresholds")
+        self._place()
         return Case(self.mesh, self.model, tuple(events), self.optimizer, self.features, self.options, factor)
+
+    def _place(self) -> None:
+        """Draw a placement, last of all, so that the case is else as without it."""
+        kinds = {block.kind for block in self.model.blocks}
+        excluded = {"tensor parallel", "rounded", "offload", "hook"}.intersection(self.features) or "extended" in kinds
+        if self.with_fsdp2 or excluded or not self.maybe(0.3):
+            return
+        whole = ("zero1", "zero2") if self.optimizer == "in backward" else ("zero1", "zero2", "ddp")
+        placement = "hybrid" if len(self.mesh) == 2 else self.random.choice(whole)
+        self.features = (*self.features, placement)
+        if placement != "hybrid":
+            # They keep parameters whole.
+            blocks = tuple(replace(block, reshard=None) for block in self.model.blocks)
+            self.model = replace(self.model, blocks=blocks, reshard=None)
 
     def _model(self) -> Model:
         # FSDP2 refuses trainable parameters of several dtypes in one unit.

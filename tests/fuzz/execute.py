@@ -98,6 +98,10 @@ def _policy(spec: Model) -> MixedPrecisionPolicy | None:
     return MixedPrecisionPolicy(*(None if name is None else getattr(torch, name) for name in spec.policy))
 
 
+#: Features that are placements of all units.
+PLACEMENTS = ("hybrid", "zero1", "zero2", "ddp")
+
+
 def shard(model: Network, case: Case, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
     """Shard a model into the units of a case, with its options and features."""
     if "tensor parallel" in case.features:
@@ -109,7 +113,7 @@ def shard(model: Network, case: Case, fully_shard: Callable[..., Any], mesh: Dev
     for module in (module for module in model.modules() if isinstance(module, Extended)):
         module.extend()
     if case.model.cut_last:
-        ranks = options["mesh"].size(-1)
+        ranks = options["mesh"].size() if "hybrid" in case.features else options["mesh"].size(-1)
         options["shard_placement_fn"] = lambda param: Shard(param.ndim - 1) if param.shape[-1] % ranks == 0 else None
     if (policy := _policy(case.model)) is not None:
         options["mp_policy"] = policy
@@ -117,6 +121,9 @@ def shard(model: Network, case: Case, fully_shard: Callable[..., Any], mesh: Dev
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if "rounded" in case.features:
         options["gather_policy"] = fsdp_compile.GatherPolicy(torch.int8)
+    placement = next((feature for feature in case.features if feature in PLACEMENTS), None)
+    if placement is not None:
+        options["placement"] = placement
     blocks = list(model.blocks)
     taken: set[int] = set()
     for index, (spec, block) in enumerate(zip(case.model.blocks, blocks, strict=True)):

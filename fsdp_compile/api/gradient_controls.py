@@ -315,8 +315,7 @@ def _check_may_finalize(unit: Unit) -> None:
 def _examples(unit: Unit) -> list[Tensor]:
     """Make fake flat shards like those that a unit's hooks get, one for each dtype."""
     with FakeTensorMode():
-        kinds = {param.local.dtype for param in unit.params}
-        dtypes = {reduce_dtype(unit.mp_policy, dtype) or unit.mp_policy.param_dtype or dtype for dtype in kinds}
+        dtypes = {reduce_dtype(unit.mp_policy, param.local.dtype) or param.compute_dtype for param in unit.params}
         return [torch.empty(8, dtype=dtype, device=unit.mesh.device) for dtype in sorted(dtypes, key=str)]
 
 

@@ -42,6 +42,7 @@ from .module import (
     sync_before_trace,
     unit_of,
 )
+from .param_dtypes import ParamDtypes, check_param_dtypes, param_dtype_of
 from .parameters import ShardedParameters, replace_functions, sharded_params_of
 from .partial_offload import PartialCPUOffloadPolicy, UnshardedParam
 from .placement import Placement
@@ -64,6 +65,7 @@ def fully_shard(
     dp_mesh_dims: object | None = None,
     gather_policy: GatherPolicy | None = None,
     placement: str | Mapping[str, str] | None = None,
+    param_dtypes: ParamDtypes | None = None,
 ) -> M: ...
 
 
@@ -80,6 +82,7 @@ def fully_shard(
     dp_mesh_dims: object | None = None,
     gather_policy: GatherPolicy | None = None,
     placement: str | Mapping[str, str] | None = None,
+    param_dtypes: ParamDtypes | None = None,
 ) -> list[nn.Module]: ...
 
 
@@ -95,6 +98,7 @@ def fully_shard(
     dp_mesh_dims: object | None = None,
     gather_policy: GatherPolicy | None = None,
     placement: str | Mapping[str, str] | None = None,
+    param_dtypes: ParamDtypes | None = None,
 ) -> Any:
     """Shard a module's parameters over a mesh, in place.
 
@@ -126,6 +130,9 @@ def fully_shard(
         placement: what the ranks of each mesh dimension cut among them: "zero1", "zero2", "zero3", "hsdp", "hybrid", "ddp", or
             a level for each dimension by name (docs/placement.md). None: parameters, gradients and optimizer states, over the
             last dimension. FSDP2 has no such argument.
+        param_dtypes: dtypes that single parameters compute in, where ``mp_policy`` is not to decide (docs/low-precision.md): a
+            mapping from patterns of names in ``module`` (:mod:`fnmatch`; the first that fits counts) to a dtype or "keep", the
+            parameter's own; or a function of name and parameter that returns one of these, or None. FSDP2 has no such argument.
 
     Returns:
         ``module``. Its class is now ``FSDP<Class>``, a subclass of its own class and of :class:`FSDPModule`.
@@ -139,6 +146,7 @@ def fully_shard(
     _check_offload_policy(offload_policy)
     if not isinstance(gather_policy, GatherPolicy | None):
         raise TypeError(f"fully_shard(gather_policy=...) takes a GatherPolicy, not {gather_policy!r}.")
+    check_param_dtypes(param_dtypes)
     ignored = _check_ignored(ignored_params)
     found = _collect_parameters(modules, ignored)
     over = mesh if dp_mesh_dims is None else _mesh_of_dims(mesh, dp_mesh_dims)
@@ -147,6 +155,10 @@ def fully_shard(
     placed = None if placement is None else Placement.of(placement, over, reshard_after_forward)
     sharding_mesh = ShardingMesh.of(over) if placed is None else placed.sharding_mesh(over)
     cuts = _cuts(found, sharding_mesh, shard_placement_fn, dp_mesh_dims, mp_policy)
+    if param_dtypes is not None:
+        for param, cut in cuts.items():
+            dtype = param_dtype_of(param_dtypes, found[param][0][2], param)
+            cuts[param] = cut if dtype is None else cut._replace(param_dtype=dtype)
     if placed is not None:
         cuts = _cuts_of_placement(found, cuts, placed, offload_policy, gather_policy)
         if reshard_after_forward is None:

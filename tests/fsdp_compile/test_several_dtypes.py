@@ -118,7 +118,7 @@ def test_parameters_on_the_host(rank_pools: RankPools) -> None:
     rank_pools[2].run(train, system="aot_eager", mesh=(2,), offload_policy=CPUOffloadPolicy())
 
 
-# Parameters that compute in different dtypes, as torch 2.15 lets a policy decide.
+# Parameters that compute in different dtypes, as torch 2.15 lets a policy decide, and our ``param_dtypes`` with any torch.
 
 
 def _keeps_own(param: nn.Parameter) -> torch.dtype | None:
@@ -126,13 +126,21 @@ def _keeps_own(param: nn.Parameter) -> torch.dtype | None:
     return param.dtype if getattr(param, "keeps_dtype", False) else None
 
 
-def train_in_other_dtypes(system: str, **options: Any) -> None:
+_ALL_64 = MixedPrecisionPolicy(torch.float64, torch.float64)
+#: Arguments of ``fully_shard`` that have parameters compute in the dtypes of :func:`_keeps_own`, else in double precision.
+WAYS: dict[str, dict[str, Any]] = {
+    "policy": {"mp_policy": NewerPolicy(torch.float64, torch.float64, param_dtype_override_fn=_keeps_own)},
+    "patterns": {"mp_policy": _ALL_64, "param_dtypes": {"*.router.*": "keep", "*norm*": torch.float32, "*": torch.float64}},
+    "function": {"mp_policy": _ALL_64, "param_dtypes": lambda name, param: _keeps_own(param)},
+}
+
+
+def train_in_other_dtypes(system: str, way: str = "policy", **options: Any) -> None:
     """Compare gradients with those of the whole model, with cast parameters. Runs on every rank."""
     torch._dynamo.reset()
     rank, world = dist.get_rank(), dist.get_world_size()
     alone, model = Mixture(torch.float32), Mixture(torch.float32)
-    policy = NewerPolicy(torch.float64, torch.float64, param_dtype_override_fn=_keeps_own)
-    shard_units(model, device_mesh((world,)), fully_shard, mp_policy=policy, **options)
+    shard_units(model, device_mesh((world,)), fully_shard, **WAYS[way], **options)
     compiled: Any = model if system == "eager" else torch.compile(model, backend=fsdp_backend, options={"lowering": system})
     batches = torch.randn(world, 2, 5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     compiled(batches[rank]).square().mean().backward()
@@ -152,6 +160,27 @@ def train_in_other_dtypes(system: str, **options: Any) -> None:
 @pytest.mark.parametrize("system", _SYSTEMS)
 def test_a_policy_decides_for_each_parameter(system: str, rank_pools: RankPools) -> None:
     rank_pools[2].run(train_in_other_dtypes, system=system)
+
+
+@pytest.mark.parametrize("way", ["patterns", "function"])
+def test_names_decide_for_each_parameter(way: str, rank_pools: RankPools) -> None:
+    rank_pools[2].run(train_in_other_dtypes, system="aot_eager", way=way)
+
+
+@pytest.mark.parametrize(
+    ("param_dtypes", "message"),
+    [
+        ({"*": torch.int8}, "has torch.int8 for '\\*': give a floating-point dtype"),
+        ({"*.weight": None}, "has None for"),
+        (lambda name, param: "float32", "returned 'float32' for parameter 0."),
+        ([torch.float32], "takes a mapping or a function"),
+    ],
+)
+def test_dtypes_that_are_none(param_dtypes: Any, message: str, fake_ranks: None) -> None:
+    model = nn.Sequential(Experts(torch.float32))
+    with pytest.raises(TypeError, match=message):
+        fully_shard(model, param_dtypes=param_dtypes)
+    assert not hasattr(model, "_fsdp_unit")
 
 
 def test_a_policy_and_parameters_on_the_host(rank_pools: RankPools) -> None:

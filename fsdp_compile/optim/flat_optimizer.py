@@ -32,6 +32,7 @@ from ..units.gradient_buffer import GradientBuffer, join_storages
 from ..units.sharded_param import ShardedParam, params_with_memory
 from .clip import GradientGroups
 from .owned_muon import OwnedMuon
+from .rounded_step import check_is_in_run, count_of, is_rounded, step_rounded, wide_states
 from .run_list import RunList
 from .runs import Run, States, find_runs, has_plain_shard, in_order
 from .torch_step import step_after, step_as, without_hooks
@@ -138,6 +139,10 @@ class FlatOptimizer(Optimizer):
     _one_buffer = False
     _state_is_lent = True
     _buffers: Sequence[GradientBuffer] = ()
+    #: The seed of stochastic rounding; None: parameters are rounded to the nearest.
+    _rounding_seed: int | None = None
+    #: The number of steps, for optimizers whose state does not tell it.
+    _rounded_steps = 0
     #: The plan of the next step, while :meth:`grouped_gradients` has checked it and nothing can have changed since.
     _ready: StepPlan | None = None
 
@@ -153,7 +158,19 @@ class FlatOptimizer(Optimizer):
         vars(self)["state"] = value
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_one_buffer": self._one_buffer}  # type: ignore[no-untyped-call]
+        own = ("_one_buffer", "_rounding_seed", "_rounded_steps")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}  # type: ignore[no-untyped-call]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict, as torch's. With stochastic rounding, float32 states of bfloat16 parameters stay float32."""
+        super().load_state_dict(state_dict)
+        if self._rounding_seed is not None:
+            for param, wide in wide_states(self, state_dict).items():
+                self.state[param].update(wide)
+
+    def round_by_chance(self, seed: int) -> None:
+        """Step bfloat16 parameters in float32 from now on, and round them up or down at random."""
+        self._rounding_seed = seed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's.
@@ -195,11 +212,34 @@ class FlatOptimizer(Optimizer):
             plan.run_list.load_gradients()
         kept = plan.flat_states(states)
         try:
-            step_as(self, step, plan.flat_groups(groups), kept)
+            if self._rounding_seed is None:
+                step_as(self, step, plan.flat_groups(groups), kept)
+            else:
+                self._step_by_chance(step, plan, kept, self._rounding_seed)
         finally:
             plan.follow(kept, states)
             del states, kept
             self._state_is_lent = self._state_is_lent and not plan.run_list.is_alone()
+
+    def _step_by_chance(self, step: Callable[[Optimizer], Any], plan: StepPlan, kept: States, seed: int) -> None:
+        """Step as torch, but the runs in bfloat16 one by one, so that one of them exists in float32 at a time."""
+        rounded = {id(run.flat) for run in plan.runs if is_rounded(run)}
+        for param in (*plan.rest, *(run.params[0] for run in plan.runs if id(run.flat) not in rounded)):
+            check_is_in_run(param)
+        groups = self.param_groups
+        others = [
+            {**group, "params": [param for param in group["params"] if id(param) not in rounded]}
+            for group in plan.flat_groups(groups)
+        ]
+        step_as(self, step, others, kept)
+        place = {id(param): index for index, param in enumerate(param for group in groups for param in group["params"])}
+        for group, own in zip(groups, plan.groups, strict=True):
+            for run in own.runs:
+                if id(run.flat) in rounded:
+                    count = count_of(self, run)
+                    count = self._rounded_steps if count is None else count
+                    step_rounded(self, step, run, group, place[id(run.params[0])], seed, count)
+        self._rounded_steps += 1
 
     def _load_gradients(self, groups: Sequence[dict[str, Any]], states: States) -> StepPlan | None:
         """Set the gradients of the plan's runs. None: there is no plan, or it does not suit the present groups or gradients."""
@@ -304,7 +344,14 @@ def check_elementwise(optimizer_class: type[Optimizer], function: str) -> None:
     )
 
 
-def flat_optimizer(optimizer_class: type[Optimizer], params: Any, *, one_buffer: bool = False, **options: Any) -> Optimizer:
+def flat_optimizer(
+    optimizer_class: type[Optimizer],
+    params: Any,
+    *,
+    one_buffer: bool = False,
+    stochastic_rounding: int | None = None,
+    **options: Any,
+) -> Optimizer:
     """Make one of torch's optimizers with a step over runs of flat storage, or over whole matrices on their owners.
 
     The result is an instance of a subclass of ``optimizer_class``. Its groups hold the parameters, and its state has DTensors
@@ -324,20 +371,28 @@ def flat_optimizer(optimizer_class: type[Optimizer], params: Any, *, one_buffer:
         one_buffer: keep the shards of all units in one buffer for each dtype and device, and their gradients in another, which
             stays between steps. A model in one group and without padding is then one run. Shards move when the optimizer is
             made, or in the next step if they have no memory yet. While they move, they exist twice.
+        stochastic_rounding: a seed, equal on all ranks: bfloat16 parameters are stepped in float32, with float32 states, and
+            rounded up or down at random (:mod:`fsdp_compile.optim.rounded_step`). None: all is in the parameter's dtype.
         options: options of the class (``lr``, ``weight_decay``, ``fused``, ...).
 
     Raises:
         TypeError: ``optimizer_class`` is another class, whose step is not known to be elementwise.
-        ValueError: ``differentiable=True``; an argument that the class refuses; ``one_buffer`` for Muon, or a parameter for it
-            that is no matrix.
+        ValueError: ``differentiable=True``; an argument that the class refuses; ``one_buffer`` or ``stochastic_rounding`` for
+            Muon, or a parameter for it that is no matrix.
     """
+    if stochastic_rounding is not None and (isinstance(stochastic_rounding, bool) or not isinstance(stochastic_rounding, int)):
+        raise TypeError(f"flat_optimizer(stochastic_rounding=...) takes a seed, an int, not {stochastic_rounding!r}.")
     if optimizer_class is Muon:
-        if one_buffer:
-            raise ValueError("flat_optimizer(Muon) steps matrices, not runs: leave out one_buffer=True.")
+        if one_buffer or stochastic_rounding is not None:
+            raise ValueError(
+                "flat_optimizer(Muon) steps matrices, not runs: leave out one_buffer=True and stochastic_rounding=..."
+            )
         return cast("Optimizer", FlatMuon(params, **options))
     check_elementwise(optimizer_class, "flat_optimizer")
     make: Any = _FLAT[optimizer_class]
     optimizer: FlatOptimizer = make(params, **options)
+    if stochastic_rounding is not None:
+        optimizer.round_by_chance(stochastic_rounding)
     if one_buffer:
         optimizer.use_one_buffer()
     return optimizer

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from passes.fx.torch_internals.distributed import DTensorSpec, TensorMeta
 from passes.fx.torch_internals.objects import local_tensor, spec_of
 
 from ..units.own_storage import with_own_storage
@@ -199,4 +200,7 @@ def _is_slice(kept: Any, piece: FlatSlice) -> bool:
 def _dtensor(piece: FlatSlice, param: Any) -> DTensor:
     local = with_own_storage(piece.tensor().view(local_tensor(param).shape))
     note_slice(local, piece)
-    return DTensor(local, spec_of(param), requires_grad=False)
+    spec = spec_of(param)
+    if local.dtype != param.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(param.shape, param.stride(), local.dtype))
+    return DTensor(local, spec, requires_grad=False)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 import re
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
@@ -157,6 +158,17 @@ def _options_of(compiler_fn: Any) -> Options | None:
     except ValueError:
         # The backend raises it again, where Dynamo does not call it an error of its own.
         return None
+
+
+@contextlib.contextmanager
+def _no_errors_of_guards() -> Iterator[None]:
+    """Have torch log no errors of guards that cannot be made for the objects at hand: the stored frame does not fit them."""
+    log = logging.getLogger("torch._guards")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _uses_caches() -> bool:
@@ -328,7 +340,8 @@ class _Frame:
         """
         for stored in stored_frames:
             try:
-                result, lower_ahead = self._restored(stored)
+                with _no_errors_of_guards():
+                    result, lower_ahead = self._restored(stored)
             except Exception as error:
                 # Dynamo says that a guard which fails at once is a bug.
                 difference = str(error).rpartition("Guard fail reason: ")[2]

@@ -220,6 +220,20 @@ def test_traces_what_differs(changes: tuple[str, dict[str, Any]], stored: None) 
     assert run(**changes[1]) > 0
 
 
+def test_logs_no_errors_of_frames_that_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """Both models run the forward of ``nn.Sequential``. The second has no unit where the first has one."""
+    with storing(frames=True), fake_group(2):
+        for has_unit in (True, False):
+            torch._dynamo.reset()
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            if has_unit:
+                fully_shard(model[0])
+            fully_shard(model)
+            compiled = torch.compile(model, backend=fsdp_backend, options={"lowering": "aot_eager"})
+            compiled(torch.ones(2, 8)).sum().backward()
+    assert [record.message for record in caplog.records if "creating guard" in record.getMessage()] == []
+
+
 def _of_class(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Model, "finish", lambda self, x: x * 5)
 

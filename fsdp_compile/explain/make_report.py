@@ -136,6 +136,9 @@ def _check_rates(call: GraphCall, hardware: Hardware) -> None:
 
 def _mesh(calls: Sequence[GraphCall]) -> dict[str, int]:
     names = {role: name for call in calls for name, role in call.graph.group_names.items()}
+    if "node" in names:
+        # The group that shards has the ranks of all nodes.
+        del names["shard"]
     return {role: group_size(names[role]) for role in sorted(names, reverse=True)}
 
 

@@ -109,9 +109,11 @@ class Planner:
             return Gather.REUSE
         if self.can_keep and not params[0].unit.flags.reshard_after_backward:
             return Gather.KEEP
-        # All of them, so that those that are left are freed before new ones are made.
-        node_shards = [param.state.node_shard(param.param) for param in params] if params[0].mesh.node_group else [None]
-        return Gather.GATHER if None in node_shards else Gather.WITHIN_NODE
+        if not params[0].mesh.node_group:
+            return Gather.GATHER
+        # Asked of all of them: those that have changed are freed before new ones are made.
+        have_node_shards = [param.state.node_shard(param.param) is not None for param in params]
+        return Gather.WITHIN_NODE if all(have_node_shards) else Gather.GATHER
 
     def _prefetch(self, units: dict[str, Unit], gathers: Sequence[Gather]) -> tuple[tuple[str, tuple[str, ...]], ...]:
         actions = zip(self.inputs.gathers, gathers, strict=True)

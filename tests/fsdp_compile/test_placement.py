@@ -559,6 +559,7 @@ def test_explain_knows_placements() -> None:
     hsdp, hybrid, ddp = report("hsdp", (2, 4)), report("hybrid", (2, 4)), report("ddp", (8,))
     (half, whole, all_of_it) = (each.memory.categories["optimizer state"] for each in (hybrid, hsdp, ddp))
     assert half < 0.6 * whole and all_of_it > 3 * whole
+    assert hybrid.mesh == {"nodes": 2, "node": 4}
     # The number of ranks is a symbol, and a shard of one rank has none.
     assert "R" in str(ddp.formulae)
     with pytest.raises(ValueError, match="placement 'hybrid'"):

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from passes.collectives.block_formats import LARGEST, SCALE, restore_groups, round_groups
 from passes.collectives.layout import padding_to
-from passes.collectives.rounded_gather import LARGEST, SCALE, reinterpret, restore_groups, round_groups
+from passes.collectives.rounded_gather import reinterpret
 from passes.collectives.stochastic_rounding import round_groups_by_chance
 from passes.fx.torch_internals.distributed import DefaultState
 

@@ -167,8 +167,10 @@ class Rounded(GatherFormat):
         return self.policy.alignment
 
     def encode(self, shards: Sequence[Tensor], gaps: Sequence[int]) -> Tensor:
-        gaps = gaps or self.policy.paddings([shard.numel() for shard in shards])
-        return self.policy.encode(shards, _flatten(shards, gaps), self.dtype)
+        numels = [shard.numel() for shard in shards]
+        gaps = gaps or self.policy.paddings(numels)
+        places = itertools.accumulate(map(operator.add, numels, gaps), initial=0)
+        return self.policy.encode(shards, _flatten(shards, gaps), self.dtype, list(places)[:-1])
 
     def decode(self, rows: Tensor, shards: Shards) -> list[Tensor]:
         return self.policy.decode(rows, shards.shard_shapes(), *self._places(shards), self.dtype)

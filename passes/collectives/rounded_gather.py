@@ -1,16 +1,15 @@
-"""Rounded gathers: gathers that send a byte for each element, and scales.
+"""Rounded gathers: gathers that send a byte for each element, or half a byte, and scales.
 
-A policy rounds a rank's shards in groups of elements. Each group has a scale (float32), which maps the largest magnitude of the
-group to the largest number of the dtype. A group never holds elements of two parameters. So the rounded values of a parameter
-do not depend on the bucket: forward, backward and uncompiled code see the same values.
+A policy rounds a rank's shards in groups of elements that share a scale (:mod:`passes.collectives.block_formats`). A group
+never holds elements of two parameters. So the rounded values of a parameter do not depend on the bucket: forward, backward and
+uncompiled code see the same values.
 
 Each rank sends a row of bytes, in this order:
 
-    rounded elements, one byte each; scales, four bytes each; parameters that are not rounded.
+    rounded elements; scales; in some formats a factor for each rounded parameter; parameters that are not rounded.
 
 Parameters with fewer than two dimensions (biases, norm weights) are not rounded: they are small, and a byte is too coarse for
-them. An infinity or NaN makes the scale of its group infinite or NaN. The receiver then decodes the whole group to NaN, so
-overflow stays visible. A group of zeros stays zero.
+them. An infinity or NaN makes its group NaN, so overflow stays visible. A group of zeros stays zero.
 
 Sources: block-wise scales as in ZeRO++ (Wang et al. 2023, "qwZ") and in the OCP Microscaling formats.
 """
@@ -24,13 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .block_formats import LARGEST, NAMED, SCALE, BlockFormat, largest, nvfp4_factor
 from .layout import padding_to
-
-#: The largest number of each one-byte dtype. int8 is used symmetrically, from -127 to 127.
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-
-#: The dtype of scales.
-SCALE = torch.float32
 
 
 @dataclass(frozen=True)
@@ -38,21 +32,29 @@ class GatherPolicy:
     """The rounding of a unit's parameters in their gather. Shards, gradients and optimizer states keep their dtype.
 
     Attributes:
-        dtype: ``torch.int8``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        dtype: ``torch.int8``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``; or a format with its own scales, ``"mxfp8"`` or
+            ``"nvfp4"``, which has half a byte for each element.
         scale: the elements of a rank's shard that share a scale: a number of neighbouring elements; ``"row"``, each row of the
-            shard; or ``"tensor"``, the whole shard.
+            shard; or ``"tensor"``, the whole shard. The formats with their own scales have 32 and 16 elements.
 
     Raises:
         ValueError: unknown dtype or scale.
     """
 
-    dtype: torch.dtype = torch.float8_e4m3fn
+    dtype: torch.dtype | str = torch.float8_e4m3fn
     scale: int | str = 128
 
     def __post_init__(self) -> None:
-        if self.dtype not in LARGEST:
-            known = ", ".join(map(str, LARGEST))
+        if self.dtype not in (*LARGEST, *NAMED):
+            known = ", ".join([*map(str, LARGEST), *map(repr, NAMED)])
             raise ValueError(f"GatherPolicy(dtype=...) takes one of {known}, not {self.dtype!r}.")
+        if isinstance(self.dtype, str):
+            block = NAMED[self.dtype].block
+            if self.scale not in (type(self).scale, block):
+                raise ValueError(
+                    f"GatherPolicy({self.dtype!r}) has a scale for {block} elements: leave out scale={self.scale!r}."
+                )
+            object.__setattr__(self, "scale", block)
         is_block = isinstance(self.scale, int) and not isinstance(self.scale, bool) and self.scale > 0
         if not is_block and self.scale not in ("row", "tensor"):
             raise ValueError(
@@ -68,7 +70,13 @@ class GatherPolicy:
         if not text:
             return None
         dtype, _, scale = text.partition(":")
-        return GatherPolicy(getattr(torch, dtype), int(scale) if scale.isdigit() else scale)
+        known = dtype if dtype in NAMED else getattr(torch, dtype)
+        return GatherPolicy(known, int(scale) if scale.isdigit() else scale)
+
+    @property
+    def format(self) -> BlockFormat:
+        """The format of groups."""
+        return NAMED[self.dtype] if isinstance(self.dtype, str) else largest(self.dtype)
 
     @property
     def alignment(self) -> int:
@@ -79,24 +87,49 @@ class GatherPolicy:
         """Return the padding after each shard, in elements, for shards of ``numels`` elements."""
         return [padding_to(self.alignment, numel) for numel in numels]
 
-    def encode(self, shards: Sequence[Tensor], flat: Tensor, dtype: torch.dtype) -> Tensor:
+    def encode(self, shards: Sequence[Tensor], flat: Tensor, dtype: torch.dtype, places: Sequence[int] = ()) -> Tensor:
         """Encode a rank's shards as a row of bytes.
 
         Args:
             shards: shards of parameters, of one dtype.
             flat: the shards one after the other, each padded to the alignment, perhaps with other values between them.
             dtype: the shards that are not rounded are cast to it.
+            places: the offset of each shard in ``flat``, for a format with factors.
 
         Returns:
-            ``[bytes]`` of uint8: rounded elements, scales, shards that are not rounded.
+            ``[bytes]`` of uint8: rounded elements, scales, factors, shards that are not rounded.
         """
-        rounded, scales = zip(*(round_groups(group, self.dtype) for group in self._groups(shards, flat)), strict=True)
+        format, groups = self.format, self._groups(shards, flat)
+        factors: list[Tensor] = []
+        of_groups: list[Tensor | None] = [None] * len(groups)
+        if format.has_factor:
+            factors = [nvfp4_factor(shard) for shard in shards if is_rounded(shard.shape)]
+            of_groups = [self._factors(torch.cat(factors), [shard.shape for shard in shards], places, flat.numel())]
+        rounded, scales = zip(*map(format.round, groups, of_groups), strict=True)
         whole = [shard.reshape(-1).to(dtype) for shard in shards if not is_rounded(shard.shape)]
-        return as_bytes([*rounded, *scales, *whole])
+        return as_bytes([*rounded, *scales, *factors, *whole])
+
+    def _factors(self, factors: Tensor, shapes: Sequence[Sequence[int]], places: Sequence[int], numel: int) -> Tensor:
+        """Return each group's factor, ``[..., groups]``, from ``[..., rounded shards]``. Groups of gaps have a neighbour's."""
+        assert isinstance(self.scale, int)
+        starts = [place // self.scale for shape, place in zip(shapes, places, strict=True) if is_rounded(shape)]
+        ends = [*starts[1:], numel // self.scale]
+        starts[0] = 0
+        pieces = [
+            factors.narrow(-1, index, 1).expand(*factors.shape[:-1], end - start)
+            for index, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 
     def encoded_numel(self, shape: Sequence[int]) -> int:
         """Return the number of bytes of one rounded shard of this shape, encoded alone."""
-        return sum(count * (elements + SCALE.itemsize) for count, elements in self._groups_of_one(shape))
+        format = self.format
+        sizes = [self._bytes(group) + group[0] * format.scales.itemsize for group in self._groups_of_one(shape)]
+        return sum(sizes) + (SCALE.itemsize if format.has_factor else 0)
+
+    def _bytes(self, group: tuple[int, int]) -> int:
+        """Return the bytes of the elements of groups of a shape."""
+        return math.prod(group) * self.format.bits // 8
 
     def encoded(
         self, rows: Tensor, shapes: Sequence[Sequence[int]], places: Sequence[int], numel: int, dtype: torch.dtype
@@ -111,20 +144,26 @@ class GatherPolicy:
         Returns:
             For each rounded shard two views, ``[ranks, bytes]``; for each other shard an empty list.
         """
-        *parts, scales = self._parts(rows, shapes, numel, dtype)[: len(self._group_shapes(shapes, numel)) + 1]
+        format, num_runs = self.format, len(self._group_shapes(shapes, numel))
+        *parts, scales = self._parts(rows, shapes, numel, dtype)[: num_runs + 1]
+        factors = self._parts(rows, shapes, numel, dtype)[num_runs + 1] if format.has_factor else None
         found: list[list[Tensor]] = []
-        end = 0
+        end = index = 0
         for shape, place in zip(shapes, places, strict=True):
             if not is_rounded(shape):
                 found.append([])
                 continue
             ((count, elements),) = self._groups_of_one(shape)
             if isinstance(self.scale, int):
-                first, values = place // elements, parts[0].narrow(1, place, count * elements)
+                first = place // elements
+                values = parts[0].narrow(1, place * format.bits // 8, self._bytes((count, elements)))
             else:
                 first, values = end, parts.pop(0)
-            found.append([values, scales.narrow(1, first * SCALE.itemsize, count * SCALE.itemsize)])
-            end += count
+            scale = scales.narrow(1, first * format.scales.itemsize, count * format.scales.itemsize)
+            if factors is not None:
+                scale = torch.cat([scale, factors.narrow(1, index * SCALE.itemsize, SCALE.itemsize)], dim=1)
+            found.append([values, scale])
+            end, index = end + count, index + 1
         return found
 
     def decode(
@@ -142,26 +181,30 @@ class GatherPolicy:
         Returns:
             For each shard ``[ranks, numel of the shard]``.
         """
-        groups = self._group_shapes(shapes, numel)
+        format, groups = self.format, self._group_shapes(shapes, numel)
         parts = self._parts(rows, shapes, numel, dtype)
-        scales = reinterpret(parts[len(groups)], SCALE).split([count for count, _ in groups], dim=1)
+        scales = reinterpret(parts[len(groups)], format.scales).split([count for count, _ in groups], dim=1)
+        factors: list[Tensor | None] = [None] * len(groups)
+        if format.has_factor:
+            factors = [self._factors(reinterpret(parts[len(groups) + 1], SCALE), shapes, places, numel)]
         rounded = [
-            restore_groups(part.view(self.dtype).unflatten(1, group), scale).to(dtype).flatten(1)
-            for part, scale, group in zip(parts, scales, groups, strict=False)
+            format.restore(part.view(format.elements).unflatten(1, (count, -1)), scale, factor).to(dtype).flatten(1)
+            for part, scale, factor, (count, _) in zip(parts, scales, factors, groups, strict=False)
         ]
-        whole = reinterpret(parts[-1], dtype) if len(parts) > len(groups) + 1 else None
-        return self._cut(rounded, whole, shapes, places)
+        has_whole = len(parts) > len(groups) + 1 + format.has_factor
+        return self._cut(rounded, reinterpret(parts[-1], dtype) if has_whole else None, shapes, places)
 
     def _parts(self, rows: Tensor, shapes: Sequence[Sequence[int]], numel: int, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Split rows into the elements of each run of groups, all scales, and unrounded shards, if any.
+        """Split rows into the elements of each run of groups, all scales, all factors, and unrounded shards, if any.
 
         Each part is ``[ranks, bytes]``.
         """
-        groups = self._group_shapes(shapes, numel)
+        format, groups = self.format, self._group_shapes(shapes, numel)
         num_whole = sum(math.prod(shape) for shape in shapes if not is_rounded(shape))
         num_scales = sum(count for count, _ in groups)
-        bytes_of_whole = [num_whole * dtype.itemsize] if num_whole else []
-        return rows.split([*map(math.prod, groups), num_scales * SCALE.itemsize, *bytes_of_whole], dim=1)
+        rest = [SCALE.itemsize * sum(map(is_rounded, shapes))] if format.has_factor else []
+        rest += [num_whole * dtype.itemsize] if num_whole else []
+        return rows.split([*map(self._bytes, groups), num_scales * format.scales.itemsize, *rest], dim=1)
 
     def _cut(
         self, rounded: Sequence[Tensor], whole: Tensor | None, shapes: Sequence[Sequence[int]], places: Sequence[int]
@@ -205,28 +248,6 @@ def rounding(policy: GatherPolicy | None, shapes: Sequence[Sequence[int]]) -> Ga
 def is_rounded(shape: Sequence[int]) -> bool:
     """Return whether a parameter of this shape is rounded to bytes."""
     return len(shape) > 1 and 0 not in shape
-
-
-def round_groups(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round numbers that share a scale, to the nearest. The largest magnitude of a group becomes the largest of ``dtype``.
-
-    Args:
-        groups: ``[..., elements]``.
-        dtype: one of :data:`LARGEST`.
-
-    Returns:
-        The rounded numbers, ``[..., elements]`` in ``dtype``, and the scales, ``[...]`` in :data:`SCALE`.
-    """
-    values = groups.to(SCALE)
-    # Avoid division by zero. Adding tiny changes only the smallest of scales.
-    scale = values.abs().amax(-1) / LARGEST[dtype] + torch.finfo(SCALE).tiny
-    rounded = values / scale.unsqueeze(-1)
-    return (rounded.round() if dtype == torch.int8 else rounded).to(dtype), scale
-
-
-def restore_groups(rounded: Tensor, scale: Tensor) -> Tensor:
-    """Decode the results of :func:`round_groups`, to ``[..., elements]`` in :data:`SCALE`."""
-    return rounded.to(SCALE) * scale.unsqueeze(-1)
 
 
 def as_bytes(tensors: Sequence[Tensor]) -> Tensor:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rounded_gather import LARGEST, SCALE
+from .block_formats import LARGEST, SCALE
 
 # Mask of the exponent bits of a float32.
 _EXPONENT = 0x7F800000
 
 
 def round_groups_by_chance(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round numbers that share a scale as :func:`~passes.collectives.rounded_gather.round_groups`, but up or down at random.
+    """Round numbers that share a scale as :func:`~passes.collectives.block_formats.round_groups`, but up or down at random.
 
     The chance to round up is the distance from the lower neighbour in ``dtype``, divided by the step between the neighbours.
 
     Args:
         groups: ``[..., elements]``.
-        dtype: one of :data:`~passes.collectives.rounded_gather.LARGEST`.
+        dtype: one of :data:`~passes.collectives.block_formats.LARGEST`.
 
     Returns:
         The rounded numbers, ``[..., elements]`` in ``dtype``, and the scales, ``[...]`` in float32.

@@ -18,8 +18,9 @@ from .torch_internals.core import TorchDispatchMode, get_decompositions, pytree
 #: The key in ``node.meta`` of a node's work (:mod:`passes.ir.work`).
 WORK = "fsdp"
 
-# Inductor expects joint graphs to be decomposed, and does not accept this form of a cast.
-_DECOMPOSITIONS: dict[Any, Any] = get_decompositions([torch.ops.aten._to_copy.default])
+# Inductor expects joint graphs to be decomposed. Of what it does not accept, code that is emitted has these.
+_aten = torch.ops.aten
+_DECOMPOSITIONS: dict[Any, Any] = get_decompositions([_aten._to_copy.default, _aten.clamp.default, _aten.masked_fill.Scalar])
 
 
 @dataclass

@@ -43,6 +43,8 @@ _POLICIES = {
     "e5m2": GatherPolicy(torch.float8_e5m2, 128),
     "int8 rows": GatherPolicy(torch.int8, "row"),
     "e4m3 tensors": GatherPolicy(torch.float8_e4m3fn, "tensor"),
+    "mxfp8": GatherPolicy("mxfp8"),
+    "nvfp4": GatherPolicy("nvfp4"),
 }
 _SYSTEMS = ("eager", "aot_eager", "inductor")
 _FLAVOURS = ("sharded", "partial_then_unsharded", "keep_unsharded")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fsdp_compile import HookNotTraceable, fsdp_backend, fully_shard
 from fsdp_compile.comm_hooks import DefaultState, QuantizedReduce
+from passes.collectives.block_formats import LARGEST, restore_groups
 from passes.collectives.random_numbers import AnsweringRandomOperators, Draws, new_key
-from passes.collectives.rounded_gather import LARGEST, restore_groups
 from passes.collectives.stochastic_rounding import round_groups_by_chance
 from tests.common.distributed import RankPools, device_mesh
 

@@ -12,7 +12,8 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_compile.comm_hooks import QuantizedReduce
-from passes.collectives.rounded_gather import LARGEST, GatherPolicy, round_groups
+from passes.collectives.block_formats import LARGEST, round_groups
+from passes.collectives.rounded_gather import GatherPolicy
 from passes.collectives.stochastic_rounding import round_groups_by_chance
 from passes.fx.emit import emit
 from passes.ir.work import BucketName, Role, Work

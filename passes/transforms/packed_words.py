@@ -13,7 +13,8 @@ After:  a ``cat`` of words, viewed as the same bytes. The largest magnitude of a
 
 Leaves alone graphs on the CPU; messages without scales; messages that are not whole words (an odd number of 16-bit numbers, a
 group that is not a multiple of four); groups of fewer than 32 or more than 256 numbers, for which Inductor writes several
-kernels, or words twice; and stochastic rounding, whose result Inductor would write first and pack in another kernel.
+kernels, or words twice; messages with a magnitude of a whole tensor (NVFP4's factor); and stochastic rounding, whose result
+Inductor would write first and pack in another kernel.
 """
 
 from __future__ import annotations
@@ -110,6 +111,9 @@ def _are_words(numbers: Node, part: Node) -> bool:
 
 
 def _is_of_quarters(magnitude: Node) -> bool:
+    if len(magnitude.args) < 2:
+        # Of a whole tensor, such as the factor of NVFP4.
+        return False
     values, dims = magnitude.args[:2]
     group = values.meta["val"].shape[-1]  # type: ignore[union-attr]
     return dims == [-1] and magnitude.args[2:] in ((), (False,)) and group % 4 == 0 and group in GROUPS

@@ -172,6 +172,27 @@ def test_one_kernel_rounds_and_copies_in(dtype: torch.dtype, param_dtype: torch.
     fsdp_compile.cuda.ptx.compile_kernels(named[:1] + named[-1:], ["sm_90"])
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_formats_of_blocks(name: str) -> None:
+    """All kernels compile, and a rank sends the bytes of the format."""
+    policy = GatherPolicy(name)
+
+    def shard(model: Any, mesh: Any) -> None:
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, gather_policy=policy)
+
+    with torch.device("meta"):
+        model, x = Model(), torch.ones(16, 512)
+        shards = [torch.empty(param.shape[0] // 8, *param.shape[1:]) for param in model.blocks[0].parameters()]
+    code = cuda_code(model, x, (8,), shard=shard)
+    sent = [step.reads[0] for step in cuda_steps(code.forward[0]) if step.name == "all_gather"]
+    expected = sum(policy.encoded_numel(piece.shape) if piece.dim() > 1 else piece.numel() * 4 for piece in shards)
+    assert {value.dtype for value in sent} == {"u8"}
+    # With the groups of what lies between two shards in storage.
+    assert any(expected <= value.numel < 1.01 * expected for value in sent)
+    fsdp_compile.cuda.ptx.compile_kernels(triton_kernels(code.forward[0]), ["sm_90"])
+
+
 def copies_out(steps: list[Step], gather: Step) -> list[Step]:
     (gathered,) = gather.writes
     readers = [step for step in steps if any(value.buffer == gathered.buffer for value in step.reads)]

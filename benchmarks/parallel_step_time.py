@@ -21,15 +21,14 @@ from typing import Any
 import torch
 from harness import ranks, report
 from harness.llama import Llama, LlamaSize
-from harness.rounds import ROUND_SECONDS, agreed_steps, slowest, time_rounds, time_steps
-from harness.systems import BASE, SYSTEMS, YARDSTICK, Setting, System, build
+from harness.rounds import ROUND_SECONDS, slowest, warm_and_time
+from harness.systems import BASE, SYSTEMS, YARDSTICK, Setting, build
 from step_time import print_table, summarize
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 _RANKS = 4
-_WARM_UP_STEPS = 3
 _SYSTEMS = (BASE, YARDSTICK, "ours")
 # Relative to a loss; systems sum in different orders.
 _TOLERANCE = 1e-4
@@ -91,18 +90,7 @@ def measure(args: argparse.Namespace, _: DeviceMesh) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, _RANKS // 2), mesh_dim_names=("dp", "tp"))
     setting = Setting(Parallel(size, mesh["tp"]), mesh["dp"], device, lowering=args.lowering)
     batches = [size.make_batch(mesh.get_local_rank("dp"), device)]
-    systems: dict[str, System] = {}
-    losses = {}
-    for name in _SYSTEMS:
-        systems[name] = build(name, setting)
-        losses[name] = [systems[name].step(batches).item() for _ in range(_WARM_UP_STEPS)]
-        ranks.progress(f"{name}: warm")
-    ranks.pin_to_core()
-    steps = {}
-    for name, system in systems.items():
-        system.step(batches)
-        steps[name] = args.steps or agreed_steps(time_steps(system, batches, 1, device), device)
-    return {"losses": losses, "seconds": time_rounds(systems, batches, steps, args.rounds, device)}
+    return warm_and_time(_SYSTEMS, lambda name: build(name, setting), batches, args.rounds, args.steps, device)
 
 
 def check_losses(results: Sequence[dict[str, Any]]) -> None:

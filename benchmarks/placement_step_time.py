@@ -24,13 +24,12 @@ import torch.distributed as dist
 from harness import ranks, report
 from harness.gpt import Size, make_batches
 from harness.link import LOOPBACK
-from harness.rounds import ROUND_SECONDS, agreed_steps, slowest, time_rounds, time_steps
+from harness.rounds import ROUND_SECONDS, slowest, warm_and_time
 from harness.systems import BASE, LOWERINGS, YARDSTICK, Setting, System, build
 from step_time import print_table, summarize
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 _NODES, _RANKS_PER_NODE = 2, 2
-_WARM_UP_STEPS = 3
 #: The systems, each with its placement.
 _SYSTEMS = {BASE: None, YARDSTICK: None, "hsdp": "hsdp", "hybrid": "hybrid"}
 # Relative to a loss; systems sum in different orders.
@@ -74,18 +73,7 @@ def measure(args: argparse.Namespace, _: DeviceMesh) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (_NODES, _RANKS_PER_NODE), mesh_dim_names=("replicate", "shard"))
     setting = Setting(size, mesh, device, lowering=args.lowering)
     batches = make_batches(size, dist.get_rank(), args.microbatches, device)
-    systems: dict[str, System] = {}
-    losses = {}
-    for name in _SYSTEMS:
-        systems[name] = _build(name, setting)
-        losses[name] = [systems[name].step(batches).item() for _ in range(_WARM_UP_STEPS)]
-        ranks.progress(f"{name}: warm")
-    ranks.pin_to_core()
-    steps = {}
-    for name, system in systems.items():
-        system.step(batches)
-        steps[name] = args.steps or agreed_steps(time_steps(system, batches, 1, device), device)
-    return {"losses": losses, "seconds": time_rounds(systems, batches, steps, args.rounds, device)}
+    return warm_and_time(_SYSTEMS, lambda name: _build(name, setting), batches, args.rounds, args.steps, device)
 
 
 def check_losses(results: Sequence[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Dtypes that parameters compute in, by name: what a ``MixedPrecisionPolicy`` says for a unit, refined for parameters."""
+"""Dtypes that single parameters compute in, by name. They refine the ``MixedPrecisionPolicy`` of a unit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Placements: over which ranks parameters, gradients and optimizer states are sharded, by one name or by mesh dimension.
 
-Each dimension of the mesh has a *level*, ZeRO's stage: what its ranks cut among them.
+Each dimension of the mesh has a *level*, ZeRO's stage: the tensors that its ranks cut among them.
 
 =============  ===============  =============  ================
 level          optimizer state  gradients      parameters

@@ -127,9 +127,9 @@ def fully_shard(
             dimensions to shard over, and to have replicas on. Parameters must be replicated there. In a forward they are
             DTensors on ``mesh`` again. Their gradients, which are sums over it, are divided by the number of these ranks.
         gather_policy: send parameters in a byte for each element (docs/low-precision.md); FSDP2 has no such argument.
-        placement: what the ranks of each mesh dimension cut among them: "zero1", "zero2", "zero3", "hsdp", "hybrid", "ddp", or
-            a level for each dimension by name (docs/placement.md). None: parameters, gradients and optimizer states, over the
-            last dimension. FSDP2 has no such argument.
+        placement: the tensors that the ranks of each mesh dimension cut among them: "zero1", "zero2", "zero3", "hsdp",
+            "hybrid", "ddp", or a level for each dimension by name (docs/placement.md). None: parameters, gradients and
+            optimizer states, over the last dimension. FSDP2 has no such argument.
         param_dtypes: dtypes that single parameters compute in, where ``mp_policy`` is not to decide (docs/low-precision.md): a
             mapping from patterns of names in ``module`` (:mod:`fnmatch`; the first that fits counts) to a dtype or "keep", the
             parameter's own; or a function of name and parameter that returns one of these, or None. FSDP2 has no such argument.

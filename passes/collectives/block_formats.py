@@ -12,6 +12,7 @@ Sources: OCP Microscaling Formats (MX) 1.0; NVIDIA's NVFP4 (Transformer Engine, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -65,6 +66,7 @@ class BlockFormat(NamedTuple):
     restore: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
+@functools.cache
 def largest(dtype: torch.dtype) -> BlockFormat:
     """Make the format whose scales map the largest magnitude of a group to the largest number of ``dtype``."""
 

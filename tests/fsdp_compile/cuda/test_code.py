@@ -6,6 +6,7 @@ import copy
 import functools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,23 @@ def test_one_kernel_rounds_and_copies_in(dtype: torch.dtype, param_dtype: torch.
                 assert {*made} == {"foreach kernel"}, "the copy-in of the gradients"
     named = [kernel for graph in (*code.forward, *code.backward) for kernel in triton_kernels(graph) if kernel[1] in kernels]
     fsdp_compile.cuda.ptx.compile_kernels(named[:1] + named[-1:], ["sm_90"])
+
+
+@pytest.mark.parametrize(("placement", "mesh_shape", "gathers", "reductions"), [("hybrid", (2, 4), 6, 6), ("ddp", (8,), 0, 3)])
+def test_placements(placement: str, mesh_shape: tuple[int, ...], gathers: int, reductions: int) -> None:
+    """Two blocks and a root are gathered and reduced in two steps each, or only all-reduced. All kernels compile."""
+
+    def shard(model: Any, mesh: Any) -> None:
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, placement=placement)
+
+    with torch.device("meta"):
+        model, x = Model(), torch.ones(16, 512)
+    code = cuda_code(model, x, mesh_shape, shard=shard, options={"min_bucket_bytes": 0})
+    forward, backward = (Counter(step.name for step in cuda_steps(graph)) for graph in (code.forward[0], code.backward[0]))
+    assert forward["all_gather"] == gathers
+    assert backward["reduce_scatter"] + backward["all_reduce"] == reductions
+    fsdp_compile.cuda.ptx.compile_kernels(triton_kernels(code.backward[0]), ["sm_90"])
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])

@@ -113,7 +113,7 @@ def graph_bytes(graph_modules: Iterable[torch.fx.GraphModule], world: int) -> fl
                 total += node.meta["val"].nbytes
             elif node.target in (ops.reduce_scatter_tensor.default, ops.all_to_all_single.default):
                 total += node.args[0].meta["val"].nbytes
-            elif node.target in (ops.all_reduce.default, ops.all_reduce_.default):
+            elif node.target == ops.all_reduce.default:
                 total += 2 * node.args[0].meta["val"].nbytes
     return total * (world - 1) / world
 

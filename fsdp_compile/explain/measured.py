@@ -322,7 +322,7 @@ def _outermost(inside: Sequence[Event]) -> list[Event]:
 def _match(events: Sequence[Event], call: GraphCall, index: int) -> list[tuple[Node, Event]]:
     """Pair the collectives and waits of a graph with the operators that ran. Raise ``ValueError`` if they differ."""
     nodes = [node for node in call.graph.graph_module.graph.nodes if is_collective(node) and not is_fused_product(node)]
-    wanted = [operator_name(node.target) for node in nodes]
+    wanted = [_operator(node) for node in nodes]
     found = [event.name.partition("::")[2].rstrip("_") for event in events]
     if wanted != found:
         position = next(
@@ -336,6 +336,10 @@ def _match(events: Sequence[Event], call: GraphCall, index: int) -> list[tuple[N
             "profile. Compare the report of explain_captured with a later step of the same model, with the same flags."
         )
     return list(zip(nodes, events, strict=True))
+
+
+def _operator(node: Node) -> str:
+    return operator_name(node.target).rstrip("_")
 
 
 def _unit_of_stretch(nodes: Sequence[Node], call: GraphCall, figures: GraphFigures, otherwise: str) -> str:

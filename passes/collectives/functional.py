@@ -279,7 +279,7 @@ def start_all_reduce(
         replicas = group_size(replicate_group)
         rows = [piece.view(replicas, -1) for piece in flat.split([numel * replicas for numel in numels])]
         return _reduce_scatter((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1), op, replicate_group)
-    return _c10d.all_reduce_(flat, op, replicate_group)
+    return _c10d.all_reduce(flat, op, replicate_group)
 
 
 def all_reduce_by_stateful_hook(

@@ -25,6 +25,8 @@ from ..fx.torch_internals.objects import operator_name
 from ..ir.work import bucket
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
+_all_reduce = torch.ops._c10d_functional.all_reduce.default
+_all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 
 
 def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
@@ -42,6 +44,12 @@ def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
     for source, node in last.items():
         found.setdefault(node, []).append(source)
     return found
+
+
+def _owns_what_it_reduces(node: Node) -> bool:
+    """Return whether an all-reduce is the only reader of another collective's result, and so can reduce it in place."""
+    source = node.args[0] if node.target == _all_reduce else None
+    return isinstance(source, Node) and source.target == _wait and len(source.users) == 1
 
 
 def _range_of(node: Node) -> str:
@@ -71,7 +79,8 @@ class _Writer:
             if node.op == "call_module":
                 self._call_segment(node)
             elif node.op == "call_function" and not self._is_unpacked(node):
-                self._call_operator(node, f"{node.name} = {self._name_of(node.target)}({self._arguments(node)})")
+                target = _all_reduce_in_place if _owns_what_it_reduces(node) else node.target
+                self._call_operator(node, f"{node.name} = {self._name_of(target)}({self._arguments(node)})")
                 self._free(self.last_uses.get(node, []))
                 self._free([node] if not node.users else [])
             elif node.op == "get_attr":

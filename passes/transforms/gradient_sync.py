@@ -6,7 +6,7 @@ After:  for each bucket (unit, dtypes and groups), as its :class:`~passes.ir.red
 - ``Sync.NONE``: the full gradients are outputs, or are added in place to those of earlier microbatches. No communication.
 - ``Sync.SCATTER``: one ``reduce_scatter_tensor`` just after the bucket's last gradient, of the sum with earlier full
   gradients. Its flat shard is an output, or is added in place to the earlier partial result.
-- ``Sync.ALL``: the same; then with replicas one ``all_reduce_`` (HSDP) or ``reduce_scatter_tensor`` (shards that are cut over
+- ``Sync.ALL``: the same; then with replicas one ``all_reduce`` (HSDP) or ``reduce_scatter_tensor`` (shards that are cut over
   replicas, too) of the sum with the earlier partial result. The flat shard of averaged gradients, in ``grad_dtype``, is an
   output, or is added in place to ``param.grad``.
   If the plan updates parameters (:mod:`passes.ir.update`), an existing ``param.grad`` is added to the flat shard instead. Then

@@ -19,7 +19,7 @@ from fsdp_compile.debug import Capture, capture
 
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 _reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
-_all_reduce = torch.ops._c10d_functional.all_reduce_.default
+_all_reduce = torch.ops._c10d_functional.all_reduce.default
 
 
 class Attention(nn.Module):

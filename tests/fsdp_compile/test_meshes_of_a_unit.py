@@ -111,7 +111,7 @@ def test_layout_and_graph(fake_ranks: None) -> None:
     assert forward.readable().count("all_gather_into_tensor.default(") == 2
     assert "cat" not in forward.readable()
     assert backward.readable().count("reduce_scatter_tensor.default(") == 2
-    assert backward.readable().count("all_reduce_.default(") == 1
+    assert backward.readable().count("all_reduce.default(") == 1
 
 
 def test_a_mesh_that_shards_another_dimension_is_refused(fake_ranks: None) -> None:

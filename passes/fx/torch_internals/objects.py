@@ -33,10 +33,9 @@ compiled_call: Callable[[Any], Any] = attrgetter("_compiled_call_impl")
 # The module in the wrapper that ``torch.compile(module)`` returns.
 wrapped_module: Callable[[Any], Any] = attrgetter("_orig_mod")
 
-# The schema of an operator in a graph, and its name without namespace and overload, which ends with _ in place.
+# The schema of an operator in a graph, and its name without namespace and overload.
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-_opname: Callable[[Any], str] = attrgetter("_opname")
-
+operator_name: Callable[[Any], str] = attrgetter("_opname")
 
 # Shape, dtype and device of each gradient that a node of autograd takes; the place of the node in the order of forward; and the
 # class of the nodes that a custom function records.
@@ -55,11 +54,6 @@ undo: Callable[[torch.library.Library], None] = methodcaller("_destroy")
 
 
 # Dynamo traces these two.
-
-
-def operator_name(operator: Any) -> str:
-    """Return an operator's name, which is the same in place and not."""
-    return _opname(operator).rstrip("_")
 
 
 def own_parameters(module: Any) -> Any:

@@ -54,6 +54,17 @@ def call(args):
 """,
         )
 
+    def test_an_all_reduce_of_a_scattered_shard_makes_no_copy(self) -> None:
+        def forward(x, y):
+            scattered = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", 8, self.shard))
+            # The caller owns ``y``, so its all-reduce must not write in place.
+            reduced = _c10d.all_reduce(scattered, "sum", self.replicate), _c10d.all_reduce(y, "sum", self.replicate)
+            return [_c10d.wait_tensor(each) for each in reduced]
+
+        source, _ = self.write(self.trace(forward, torch.zeros(8), torch.zeros(4), names="x y"))
+        assert "all_reduce_.default(wait_tensor," in source
+        assert "all_reduce.default(y," in source
+
     def test_takes_the_results_of_a_collective_apart(self) -> None:
         def forward(x, y):
             gathered = _c10d.all_gather_into_tensor_coalesced([x, y], 8, self.shard)

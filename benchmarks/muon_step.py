@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp_compile
 
 _FSDP2, _OURS = "fsdp2, torch.optim.Muon", "flat_optimizer(Muon)"
-# Of the norm of an update. Torch's iterations are in bfloat16, and its DTensor operators round elsewhere.
+# Relative to the norm of an update: torch's iterations are in bfloat16, and its DTensor operators round elsewhere.
 _TOLERANCE = 0.05
 
 

@@ -112,7 +112,7 @@ def run_ranks(
     count = count or world_size(args.group)
     # Without this, a termination signal would leave ranks and network namespaces behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    # Of scripts with nodes of several ranks.
+    # Scripts with several ranks on a node have this flag.
     within = getattr(args, "link_within", LOOPBACK)
     with tempfile.TemporaryDirectory() as scratch, make_link(args.link, count, within) as link:
         ranks: list[subprocess.Popen[bytes]] = []

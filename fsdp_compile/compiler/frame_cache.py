@@ -162,7 +162,7 @@ def _options_of(compiler_fn: Any) -> Options | None:
 
 @contextlib.contextmanager
 def _no_errors_of_guards() -> Iterator[None]:
-    """Have torch log no errors of guards that cannot be made for the objects at hand: the stored frame does not fit them."""
+    """Suppress torch's log of guards that cannot be made: the stored frame does not fit the objects at hand."""
     log = logging.getLogger("torch._guards")
     before, log.disabled = log.disabled, True
     try:

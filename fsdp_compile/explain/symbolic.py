@@ -170,16 +170,16 @@ class SymbolicStep:
             layouts["" if name == "root" else name] = [piece for piece, _ in facts[unit].layout]
         env = _shape_env(graph.graph_module.graph)
         guards = [guard.expr for guard in env.guards]
-        known = {name: _ROLES[role] for name, role in graph.group_names.items() if role in _ROLES}
-        groups = {name: (symbol, size) for name, symbol in known.items() if (size := self.values[symbol]) > 1}
+        named = {name: _ROLES[role] for name, role in graph.group_names.items() if role in _ROLES}
+        groups = {name: (symbol, size) for name, symbol in named.items() if (size := self.values[symbol]) > 1}
         with symbolic_ranks(env, groups) as symbols:
             gm = graph.schedule_again(lambda copied: make_shards_symbolic(copied, layouts))
         names = {symbol.node.expr: name for name, symbol in symbols.items()}
         for symbol, value in _symbols(gm.graph).items():
             if symbol not in names:
                 names[symbol] = self._name_of(symbol, value)
-        found = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= set(names)]
-        return SymbolicGraph(gm, None, graph.group_names, graph.schedule_again, names, found)
+        known = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= set(names)]
+        return SymbolicGraph(gm, None, graph.group_names, graph.schedule_again, names, known)
 
     def _name_of(self, symbol: sympy.Symbol, value: int | None) -> str:
         for name in ("B", "T"):

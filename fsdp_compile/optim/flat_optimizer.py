@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,6 +102,12 @@ class StepPlan:
         self.run_list = RunList([run for group in self.groups for run in group.runs], states)
         self.runs = self.run_list.runs
         self.rest = [param for group in self.groups for params in group.lists for param in params]
+
+    @functools.cached_property
+    def places(self) -> dict[int, int]:
+        """The index of each parameter among those of the optimizer, by identity."""
+        params = (param for group in self.groups for param in group.params)
+        return {id(param): index for index, param in enumerate(params)}
 
     def is_of(self, groups: Sequence[dict[str, Any]], states: States, *, was_lent: bool = True) -> bool:
         """Return whether the plan still suits the optimizer's groups and state. For ``was_lent`` see :meth:`.RunList.holds`."""
@@ -232,13 +239,12 @@ class FlatOptimizer(Optimizer):
             for group in plan.flat_groups(groups)
         ]
         step_as(self, step, others, kept)
-        place = {id(param): index for index, param in enumerate(param for group in groups for param in group["params"])}
         for group, own in zip(groups, plan.groups, strict=True):
             for run in own.runs:
                 if id(run.flat) in rounded:
                     count = count_of(self, run)
                     count = self._rounded_steps if count is None else count
-                    step_rounded(self, step, run, group, place[id(run.params[0])], seed, count)
+                    step_rounded(self, step, run, group, plan.places[id(run.params[0])], seed, count)
         self._rounded_steps += 1
 
     def _load_gradients(self, groups: Sequence[dict[str, Any]], states: States) -> StepPlan | None:

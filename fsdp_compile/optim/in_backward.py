@@ -21,6 +21,7 @@ from passes.ir.update import Update, numbers_tensor, updated
 from ..units.own_storage import with_own_storage
 from ..units.sharded_param import ShardedParam, params_with_memory
 from ..units.updater import Planned
+from .torch_step import without_hooks
 
 _CLASSES: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 _REFUSED = ("fused", "foreach", "capturable", "differentiable")
@@ -190,10 +191,7 @@ class OptimizerInBackward(Optimizer):
         Args:
             closure: computes gradients and returns a loss, which is returned.
         """
-        step: Any = _base(self).step
-        while getattr(step, "hooked", False):
-            # Hooks have run already.
-            step = step.__wrapped__
+        step: Any = without_hooks(_base(self).step)
         return step(self, closure)
 
     def remove(self) -> None:

@@ -24,7 +24,6 @@ from torch.optim import SGD, Optimizer
 from passes.collectives.layout import REPLICATED
 from passes.fx.torch_internals.objects import local_tensor
 
-from ..units.sharded_param import params_with_memory
 from .runs import Run
 from .torch_step import step_as
 
@@ -79,12 +78,10 @@ def step_rounded(
     kept: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     kept[wide] = run.state
     step_as(optimizer, step, [{**group, "params": [wide]}], kept)
-    known = params_with_memory()
-    sharded = [known[id(param)] for param in run.params]
-    run.flat.copy_(_rounded(wide, seed, count, place, sharded[0].mesh.shard_rank))
+    run.flat.copy_(_rounded(wide, seed, count, place, run.sharded[0].mesh.shard_rank))
     # Scalars are whole on each rank, and have to stay equal.
     start = 0
-    for index, (param, numel) in enumerate(zip(sharded, run.numels, strict=True)):
+    for index, (param, numel) in enumerate(zip(run.sharded, run.numels, strict=True)):
         if param.dim == REPLICATED and param.mesh.shard_size > 1:
             piece = slice(start, start + numel)
             run.flat[piece] = _rounded(wide[piece], seed, count, place + index, -1)

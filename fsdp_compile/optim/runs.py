@@ -29,7 +29,8 @@ class Run:
     """Parameters that are stepped as one tensor.
 
     Attributes:
-        params: the DTensors, in storage order.
+        sharded: the parameters, in storage order.
+        params: their DTensors.
         locals: their local tensors.
         numels: the number of elements of each.
         numel: the number of elements of all.
@@ -40,6 +41,7 @@ class Run:
 
     def __init__(self, sharded: Sequence[ShardedParam], states: States):
         first = sharded[0]
+        self.sharded = sharded
         self.params: list[Any] = [each.param for each in sharded]
         self.locals = [each.local for each in sharded]
         self.numels = [local.numel() for local in self.locals]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from passes.ir.interface import (
 from passes.ir.reduction import Reduction, Sync
 from passes.transforms.bucket import Group
 
-from ..units.param_state import FlatSlice, joined
+from ..units.param_state import cut, joined
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Unit
 from ..units.updater import Planned, Updater
@@ -254,9 +253,8 @@ def _store_node_shards(call: Call, slot: NodeShards, value: Tensor) -> None:
 
 
 def _keep_node_shards(params: Sequence[ShardedParam], numels: Sequence[int], flat: Tensor) -> None:
-    starts = itertools.accumulate(numels, initial=0)
-    for param, start, numel in zip(params, starts, numels, strict=False):
-        param.state.keep_node_shard(param.param, FlatSlice(flat, start, numel))
+    for param, piece in zip(params, cut(flat, numels), strict=True):
+        param.state.keep_node_shard(param.param, piece)
 
 
 def _bind_unsharded(call: Call, slot: UnshardedGradient) -> Tensor:

@@ -30,7 +30,7 @@ from passes.ir.reduction import CarriedTensors, Factor, Operand, Reduction, Sync
 from ..torch_versions import reduce_dtype
 from ..units.mesh import ShardingMesh
 from ..units.own_storage import has_memory
-from ..units.param_state import FlatSlice, grad_slice, joined, set_grad_in
+from ..units.param_state import FlatSlice, cut, grad_slice, joined, set_grad_in
 from ..units.sharded_param import ShardedParam
 from ..units.unit import Scope, SyncFlags, Unit
 from .checked_program import eager_run
@@ -88,9 +88,9 @@ def reduction_of(unit: Unit, params: Sequence[ShardedParam], like: Like) -> tupl
     host = "" if not unit.copies else "pinned" if unit.pins_memory else "pageable"
     has_unsharded = any(param.state.unsharded_grad is not None for param in params)
     updates = may_update(params)
-    # An in-place hook does the all-reduce, too, so it cannot stop after the reduce-scatter.
     most = Sync.ALL if unit.scope.is_last_backward else flags.before_last
     over_replicas = flags.all_reduce_grads and most is Sync.ALL
+    # An in-place hook does the all-reduce, too, so it cannot stop after the reduce-scatter.
     if not flags.reduce_grads or most is Sync.NONE or (in_place and mesh.replicate_group and not over_replicas):
         return Reduction(Sync.NONE, has_unsharded=has_unsharded), ()
     sync = Sync.ALL if over_replicas or not mesh.replicate_group else Sync.SCATTER
@@ -174,10 +174,8 @@ def unsharded_grad(param: ShardedParam, like: Like) -> Tensor:
 
 def keep_partial(params: Sequence[ShardedParam], flat: Tensor) -> None:
     """Keep the shards of a flat partial result for a later all-reduce."""
-    offset = 0
-    for param in params:
-        param.state.partial_grad = FlatSlice(flat, offset, param.partial_numel)
-        offset += param.partial_numel
+    for param, piece in zip(params, cut(flat, [param.partial_numel for param in params]), strict=True):
+        param.state.partial_grad = piece
 
 
 def flat_grad(params: Sequence[ShardedParam], dtype: torch.dtype) -> Tensor:
@@ -245,11 +243,7 @@ def _store_in_slots(params: Sequence[ShardedParam], flat: Tensor) -> bool:
 
 
 def _slices(params: Sequence[ShardedParam], flat: Tensor) -> list[FlatSlice]:
-    slices, offset = [], 0
-    for param in params:
-        slices.append(FlatSlice(flat, offset, param.padded_numel))
-        offset += param.padded_numel
-    return slices
+    return cut(flat, [param.padded_numel for param in params])
 
 
 # The state of a backward.

@@ -79,6 +79,15 @@ def joined(slices: Sequence[FlatSlice | None]) -> Tensor | None:
     return parts[0].tensor() if len(parts) == 1 else None
 
 
+def cut(flat: Tensor, numels: Iterable[int]) -> list[FlatSlice]:
+    """Cut a flat buffer into slices of these numbers of elements."""
+    slices, offset = [], 0
+    for numel in numels:
+        slices.append(FlatSlice(flat, offset, numel))
+        offset += numel
+    return slices
+
+
 def neighbours(slices: Iterable[FlatSlice]) -> list[FlatSlice]:
     """Merge consecutive slices that are neighbours in a buffer."""
     found: list[FlatSlice] = []

@@ -169,19 +169,19 @@ class Rounded(GatherFormat):
     def encode(self, shards: Sequence[Tensor], gaps: Sequence[int]) -> Tensor:
         numels = [shard.numel() for shard in shards]
         gaps = gaps or self.policy.paddings(numels)
-        places = itertools.accumulate(map(operator.add, numels, gaps), initial=0)
-        return self.policy.encode(shards, _flatten(shards, gaps), self.dtype, list(places)[:-1])
+        places, _ = self._places(numels, gaps)
+        return self.policy.encode(shards, _flatten(shards, gaps), self.dtype, places)
 
     def decode(self, rows: Tensor, shards: Shards) -> list[Tensor]:
-        return self.policy.decode(rows, shards.shard_shapes(), *self._places(shards), self.dtype)
+        return self.policy.decode(rows, shards.shard_shapes(), *self._places(shards.numels, shards.gaps), self.dtype)
 
     def bytes_of(self, rows: Tensor, shards: Shards, index: int) -> list[Tensor]:
-        return self.policy.encoded(rows, shards.shard_shapes(), *self._places(shards), self.dtype)[index]
+        places = self._places(shards.numels, shards.gaps)
+        return self.policy.encoded(rows, shards.shard_shapes(), *places, self.dtype)[index]
 
-    def _places(self, shards: Shards) -> tuple[list[int], int]:
-        """Return the first element of each shard in what :meth:`encode` flattens, and the number of elements of that."""
-        numels = shards.numels
-        sizes = list(map(operator.add, numels, shards.gaps or self.policy.paddings(numels)))
+    def _places(self, numels: Sequence[int], gaps: Sequence[int]) -> tuple[list[int], int]:
+        """Return the first element of each shard in the tensor that :meth:`encode` flattens, and its number of elements."""
+        sizes = list(map(operator.add, numels, gaps or self.policy.paddings(numels)))
         ends = list(itertools.accumulate(sizes))
         return [end - size for end, size in zip(ends, sizes, strict=True)], ends[-1]
 

@@ -145,8 +145,8 @@ class GatherPolicy:
             For each rounded shard two views, ``[ranks, bytes]``; for each other shard an empty list.
         """
         format, num_runs = self.format, len(self._group_shapes(shapes, numel))
-        *parts, scales = self._parts(rows, shapes, numel, dtype)[: num_runs + 1]
-        factors = self._parts(rows, shapes, numel, dtype)[num_runs + 1] if format.has_factor else None
+        parts = list(self._parts(rows, shapes, numel, dtype))
+        scales, factors = parts[num_runs], parts[num_runs + 1] if format.has_factor else None
         found: list[list[Tensor]] = []
         end = index = 0
         for shape, place in zip(shapes, places, strict=True):

@@ -112,7 +112,7 @@ def _are_words(numbers: Node, part: Node) -> bool:
 
 def _is_of_quarters(magnitude: Node) -> bool:
     if len(magnitude.args) < 2:
-        # Of a whole tensor, such as the factor of NVFP4.
+        # The magnitude of a whole tensor, such as NVFP4's factor.
         return False
     values, dims = magnitude.args[:2]
     group = values.meta["val"].shape[-1]  # type: ignore[union-attr]

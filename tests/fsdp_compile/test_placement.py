@@ -42,7 +42,7 @@ from passes.models.cost_model import collective_kind, traffic_bytes
 from tests.common import models
 from tests.common.distributed import RankPools
 from tests.common.microbatches import FLAVOURS, SMALL, Run, differences, reference, sgd, train_schedules
-from tests.common.parity import FullyShard, shard_units
+from tests.common.parity import FullyShard, adamw, shard_units
 
 pytestmark = pytest.mark.units_apart
 
@@ -64,41 +64,32 @@ def _mesh_of(placement: str) -> DeviceMesh:
     return _mesh(2, 4) if placement in ("hsdp", "hybrid") else _mesh(8)
 
 
-def _step(model: Any, microbatches: int = 1, **options: Any) -> Capture:
+def _step(model: Any, microbatches: int = 1, inputs: Tensor | None = None) -> Capture:
     """Run a step of microbatches, the last of which is told to be the last."""
-    compiled = torch.compile(model, backend=fsdp_backend, options={**AOT_EAGER, **options})
+    compiled = torch.compile(model, backend=fsdp_backend, options=AOT_EAGER)
+    inputs = torch.ones(2, 8) if inputs is None else inputs
     with capture() as captured:
         for index in range(microbatches):
             model.set_is_last_backward(index == microbatches - 1)
-            compiled(torch.ones(2, 8)).sum().backward()
+            compiled(inputs).sum().backward()
     return captured
 
 
 # Values
 
 
-def _flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    return init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("dp",))
-
-
 def _shard_placed(placement: str, model: nn.Module, mesh: DeviceMesh, fully_shard: FullyShard, **options: Any) -> None:
     shard_units(model, mesh, functools.partial(fully_shard, placement=placement), **options)
 
 
-_SCHEDULES = ("unsharded", "partial", "unsharded_then_partial", "keep_unsharded", "flags_between", "sharded")
+_SCHEDULES = ("unsharded", "partial", "unsharded_then_partial", "keep_unsharded", "sharded")
 
 
 def train(system: str, placement: str, mesh_shape: tuple[int, ...], bf16: bool) -> Any:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
     shard = shard_units if system == "fsdp2" else functools.partial(_shard_placed, placement)
-    # No schedule names blocks that the small model lacks.
-    schedules = {name: [FLAVOURS[name]] * 2 for name in _SCHEDULES if system != "fsdp2" or name != "flags_between"}
-    schedules = {name: steps for name, steps in schedules.items() if "blocks.2" not in repr(steps)}
+    schedules = {name: [FLAVOURS[name]] * 2 for name in _SCHEDULES}
     return train_schedules(system, mesh_shape, SMALL, schedules, shard, policy, optimizer=sgd if bf16 else adamw)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-3)
 
 
 def _runs(found: Sequence[Any], name: str) -> list[Run]:
@@ -133,7 +124,7 @@ def test_microbatches(system: str, placement: str, mesh_shape: tuple[int, ...], 
     if placement == "hybrid" and mesh_shape == (2, 2):
         assert counts("all_reduce") == [0] * 8
     if placement == "hybrid" and mesh_shape == (2, 2) and system != "eager":
-        # Of the three units' six gathers, those over nodes are in each step's first forward.
+        # Each step's first forward gathers three units over nodes, too.
         assert counts("all_gather", "forward") == [6, 3, 3, 3] * 2
         # Both reduce-scatters of each microbatch, of which none is told not to be the last.
         assert counts("reduce_scatter") == [6] * 8
@@ -493,7 +484,7 @@ def _sent(captured: Capture) -> dict[str, float]:
     return dict(found)
 
 
-# Of P bytes of parameters in the dtype of forward, and as many of gradients; n ranks, or r nodes of s ranks; m microbatches.
+# Bytes that a rank sends for P bytes of parameters and of gradients, on n ranks, or r nodes of s ranks, in m microbatches.
 _FORMULAE: dict[str, Callable[..., dict[str, float]]] = {
     "zero3": lambda P, n, m, **_: {
         "all_gather over ranks": 2 * m * P * (n - 1) / n,
@@ -527,12 +518,8 @@ def test_bytes(placement: str, microbatches: int, fake_ranks: None) -> None:
         fully_shard(layer, mesh=mesh, placement=placement)
     # The root, which is read first, has no parameters: all units are gathered in backward, too.
     fully_shard(model, mesh=mesh, placement=placement)
-    compiled = torch.compile(model, backend=fsdp_backend, options=AOT_EAGER)
-    with capture() as captured:
-        for index in range(microbatches):
-            model.set_is_last_backward(index == microbatches - 1)
-            # The first layer's backward reads no weight, unless its input needs a gradient.
-            compiled(torch.ones(2, 16, requires_grad=True)).sum().backward()
+    # The first layer's backward reads no weight, unless its input needs a gradient.
+    captured = _step(model, microbatches, torch.ones(2, 16, requires_grad=True))
     expected = _FORMULAE[placement](P=4 * 3 * 256, n=8, r=2, s=4, m=microbatches)
     assert _sent(captured) == pytest.approx(expected)
 

@@ -160,7 +160,7 @@ def fully_shard(
             dtype = param_dtype_of(param_dtypes, found[param][0][2], param)
             cuts[param] = cut if dtype is None else cut._replace(param_dtype=dtype)
     if placed is not None:
-        cuts = _cuts_of_placement(found, cuts, placed, offload_policy, gather_policy)
+        cuts = _cuts_of_placement(found, cuts, placed, sharding_mesh, offload_policy, gather_policy)
         if reshard_after_forward is None:
             reshard_after_forward = placed.reshard_after_forward
     if dp_mesh_dims is not None:
@@ -331,6 +331,7 @@ def _cuts_of_placement(
     found: dict[nn.Parameter, _Owners],
     cuts: dict[nn.Parameter, ParamSharding],
     placement: Placement,
+    mesh: ShardingMesh,
     offload_policy: OffloadPolicy,
     gather_policy: GatherPolicy | None,
 ) -> dict[nn.Parameter, ParamSharding]:
@@ -339,11 +340,17 @@ def _cuts_of_placement(
     Raises:
         NotImplementedError: a placement cannot have parameters of this kind.
     """
+    if placement.is_replicated or placement.is_hybrid:
+        for param, owners in found.items():
+            if cuts[param].mesh is not mesh:
+                raise NotImplementedError(
+                    f"shard_placement_fn returned a mesh for parameter {owners[0][2]} beside placement={placement.name!r}, "
+                    "which places all parameters on mesh=. Leave the one or the other out."
+                )
     if placement.is_replicated:
         return {param: cut._replace(dim=REPLICATED) for param, cut in cuts.items()}
     for param, owners in found.items() if placement.is_hybrid else ():
         reasons = {
-            "is on another mesh, by shard_placement_fn": cuts[param].mesh.mesh is not next(iter(cuts.values())).mesh.mesh,
             "is rounded by a gather_policy": gather_policy is not None,
             f"is a {type(param).__name__}, which fsdp_pre_all_gather gathers": is_extension(_piece(param)),
             "is kept on the host (offload_policy)": type(offload_policy) is not OffloadPolicy,

@@ -43,6 +43,7 @@ from tests.common import models
 from tests.common.distributed import RankPools
 from tests.common.microbatches import FLAVOURS, SMALL, Run, differences, reference, sgd, train_schedules
 from tests.common.parity import FullyShard, adamw, shard_units
+from tests.common.versions import needs_placements_with_a_mesh
 
 pytestmark = pytest.mark.units_apart
 
@@ -582,6 +583,18 @@ def test_bad_placements(
     with pytest.raises(error, match=message):
         fully_shard(model.blocks[0], mesh=_mesh(*mesh_shape), placement=placement, **options)
     assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
+@needs_placements_with_a_mesh
+@pytest.mark.parametrize("placement", ["hybrid", "ddp"])
+def test_a_mesh_for_each_parameter_beside_a_placement(placement: str, fake_ranks: None) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    elsewhere = ShardPlacementResult(None, FSDPMeshInfo(init_device_mesh("cpu", (8,)), shard_mesh_dim=0))
+    with pytest.raises(NotImplementedError, match=r"shard_placement_fn returned a mesh for parameter up.weight"):
+        fully_shard(
+            _BUILD().blocks[0], mesh=_mesh_of(placement), placement=placement, shard_placement_fn=lambda param: elsewhere
+        )
 
 
 def test_a_mesh_for_hybrid_needs_names(fake_ranks: None) -> None:

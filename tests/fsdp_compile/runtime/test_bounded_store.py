@@ -24,8 +24,10 @@ from fsdp_compile.runtime.bounded_store import BoundedStore, StoreSilent
 
 @contextlib.contextmanager
 def stopped(process: int) -> Iterator[None]:
-    """Stop a process inside of the ``with`` block."""
+    """Stop a child process inside of the ``with`` block."""
     os.kill(process, signal.SIGSTOP)
+    # The signal goes to one thread. Another one may answer until the whole process has stopped.
+    os.waitid(os.P_PID, process, os.WSTOPPED)
     try:
         yield
     finally:

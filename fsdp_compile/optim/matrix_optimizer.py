@@ -7,6 +7,7 @@ Operators on DTensors would instead gather each matrix by itself, and repeat the
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from passes.fx.torch_internals.objects import as_local, local_tensor
 
+from ..runtime.checked_program import CheckedProgram, eager_run
 from ..units.sharded_param import params_with_memory
 from .owners import Exchange, Matrix, choose_owners
 from .torch_step import step_after
@@ -123,6 +125,7 @@ class MatrixOptimizer(Optimizer):
 
         Raises:
             ValueError: a parameter or its gradient is sharded in another way than along one dimension.
+            RanksDisagree: ranks that shard parameters together have gradients of different ones.
         """
         return step_after(closure, self._step_matrices)
 
@@ -146,14 +149,31 @@ class MatrixOptimizer(Optimizer):
         if any(others):
             self._step_others([{**group, "params": params} for group, params in zip(self.param_groups, others, strict=True)])
         buckets = [bucket for ranks, cuts in by_ranks.items() for bucket in self._buckets(ranks, cuts)]
-        for bucket in buckets:
-            bucket.send()
-        for shard in whole:
-            self.apply(shard, self.update(self.prepare(shard), shard.group))
-        for bucket in buckets:
-            bucket.update()
-        for bucket in buckets:
-            bucket.apply()
+        with contextlib.ExitStack() as stack:
+            for ranks, cuts in by_ranks.items():
+                run = self._exchange_over(ranks, cuts)
+                run.begin()
+                stack.enter_context(run)
+            for bucket in buckets:
+                bucket.send()
+            for shard in whole:
+                self.apply(shard, self.update(self.prepare(shard), shard.group))
+            for bucket in buckets:
+                bucket.update()
+            for bucket in buckets:
+                bucket.apply()
+
+    def _exchange_over(self, ranks: Any, cuts: Sequence[_Cut]) -> CheckedProgram:
+        """Return the exchange over some ranks as they compare it, as one that steps other matrices would wait for ever."""
+        params = (param for group in self.param_groups for param in group["params"])
+        without = [param for param in params if param.grad is None and param.requires_grad]
+        names = [
+            _name_of(param) or f"a parameter {list(param.shape)}"
+            for param in without
+            if (cut := _cut_of(param, param)) is not None and param.device_mesh.get_group(cut.mesh_dim) is ranks
+        ]
+        label = f"step of {type(self).__name__}{' without gradients' if names else ''}"
+        return eager_run(label, tuple(cut.shard.shape.numel() for cut in cuts), (ranks.group_name,), tuple(names), is_step=True)
 
     def _step_others(self, groups: list[dict[str, Any]]) -> None:
         """Step parameters that are sharded in other ways."""

@@ -121,6 +121,7 @@ class Program:
         compared: the parts of the collectives that must be equal on all ranks.
         is_graph: whether the program is a graph.
         arrangement: the graph's buckets, and the order of its collectives; None for an operator.
+        is_step: whether it is a step of an optimizer. Ranks compare it as they compare graphs, even after another operator.
     """
 
     title: str
@@ -128,6 +129,7 @@ class Program:
     compared: Sequence[str]
     is_graph: bool = True
     arrangement: Arrangement | None = None
+    is_step: bool = False
 
     @functools.cached_property
     def digest(self) -> str:

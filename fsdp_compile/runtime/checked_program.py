@@ -247,7 +247,9 @@ def _programs(stage: str, sequence: Sequence[Collective], group_names: Mapping[s
 eager_observers: list[Callable[[str], None]] = []
 
 
-def eager_run(label: str, shape: tuple[int, ...], group_names: tuple[str, ...], params: tuple[str, ...] = ()) -> CheckedProgram:
+def eager_run(
+    label: str, shape: tuple[int, ...], group_names: tuple[str, ...], params: tuple[str, ...] = (), *, is_step: bool = False
+) -> CheckedProgram:
     """Tell :data:`eager_observers` of an operator that communicates outside of a graph, and return the run of the operator.
 
     Args:
@@ -255,15 +257,18 @@ def eager_run(label: str, shape: tuple[int, ...], group_names: tuple[str, ...], 
         shape: sizes that must be equal on all ranks, such as the parameter's.
         group_names: names of the shard group, of the replicate group (empty if it is not used), and of others.
         params: the names of the parameters, if the label does not tell them.
+        is_step: whether it is a step of an optimizer.
     """
     for observe in eager_observers:
         observe(label)
-    return _eager_run(label, shape, group_names, params)
+    return _eager_run(label, shape, group_names, params, is_step)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _eager_run(label: str, shape: tuple[int, ...], group_names: tuple[str, ...], params: tuple[str, ...]) -> CheckedProgram:
+def _eager_run(
+    label: str, shape: tuple[int, ...], group_names: tuple[str, ...], params: tuple[str, ...], is_step: bool
+) -> CheckedProgram:
     names = f" ({', '.join(params)})" if params else ""
-    program = Program(f"{label}{names} outside of a compiled graph", (), (str(shape),), is_graph=False)
+    program = Program(f"{label}{names} outside of a compiled graph", (), (str(shape),), is_graph=False, is_step=is_step)
     roles = {name: role for name, role in zip(group_names, ("shard", "replicate"), strict=False) if name}
     return CheckedProgram(lambda _log: program, list(filter(None, group_names)), roles, f"FSDP::{label}")

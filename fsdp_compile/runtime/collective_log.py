@@ -205,7 +205,7 @@ class CollectiveLog:
     def ask(self, known: LoggedProgram) -> None:
         """Wait until all ranks are about to run this program, unless they agreed earlier to run it after the last one.
 
-        Two operators in a row are not compared.
+        Two operators in a row are not compared, unless the second is a step of an optimizer.
 
         Raises:
             RanksDisagree: some rank is about to run another program, or this log failed earlier.
@@ -214,7 +214,7 @@ class CollectiveLog:
         self.check()
         if self.step.program in known.follows:
             return
-        if known.is_graph or self.step.program.is_graph:
+        if known.is_graph or known.program.is_step or self.step.program.is_graph:
             self.agreement.compare(known.program, self._before())
         known.follows.add(self.step.program)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,15 @@ from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import StepLR
 
 import fsdp_compile
-from fsdp_compile import MatrixOptimizer, MatrixShard, clip_and_step, flat_optimizer, offload_optimizer, optimizer_in_backward
+from fsdp_compile import (
+    MatrixOptimizer,
+    MatrixShard,
+    RanksDisagree,
+    clip_and_step,
+    flat_optimizer,
+    offload_optimizer,
+    optimizer_in_backward,
+)
 from fsdp_compile.optim import matrix_optimizer
 from fsdp_compile.optim.owned_muon import OwnedMuon
 from fsdp_compile.optim.owners import choose_owners
@@ -228,6 +237,31 @@ def test_checkpoints_are_torchs(to: int, rank_pools: RankPools, tmp_path: Path) 
 
 
 # --- Owners ---------------------------------------------------------------------------------------
+
+
+def drop_gradients(which: slice) -> str:
+    """Step with gradients that one rank has dropped, after a step in which ranks had all of them."""
+    model = build(fsdp_compile.fully_shard, device_mesh((2,)))
+    optimizer, _ = optimizers(model, flat_muon)
+    for step in range(2):
+        loss(model, step, dist.get_rank()).backward()
+        if step == 1 and dist.get_rank() == 1:
+            for param in matrices(model)[which]:
+                param.grad = None
+        try:
+            optimizer.step()
+            loss(model, step, dist.get_rank())
+        except RanksDisagree as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("which", [slice(1, 2), slice(None)], ids=["one", "all"])
+def test_ranks_with_other_gradients_raise(which: slice) -> None:
+    with contextlib.closing(RankPools()) as own_pools:
+        errors = own_pools[2].run(drop_gradients, which=which)
+    assert all("step of FlatMuon" in error for error in errors), errors
+    assert which.start is None or all("rank 1" in error and "blocks.0.up.weight" in error for error in errors), errors
 
 
 def test_ranks_own_what_costs_alike() -> None:

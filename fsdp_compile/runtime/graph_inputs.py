@@ -76,6 +76,7 @@ class GraphInputs:
         names: for each shard, the names of unit and parameter in the graph.
         units: for each unit, by its name in the graph, the index of one of its shards, the same on all ranks.
         read: the indices of the shards that the graph unshards.
+        stored: those of them that every rank has whole, so that the graph reads them where they are stored.
         gathers: the buckets of gathers.
         gradients: the buckets of the graph's gradients.
         reduction_groups: the gradients that share a collective unless a schedule merges buckets.
@@ -84,6 +85,7 @@ class GraphInputs:
     names: Mapping[int, tuple[str, str]]
     units: Mapping[str, int]
     read: Sequence[int]
+    stored: Sequence[int]
     gathers: Sequence[GatherInputs]
     gradients: Sequence[GradientInputs]
     reduction_groups: Sequence[Group]
@@ -108,6 +110,7 @@ class GraphInputs:
             names=names,
             units={unit: min(found)[-1] for unit, found in shards.items()},
             read=places.of([spec.source for spec in gathered]),
+            stored=places.of([spec.source for spec in gathered if spec.dim == REPLICATED]),
             gathers=[places.gather(bucket) for bucket in buckets.gathers],
             gradients=[places.gradients(bucket) for bucket in buckets.reductions],
             reduction_groups=whole_buckets(buckets.reductions),

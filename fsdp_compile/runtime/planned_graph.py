@@ -32,6 +32,7 @@ from .gradients import note_backward, note_forward
 from .graph_inputs import ParameterRegistry
 from .lent_parameters import write_back
 from .planner import Planner
+from .stored_reads import check_is_as_read, note_read
 from .unsharding import finish_unshard
 
 #: A function that takes its arguments as a list, and empties the list.
@@ -139,6 +140,7 @@ class PlannedGraph:
             for unit in call.units.values():
                 if unit.scope.lent:
                     write_back(unit)
+        self._follow_writes(call, args)
         is_wanted = self.is_backward and call.accumulates()
         # Skipped for models without an optimizer in backward, as it takes time for each parameter.
         if any(unit.updates for unit in call.units.values()):
@@ -169,6 +171,23 @@ class PlannedGraph:
         self._hand_over([outputs[index] for index in self._returns.offloaded])
         call.store(variant.outputs, outputs[self._returns.count :], gradients=is_wanted)
         return outputs[: self._returns.count]
+
+    def _follow_writes(self, call: Call, args: Sequence[Any]) -> None:
+        """Check that a backward finds the values of its forward in parameters that it reads where they are stored.
+
+        Raises:
+            RuntimeError: a parameter was written since.
+        """
+        stored = self._planner.inputs.stored
+        if not self.is_backward:
+            if self._planner.can_keep:
+                note_read(map(call.param, stored))
+            return
+        for index in stored:
+            param = call.param(index)
+            # Not if a saved-tensor hook kept a copy of it.
+            if param.owns_memory_of(args[index]):
+                check_is_as_read(param)
 
     def _hand_over(self, offloaded: Sequence[Tensor]) -> None:
         """Prepare activations on the host for autograd, which saves them next.

@@ -60,6 +60,7 @@ from .gradients import (
 from .group_logs import record_failed_forward
 from .lent_parameters import check_reads_of_running_node, end_loans, inputs_of_running_node, plain_tensors, write_back
 from .schedule_settings import must_not_gather
+from .stored_reads import written_since_forward
 from .unsharding import Resharded, end_forward, finish_gather_of, finish_unshard, gathered_together, start_gathers
 
 # Dynamo would trace this file where a compiled module calls an uncompiled one.
@@ -175,10 +176,7 @@ class Gathered:
     def _check_may_gather(self) -> None:
         for param, version in self._versions.items():
             if version.was_written(param):
-                raise RuntimeError(
-                    f"Parameter {param.name} was written after a forward whose backward needs it as it was. Call backward "
-                    "ahead of optimizer.step() and load_state_dict()."
-                )
+                raise written_since_forward(param)
 
     def free(self) -> None:
         """Drop the full parameters."""

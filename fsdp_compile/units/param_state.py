@@ -118,6 +118,8 @@ class ParamState:
         uses: for a parameter that is updated in backward: how many forwards have read it and wait for their backward, as far as
             is known. No graph may update the parameter before the last of these backwards.
         was_updated: the parameter was updated in backward since the last forward that read it.
+        read_at: the versions of the parameter in the last forward that read it where it is stored, and needs a backward; None:
+            there was none.
         gradient_slot: the buffer that keeps its gradient from step to step, and the index of its gradient there; None: there is
             no such buffer.
     """
@@ -129,6 +131,7 @@ class ParamState:
         self.is_unsharded = False
         self.uses = 0
         self.was_updated = False
+        self.read_at: tuple[int, int] | None = None
         self.gradient_slot: tuple[weakref.ReferenceType[GradientStore], int] | None = None
         self._full: Tensor | None = None
         self._shown: Tensor | None = None

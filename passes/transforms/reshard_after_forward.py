@@ -7,6 +7,8 @@ After:  ``recompute`` tags tell the partitioner:
 
 - ``reshard_after_forward=True``: the ``unshard``, and everything made of it alone by views and casts, is ``MUST_RECOMPUTE``.
   They are never saved, and backward gathers the parameter again. Backward does not gather a parameter that it does not read.
+  So it is for a parameter that graphs read where it is stored, whatever ``reshard_after_forward``: that it was written since
+  forward can be told of the shard, and not of a view that forward saved.
 - ``False``: the ``unshard`` is ``MUST_SAVE``: backward reads the parameter that forward gathered.
 - a post-forward group (``reshard_after_forward=<int>``): this rank's shard in the smaller group (``reshard``) is ``MUST_SAVE``.
   Readers get ``tie(unshard, reshard)``, which the partitioner may run again in backward. If the parameter is rounded for its
@@ -63,6 +65,10 @@ def _is_rounded(spec: Unshard) -> bool:
     return bool(spec.sent_as) and is_rounded(padded_shard_shape(spec.shape, spec.dim, group_size(spec.group)))
 
 
+def _is_read_where_stored(full: Node, spec: Unshard) -> bool:
+    return spec.dim == REPLICATED and not spec.device and full.meta["val"].dtype == spec.shard.meta["val"].dtype
+
+
 def _fake(node: Node) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -73,7 +79,7 @@ def reshard_after_forward(graph: Graph) -> None:
     roots = []
     for node in unshards(graph.nodes):
         spec = Unshard.of(node)
-        if not spec.reshard_after_forward:
+        if not spec.reshard_after_forward and not _is_read_where_stored(node, spec):
             _tag(node, CheckpointPolicy.MUST_SAVE)
             continue
         roots.append(node)

@@ -6,6 +6,7 @@ FSDP2 and one process are the oracles for values. Graphs are those of a small mo
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import tempfile
 from collections import defaultdict
@@ -29,6 +30,7 @@ from fsdp_compile import (
     MixedPrecisionPolicy,
     RanksDisagree,
     comm_hooks,
+    flat_optimizer,
     fsdp_backend,
     fully_shard,
     optimizer_in_backward,
@@ -290,6 +292,73 @@ def test_ranks_that_change_parameters_apart(own_rank_pools: RankPools) -> None:
 
 def test_later_forwards_read_changed_parameters(rank_pools: RankPools) -> None:
     rank_pools[4].run(change_parameters)
+
+
+_WRITES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "in place": lambda model, optimizer: model.blocks[1].up.weight.add_(1.0),
+    "by the local tensor": lambda model, optimizer: model.blocks[1].up.weight.to_local().add_(1.0),
+    "a step": lambda model, optimizer: optimizer.step(),
+    "state dict": lambda model, optimizer: model.load_state_dict({key: 2 * x for key, x in model.state_dict().items()}),
+}
+_STEPS = {
+    "plain": functools.partial(torch.optim.AdamW, foreach=False),
+    "fused": functools.partial(torch.optim.AdamW, fused=True),
+    "flat": functools.partial(flat_optimizer, torch.optim.AdamW),
+}
+
+
+def write_between() -> None:
+    """Write parameters that backward reads where they are stored, between forward and backward: it raises, as with DDP."""
+    inputs = torch.ones(2, 8)
+
+    def forward_of(model: nn.Module) -> Any:
+        return torch.compile(model, backend=fsdp_backend, options=AOT_EAGER)
+
+    for step, write in [*itertools.product(["plain"], _WRITES), ("fused", "a step"), ("flat", "a step")]:
+        model = _sharded(functools.partial(models.MLP, layers=2), "ddp", _mesh(2))
+        forward, optimizer = forward_of(model), _STEPS[step](model.parameters(), lr=0.1)
+        forward(inputs).sum().backward()
+        for outstanding in (1, 2):
+            losses = [forward(inputs).sum() for _ in range(outstanding)]
+            with torch.no_grad():
+                _WRITES[write](model, optimizer)
+            # A later forward reads the new values, which are not those of the earlier ones.
+            later = [forward(inputs).sum()] if outstanding == 2 else []
+            for loss in losses:
+                with pytest.raises(RuntimeError, match=r"was written after a forward|modified by an inplace"):
+                    loss.backward()
+            for loss in later:
+                loss.backward()
+        optimizer.zero_grad()
+        forward(inputs).sum().backward()
+
+    # Steps of other models, and of parameters without gradients, are no writes.
+    model.zero_grad()
+    loss, other = forward(inputs).sum(), nn.Linear(8, 8)
+    other(inputs).sum().backward()
+    for each in (torch.optim.SGD(other.parameters(), lr=0.1), optimizer):
+        each.step()
+    loss.backward()
+
+
+def write_between_uncompiled() -> None:
+    """Forwards that are not compiled read copies, so that a write changes no gradient."""
+    gradients = []
+    for writes in (False, True):
+        torch.manual_seed(0)
+        model = _sharded(functools.partial(models.MLP, layers=2), "ddp", _mesh(2))
+        loss = model(torch.ones(2, 8)).sum()
+        with torch.no_grad():
+            for param in model.parameters() if writes else ():
+                param.add_(1.0)
+        loss.backward()
+        gradients.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("writes", [write_between, write_between_uncompiled])
+def test_writes_between_forward_and_backward(writes: Callable[[], None], rank_pools: RankPools) -> None:
+    rank_pools[2].run(writes)
 
 
 # Layouts and graphs

@@ -2,6 +2,7 @@
 
     python benchmarks/muon_step.py                       # two ranks, a core each
     python benchmarks/muon_step.py --ranks 4             # two ranks share a core
+    python benchmarks/muon_step.py --ranks 4 --replicas 2
     python benchmarks/muon_step.py --link 2gbit          # between the halves of the ranks; needs root
 
 Both systems step the matrices of a GPT's blocks, with the same gradients, which stay. They take turns: in each round each one
@@ -26,7 +27,7 @@ from harness.gpt import Size
 from harness.rounds import slowest
 from harness.systems import shard_blocks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_compile
 
@@ -38,21 +39,24 @@ _TOLERANCE = 0.05
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="default 2")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="HSDP with so many replicas; default 1")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default 10")
     Size.add_flags(parser, layers=4, width=512)
     ranks.add_flags(parser)
     report.add_flags(parser)
     args = parser.parse_args(argv)
     ranks.check_flags(parser, args)
+    if args.ranks % args.replicas:
+        parser.error("--replicas has to divide --ranks")
     if args.device != "cpu" or args.group != "gloo":
         parser.error("this script is for CPUs and Gloo")
     return args
 
 
-def matrices_of(model: Any) -> list[nn.Parameter]:
+def matrices_of(model: Any, seed: int) -> list[nn.Parameter]:
     """Return the matrices of a model's blocks, each with a gradient that is the same for equal seeds."""
     found = [param for param in model.blocks.parameters() if param.ndim == 2]
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(seed)
     for param in found:
         local = param.to_local()
         param.grad = torch.zeros_like(param)
@@ -62,13 +66,16 @@ def matrices_of(model: Any) -> list[nn.Parameter]:
 
 def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Step with both systems in turns, in each rank."""
+    if args.replicas > 1:
+        shape = args.replicas, args.ranks // args.replicas
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     size, cpu = Size.parse(args), torch.device("cpu")
     steppers: dict[str, torch.optim.Optimizer] = {}
     updated = {}
     for name, fully_shard in ((_FSDP2, torch.distributed.fsdp.fully_shard), (_OURS, fsdp_compile.fully_shard)):
         model = size.build(cpu)
         shard_blocks(model, fully_shard, mesh=mesh)
-        params = matrices_of(model)
+        params = matrices_of(model, mesh.get_local_rank(mesh.ndim - 1))
         before = [param.to_local().clone() for param in params]
         if name == _OURS:
             steppers[name] = fsdp_compile.flat_optimizer(torch.optim.Muon, params, lr=0.02)
@@ -107,7 +114,8 @@ def main(argv: Sequence[str]) -> None:
             [name, *(f"{1e3 * value:.0f}" for value in (statistics.median(rounds), min(rounds), max(rounds))), f"{ratio:.2f}"]
         )
     print(
-        f"\n{report.headline()}\n{Size.parse(args).describe()}\n{args.ranks} ranks, gloo, {args.link}; {args.rounds} rounds\n"
+        f"\n{report.headline()}\n{Size.parse(args).describe()}\n"
+        f"{args.ranks} ranks, replicas: {args.replicas}, gloo, {args.link}; {args.rounds} rounds\n"
     )
     print(report.table(["optimizer", "step ms", "least", "most", "ratio"], rows))
     report.write_json(args.json, seconds=seconds, ranks=results)

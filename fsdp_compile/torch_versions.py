@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 from torch.compiler import is_exporting
@@ -14,6 +15,10 @@ from passes.fx.torch_internals.aot import functorch_config
 from passes.fx.torch_internals.core import CompileContext
 
 _FROM_2_15 = torch.__version__ >= "2.15"
+
+# torch 2.13 has new names for both functions, and warns about the old ones.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # None with torch 2.11, which lacks the class.
 DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)

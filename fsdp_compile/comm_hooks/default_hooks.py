@@ -11,9 +11,7 @@ from torch import Tensor
 
 from passes.fx.torch_internals.distributed import DefaultState, LowPrecisionState
 
-# torch 2.13 has new names for both functions, and warns about the old ones.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from ..torch_versions import reduce_scatter
 
 
 def allreduce_hook(state: DefaultState, grad: Tensor) -> None:

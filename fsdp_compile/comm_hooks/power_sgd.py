@@ -11,7 +11,7 @@ from torch import Tensor
 from passes.collectives.stateful_hook import HookBucket, HookParameter
 from passes.fx.torch_internals.distributed import DefaultState
 
-from .default_hooks import all_gather, reduce_scatter
+from ..torch_versions import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from passes.collectives.rounded_gather import reinterpret
 from passes.collectives.stochastic_rounding import round_groups_by_chance
 from passes.fx.torch_internals.distributed import DefaultState
 
-from .default_hooks import all_gather
+from ..torch_versions import all_gather
 
 _HALVES = (torch.bfloat16, torch.float16)
 

@@ -24,6 +24,11 @@ class OwnedMuon(MatrixOptimizer):
 
     sent_dtype = torch.bfloat16
 
+    def __init__(self, params: Any, *args: Any, **options: Any):
+        # Torch's own checks the settings, but refuses batches of matrices.
+        settings = Muon([torch.empty(1, 1)], *args, **options).defaults
+        MatrixOptimizer.__init__(self, params, settings)
+
     def prepare(self, shard: MatrixShard) -> Tensor:
         """Add a gradient to the momentum. Return what is orthogonalized."""
         if shard.param.is_complex():

@@ -1,8 +1,9 @@
 """Owners of matrices: ranks that get whole matrices, of which each rank has a shard.
 
 An optimizer that needs a matrix as a whole would gather it on all ranks, each of which would do the same work. Instead each
-matrix has an owner among the ranks that shard it. One collective takes the shards of many matrices to their owners, and another
-takes the results back (*owners* as in MatrixFSDP and torchtitan's DistMuon).
+matrix has an owner among the ranks that have shards of it. One collective takes the shards of many matrices to their owners,
+and another takes the results back (*owners* as in MatrixFSDP and torchtitan's DistMuon). With replicas, the ranks of one
+replica do so for a matrix, and a third collective takes the results to the other replicas.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_versions import all_gather
+
 
 class Matrix(NamedTuple):
     """A matrix that ranks share.
@@ -23,12 +26,14 @@ class Matrix(NamedTuple):
     Attributes:
         shape: the shape of the whole matrix.
         dim: the dimension along which it is cut, as ``torch.chunk`` cuts it.
-        owner: the index of its owner in the group.
+        owner: the index of its owner in the group of ranks that shard it.
+        replica: the replica of its owner.
     """
 
     shape: tuple[int, ...]
     dim: int
     owner: int
+    replica: int = 0
 
     def rows(self, num_ranks: int) -> list[int]:
         """Return the size of each rank's shard along :attr:`dim`."""
@@ -49,6 +54,22 @@ def choose_owners(costs: Sequence[float], num_ranks: int) -> list[int]:
         load, owners[index] = heapq.heappop(ranks)
         heapq.heappush(ranks, (load + costs[index], owners[index]))
     return owners
+
+
+class Unshared:
+    """The exchange of matrices that one rank has whole: nothing is sent. Its methods are those of :class:`Exchange`."""
+
+    def send_shards(self, shards: Sequence[Tensor]) -> None:
+        self._matrices = list(enumerate(shards))
+
+    def whole_matrices(self) -> Iterator[tuple[int, Tensor]]:
+        yield from self._matrices
+
+    def send_results(self, results: Mapping[int, Tensor]) -> None:
+        self._results = list(results.values())
+
+    def result_shards(self) -> list[Tensor]:
+        return self._results
 
 
 class Exchange:
@@ -132,3 +153,47 @@ class Exchange:
 
     def _finish(self) -> None:
         self._work.wait()
+
+
+class Replicas:
+    """The exchange of results between replicas, with one collective.
+
+    Args:
+        matrices: matrices that all replicas have, in the same shards.
+        num_shards, index: the number of shards of each matrix, and the index of this rank's.
+        group: the ranks that have equal shards, one in each replica.
+        dtype, device: of what is sent.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Matrix], num_shards: int, index: int, group: Any, dtype: torch.dtype, device: torch.device
+    ):
+        self._replica, num_replicas = dist.get_rank(group), dist.get_world_size(group)
+        shapes = [matrix.shard_shape(matrix.rows(num_shards)[index]) for matrix in matrices]
+        places, ends = [], [0] * num_replicas
+        for matrix, shape in zip(matrices, shapes, strict=True):
+            places.append((matrix.replica, ends[matrix.replica]))
+            ends[matrix.replica] += math.prod(shape)
+        # Each replica sends as much as the one with the most.
+        self._received = torch.empty(num_replicas, max(ends), dtype=dtype, device=device)
+        self._sent = torch.zeros(max(ends), dtype=dtype, device=device)
+        self._places, self._shapes, self._group = places, shapes, group
+        self._work: Any = None
+
+    def send(self, results: Sequence[Tensor]) -> None:
+        """Send this rank's shards of the results that its replica has computed, in their order. They are copied."""
+        starts = [start for replica, start in self._places if replica == self._replica]
+        for start, result in zip(starts, results, strict=True):
+            self._sent.narrow(0, start, result.numel()).view(result.shape).copy_(result)
+        # Ranks with equal shards all have nothing to send, or none of them.
+        if self._sent.numel():
+            self._work = all_gather(self._received.view(-1), self._sent, self._group, async_op=True)
+
+    def results(self) -> list[Tensor]:
+        """Wait, and return this rank's shard of each result."""
+        if self._work is not None:
+            self._work.wait()
+        return [
+            self._received[replica].narrow(0, start, math.prod(shape)).view(shape)
+            for (replica, start), shape in zip(self._places, self._shapes, strict=True)
+        ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ from fsdp_compile import (
     offload_optimizer,
     optimizer_in_backward,
 )
-from fsdp_compile.optim import matrix_optimizer
+from fsdp_compile.optim import matrix_optimizer, owners
 from fsdp_compile.optim.owned_muon import OwnedMuon
 from fsdp_compile.optim.owners import choose_owners
 from tests.common.distributed import RankPools, device_mesh, fake_group
@@ -198,6 +199,75 @@ def train_with_tensor_parallelism() -> None:
 
 def test_beside_tensor_parallelism(rank_pools: RankPools) -> None:
     rank_pools[4].run(train_with_tensor_parallelism)
+
+
+class Experts(nn.Module):
+    """Batches of matrices: one cut along the batch, one along rows, one along columns; and a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_expert = nn.Parameter(torch.randn(3, 6, 4))
+        self.by_row = nn.Parameter(torch.randn(3, 8, 4))
+        self.by_column = nn.Parameter(torch.randn(2, 6, 8))
+        self.matrix = nn.Parameter(torch.randn(6, 4))
+
+
+def train_experts(mesh_shape: tuple[int, ...], placement: str | None) -> None:
+    """Step batches of matrices, beside torch's Muon of each matrix on one process: equal to the bit. Every rank calls this."""
+    torch.manual_seed(0)
+    model: Any = Experts()
+    twins = {
+        name: [matrix.detach().clone().requires_grad_() for matrix in (param if param.ndim == 3 else [param])]
+        for name, param in model.named_parameters()
+    }
+    cuts = {(3, 8, 4): Shard(1), (2, 6, 8): Shard(2)}
+    # Cuts along other dimensions than the first are even.
+    place = None if placement else (lambda param: cuts.get(tuple(param.shape)))
+    fsdp_compile.fully_shard(model, mesh=device_mesh(mesh_shape), placement=placement, shard_placement_fn=place)
+    batches = [param for param in model.parameters() if param.ndim == 3]
+    own = flat_muon([{"params": batches, "batch_of_matrices": True}, {"params": [model.matrix]}], lr=0.02, nesterov=False)
+    reference = Muon([matrix for matrices in twins.values() for matrix in matrices], lr=0.02, nesterov=False)
+    for step in range(3):
+        for number, (name, param) in enumerate(model.named_parameters()):
+            grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + number))
+            for twin, piece in zip(twins[name], grad if grad.ndim == 3 else [grad], strict=True):
+                twin.grad = piece.clone()
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+        own.step()
+        reference.step()
+    for name, param in model.named_parameters():
+        found = full(param)
+        assert torch.equal(found if found.ndim == 2 else found.flatten(0, 1), torch.cat(twins[name])), name
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placement"), [((2,), None), ((4,), None), ((2, 2), None), ((4,), "ddp")], ids=["2", "4", "2x2", "ddp"]
+)
+def test_batches_of_matrices(mesh_shape: tuple[int, ...], placement: str | None, rank_pools: RankPools) -> None:
+    rank_pools[math.prod(mesh_shape)].run(train_experts, mesh_shape=mesh_shape, placement=placement)
+
+
+def count_updates(mesh_shape: tuple[int, ...], placement: str | None) -> tuple[int, int]:
+    """Return how many matrices this rank updates in a step, and the number of its collectives."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(8)))
+    fsdp_compile.fully_shard(model, mesh=device_mesh(mesh_shape), placement=placement)
+    optimizer = flat_muon(model.parameters(), lr=0.02)
+    write_gradients(model, 0, 0)
+    with (
+        mock.patch.object(OwnedMuon, "update", autospec=True, side_effect=OwnedMuon.update) as update,
+        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange,
+        mock.patch.object(owners, "all_gather", wraps=owners.all_gather) as gather,
+    ):
+        optimizer.step()
+    return update.call_count, exchange.call_count + gather.call_count
+
+
+@pytest.mark.parametrize(("mesh_shape", "placement"), [((2, 2), None), ((4,), "ddp")], ids=["2x2", "ddp"])
+def test_replicas_own_different_matrices(mesh_shape: tuple[int, ...], placement: str | None, rank_pools: RankPools) -> None:
+    # There, back, and to the other replicas.
+    collectives = 1 if placement else 3
+    assert rank_pools[4].run(count_updates, mesh_shape=mesh_shape, placement=placement) == [(2, collectives)] * 4
 
 
 # --- State ----------------------------------------------------------------------------------------
@@ -408,6 +478,11 @@ def test_bad_input_names_the_parameter(ranks: None) -> None:
     model, optimizer = sharded()
     with pytest.raises(ValueError, match=r"FlatMuon steps matrices, but parameter blocks\.0\.up\.bias has shape \[15\]"):
         flat_muon(model.parameters(), lr=0.1)
+    experts = nn.Parameter(torch.ones(2, 2, 2))
+    with pytest.raises(ValueError, match=r'has shape \[2, 2, 2\].* give its group "batch_of_matrices": True'):
+        flat_muon([experts])
+    with pytest.raises(ValueError, match=r"steps batches of matrices, but parameter 1 of its group has shape \[2, 2\]"):
+        flat_muon([{"params": [experts, nn.Parameter(torch.ones(2, 2))], "batch_of_matrices": True}])
     with pytest.raises(ValueError, match=r"parameter second has shape \[2\]"):
         flat_muon([("first", nn.Parameter(torch.ones(2, 2))), ("second", nn.Parameter(torch.ones(2)))])
     with pytest.raises(ValueError, match=r"parameter 1 of its group has shape \[2\]"):

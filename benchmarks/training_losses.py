@@ -2,6 +2,7 @@
 
     python benchmarks/training_losses.py --json losses.json --picture losses.png
     python benchmarks/training_losses.py --json losses.json --ways full,fp8-gathers --seeds 0 --steps 100
+    python benchmarks/training_losses.py --json muon.json --ways full,muon --picture muon.png    # the other optimizer
 
 Trains the GPT of ``examples/train_gpt.py`` on two ranks, with its optimizer, clipping and schedule. A way is an encoding of the
 parameters and gradients that are sent. Ways with the same seed begin with the same weights and see the same batches, so they
@@ -42,6 +43,7 @@ extras.need("tqdm", "matplotlib")
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 sys.path.append(str(_EXAMPLE.parent))
 FULL = "full"
+_MUON = "muon"
 _LAST = 20  # the last training losses, of which the mean is taken, as in the main job
 
 
@@ -53,11 +55,13 @@ class Way:
         what: the label in the picture.
         gather_policy: of the blocks; the root's parameters are sent in full precision.
         hook: makes the communication hook of all units; None: no hook.
+        optimizer: that of the main job.
     """
 
     what: str
     gather_policy: GatherPolicy | None = None
     hook: Callable[[], Any] | None = None
+    optimizer: str = "adamw"
 
 
 _FP8 = GatherPolicy(torch.float8_e4m3fn, 128)
@@ -74,6 +78,7 @@ WAYS = {
     "int8-feedback": Way("reductions in int8, error feedback", None, lambda: comm_hooks.ErrorFeedback(_int8())),
     "fp8-int8": Way("gathers in float8, reductions in int8", _FP8, _int8),
     "powersgd": Way("PowerSGD, rank 2", None, lambda: comm_hooks.PowerSGD(rank=2)),
+    _MUON: Way("full precision, Muon", optimizer="muon"),
 }
 
 
@@ -121,10 +126,10 @@ def graph_bytes(graph_modules: Iterable[torch.fx.GraphModule], world: int) -> fl
 def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Train with the one way and the one seed of the flags. Return the fields of a ``Run``."""
     job = fresh_module(_EXAMPLE)
-    settings = job.parse_args(["--seed", str(args.seeds[0]), "--steps", str(args.steps)])
+    way = WAYS[args.ways[0]]
+    settings = job.parse_args(["--seed", str(args.seeds[0]), "--steps", str(args.steps), "--optimizer", way.optimizer])
     device = torch.device("cpu")
     text, held_out, _ = job.read_text(settings.max_bytes)
-    way = WAYS[args.ways[0]]
 
     with torch.device("meta"):
         model: Any = job.GPT(settings.layers, settings.d_model, settings.heads, settings.seq_length)
@@ -136,16 +141,17 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     if way.hook is not None:
         model.register_comm_hook(comm_hooks.DefaultState(mesh.get_group()), way.hook())
     compiled = torch.compile(model, backend=fsdp_backend, dynamic=False, options={"lowering": args.lowering})
-    optimizer = job.make_optimizer(model, settings)
+    optimizers = job.make_optimizers(model, settings)
 
     def run_step(step: int) -> float:
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = job.learning_rate(step, settings)
         loss = compiled(*job.crops(text, settings, device, "train", settings.seed, step))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return job.mean_over_ranks(loss)
 
     with capture() as captured:
@@ -226,7 +232,10 @@ def draw(runs: dict[tuple[str, int], Run], ways: Sequence[str], seeds: Sequence[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", type=names_of("way", WAYS), default=list(WAYS), help=f"of {', '.join(WAYS)}; default all")
+    ways = [name for name in WAYS if name != _MUON]
+    parser.add_argument(
+        "--ways", type=names_of("way", WAYS), default=ways, help=f"of {', '.join(WAYS)}; default all but {_MUON}"
+    )
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2], metavar="N,N")
     parser.add_argument("--steps", type=int, default=600, metavar="N", help="of each run; default 600")
     parser.add_argument("--lowering", choices=["inductor", "aot_eager"], default="inductor", help="default inductor")

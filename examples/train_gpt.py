@@ -12,6 +12,7 @@ what the model has learned to write.  Some variations:
     torchrun --nproc-per-node 2 examples/train_gpt.py --resume              # go on from the newest checkpoint
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --resume auto    # also after a rank has died
     torchrun --nproc-per-node 2 examples/train_gpt.py --system fsdp2        # the same with PyTorch's FSDP2
+    torchrun --nproc-per-node 2 examples/train_gpt.py --optimizer muon
     torchrun --nproc-per-node 2 examples/train_gpt.py --bf16 --no-reshard-after-forward
     torchrun --nproc-per-node 1 examples/train_gpt.py --batch 16            # the same losses on one rank
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,20 +89,31 @@ def compile_model(model: GPT, args: argparse.Namespace) -> Callable[..., Tensor]
     return model
 
 
-def make_optimizer(model: GPT, args: argparse.Namespace) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+def make_optimizers(model: GPT, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all parameters; with --optimizer muon, Muon for matrices of blocks, and AdamW for the rest."""
+    of_muon = [p for p in model.blocks.parameters() if p.ndim > 1] if args.optimizer == "muon" else []
+    others = [p for p in model.parameters() if not any(p is other for other in of_muon)]
     groups = [
-        {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in others if p.ndim > 1], "weight_decay": args.weight_decay},
+        {"params": [p for p in others if p.ndim == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    if not of_muon:
+        return [adamw]
+    make_muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
+    if args.system == "fsdp-compile":
+        from fsdp_compile import flat_optimizer
+
+        make_muon = partial(flat_optimizer, torch.optim.Muon)
+    # Its updates are as large as AdamW's, so that one learning rate suits both.
+    muon = make_muon(of_muon, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, adamw]
 
 
 def train(
     model: GPT,
     compiled: Callable[..., Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     text: Tensor,
     losses: list[float],
     config: dict[str, Any],
@@ -113,15 +126,16 @@ def train(
     start, stop = len(losses), min(args.steps, args.stop_at or args.steps)
 
     def run_step(step: int) -> float:
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate(step, args)
         tokens, targets = crops(text, args, device, "train", args.seed, step)
         loss = compiled(tokens, targets)
         loss.backward()
         # Each rank holds a shard of each gradient; the norm is nevertheless that of the whole gradient.
         nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return mean_over_ranks(loss)
 
     bar = tqdm(total=args.steps, initial=start, disable=dist.get_rank() != 0, desc="compiling", unit="step")
@@ -134,7 +148,7 @@ def train(
         bar.set_postfix_str(f"loss {loss:.3f}, {meter.speed}, {meter.sent} sent per rank", refresh=False)
         bar.update()
         if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == stop):
-            save_checkpoint(model, optimizer, losses, config, args.out)
+            save_checkpoint(model, optimizers, losses, config, args.out)
     bar.close()
     return meter
 
@@ -156,8 +170,8 @@ def run(args: argparse.Namespace, device: torch.device) -> list[float]:
 
     model = build_model(args, init_device_mesh(device.type, (world,)), device)
     compiled = compile_model(model, args)
-    optimizer = make_optimizer(model, args)
-    losses = load_checkpoint(model, optimizer, config, args) if args.resume else []
+    optimizers = make_optimizers(model, args)
+    losses = load_checkpoint(model, optimizers, config, args) if args.resume else []
 
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
     where = f"{world} {device.type} {'rank' if world == 1 else 'ranks'}"
@@ -167,7 +181,7 @@ def run(args: argparse.Namespace, device: torch.device) -> list[float]:
             f"{len(train_text) / 1e6:.1f} MB of text, {len(val_text) / 1e6:.1f} MB more held out"
         )
 
-    meter = train(model, compiled, optimizer, train_text, losses, config, args, device)
+    meter = train(model, compiled, optimizers, train_text, losses, config, args, device)
     val_loss = validate(compiled, val_text, args, device)
     sample = generate(compiled, args, device) if args.sample_length else ""
     if rank == 0:

@@ -40,6 +40,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     training.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     training.add_argument("--steps", type=int, default=300, help="length of the learning-rate schedule")
     training.add_argument("--stop-at", type=int, help="end this run early, after that step of the schedule")
+    training.add_argument(
+        "--optimizer",
+        choices=["adamw", "muon"],
+        default="adamw",
+        help="of all parameters; muon is for the matrices of the blocks, beside AdamW for the rest",
+    )
     training.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     training.add_argument("--warmup", type=int, default=20, help="steps of linear learning-rate warm-up")
     training.add_argument("--weight-decay", type=float, default=0.1, help="weight decay of the matrices")

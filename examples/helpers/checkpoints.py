@@ -20,20 +20,20 @@ from .gpt import GPT
 
 def run_config(args: argparse.Namespace, digest: str) -> dict[str, Any]:
     """Return all that the losses depend on. A resumed run must have the same as the run that it goes on from."""
-    names = "layers d_model heads seq_length steps lr warmup weight_decay clip seed bf16"
+    names = "layers d_model heads seq_length steps optimizer lr warmup weight_decay clip seed bf16"
     config = {name: getattr(args, name) for name in names.split()}
     # Not the batch per rank: a checkpoint may be resumed on another number of ranks.
     return {**config, "global_batch": args.batch * dist.get_world_size(), "text": digest}
 
 
-def checkpoint_state(model: GPT, optimizer: torch.optim.Optimizer, run: dict[str, Any]) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+def checkpoint_state(model: GPT, optimizers: list[torch.optim.Optimizer], run: dict[str, Any]) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizers)
     # As one string, since torch.distributed.checkpoint would store each entry under a key of its own.
     return {"model": model_state, "optimizer": optimizer_state, "run": json.dumps(run)}
 
 
 def save_checkpoint(
-    model: GPT, optimizer: torch.optim.Optimizer, losses: list[float], config: dict[str, Any], out: Path
+    model: GPT, optimizers: list[torch.optim.Optimizer], losses: list[float], config: dict[str, Any], out: Path
 ) -> None:
     """Save as step-N, a folder that all ranks must share.
 
@@ -48,7 +48,7 @@ def save_checkpoint(
             shutil.rmtree(leftover, ignore_errors=True)
     # Files of a save that was cut short must be gone before another rank adds its own.
     dist.barrier()
-    dcp.save(checkpoint_state(model, optimizer, {"losses": losses, "config": config}), checkpoint_id=written)
+    dcp.save(checkpoint_state(model, optimizers, {"losses": losses, "config": config}), checkpoint_id=written)
     failures: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, _failure(lambda: _write_checksums(written)))
     outcome = ["; ".join(filter(None, failures))]
@@ -126,7 +126,7 @@ def damages_of(path: Path) -> str:
 
 
 def load_checkpoint(
-    model: GPT, optimizer: torch.optim.Optimizer, config: dict[str, Any], args: argparse.Namespace
+    model: GPT, optimizers: list[torch.optim.Optimizer], config: dict[str, Any], args: argparse.Namespace
 ) -> list[float]:
     """Load the checkpoint that --resume asks for. Return the losses so far, which are none with 'auto' and no checkpoint."""
     if args.resume in ("newest", "auto"):
@@ -149,9 +149,9 @@ def load_checkpoint(
     if differing:
         raise SystemExit(f"--resume: {path} is of a run with other settings: {'; '.join(differing)}")
 
-    state = checkpoint_state(model, optimizer, {})
+    state = checkpoint_state(model, optimizers, {})
     dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     if dist.get_rank() == 0:
         print(f"resumed from {path}")
     return loaded["losses"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from passes.collectives.functional import group_size
 from passes.collectives.stateful_hook import HookParameter, StatefulHook
-from passes.collectives.traced_hook import apply_in_place_hook, draws_random_numbers
+from passes.collectives.traced_hook import HookNotTraceable, apply_in_place_hook, draws_random_numbers
 from passes.fx.torch_internals.core import FakeTensorMode
 
 from ..comm_hooks import BoundHook, bind_hook
@@ -217,7 +217,16 @@ class GradientControls(Controls):
             _check_comm_hook(unit, bound)
         if bound.init is not None or bound.reduce is None:
             _refuse_hybrid(units, f"{bound.name} has tensors of its own, or reduces over all replicas")
-        reduce = _traceable(bound, units)
+        try:
+            reduce = _traceable(bound, units)
+        except HookNotTraceable as error:
+            whole = next((unit for unit in units if all(group_size(mesh.scatter_group) == 1 for mesh in unit.meshes)), None)
+            if whole is None or bound.in_place is not None:
+                raise
+            raise HookNotTraceable(
+                f"{error} Parameters of {whole.name or 'the root'} are whole on every rank (placement='ddp', or a shard "
+                "dimension of one rank), so output is as large as grad: there, a hook (state, grad) reduces in place."
+            ) from error
         if isinstance(reduce, StatefulHook):
             _refuse_hybrid(units, f"{bound.name} has random numbers of its own")
         for unit in units:

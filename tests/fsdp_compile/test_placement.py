@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_compile import (
     CPUOffloadPolicy,
     GatherPolicy,
+    HookNotTraceable,
     MixedPrecisionPolicy,
     RanksDisagree,
     comm_hooks,
@@ -679,6 +680,13 @@ def test_hooks_that_hybrid_refuses(fake_ranks: None) -> None:
         model.register_comm_hook(state, comm_hooks.PowerSGD(1))
     with pytest.raises(NotImplementedError, match="placement='hybrid'"):
         model.register_comm_hook(state, comm_hooks.allreduce_hook, over="replicas")
+
+
+def test_a_hook_with_an_output_beside_ddp(fake_ranks: None) -> None:
+    model, state = replicate(_BUILD()), comm_hooks.DefaultState(torch.distributed.group.WORLD)
+    with pytest.raises(HookNotTraceable, match=r"the root are whole on every rank \(placement='ddp'.*\(state, grad\)"):
+        model.register_comm_hook(state, comm_hooks.reduce_scatter_hook)
+    model.register_comm_hook(state, comm_hooks.allreduce_hook)
 
 
 def test_an_optimizer_in_backward_refuses_whole_parameters(fake_ranks: None) -> None:

@@ -247,6 +247,52 @@ def test_batches_of_matrices(mesh_shape: tuple[int, ...], placement: str | None,
     rank_pools[math.prod(mesh_shape)].run(train_experts, mesh_shape=mesh_shape, placement=placement)
 
 
+def train_with_expert_parallelism(cuts_rows: bool) -> None:
+    """Step experts that another dimension of the mesh cuts, too, beside torch's Muon of each. Every rank calls this."""
+    mesh = device_mesh((2, 2), ("shard", "tp"))
+    torch.manual_seed(0)
+    weights = torch.randn(5, 6, 4)
+    twins = [expert.clone().requires_grad_() for expert in weights]
+    model: Any = nn.Module()
+    model.experts = nn.Parameter(distribute_tensor(weights, mesh["tp"], [Shard(0)]))
+    place = (lambda param: Shard(1)) if cuts_rows else None
+    fsdp_compile.fully_shard(model, mesh=mesh["shard"], shard_placement_fn=place)
+    optimizer = flat_muon([{"params": [model.experts], "batch_of_matrices": True}], lr=0.02, nesterov=False)
+    reference = Muon(twins, lr=0.02, nesterov=False)
+    for _ in range(2):
+        for param in (model.experts, *twins):
+            param.grad = param.detach().square()
+        optimizer.step()
+        reference.step()
+    assert torch.equal(full(model.experts), torch.stack(twins))
+
+
+@pytest.mark.parametrize("cuts_rows", [False, True])
+def test_batches_beside_expert_parallelism(cuts_rows: bool, rank_pools: RankPools) -> None:
+    rank_pools[4].run(train_with_expert_parallelism, cuts_rows=cuts_rows)
+
+
+def train_fused() -> None:
+    """Step a fused layer beside torch's Muon of the layers that it is made of. Every rank calls this."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(5, 9, bias=False)
+    twins = [piece.detach().clone().requires_grad_() for piece in model.weight.chunk(3)]
+    fsdp_compile.fully_shard(model, mesh=device_mesh((2,)))
+    settings = {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+    optimizer = flat_muon([{"params": [model.weight], "pieces": 3}], **settings)
+    reference = Muon(twins, **settings)
+    for _ in range(3):
+        for param in (model.weight, *twins):
+            param.grad = param.detach().square()
+        optimizer.step()
+        reference.step()
+    assert torch.equal(full(model.weight), torch.cat(twins))
+
+
+def test_pieces_of_fused_layers(rank_pools: RankPools) -> None:
+    rank_pools[2].run(train_fused)
+
+
 def count_updates(mesh_shape: tuple[int, ...], placement: str | None) -> tuple[int, int]:
     """Return how many matrices this rank updates in a step, and the number of its collectives."""
     torch.manual_seed(0)
@@ -483,6 +529,8 @@ def test_bad_input_names_the_parameter(ranks: None) -> None:
         flat_muon([experts])
     with pytest.raises(ValueError, match=r"steps batches of matrices, but parameter 1 of its group has shape \[2, 2\]"):
         flat_muon([{"params": [experts, nn.Parameter(torch.ones(2, 2))], "batch_of_matrices": True}])
+    with pytest.raises(ValueError, match=r'"pieces": 3, but a parameter of shape \[2, 2\]'):
+        flat_muon([{"params": [nn.Parameter(torch.ones(2, 2))], "pieces": 3}])
     with pytest.raises(ValueError, match=r"parameter second has shape \[2\]"):
         flat_muon([("first", nn.Parameter(torch.ones(2, 2))), ("second", nn.Parameter(torch.ones(2)))])
     with pytest.raises(ValueError, match=r"parameter 1 of its group has shape \[2\]"):

@@ -241,7 +241,9 @@ def train_experts(mesh_shape: tuple[int, ...], placement: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh_shape", "placement"), [((2,), None), ((4,), None), ((2, 2), None), ((4,), "ddp")], ids=["2", "4", "2x2", "ddp"]
+    ("mesh_shape", "placement"),
+    [((2,), None), ((4,), None), ((2, 2), None), ((2, 2), "hybrid"), ((4,), "ddp")],
+    ids=["2", "4", "2x2", "hybrid", "ddp"],
 )
 def test_batches_of_matrices(mesh_shape: tuple[int, ...], placement: str | None, rank_pools: RankPools) -> None:
     rank_pools[math.prod(mesh_shape)].run(train_experts, mesh_shape=mesh_shape, placement=placement)
@@ -273,20 +275,25 @@ def test_batches_beside_expert_parallelism(cuts_rows: bool, rank_pools: RankPool
 
 
 def train_fused() -> None:
-    """Step a fused layer beside torch's Muon of the layers that it is made of. Every rank calls this."""
+    """Step a fused layer, and fused layers of experts, beside torch's Muon of all layers apart. Every rank calls this."""
     torch.manual_seed(0)
     model: Any = nn.Linear(5, 9, bias=False)
-    twins = [piece.detach().clone().requires_grad_() for piece in model.weight.chunk(3)]
+    model.experts = nn.Parameter(torch.randn(3, 4, 5))
+    layers = [
+        piece for matrix, pieces in ((model.weight, 3), *((one, 2) for one in model.experts)) for piece in matrix.chunk(pieces)
+    ]
+    twins = [layer.detach().clone().requires_grad_() for layer in layers]
     fsdp_compile.fully_shard(model, mesh=device_mesh((2,)))
     settings = {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
-    optimizer = flat_muon([{"params": [model.weight], "pieces": 3}], **settings)
+    experts = {"params": [model.experts], "pieces": 2, "batch_of_matrices": True}
+    optimizer = flat_muon([{"params": [model.weight], "pieces": 3}, experts], **settings)
     reference = Muon(twins, **settings)
     for _ in range(3):
-        for param in (model.weight, *twins):
+        for param in (model.weight, model.experts, *twins):
             param.grad = param.detach().square()
         optimizer.step()
         reference.step()
-    assert torch.equal(full(model.weight), torch.cat(twins))
+    assert torch.equal(torch.cat([full(model.weight), full(model.experts).flatten(0, 1)]), torch.cat(twins))
 
 
 def test_pieces_of_fused_layers(rank_pools: RankPools) -> None:

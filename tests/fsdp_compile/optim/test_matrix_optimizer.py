@@ -503,6 +503,9 @@ def test_other_placements(ranks: None) -> None:
     twice.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
     with pytest.raises(ValueError, match=r"Spectral cannot step a parameter, a \w+ with placements .*Shard\(dim=1\)"):
         Spectral([twice], lr=0.1).step()
+    # Torch's step, which takes such a matrix, knows of no pieces.
+    with pytest.raises(ValueError, match="FlatMuon cannot step a parameter"):
+        flat_muon([{"params": [twice], "pieces": 2}], lr=0.1).step()
 
 
 def test_hooks_run_once_and_scalers_skip(ranks: None) -> None:
